@@ -1,0 +1,1 @@
+"""Pure layers that families are built from."""

@@ -1,0 +1,46 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxinfer.layers.base import Layer
+from jaxinfer.quant import matmul
+
+
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def gelu_erf(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jax.nn.gelu(x, approximate=False)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": gelu_erf,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": jax.nn.relu,
+}
+
+
+class GatedMLP(Layer):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020). ``gate_up`` is [d, 2, hidden], ``down`` [hidden, d]."""
+
+    activation: str
+    bias: bool = False
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        gate_up = matmul(x, self.weight("gate_up"))
+        if self.bias:
+            gate_up = gate_up + self.weight("gate_up_bias").astype(x.dtype)
+        gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+        hidden = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
+        out = matmul(hidden, self.weight("down"))
+        return out + self.weight("down_bias").astype(x.dtype) if self.bias else out

@@ -1,0 +1,59 @@
+"""A loaded model: a pure module, its parameters, and what came with the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.models.registry import Family
+from jaxinfer.types import CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What `load_model` returns and `LLM` serves.
+
+    Attributes:
+        module: the Flax module; `module.clone(...)` makes an edited one.
+        params: a plain nested dict of arrays.
+        config: the family's frozen config.
+        family: what else derives from the config (parameter specs, cache).
+        tokenizer, chat_template, generation_config: as the checkpoint's folder has them.
+    """
+
+    module: nn.Module
+    params: Any
+    config: Any
+    family: Family
+    name: str = ""
+    tokenizer: Any = None
+    chat_template: Any = None
+    generation_config: Any = dataclasses.field(default_factory=dict)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        return self.family.cache_spec(self.config)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jax.tree.leaves(self.params)[0].dtype
+
+    def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
+        """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it."""
+        hidden = self.hidden(params, tokens)
+        return self.module.apply({"params": params}, hidden, method="head")
+
+    def hidden(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time d"]:
+        """Hidden states after the final norm."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+        return self.module.apply({"params": params}, tokens, positions, causal_attend, None)[0]
+
+    def replace(self, **changes: Any) -> Model:
+        """A copy with other parameters, another module, ...: served exactly as it is."""
+        return dataclasses.replace(self, **changes)

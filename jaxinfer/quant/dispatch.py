@@ -1,0 +1,28 @@
+"""The two ways a forward pass reads a weight. A new storage adds its case here and nowhere else."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def matmul(x: Float[Array, "... k"], w: Float[Array, "k *n"]) -> Float[Array, "... *n"]:
+    """Contract the last dimension of ``x`` with the first of ``w``; the result has the dtype of ``x``.
+
+    float32 means float32: no TF32 and no bfloat16 passes.
+    """
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
+
+
+def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Array, "... n"]:
+    """Contract the last dimensions of both: a tied output head reads the embedding table as it lies."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
+
+
+def take(w: Float[Array, "rows d"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+    """Rows of a table. Ids must be within it: they are checked at admission."""
+    return jax.numpy.take(w, ids, axis=0, mode="clip")
