@@ -1,0 +1,37 @@
+"""jaxinfer: LLM inference for people who think in JAX.
+
+The names below are imported at first use, so that ``import jaxinfer`` alone costs nothing and does not load jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM, RequestOutput
+    from jaxinfer.loading import load_model
+    from jaxinfer.models.model import Model
+    from jaxinfer.types import RequestError, SamplingParams
+
+_HOMES = {
+    "LLM": "jaxinfer.llm",
+    "Model": "jaxinfer.models.model",
+    "RequestError": "jaxinfer.types",
+    "RequestOutput": "jaxinfer.llm",
+    "SamplingParams": "jaxinfer.types",
+    "load_model": "jaxinfer.loading",
+}
+
+__all__ = ["LLM", "Model", "RequestError", "RequestOutput", "SamplingParams", "load_model"]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _HOMES.keys())

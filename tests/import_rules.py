@@ -1,0 +1,223 @@
+"""The rules of who may import whom, read from the syntax trees: nothing is imported, so nothing can hide.
+
+``violations(root)`` checks the packages under ``root``; the table ``STOREY`` is the design's order of rooms.
+"""
+
+import ast
+import dataclasses
+import graphlib
+import pathlib
+import sys
+from collections.abc import Iterator
+
+PACKAGES = ("jaxinfer", "pallas_kernels")
+
+# A room may import rooms of lower storeys only: never one of its own storey (sideways), never one above.
+STOREY = {
+    "pallas_kernels": 0,
+    "types": 0,
+    "config": 0,
+    "quant": 1,
+    "parallel": 1,
+    "planner": 1,
+    "layers": 2,
+    "kv": 2,
+    "models": 3,
+    "weights": 3,
+    "sampling": 3,
+    "spec": 4,
+    "engine": 5,
+    "serve": 6,
+    # the doors, in the order in which they open one another
+    "loading": 7,
+    "llm": 8,
+    "generate": 9,
+    "bench": 9,
+    "convert": 9,
+    "plan": 9,
+    "jaxinfer": 10,  # the package's own __init__
+}
+ENGINE = STOREY["engine"]
+DOORS = STOREY["loading"]
+
+NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
+# What a room may import besides the standard library. Rooms above the engine: anything that pyproject.toml declares.
+THIRD_PARTY = {
+    "pallas_kernels": {"jax", "jaxtyping", "numpy"},
+    "types": set[str](),
+    "config": set[str](),
+    "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax"},
+    "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
+}
+# Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
+NO_JAX = (
+    "jaxinfer.types",
+    "jaxinfer.config",
+    "jaxinfer.planner",
+    "jaxinfer.text",
+    "jaxinfer.kv.blocks",
+    "jaxinfer.kv.manager",
+    "jaxinfer.kv.radix",
+    "jaxinfer.engine.scheduler",
+    "jaxinfer.engine.sequence",
+)
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One source file: its dotted name, its room, and what it imports (absolute dotted names) on which line."""
+
+    name: str
+    is_package: bool
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        parts = self.name.split(".")
+        if parts[0] != "jaxinfer" or len(parts) == 1:
+            return parts[0]
+        return "generate" if self.name == "jaxinfer.serve.__main__" else parts[1]
+
+    def imports(self, within: ast.AST | None = None) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(within or self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.name.split(".")
+        up = node.level - self.is_package
+        here = package[: len(package) - up] if up else package
+        return ".".join([*here, *([node.module] if node.module else [])])
+
+
+def read_modules(root: pathlib.Path) -> dict[str, Module]:
+    """Every Python file of the packages under ``root``, by dotted name."""
+    modules = {}
+    for path in sorted(p for package in PACKAGES for p in (root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules[name] = Module(name, is_package, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+    return modules
+
+
+def violations(root: pathlib.Path, declared: set[str]) -> list[str]:
+    """All broken rules, one sentence each. ``declared``: the third-party packages that pyproject.toml names."""
+    modules = read_modules(root)
+    found = []
+    for module in modules.values():
+        if module.room != "text" and module.room not in STOREY:
+            found.append(f"{module.name}: {module.room} is not a room of the design (tests/import_rules.py)")
+            continue
+        found += _direction(module, modules)
+        found += _hidden(module)
+        found += _third_party(module, declared)
+    return [*found, *_jax_where_there_is_none(modules), *_cycles(modules)]
+
+
+def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
+    for line, target in module.imports():
+        if (to := _resolve(target, modules)) is None or (room := modules[to].room) == module.room:
+            continue
+        if reason := _refusal(module.room, room):
+            yield f"{module.name}:{line} imports {to}: {reason}"
+
+
+def _refusal(room: str, imported: str) -> str | None:
+    if room == "text":
+        return None if imported == "types" else "text imports types only"
+    if imported == "text":
+        return None if STOREY[room] > ENGINE else "engine and below speak token ids, text is the front end's"
+    if imported not in STOREY or STOREY[imported] < STOREY[room]:
+        return None
+    return "sideways" if STOREY[imported] == STOREY[room] else "upwards"
+
+
+def _hidden(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for line, target in module.imports(node):
+                if target.split(".")[0] in {*PACKAGES, *JAX}:
+                    yield f"{module.name}:{line} imports {target} inside a function"
+        if module.name != "jaxinfer" and isinstance(node, ast.Name | ast.Attribute) and _names_importlib(node):
+            yield f"{module.name}:{node.lineno} imports by a computed name"
+
+
+def _names_importlib(node: ast.Name | ast.Attribute) -> bool:
+    return (node.id if isinstance(node, ast.Name) else node.attr) in {"import_module", "__import__"}
+
+
+def _third_party(module: Module, declared: set[str]) -> Iterator[str]:
+    below = module.room in STOREY and STOREY[module.room] <= ENGINE
+    allowed = THIRD_PARTY.get(module.room, NUMERIC if below else declared) & declared
+    for line, target in module.imports():
+        top = target.split(".")[0]
+        if top not in allowed and top not in PACKAGES and top not in sys.stdlib_module_names:
+            yield f"{module.name}:{line} imports {top}, which {module.room} may not use"
+
+
+def _jax_where_there_is_none(modules: dict[str, Module]) -> Iterator[str]:
+    for start in modules:
+        if start == "jaxinfer" or any(start == room or start.startswith(f"{room}.") for room in NO_JAX):
+            yield from _jax_reached_from(start, modules)
+
+
+def _jax_reached_from(start: str, modules: dict[str, Module]) -> Iterator[str]:
+    graph, seen, todo = _graph(modules, at_run_time=True), {start}, [start]
+    while todo:
+        module = modules[todo.pop()]
+        for line, target in _run_time_imports(module):
+            if target.split(".")[0] in JAX:
+                yield f"{start} reaches jax: {module.name}:{line} imports {target}"
+        todo += graph[module.name] - seen
+        seen |= graph[module.name]
+
+
+def _graph(modules: dict[str, Module], at_run_time: bool) -> dict[str, set[str]]:
+    """Module -> the modules it imports and, ``at_run_time``, the packages around it, whose __init__ run first."""
+    graph = {}
+    for module in modules.values():
+        pairs = _run_time_imports(module) if at_run_time else module.imports()
+        names = {to for _, target in pairs if (to := _resolve(target, modules))}
+        if at_run_time:
+            names |= {p for name in (module.name, *names) for p in _parents(name) if p in modules}
+        graph[module.name] = names - {module.name}
+    return graph
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _run_time_imports(module: Module) -> Iterator[tuple[int, str]]:
+    guarded = {
+        line
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for line, _ in module.imports(statement)
+    }
+    return ((line, target) for line, target in module.imports() if line not in guarded)
+
+
+def _cycles(modules: dict[str, Module]) -> Iterator[str]:
+    graph = _graph(modules, at_run_time=False)
+    graph.pop("jaxinfer", None)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield f"import cycle: {' -> '.join(error.args[1])}"
+
+
+def _resolve(target: str, modules: dict[str, Module]) -> str | None:
+    """The longest prefix of a dotted name that is a module here; None for other people's packages."""
+    parts = target.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in prefixes if name in modules), None)

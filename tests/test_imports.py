@@ -1,0 +1,131 @@
+"""Imports go one way: the design's order of rooms, enforced on the syntax trees (the rules: import_rules.py)."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.import_rules import PACKAGES, violations
+
+DECLARED = {"jax", "flax", "jaxtyping", "numpy", "safetensors", "tokenizers", "rich"}
+
+
+def _write(root: pathlib.Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for folder in path.relative_to(root).parents[:-1]:
+            (root / folder / "__init__.py").touch()
+
+
+def _declared(repo: pathlib.Path) -> set[str]:
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    return {re.split(r"[<>=\[; ]", line)[0] for line in project["dependencies"]}
+
+
+def test_the_tree_keeps_the_rules(repo: pathlib.Path) -> None:
+    assert violations(repo, _declared(repo)) == []
+
+
+def test_the_rules_allow_the_design(tmp_path: pathlib.Path) -> None:
+    files = {
+        "jaxinfer/types.py": "import enum",
+        "jaxinfer/kv/manager.py": "from jaxinfer.types import CacheSpec\nfrom jaxinfer.kv.blocks import Blocks",
+        "jaxinfer/kv/blocks.py": "import heapq",
+        "jaxinfer/kv/pool.py": "import jax\nfrom pallas_kernels.kv_write import write",
+        "jaxinfer/weights/read.py": "import safetensors\nfrom .place import put",
+        "jaxinfer/weights/place.py": "import jax.numpy as jnp",
+        "jaxinfer/engine/step.py": "from flax import linen\nfrom jaxinfer import kv, types",
+        "jaxinfer/text/tokenizer.py": "import tokenizers\nfrom jaxinfer.types import SamplingParams",
+        "jaxinfer/llm.py": "from jaxinfer.text.tokenizer import Tokenizer\nfrom jaxinfer.engine import step",
+        "jaxinfer/generate.py": "import rich\nfrom jaxinfer.llm import LLM\ndef f():\n    import tokenizers",
+        "pallas_kernels/kv_write/api.py": "import jax",
+    }
+    _write(tmp_path, files)
+    assert violations(tmp_path, DECLARED) == []
+
+
+REFUSED = {
+    "upwards": ({"jaxinfer/layers/a.py": "import jaxinfer.models", "jaxinfer/models/b.py": ""}, "upwards"),
+    "sideways": ({"jaxinfer/models/a.py": "from jaxinfer import weights", "jaxinfer/weights/b.py": ""}, "sideways"),
+    "sideways below": ({"jaxinfer/types.py": "import pallas_kernels", "pallas_kernels/a.py": ""}, "sideways"),
+    "package's own face": ({"jaxinfer/kv/a.py": "from jaxinfer import LLM"}, "upwards"),
+    "relative": ({"jaxinfer/kv/a.py": "from ..engine import step", "jaxinfer/engine/step.py": ""}, "upwards"),
+    "kernels stand alone": ({"pallas_kernels/a.py": "import jaxinfer.quant", "jaxinfer/quant/b.py": ""}, "upwards"),
+    "type checking": (
+        {"jaxinfer/kv/a.py": "if TYPE_CHECKING:\n    import jaxinfer.engine", "jaxinfer/engine/b.py": ""},
+        "upwards",
+    ),
+    "text above": (
+        {"jaxinfer/text/a.py": "import jaxinfer.config", "jaxinfer/config.py": ""},
+        "text imports types only",
+    ),
+    "text below": ({"jaxinfer/engine/a.py": "import jaxinfer.text", "jaxinfer/text/b.py": ""}, "speak token ids"),
+    "hidden": (
+        {"jaxinfer/engine/a.py": "def f():\n    import jaxinfer.kv", "jaxinfer/kv/b.py": ""},
+        "inside a function",
+    ),
+    "hidden jax": ({"jaxinfer/text/a.py": "def f():\n    import jax"}, "inside a function"),
+    "computed": ({"jaxinfer/kv/a.py": "import importlib\nimportlib.import_module('x')"}, "computed name"),
+    "third party": ({"jaxinfer/engine/a.py": "import rich"}, "imports rich, which engine may not use"),
+    "undeclared": ({"jaxinfer/generate.py": "import requests"}, "imports requests"),
+    "no jax": ({"jaxinfer/engine/scheduler.py": "import jax"}, "reaches jax"),
+    "no jax, indirect": (
+        {"jaxinfer/kv/manager.py": "import jaxinfer.kv.pool", "jaxinfer/kv/pool.py": "from jax import numpy"},
+        "jaxinfer.kv.manager reaches jax: jaxinfer.kv.pool:1",
+    ),
+    "no jax, package": (
+        {"jaxinfer/kv/manager.py": "", "jaxinfer/kv/__init__.py": "import jax"},
+        "jaxinfer.kv.manager reaches jax: jaxinfer.kv:1",
+    ),
+    "no jax at the top": (
+        {"jaxinfer/__init__.py": "from jaxinfer import llm", "jaxinfer/llm.py": "import jax"},
+        "reaches",
+    ),
+    "cycle": (
+        {"jaxinfer/kv/a.py": "import jaxinfer.kv.b", "jaxinfer/kv/b.py": "import jaxinfer.kv.a"},
+        "import cycle",
+    ),
+    "unknown room": ({"jaxinfer/misc/a.py": ""}, "misc is not a room"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_rules_refuse(name: str, tmp_path: pathlib.Path) -> None:
+    files, reason = REFUSED[name]
+    _write(tmp_path, files)
+    found = violations(tmp_path, DECLARED)
+    assert any(reason in sentence for sentence in found), found
+
+
+def test_every_package_folder_has_an_init(repo: pathlib.Path) -> None:
+    folders = {path.parent for package in PACKAGES for path in (repo / package).rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_import_jaxinfer_loads_neither_jax_nor_text(repo: pathlib.Path) -> None:
+    program = (
+        "import sys, jaxinfer; jaxinfer.SamplingParams; dir(jaxinfer);"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in {'jax', 'flax', 'numpy', 'tokenizers'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=repo)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_resolve() -> None:
+    import jaxinfer
+
+    assert set(jaxinfer.__all__) <= set(dir(jaxinfer))
+    for name in jaxinfer.__all__:
+        assert getattr(jaxinfer, name).__name__ == name
+
+
+def test_unknown_public_name_is_an_attribute_error() -> None:
+    import jaxinfer
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = jaxinfer.nonsense
