@@ -1,0 +1,81 @@
+# Every target does its own set-up: the first run makes .venv and installs, later runs start at once.
+# PYTHON=... picks the interpreter that .venv is made with; without it the first Python >= 3.12 found is taken.
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL: # two installations into one .venv would trip over each other
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+TRAIN := $(VENV)/.installed-train
+SETUP := tools/make_venv.sh
+
+MODEL ?= demo
+PROMPT ?= ROMEO:
+MAX_TOKENS ?= 128
+ARGS ?=
+PARITY ?=
+
+export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
+
+.PHONY: help demo test test-fast test-slow test-parity lint format types wheel train-demo bench check-gpu clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BASE): pyproject.toml $(SETUP)
+	@$(SETUP) $(VENV) .
+	@touch $@
+
+$(DEV): pyproject.toml $(SETUP)
+	@$(SETUP) $(VENV) '.[test,dev]'
+	@touch $(BASE) $@
+
+$(TRAIN): pyproject.toml $(SETUP)
+	@$(SETUP) $(VENV) '.[train]'
+	@touch $(BASE) $@
+
+demo: $(BASE) ## generate text with the embedded model (PROMPT=... MAX_TOKENS=... MODEL=folder ARGS=...)
+	@$(RUN) -m jaxinfer.generate --model "$$MODEL" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) $(ARGS)
+
+test: $(DEV) ## run the tests, the slow and the parity ones aside (ARGS="-k ...")
+	@$(RUN) -m pytest $(ARGS)
+
+test-fast: $(DEV) ## the same, last failures first, stopping at the first
+	@$(RUN) -m pytest -q -x --failed-first $(ARGS)
+
+test-slow: $(DEV) ## the tests that take minutes
+	@$(RUN) -m pytest -m slow $(ARGS)
+
+test-parity: $(DEV) ## compare live with transformers, in an environment of its own (PARITY="-k ...")
+	@$(RUN) -m pytest -m parity $(PARITY)
+
+lint: $(DEV) ## ruff: rules and format
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+
+format: $(DEV) ## ruff: rewrite
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+types: $(DEV) ## mypy
+	@$(RUN) -m mypy
+
+wheel: $(DEV) ## build dist/jaxinfer-*.whl
+	@rm -rf build dist
+	@$(RUN) -m pip wheel . --no-deps --quiet --wheel-dir dist
+	@ls dist
+
+train-demo: $(TRAIN) ## train the embedded models again (docs/demo_model.md)
+	@$(RUN) -m tools.train_demo $(ARGS)
+
+bench: $(DEV) ## compare speed with other engines (benchmarks/vs_peers.py)
+	@$(RUN) -m benchmarks.vs_peers $(ARGS)
+
+check-gpu: $(BASE) ## check kernels and rates on this machine's GPU
+	@$(RUN) -m tools.gpu_check $(ARGS)
+
+clean: ## remove what builds and tests left, .venv aside
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
