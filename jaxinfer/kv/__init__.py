@@ -1,0 +1,1 @@
+"""The paged KV cache: pages and tables on the host, pools on the device."""

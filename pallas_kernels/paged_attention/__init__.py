@@ -1,0 +1,5 @@
+"""paged_attention: queries of many sequences against keys and values that lie in pages."""
+
+from pallas_kernels.paged_attention.api import decode, prefill
+
+__all__ = ["decode", "prefill"]

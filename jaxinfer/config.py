@@ -1,0 +1,131 @@
+"""Configuration: what a user may set, and `resolve`, which leaves nothing open. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxinfer.types import CacheSpec
+
+
+class EngineConfigError(ValueError):
+    """An engine setting that cannot be served. The message names the setting and the value."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user may say about an engine; None means: choose.
+
+    Attributes:
+        max_model_len: longest prompt plus output in tokens (default: the model's own limit).
+        max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
+        max_num_batched_tokens: prompt and decode tokens per step (default: one full prefill chunk and all rows).
+        page_size: tokens per KV page, a power of two.
+        num_pages: size of the KV pool (default: room for max_num_seqs sequences of max_model_len, as far as
+            ``kv_cache_bytes`` allows).
+        kv_cache_bytes: bound on the default size of the pool.
+        prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
+            multiple of it, and the tail of a prompt in the smallest size that holds it.
+        max_logprobs: most top logprobs that a request may ask for.
+        seed: where unset request seeds come from (default: entropy of the system).
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int | None = None
+    page_size: int = 64
+    num_pages: int | None = None
+    kv_cache_bytes: int = 4 << 30
+    prefill_sizes: tuple[int, ...] = (32, 128, 256)
+    max_logprobs: int = 20
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedEngine:
+    """Every number that shapes the compiled programs and the pool.
+
+    ``rows`` is the number of slots and of rows in the decode program, ``table_width`` the pages of one sequence.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    rows: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    table_width: int
+    prefill_sizes: tuple[int, ...]
+    max_logprobs: int
+    seed: int | None
+
+
+def resolve(
+    config: EngineConfig, cache: CacheSpec, *, max_position: int, itemsize: int, min_rows: int = 1
+) -> ResolvedEngine:
+    """Fill in what the user left open and refuse what cannot be.
+
+    Args:
+        cache: the model's KV cache; ``itemsize`` is the bytes of one of its elements.
+        max_position: the longest context that the model knows.
+        min_rows: fewest rows of a decode program that the platform runs well.
+
+    Raises:
+        EngineConfigError: names the setting and the value.
+    """
+    _require_power_of_two("page_size", config.page_size)
+    _require_prefill_sizes(config.prefill_sizes, config.page_size)
+    length = _max_model_len(config.max_model_len, max_position)
+    _require(config.max_num_seqs >= 1, "max_num_seqs", config.max_num_seqs, "must be at least 1")
+    _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
+    rows, width = max(config.max_num_seqs, min_rows), math.ceil(length / config.page_size)
+    chunk = config.prefill_sizes[-1]
+    budget = config.max_num_batched_tokens or chunk + config.max_num_seqs
+    least = chunk + config.max_num_seqs
+    _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
+    return ResolvedEngine(
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        rows=rows,
+        max_num_batched_tokens=budget,
+        page_size=config.page_size,
+        num_pages=_num_pages(config, cache, width, itemsize),
+        table_width=width,
+        prefill_sizes=config.prefill_sizes,
+        max_logprobs=config.max_logprobs,
+        seed=config.seed,
+    )
+
+
+def _require(condition: bool, name: str, value: object, what: str) -> None:
+    if not condition:
+        raise EngineConfigError(f"{name} = {value} {what}")
+
+
+def _require_power_of_two(name: str, value: int) -> None:
+    _require(value >= 1 and value & (value - 1) == 0, name, value, "must be a power of two")
+
+
+def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
+    _require(len(sizes) > 0 and list(sizes) == sorted(set(sizes)), "prefill_sizes", sizes, "must be ascending")
+    _require(sizes[-1] % page == 0, "prefill_sizes", sizes, f"must end in a multiple of page_size ({page})")
+    for size in sizes:
+        _require_power_of_two("prefill_sizes", size)
+
+
+def _max_model_len(asked: int | None, max_position: int) -> int:
+    if asked is None:
+        return max_position
+    _require(asked >= 2, "max_model_len", asked, "must be at least 2")
+    _require(asked <= max_position, "max_model_len", asked, f"is beyond the model's context of {max_position} tokens")
+    return asked
+
+
+def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int) -> int:
+    """Pages of the pool: as asked, or enough for every row within ``kv_cache_bytes``, one full sequence at least."""
+    if config.num_pages is not None:
+        what = f"must hold one sequence of max_model_len ({width} pages)"
+        _require(config.num_pages >= width, "num_pages", config.num_pages, what)
+        return config.num_pages
+    affordable = config.kv_cache_bytes // cache.bytes_per_page(config.page_size, itemsize)
+    return max(width, min(width * config.max_num_seqs, affordable))

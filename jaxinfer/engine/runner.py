@@ -1,0 +1,145 @@
+"""The device's side of the loop: launches plans, reads results, owns parameters and state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.compiled import compile_programs
+from jaxinfer.engine.scheduler import PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.sequence import Sequence
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, make_programs
+from jaxinfer.kv.pool import new_pools
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
+from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, new_state
+from jaxinfer.types import ParamSpec, PositionLogprobs, TokenLogprob
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A step on its way: the plan and arrays that will hold its results."""
+
+    plan: StepPlan
+    sampled: Sampled | None
+    prompt: list[Logprobs | None]
+
+
+class Runner:
+    """Owns all device memory of an engine. ``tables`` is the scheduler's, read at each launch."""
+
+    def __init__(self, model: Model, engine: ResolvedEngine, limits: SamplingLimits, tables: np.ndarray) -> None:
+        self._engine, self._tables, self._vocab = engine, tables, model.config.vocab_size
+        mesh = make_mesh()
+        self._everywhere = replicated(mesh)
+        specs = model.family.param_specs(model.config)
+        self._params = jax.tree.map(
+            lambda spec, value: jax.device_put(value, param_sharding(mesh, spec)),
+            specs,
+            model.params,
+            is_leaf=lambda x: isinstance(x, ParamSpec),
+        )
+        self._host_slots = HostSlots(engine.rows, limits)
+        self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
+        self._state = self._new_state(model, limits)
+        programs = make_programs(model, engine.max_logprobs)
+        self._run = compile_programs(programs, engine, self._params, self._slots, self._state)
+
+    def _new_state(self, model: Model, limits: SamplingLimits) -> StepState:
+        engine = self._engine
+        state = StepState(
+            pools=new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype),
+            last_tokens=jnp.zeros((engine.rows,), jnp.int32),
+            slots=new_state(engine.rows, self._vocab, limits),
+        )
+        return jax.device_put(state, self._everywhere)
+
+    def launch(self, plan: StepPlan) -> Launched | None:
+        """Start a step without waiting for it. Programs run in the order of their launch."""
+        if not plan:
+            return None
+        self._admit(plan.admitted)
+        prompt = [self._prefill(prefill) for prefill in plan.prefills]
+        sampled = self._decode(plan) if plan.decodes else None
+        return Launched(plan, sampled, prompt)
+
+    def read(self, launched: Launched | None) -> StepResult | None:
+        """Wait for a step and bring its results to the host."""
+        if launched is None:
+            return None
+        plan = launched.plan
+        prompt = [
+            [] if result is None else _prompt_logprobs(prefill, result)
+            for prefill, result in zip(plan.prefills, launched.prompt, strict=True)
+        ]
+        if launched.sampled is None:
+            return StepResult(plan, [], [], prompt)
+        tokens = np.asarray(launched.sampled.tokens)[[row.sequence.slot for row in plan.decodes]].tolist()
+        return StepResult(plan, tokens, _row_logprobs(plan, launched.sampled), prompt)
+
+    def _admit(self, admitted: list[Sequence]) -> None:
+        for sequence in admitted:
+            self._host_slots.set(sequence.slot, sequence.request, sequence.index)
+            if self._host_slots.needs_state(sequence.request):
+                prompt, bias = self._host_slots.state_rows(sequence.request, self._vocab)
+                self._state = self._run.admit(self._state, np.int32(sequence.slot), prompt, bias)
+        if admitted:
+            self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
+
+    def _prefill(self, plan: PrefillPlan) -> Logprobs | None:
+        sequence, (start, count, size) = plan.sequence, plan.chunk
+        prompt = np.zeros(size + 1, np.int32)
+        piece = sequence.prompt[start : start + count + 1]
+        prompt[: len(piece)] = piece
+        table = self._tables[sequence.slot].copy()
+        batch = PrefillBatch(prompt[:-1], np.int32(start), np.int32(count), table)
+        if plan.logprobs:
+            self._state, logprobs = self._run.prefill_logprobs(self._params, self._state, batch, prompt[1:])
+            return logprobs
+        self._state = self._run.prefill[size](self._params, self._state, batch)
+        return None
+
+    def _decode(self, plan: StepPlan) -> Sampled:
+        tokens, positions, generated = np.full((3, self._engine.rows), -1, np.int32)
+        slots = [row.sequence.slot for row in plan.decodes]
+        tokens[slots] = [row.token for row in plan.decodes]
+        positions[slots] = [row.position for row in plan.decodes]
+        generated[slots] = [row.position - row.sequence.prefill_end for row in plan.decodes]
+        batch = DecodeBatch(tokens, positions, generated, self._tables.copy())
+        self._state, sampled = self._run.decode(self._params, self._slots, self._state, batch)
+        for array in jax.tree.leaves(sampled):
+            array.copy_to_host_async()
+        return sampled
+
+
+def _row_logprobs(plan: StepPlan, sampled: Sampled) -> list[PositionLogprobs | None]:
+    if all(row.sequence.params.logprobs is None for row in plan.decodes):
+        return [None] * len(plan.decodes)
+    host: Any = jax.tree.map(np.asarray, sampled)
+    return [
+        None
+        if row.sequence.params.logprobs is None
+        else _position(
+            host.logprobs, row.sequence.slot, int(host.tokens[row.sequence.slot]), row.sequence.params.logprobs
+        )
+        for row in plan.decodes
+    ]
+
+
+def _prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
+    host, (start, count, _) = jax.tree.map(np.asarray, result), plan.chunk
+    prompt, top = plan.sequence.prompt, plan.sequence.params.prompt_logprobs
+    assert top is not None
+    return [_position(host, row, prompt[start + row + 1], top) for row in range(count)]
+
+
+def _position(host: Logprobs, row: int, token: int, top: int) -> PositionLogprobs:
+    chosen = TokenLogprob(token, float(host.logprob[row]), int(host.rank[row]))
+    ids, values = host.top_ids[row, :top].tolist(), host.top_logprobs[row, :top].tolist()
+    best = (TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), start=1))
+    return PositionLogprobs(chosen, tuple(best))
