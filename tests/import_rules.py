@@ -17,6 +17,7 @@ STOREY = {
     "pallas_kernels": 0,
     "types": 0,
     "config": 1,
+    "validate": 1,
     "quant": 2,
     "parallel": 2,
     "planner": 2,
@@ -46,6 +47,7 @@ THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "types": set[str](),
     "config": set[str](),
+    "validate": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
@@ -53,6 +55,7 @@ THIRD_PARTY = {
 NO_JAX = (
     "jaxinfer.types",
     "jaxinfer.config",
+    "jaxinfer.validate",
     "jaxinfer.planner",
     "jaxinfer.text",
     "jaxinfer.kv.blocks",
