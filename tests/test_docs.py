@@ -1,0 +1,44 @@
+"""The documents keep their word: links lead somewhere, targets exist, the README's Python runs."""
+
+import pathlib
+import re
+
+import pytest
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
+
+
+def _documents(repo: pathlib.Path) -> dict[pathlib.Path, str]:
+    paths = sorted(path for pattern in DOCUMENTS for path in repo.glob(pattern))
+    return {path: path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_links_lead_to_files(repo: pathlib.Path) -> None:
+    links = [
+        (path.name, link, path.parent / link)
+        for path, text in _documents(repo).items()
+        for link in re.findall(r"\]\(([^)#]+)", text)
+        if "://" not in link
+    ]
+    assert links
+    assert [(name, link) for name, link, target in links if not target.exists()] == []
+
+
+def test_make_targets_exist(repo: pathlib.Path) -> None:
+    known = set(re.findall(r"^([a-z-]+):", (repo / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        (path.name, word)
+        for path, text in _documents(repo).items()
+        for command in re.findall(r"(?:^|`)make((?: [a-z-]+\b)+)", text, re.MULTILINE)
+        for word in command.split()
+    }
+    assert named
+    assert {(name, word) for name, word in named if word not in known} == set()
+
+
+def test_readme_python_runs(repo: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (repo / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2
