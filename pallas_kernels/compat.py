@@ -1,0 +1,72 @@
+"""The only file that knows how Mosaic GPU differs between JAX releases (0.11.2 and 0.12).
+
+Mosaic GPU calls itself unstable. Kernels take from here what has changed, or lies in a private module, and the rest
+from ``jax.experimental.pallas.mosaic_gpu``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_KERNEL_KEYWORDS = frozenset(inspect.signature(plgpu.kernel).parameters)
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    out_type: Any,
+    scratch_types: Any,
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    num_threads: int,
+    thread_name: str,
+    kernel_name: str,
+    compiler_params: plgpu.CompilerParams,
+    cost_estimate: pl.CostEstimate,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Callable[..., Any]:
+    """``plgpu.kernel``; the cost estimate is passed on where the release takes one (from 0.12)."""
+    cost: dict[str, Any] = {"cost_estimate": cost_estimate} if "cost_estimate" in _KERNEL_KEYWORDS else {}
+    launch: Callable[..., Any] = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=num_threads,
+        thread_name=thread_name,
+        kernel_name=kernel_name,
+        compiler_params=compiler_params,
+        interpret=interpret,
+        **cost,
+    )
+    return launch
+
+
+def interpret_params(*, detect_races: bool = True) -> plgpu.InterpretGPUParams:
+    """Run a kernel on the CPU: shared memory, asynchronous copies and barriers are simulated, slowly.
+
+    Memory that nothing wrote reads as NaN. On a race, 0.12 raises and 0.11.2 prints: `interpreted` treats both alike.
+    """
+    return plgpu.InterpretGPUParams(detect_races=detect_races, uninitialized_memory="nan")
+
+
+def interpreted(call: Callable[[], Any]) -> Any:
+    """The result of ``call``, which runs a kernel under `interpret_params` with races detected.
+
+    Raises:
+        RuntimeError: the kernel has a data race, or (0.11.2 only) it ends before an arrival at a barrier was waited
+            for. Not every race is seen: a copy issued before one that was waited for counts as waited for too.
+    """
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    result = jax.block_until_ready(call())
+    if interpret_pallas_call.get_races().races_found:
+        raise RuntimeError("a data race was detected while interpreting the kernel (its report is on stdout)")
+    return result

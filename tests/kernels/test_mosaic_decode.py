@@ -1,0 +1,144 @@
+"""The Mosaic GPU decode kernel without a GPU: interpreted on the CPU, and compiled to H100 machine code."""
+
+import importlib.util
+import inspect
+import linecache
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.mosaic import Tiles, paged_decode_mosaic
+
+ROOT = pathlib.Path(__file__).parents[2]
+# Half an ulp of the result, and as much for the probabilities' rounding before they meet the values.
+TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1e-3}
+
+
+def reference(q, pool, tables, lengths, scale):
+    """The equation, in float64, one row at a time."""
+    q, pool = np.asarray(q, np.float64), np.asarray(pool, np.float64)
+    (rows, heads, dim), (kv_heads, page) = q.shape, pool.shape[2:4]
+    out = np.zeros((rows, heads, dim))
+    for row, length in enumerate(lengths):
+        used = tables[row, : -(-length // page)]
+        keys, values = (pool[used, half].swapaxes(0, 1).reshape(kv_heads, -1, dim)[:, :length] for half in (0, 1))
+        grouped = q[row].reshape(kv_heads, -1, dim)
+        if length:
+            scores = np.einsum("hgd,htd->hgt", grouped, keys) * scale
+            probs = np.exp(scores - scores.max(-1, keepdims=True))
+            probs /= probs.sum(-1, keepdims=True)
+            out[row] = np.einsum("hgt,htd->hgd", probs, values).reshape(heads, dim)
+    return out
+
+
+def make_case(*, lengths, page=16, kv_heads=2, group=4, dim=64, dtype=jnp.bfloat16, width=None, spread=1.0):
+    """Random operands; every pool position and table entry that no row may read is poison."""
+    rng = np.random.default_rng(0)
+    rows, width = len(lengths), width or -(-max(lengths) // page)
+    tables = rng.permutation(rows * width).astype(np.int32).reshape(rows, width)
+    pool = rng.normal(size=(rows * width, 2, kv_heads, page, dim)).astype(np.float32)
+    for row, length in enumerate(lengths):
+        positions = np.arange(width * page).reshape(width, page) >= length
+        poisoned = pool[tables[row]].transpose(0, 3, 1, 2, 4)
+        poisoned[positions] = np.nan
+        pool[tables[row]] = poisoned.transpose(0, 2, 3, 1, 4)
+        tables[row, -(-length // page) :] = rng.choice([-7, 10**6])
+    q = rng.normal(size=(rows, kv_heads * group, dim)) * spread
+    return jnp.asarray(q, dtype), jnp.asarray(pool, dtype), tables, np.asarray(lengths, np.int32)
+
+
+def decode(case, tiles):
+    q, pool, tables, lengths = case
+    arguments = q, pool, jnp.asarray(tables), jnp.asarray(lengths)
+    scale = q.shape[-1] ** -0.5
+    return compat.interpreted(
+        lambda: paged_decode_mosaic(*arguments, scale=scale, tiles=tiles, interpret=compat.interpret_params())
+    )
+
+
+CASES = {
+    "page16": ({"lengths": (37, 0, 150), "page": 16}, Tiles(stages=2, keys_per_split=64)),
+    "page64": ({"lengths": (64, 129), "page": 64, "dim": 128, "group": 8, "kv_heads": 1}, Tiles(keys_per_split=128)),
+    "one slot": ({"lengths": (200,), "page": 16, "group": 1}, Tiles(stages=1, keys_per_split=256)),
+    "block128": ({"lengths": (1, 130), "page": 64, "group": 5}, Tiles(block_keys=128, stages=2, keys_per_split=128)),
+    "float16": ({"lengths": (90,), "page": 16, "dtype": jnp.float16}, Tiles(stages=2, keys_per_split=64)),
+    "odd width": ({"lengths": (75,), "page": 16, "width": 5, "spread": 30.0}, Tiles(stages=2, keys_per_split=64)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name):
+    options, tiles = CASES[name]
+    case = make_case(**options)
+    expected = reference(*case, case[0].shape[-1] ** -0.5)
+    got = np.asarray(decode(case, tiles), np.float64)
+    np.testing.assert_allclose(got, expected, atol=TOLERANCE[options.get("dtype", jnp.bfloat16)], rtol=8e-3)
+    assert not got[case[3] == 0].any()
+
+
+def test_neighbours_and_table_width_change_no_bit():
+    tiles = Tiles(stages=2, keys_per_split=64)
+    q, pool, tables, lengths = make_case(lengths=(37, 150), width=10)
+    together = np.asarray(decode((q, pool, tables, lengths), tiles))
+    alone = np.asarray(decode((q[:1], pool, tables[:1, :3], lengths[:1]), tiles))
+    assert together[:1].tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("barrier", ["keys_ready", "values_ready", "slot_free"])
+def test_a_missing_wait_is_caught(monkeypatch, barrier):
+    """Race detection guards these barriers. It is blind to ``query_ready``: waiting for a later copy hides it."""
+    wait, skipped = plgpu.barrier_wait, []
+
+    def wait_unless_chosen(ref):
+        caller = inspect.currentframe().f_back
+        if barrier in linecache.getline(caller.f_code.co_filename, caller.f_lineno):
+            skipped.append(ref)
+        else:
+            wait(ref)
+
+    monkeypatch.setattr(plgpu, "barrier_wait", wait_unless_chosen)
+    with pytest.raises(Exception, match=r"(?i)race|barrier"):
+        decode(make_case(lengths=(200,)), Tiles(stages=1, keys_per_split=256))
+    assert skipped
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dim": 80}, "head_dim 80"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"page": 24}, "page size 24"),
+        ({"group": 65}, "at most 64"),
+    ],
+)
+def test_refuses_what_it_cannot_do(change, message):
+    with pytest.raises(ValueError, match=message):
+        decode(make_case(lengths=(8,), **change), Tiles())
+
+
+def test_refuses_tiles_that_do_not_fit():
+    with pytest.raises(ValueError, match="keys_per_split"):
+        Tiles(keys_per_split=100)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs jax-cuda13-plugin and jax-cuda13-pjrt (pip install --no-deps, no GPU and no CUDA libraries needed)",
+)
+@pytest.mark.parametrize(
+    ("page", "dim", "group", "dtype"),
+    [(64, 128, 4, "bfloat16"), (16, 128, 8, "bfloat16"), (16, 64, 1, "float16"), (64, 64, 7, "bfloat16")],
+)
+def test_compiles_for_h100_without_spills(page, dim, group, dtype):
+    command = [sys.executable, "-m", "tests.kernels.sm90", *map(str, (page, dim, group, dtype, Tiles().stages))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"Used \d+ registers", done.stdout), done.stdout
+    assert set(re.findall(r"(\d+) bytes spill", done.stdout)) == {"0"}
