@@ -1,0 +1,22 @@
+"""Checkpoints: finding a folder, reading safetensors that nobody vouches for, filling and saving parameters.
+
+``jaxinfer.weights.source`` (hub ids) and ``jaxinfer.weights.progress`` (the bar) are imported by who needs them.
+"""
+
+from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, refuse_quantised
+from jaxinfer.weights.errors import CheckpointError
+from jaxinfer.weights.init import init_params
+from jaxinfer.weights.load import checkpoint_dtype, load_params, on_default_device
+from jaxinfer.weights.save import save_params
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "checkpoint_dtype",
+    "init_params",
+    "load_params",
+    "on_default_device",
+    "open_checkpoint",
+    "refuse_quantised",
+    "save_params",
+]

@@ -1,0 +1,135 @@
+"""A model folder seen as one set of named tensors, whether it is one file or many shards."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.weights.errors import CheckpointError, listed, quoted
+from jaxinfer.weights.safetensors import SafetensorsFile, TensorInfo
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 100_000_000
+_FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+
+
+class Checkpoint:
+    """The tensors of a folder. ``files`` maps each tensor's name to the file that holds it."""
+
+    def __init__(self, folder: pathlib.Path, files: Mapping[str, SafetensorsFile]) -> None:
+        self.folder = folder
+        self._files = files
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType({n: file.tensors[n] for n, file in files.items()})
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of its file."""
+        return self._files[name].read(name)
+
+    def release(self, name: str) -> None:
+        """Gives back the memory behind a tensor that was read."""
+        self._files[name].release(name)
+
+
+def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
+    """Opens a folder and checks all its headers; reads no tensor.
+
+    It takes ``model.safetensors``, else the shards of ``model.safetensors.index.json``, else the only safetensors file.
+
+    Raises:
+        CheckpointError: there are no such files, one is missing or damaged, or index and shards disagree.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder")
+    if not (folder / SINGLE_FILE).exists() and (folder / INDEX_FILE).exists():
+        return Checkpoint(folder, _open_shards(folder, _weight_map(folder / INDEX_FILE)))
+    file = SafetensorsFile(_only_file(folder))
+    return Checkpoint(folder, dict.fromkeys(file.tensors, file))
+
+
+def read_json_object(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON file that must hold an object.
+
+    Raises:
+        CheckpointError: it cannot be read, is larger than 100 MB, or is not a JSON object.
+    """
+    try:
+        value = json.loads(_read_bounded(path).decode("utf-8"))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return value
+
+
+def refuse_quantised(config_json: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where config.json says that the weights are stored quantised."""
+    config = config_json.get("quantization_config") or config_json.get("compression_config")
+    if not config:
+        return
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    kind = f" with {quoted(method)}" if isinstance(method, str) else ""
+    raise CheckpointError(
+        f"this checkpoint is quantised{kind}, which is not supported yet: use the model in float16, bfloat16 or float32"
+    )
+
+
+def _read_bounded(path: pathlib.Path) -> bytes:
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is not a file of a reasonable size")
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _only_file(folder: pathlib.Path) -> pathlib.Path:
+    if (folder / SINGLE_FILE).exists():
+        return folder / SINGLE_FILE
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = listed([path.name for path in found])
+        raise CheckpointError(f"{folder} holds {len(found)} safetensors files ({names}) but no {INDEX_FILE}")
+    foreign = sorted({path.name for pattern in _FOREIGN for path in folder.glob(pattern)})
+    if foreign:
+        raise CheckpointError(
+            f"{folder} holds {listed(foreign)} but no safetensors file: convert it, for example by loading it with "
+            f"transformers and calling save_pretrained, and pass the new folder"
+        )
+    raise CheckpointError(f"{folder} holds no weights: expected {SINGLE_FILE} or {INDEX_FILE} with its shards")
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """Tensor name to shard name. A shard is a plain file name, so that an index cannot point out of its folder."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_plain_name(shard):
+            raise CheckpointError(f"{index} sends tensor {quoted(name)} to {quoted(str(shard))}, not a shard's name")
+    return weight_map
+
+
+def _is_plain_name(shard: str) -> bool:
+    return shard.endswith(".safetensors") and not set(shard) & set("/\\:\0") and not shard.startswith(".")
+
+
+def _open_shards(folder: pathlib.Path, weight_map: Mapping[str, str]) -> dict[str, SafetensorsFile]:
+    shards = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
+    for name, shard in weight_map.items():
+        if name not in shards[shard].tensors:
+            raise CheckpointError(f"{folder / shard} lacks tensor {quoted(name)}, which {INDEX_FILE} places there")
+    for shard, file in shards.items():
+        unlisted = sorted(file.tensors.keys() - weight_map.keys())
+        if unlisted:
+            raise CheckpointError(f"{folder / shard} holds tensors that {INDEX_FILE} does not list: {listed(unlisted)}")
+    return {name: shards[shard] for name, shard in weight_map.items()}

@@ -1,0 +1,20 @@
+"""The one error of this room."""
+
+from __future__ import annotations
+
+_LONGEST = 120
+
+
+class CheckpointError(ValueError):
+    """A model folder that cannot be loaded. The message is one sentence for a person; it needs no traceback."""
+
+
+def quoted(name: str) -> str:
+    """A name out of an untrusted file, fit for a message: control characters escaped, at most ~120 characters."""
+    return repr(name if len(name) <= _LONGEST else name[:_LONGEST] + "...")
+
+
+def listed(names: list[str], most: int = 5) -> str:
+    """The first ``most`` names, quoted, and how many more there are."""
+    shown = ", ".join(quoted(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,207 @@
+"""From a model folder to parameters, one tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.types import ParamSpec, ParamTree, Source
+from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, read_json_object
+from jaxinfer.weights.errors import CheckpointError, listed, quoted
+from jaxinfer.weights.safetensors import TensorInfo
+from jaxinfer.weights.tree import Path, Place, as_placed, build, check_spec, target_dtype, walk
+
+Progress = Callable[[int, int, str], None]
+
+# Tensors that older exporters wrote and that every reader computes for itself.
+HARMLESS = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_cached")
+
+_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
+_CONFIG_DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float32"}
+_BLOCK = 128  # rows and columns of a transposing copy: two blocks stay in the second-level cache
+_CHECKED_AT_ONCE = 1 << 20
+
+
+def on_default_device(path: Path, buffer: np.ndarray) -> jax.Array:
+    """The simplest ``place``: the whole parameter on jax's default device."""
+    del path
+    return jax.device_put(buffer)
+
+
+def load_params(
+    folder: str | pathlib.Path,
+    specs: ParamTree,
+    dtype: str,
+    place: Place = on_default_device,
+    progress: Progress | None = None,
+    check_finite: bool = False,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Fills a parameter tree from a folder of safetensors.
+
+    For each parameter one host buffer of its fused shape is filled from its sources, handed to ``place`` and dropped
+    when the device has it, so the host holds at most one parameter beyond what ``place`` keeps. Headers and shapes are
+    all checked before the first tensor is read.
+
+    Args:
+        folder: holds model.safetensors or its shards with their index.
+        specs: the parameters and the checkpoint tensors that fill them.
+        dtype: "float32", "bfloat16", "float16", or "auto" for ``checkpoint_dtype(folder)``.
+        place: called with the path in the tree and the filled buffer; its result becomes the leaf.
+        progress: called after each tensor with checkpoint bytes done, bytes in all, and the tensor's name.
+        check_finite: refuse NaN and infinities, also those that the conversion to ``dtype`` makes.
+        ignore: patterns (``*``, ``?``) of tensor names that may be in the checkpoint without being used, beside
+            ``HARMLESS``; for example "lm_head.weight" where the embeddings are tied.
+
+    Returns:
+        A nested dict of the form of ``specs``.
+
+    Raises:
+        CheckpointError: a file, a shape, a dtype or a value is not as it must be, a tensor is missing or unused.
+        ValueError: ``dtype`` is unknown, or the specs contradict themselves.
+    """
+    checkpoint = open_checkpoint(pathlib.Path(folder))
+    parameters = list(walk(specs))
+    target = target_dtype(_auto_dtype(checkpoint) if dtype == "auto" else dtype)
+    for path, spec in parameters:
+        check_spec(path, spec)
+    sources = [source for _, spec in parameters for source in spec.sources]
+    _check_names(checkpoint, sources, (*HARMLESS, *ignore))
+    _check_tensors(checkpoint, sources)
+    total = sum(checkpoint.tensors[source.name].nbytes for source in sources)
+    filler = _Filler(checkpoint, target, check_finite, progress, total)
+
+    def make(path: Path, spec: ParamSpec) -> Any:
+        placed = place(path, filler.fill(spec))
+        _wait(placed)
+        return placed
+
+    return build(specs, make)
+
+
+def _wait(placed: Any) -> None:
+    """Until the device has its copy: transfers in flight would keep several host buffers alive."""
+    for leaf in jax.tree.leaves(placed):
+        if isinstance(leaf, jax.Array):
+            leaf.block_until_ready()
+
+
+def checkpoint_dtype(folder: str | pathlib.Path) -> str:
+    """What "auto" means for a folder: the dtype in config.json, else that of the first floating-point tensor.
+
+    float64 is read as "float32".
+
+    Raises:
+        CheckpointError: the folder or its config.json cannot be read, or it holds no floating-point tensor.
+    """
+    return _auto_dtype(open_checkpoint(pathlib.Path(folder)))
+
+
+def _auto_dtype(checkpoint: Checkpoint) -> str:
+    path = checkpoint.folder / "config.json"
+    config = read_json_object(path) if path.exists() else {}
+    named = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(named, str) and named.removeprefix("torch.") in _CONFIG_DTYPES:
+        return _CONFIG_DTYPES[named.removeprefix("torch.")]
+    for info in checkpoint.tensors.values():
+        if info.dtype in _FLOATS:
+            return _FLOATS[info.dtype]
+    raise CheckpointError(f"{checkpoint.folder} holds no floating-point tensor")
+
+
+def _check_names(checkpoint: Checkpoint, sources: Sequence[Source], ignore: Sequence[str]) -> None:
+    wanted = dict.fromkeys(source.name for source in sources)
+    missing = [name for name in wanted if name not in checkpoint.tensors]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.folder} lacks {_tensors(missing)} that config.json asks for: {listed(missing)}"
+        )
+    unused = [name for name in checkpoint.tensors if name not in wanted and not _matches(name, ignore)]
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {_tensors(unused)} that the model in config.json has no place for: "
+            f"{listed(unused)}"
+        )
+
+
+def _tensors(names: Sequence[str]) -> str:
+    return "a tensor" if len(names) == 1 else f"{len(names)} tensors"
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_tensors(checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
+    for source in sources:
+        info = checkpoint.tensors[source.name]
+        label = f"tensor {quoted(source.name)} of {checkpoint.folder}"
+        if info.shape != source.shape:
+            raise CheckpointError(f"{label} has shape {_form(info.shape)} where config.json asks {_form(source.shape)}")
+        if info.dtype not in _FLOATS:
+            raise CheckpointError(f"{label} is stored as {info.dtype}: only F16, BF16, F32 and F64 weights are read")
+
+
+def _form(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+@dataclasses.dataclass
+class _Filler:
+    """Fills host buffers from a checkpoint and counts the bytes it has read."""
+
+    checkpoint: Checkpoint
+    target: np.dtype[Any]
+    check_finite: bool
+    progress: Progress | None
+    total: int
+    done: int = 0
+
+    def fill(self, spec: ParamSpec) -> np.ndarray:
+        buffer = np.empty(spec.shape, self.target)
+        for source in spec.sources:
+            self._fill_one(buffer[(*source.where, ...)], source)
+        return buffer
+
+    def _fill_one(self, part: np.ndarray, source: Source) -> None:
+        info = self.checkpoint.tensors[source.name]
+        try:
+            # a finite value too large for the target is an error; NaN and infinity pass as they are
+            with np.errstate(over="raise", invalid="ignore"):
+                _copy(part, as_placed(self.checkpoint.read(source.name), source))
+        except FloatingPointError:
+            raise CheckpointError(f"{self._label(info)} holds values too large for {self.target.name}") from None
+        self.checkpoint.release(source.name)
+        if self.check_finite and not _all_finite(part):
+            raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {self.target.name}")
+        self.done += info.nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total, source.name)
+
+    def _label(self, info: TensorInfo) -> str:
+        return f"tensor {quoted(info.name)} of {self.checkpoint.folder}"
+
+
+def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
+    """``part[...] = tensor``; a transposed source is copied in blocks, which is two to three times as fast."""
+    if tensor.ndim < 2 or tensor.flags.c_contiguous:
+        part[...] = tensor
+        return
+    columns = max(1, _BLOCK // max(1, math.prod(tensor.shape[2:])))
+    for row in range(0, tensor.shape[0], _BLOCK):
+        for column in range(0, tensor.shape[1], columns):
+            block = (slice(row, row + _BLOCK), slice(column, column + columns))
+            part[block] = tensor[block]
+
+
+def _all_finite(part: np.ndarray) -> bool:
+    """In pieces, so that the intermediate booleans stay small."""
+    pieces = max(1, math.ceil(part.size / _CHECKED_AT_ONCE))
+    return all(bool(np.isfinite(piece).all()) for piece in np.array_split(np.atleast_1d(part), pieces))

@@ -1,0 +1,39 @@
+"""A progress bar for loading, for people only."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import rich.console
+import rich.progress
+
+from jaxinfer.weights.load import Progress
+
+
+@contextlib.contextmanager
+def loading_bar(title: str = "loading weights") -> Iterator[Progress | None]:
+    """Gives a ``progress`` for ``load_params`` that draws a bar on stderr, or None where stderr is not a terminal.
+
+    The bar disappears when the block ends.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(binary_units=True),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+    )
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def show(done: int, total: int, name: str) -> None:
+            del name
+            bar.update(task, completed=done, total=total)
+
+        yield show

@@ -1,0 +1,119 @@
+"""Parameters back into an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxinfer.types import ParamSpec, ParamTree, Source
+from jaxinfer.weights.checkpoint import SINGLE_FILE
+from jaxinfer.weights.safetensors import DTYPES
+from jaxinfer.weights.tree import Path, as_stored, check_spec, target_dtype, walk
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_ALIGN = 8
+
+
+def save_params(
+    folder: str | pathlib.Path,
+    params: Mapping[str, Any],
+    specs: ParamTree,
+    config_json: Mapping[str, Any],
+    dtype: str | None = None,
+) -> None:
+    """Writes config.json and model.safetensors in the checkpoint's own names and shapes: the inverse of loading.
+
+    One parameter at a time is brought to the host. The file appears under its name only when it is complete.
+
+    Args:
+        folder: made if it does not exist; the two files in it are replaced.
+        params: a nested dict of the form of ``specs``.
+        specs: what the parameters are; a tensor that is the source of two parameters must be equal in both.
+        config_json: written as config.json, with the weights' dtype where they all have one.
+        dtype: "float32", "bfloat16" or "float16"; None keeps each parameter's own.
+
+    Raises:
+        ValueError: a parameter is missing or has another shape than its spec, or one tensor would get two values.
+        OSError: the folder cannot be written.
+    """
+    folder = pathlib.Path(folder)
+    leaves = [_leaf(params, path, spec, dtype) for path, spec in walk(specs)]
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{SINGLE_FILE}.tmp"
+    with unfinished.open("w+b") as file:
+        _write_tensors(file, leaves)
+    os.replace(unfinished, folder / SINGLE_FILE)
+    config = json.dumps(_with_dtype(config_json, leaves), indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(config + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A parameter to write. ``value`` may be on a device; it is fetched when its turn comes."""
+
+    spec: ParamSpec
+    value: Any
+    dtype: np.dtype[Any]
+
+
+def _leaf(params: Mapping[str, Any], path: Path, spec: ParamSpec, dtype: str | None) -> _Leaf:
+    check_spec(path, spec)
+    value: Any = params
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            raise ValueError(f"the parameters lack {'/'.join(path)}")
+        value = value[key]
+    if tuple(value.shape) != spec.shape:
+        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    return _Leaf(spec, value, target_dtype(dtype) if dtype else np.dtype(value.dtype))
+
+
+def _write_tensors(file: BinaryIO, leaves: Sequence[_Leaf]) -> None:
+    header, offsets = _layout(leaves)
+    file.write(len(header).to_bytes(8, "little") + header)
+    written: set[str] = set()
+    for leaf in leaves:
+        value = np.asarray(leaf.value)
+        for source in leaf.spec.sources:
+            data = _bytes(value, source, leaf.dtype)
+            file.seek(8 + len(header) + offsets[source.name])
+            if source.name not in written:
+                file.write(data)
+            elif file.read(len(data)) != data:
+                raise ValueError(f"two parameters that share the tensor {source.name!r} differ")
+            written.add(source.name)
+
+
+def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int]]:
+    """The JSON header, padded to the format's alignment, and where each tensor's data begins behind it.
+
+    Wide types come first, so that every tensor is aligned to its own size.
+    """
+    kinds = {source.name: (source, leaf.dtype) for leaf in leaves for source in leaf.spec.sources}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, (source, dtype) in sorted(kinds.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
+        offsets[name], end = end, end + math.prod(source.shape) * dtype.itemsize
+        entry = {"dtype": _CODES[dtype], "shape": list(source.shape), "data_offsets": [offsets[name], end]}
+        header[name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % _ALIGN), offsets
+
+
+def _bytes(value: np.ndarray, source: Source, dtype: np.dtype[Any]) -> bytes:
+    return as_stored(value[source.where], source).astype(dtype).tobytes()
+
+
+def _with_dtype(config_json: Mapping[str, Any], leaves: Sequence[_Leaf]) -> dict[str, Any]:
+    names = {leaf.dtype.name for leaf in leaves}
+    if len(names) != 1:
+        return dict(config_json)
+    return {**config_json, "dtype" if "dtype" in config_json else "torch_dtype": names.pop()}

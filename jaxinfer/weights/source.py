@@ -1,0 +1,64 @@
+"""From what a user typed after ``--model`` to a folder on this disk."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+from jaxinfer.weights.errors import CheckpointError, quoted
+
+# No pickles, nothing in subfolders, and not Mistral's second copy of the weights in its own format.
+_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*.safetensors", "*.bin", "*.pt", "*.pth", "*.pkl"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+# The library's HTTP client changed over the years; the bases of its error always include that client's own error,
+# which also covers proxies and timeouts.
+_FAILURES: tuple[type[BaseException], ...] = (
+    *HfHubHTTPError.__bases__,
+    OSError,
+    ValueError,
+    RuntimeError,
+    EntryNotFoundError,
+)
+
+
+def locate(model: str) -> pathlib.Path:
+    """The folder of a model: an existing folder as it is, a hub id ``org/name`` through huggingface_hub.
+
+    A download lands in the library's cache, where a later call finds it without a network; the library's own settings
+    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) apply. Only JSON, safetensors, tokenizer and template files are fetched.
+
+    Raises:
+        CheckpointError: there is no such folder, and the hub did not give one; the message says what to do.
+    """
+    path = pathlib.Path(model)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{quoted(model)} is a file: pass the folder that holds config.json and the weights")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"no folder {quoted(model)}, and it is not a hub id of the form org/name either")
+    return _download(model)
+
+
+def _download(model: str) -> pathlib.Path:
+    try:
+        folder = huggingface_hub.snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except _FAILURES as error:
+        raise CheckpointError(
+            f"there is no folder {quoted(model)}, and it could not be fetched from the Hugging Face hub "
+            f"({_reason(error)}): run `hf download {model} --local-dir DIR` where the network allows it, "
+            f"copy DIR here and pass --model DIR"
+        ) from error
+    return pathlib.Path(folder)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the cause, or of the error itself where it has none."""
+    text = str(error.__cause__ or error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".:")

@@ -1,0 +1,79 @@
+"""Walking parameter trees, and where a checkpoint tensor lies in a fused parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxinfer.types import ParamSpec, ParamTree, Source
+
+Path = tuple[str, ...]
+Place = Callable[[Path, np.ndarray], Any]
+
+TARGETS: Mapping[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+def target_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a parameter dtype's name.
+
+    Raises:
+        ValueError: it is not float32, bfloat16 or float16.
+    """
+    if name not in TARGETS:
+        raise ValueError(f"dtype must be one of {', '.join(TARGETS)}, got {name!r}")
+    return TARGETS[name]
+
+
+def walk(specs: ParamTree, path: Path = ()) -> Iterator[tuple[Path, ParamSpec]]:
+    """Every parameter with its path, in the tree's order."""
+    for key, node in specs.items():
+        if isinstance(node, ParamSpec):
+            yield (*path, key), node
+        else:
+            yield from walk(node, (*path, key))
+
+
+def build(specs: ParamTree, make: Callable[[Path, ParamSpec], Any], path: Path = ()) -> dict[str, Any]:
+    """A nested dict of the tree's form whose leaves are ``make(path, spec)``."""
+    return {
+        key: make((*path, key), node) if isinstance(node, ParamSpec) else build(node, make, (*path, key))
+        for key, node in specs.items()
+    }
+
+
+def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:
+    """A checkpoint tensor turned to the form in which it lies in the parameter: a view, no data moves."""
+    turned = tensor.T if source.transpose else tensor
+    return turned if source.reshape is None else turned.reshape(source.reshape)
+
+
+def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
+    """The inverse of ``as_placed``: a part of a parameter in its checkpoint form (a copy where it must be)."""
+    if not source.transpose:
+        return part.reshape(source.shape)
+    return part.reshape(source.shape[::-1]).T
+
+
+def check_spec(path: Path, spec: ParamSpec) -> None:
+    """Raises ValueError where a spec's sources do not fit their places or do not fill the parameter."""
+    label = "/".join(path)
+    for source in spec.sources:
+        have = as_placed(_shape_only(source.shape), source).shape
+        room = _shape_only(spec.shape)[source.where].shape
+        if have != room:
+            raise ValueError(f"{label}: source {source.name!r} has the form {have} where there is room for {room}")
+    filled = sum(math.prod(source.shape) for source in spec.sources)
+    if filled != math.prod(spec.shape):
+        raise ValueError(f"{label}: its sources hold {filled} values of {math.prod(spec.shape)}")
+
+
+def _shape_only(shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), np.bool_), shape)

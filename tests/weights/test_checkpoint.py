@@ -1,0 +1,154 @@
+"""Folders: one file, shards, and every way in which they can be incomplete."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.weights import open_checkpoint, refuse_quantised
+from tests.weights.files import refused, tiny_tensors, write_index, write_sharded, write_tensors
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def sharded(tmp_path: pathlib.Path) -> pathlib.Path:
+    tensors = tiny_tensors()
+    names = list(tensors)
+    shards = {ONE: {n: tensors[n] for n in names[:4]}, TWO: {n: tensors[n] for n in names[4:]}}
+    write_sharded(tmp_path, shards)
+    return tmp_path
+
+
+def test_shards_read_as_one(sharded: pathlib.Path) -> None:
+    checkpoint = open_checkpoint(sharded)
+    expected = tiny_tensors()
+    assert checkpoint.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(checkpoint.read(name), value)
+
+
+def test_the_single_file_goes_first(sharded: pathlib.Path) -> None:
+    write_tensors(sharded / "model.safetensors", {"only": np.ones(1, np.float32)})
+    assert list(open_checkpoint(sharded).tensors) == ["only"]
+
+
+def test_any_single_file_will_do(tmp_path: pathlib.Path) -> None:
+    write_tensors(tmp_path / "weights.safetensors", tiny_tensors())
+    assert open_checkpoint(tmp_path).tensors.keys() == tiny_tensors().keys()
+
+
+def test_a_missing_shard(sharded: pathlib.Path) -> None:
+    (sharded / TWO).unlink()
+    with refused(f"{TWO} does not exist"):
+        open_checkpoint(sharded)
+
+
+def test_a_truncated_shard(sharded: pathlib.Path) -> None:
+    content = (sharded / TWO).read_bytes()
+    (sharded / TWO).write_bytes(content[:-1])
+    with refused(f"{TWO} is not a valid safetensors file: .*truncated"):
+        open_checkpoint(sharded)
+
+
+def test_a_tensor_that_is_not_in_its_shard(sharded: pathlib.Path) -> None:
+    write_index(sharded, {**dict.fromkeys(list(tiny_tensors())[:4], ONE), "extra.weight": TWO})
+    with refused(f"{TWO} lacks tensor 'extra.weight'"):
+        open_checkpoint(sharded)
+
+
+def test_a_tensor_that_is_not_in_the_index(sharded: pathlib.Path) -> None:
+    write_index(sharded, dict.fromkeys(list(tiny_tensors())[:3], ONE))
+    with refused("holds tensors that model.safetensors.index.json does not list: "):
+        open_checkpoint(sharded)
+
+
+def test_a_tensor_in_two_shards_is_read_where_the_index_says(sharded: pathlib.Path) -> None:
+    tensors = tiny_tensors()
+    first, *rest = tensors
+    write_tensors(sharded / ONE, {n: tensors[n] for n in list(tensors)[:4]})
+    write_tensors(sharded / TWO, {first: np.zeros(3, np.float32), **{n: tensors[n] for n in list(tensors)[4:]}})
+    write_index(sharded, {first: TWO, **dict.fromkeys(rest[:3], ONE), **dict.fromkeys(rest[3:], TWO)})
+    assert open_checkpoint(sharded).read(first).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../secret.safetensors",
+        "/etc/secret.safetensors",
+        "sub/a.safetensors",
+        "..\\a.safetensors",
+        "C:a.safetensors",
+        ".safetensors",
+        "..",
+        "model.bin",
+        "",
+        "a\0.safetensors",
+        3,
+        None,
+        [ONE],
+    ],
+)
+def test_shards_outside_the_folder_are_refused(sharded: pathlib.Path, shard: Any) -> None:
+    write_tensors(sharded.parent / "secret.safetensors", {"embed.weight": np.ones(1, np.float32)})
+    write_index(sharded, {"embed.weight": shard})
+    with refused("sends tensor 'embed.weight' to .*, not a shard's name"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b"{}", "has no weight_map"),
+        (b'{"weight_map": []}', "has no weight_map"),
+        (b'{"weight_map": {}}', "has no weight_map"),
+    ],
+)
+def test_a_bad_index(tmp_path: pathlib.Path, content: bytes, pattern: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with refused(f"model.safetensors.index.json.* {pattern}"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_index_is_a_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with refused("not a file of a reasonable size"):
+        open_checkpoint(tmp_path)
+
+
+def test_several_files_and_no_index(tmp_path: pathlib.Path) -> None:
+    for name in (ONE, TWO):
+        write_tensors(tmp_path / name, tiny_tensors())
+    with refused(f"2 safetensors files .*{ONE}.* but no model.safetensors.index.json"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "consolidated.00.pth"])
+def test_other_formats_are_named_and_not_read(tmp_path: pathlib.Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x04")
+    with refused(f"holds '{name}' but no safetensors file: convert it"):
+        open_checkpoint(tmp_path)
+
+
+def test_no_weights_at_all(tmp_path: pathlib.Path) -> None:
+    with refused("holds no weights: expected model.safetensors"):
+        open_checkpoint(tmp_path)
+    with refused("absent is not a folder"):
+        open_checkpoint(tmp_path / "absent")
+
+
+def test_quantised_configs_are_refused() -> None:
+    with refused("quantised with 'gptq', which is not supported yet"):
+        refuse_quantised({"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    with refused("is quantised, which"):
+        refuse_quantised({"quantization_config": {"bits": 4}})
+    with refused("is quantised, which"):
+        refuse_quantised({"compression_config": "odd"})
+    refuse_quantised({"hidden_size": 4})
+    refuse_quantised({"quantization_config": None})

@@ -1,0 +1,108 @@
+"""What ``--model`` may be: a folder, a hub id, or a sentence that says what to do."""
+
+import pathlib
+import socket
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from jaxinfer.weights.source import locate
+from tests.weights.files import refused
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **kwargs: Any) -> str:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_an_existing_folder_is_itself(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate(str(tmp_path)) == tmp_path
+    assert locate("org/name") == pathlib.Path("org/name")
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_file_is_not_a_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with refused("is a file: pass the folder"):
+        locate(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("model", ["absent", "/absent/folder", "./a/b", "../a/b", "a/b/c", "a//b", "a/b\n", "~/m"])
+def test_neither_folder_nor_hub_id(model: str) -> None:
+    with refused("no folder .*, and it is not a hub id of the form org/name either"):
+        locate(model)
+
+
+def test_a_hub_id_fetches_no_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def fake(repo_id: str, **kwargs: Any) -> str:
+        seen.update(kwargs, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert locate("org/name-1.5_b") == tmp_path
+    assert seen["repo_id"] == "org/name-1.5_b"
+    repo = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "optimizer.pt",
+        "modeling_custom.py",
+        "original/params.json",
+        "consolidated.safetensors",
+        "model.gguf",
+    ]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        repo, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
+    )
+    assert list(kept) == repo[:5]
+
+
+CLIENT_ERROR = HfHubHTTPError.__mro__[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LocalEntryNotFoundError("no network\nsecond line."),
+        ConnectionError("no network"),
+        ValueError("no network"),
+        RuntimeError("no network"),
+        CLIENT_ERROR("no network"),
+    ],
+)
+def test_any_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with refused(
+        r"no folder 'org/name', .* hub \(no network\): run `hf download org/name --local-dir DIR`.*--model DIR"
+    ):
+        locate("org/name")
+
+
+def test_without_a_network_the_real_library_fails_the_same_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with refused("could not be fetched from the Hugging Face hub"):
+        locate("jaxinfer-tests/does-not-exist")
