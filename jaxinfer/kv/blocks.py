@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class OutOfPages(RuntimeError):
+class OutOfPagesError(RuntimeError):
     """More pages were asked for than are free."""
 
 
@@ -29,10 +29,10 @@ class BlockPool:
         """``count`` page ids.
 
         Raises:
-            OutOfPages: fewer are free; nothing is taken.
+            OutOfPagesError: fewer are free; nothing is taken.
         """
         if count > len(self._free):
-            raise OutOfPages(f"{count} pages asked for, {len(self._free)} of {len(self._held)} are free")
+            raise OutOfPagesError(f"{count} pages asked for, {len(self._free)} of {len(self._held)} are free")
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._held[page] = True

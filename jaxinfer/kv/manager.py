@@ -36,7 +36,7 @@ class KVManager:
         """Take the pages of ``tokens`` tokens for ``slot``.
 
         Raises:
-            OutOfPages: `has_room` was not asked.
+            OutOfPagesError: `has_room` was not asked.
         """
         pages = self._blocks.allocate(self.pages_for(tokens))
         self._pages[slot] = pages

@@ -1,0 +1,313 @@
+"""`LLM`: the engine in this process, with text in and text out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.cache import use_compilation_cache
+from jaxinfer.engine.engine import Engine
+from jaxinfer.loading import load_model
+from jaxinfer.models.model import Model
+from jaxinfer.text.intake import Intake, Prompt
+from jaxinfer.text.output import OutputText
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
+
+
+class Logprob(NamedTuple):
+    """One candidate token: its log-probability under the raw logits, its rank from 1, its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+LogprobsDict = dict[int, Logprob]
+
+
+@dataclasses.dataclass
+class CompletionOutput:
+    """One sample. ``logprobs`` has, for each token, the chosen id and the most likely ones."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsDict] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass
+class RequestOutput:
+    """What a prompt led to. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, nothing precedes it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    seed: int
+    prompt_logprobs: list[LogprobsDict | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class Delta(NamedTuple):
+    """A piece of one output as it is generated. ``request`` is the position of the prompt in the call."""
+
+    request: int
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
+        dtype: see `load_model`; for a `Model`, "auto" keeps its own.
+        max_model_len, max_num_seqs, ...: see `EngineConfig`.
+        compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError, EngineConfigError: one sentence that says what is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | Model,
+        dtype: str = "auto",
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int | None = None,
+        page_size: int = EngineConfig.page_size,
+        num_pages: int | None = None,
+        max_logprobs: int = EngineConfig.max_logprobs,
+        prefill_sizes: Sequence[int] = EngineConfig.prefill_sizes,
+        seed: int | None = None,
+        compilation_cache_dir: str | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        use_compilation_cache(compilation_cache_dir)
+        self.model = _load(model, dtype, show_progress)
+        config = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_logprobs=max_logprobs,
+            prefill_sizes=tuple(prefill_sizes),
+            seed=seed,
+        )
+        self.engine = Engine(self.model, config, jax.default_backend())
+        resolved = self.engine.config
+        self._intake = Intake(
+            self.model.tokenizer, self.model.config.vocab_size, resolved.max_model_len, self.engine.limits
+        )
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.model.tokenizer
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, with ``changes`` on top."""
+        return SamplingParams(**{**recommended_sampling(self.model.generation_config), **changes})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or a list of token ids); results come in the order of the prompts.
+
+        Args:
+            sampling_params: one for all, or one for each prompt (default: what the checkpoint recommends).
+            on_delta: called with each piece as it is generated.
+
+        Raises:
+            RequestError: a prompt or a parameter is refused, naming field and value; nothing is generated then.
+        """
+        listed = _as_prompts(prompts)
+        params = self._params_for(listed, sampling_params)
+        requests = [
+            self._intake.request(str(next(self._ids)), prompt, each)
+            for prompt, each in zip(listed, params, strict=True)
+        ]
+        run = _Run(self.engine, self.tokenizer, listed, requests)
+        try:
+            for delta in run:
+                if on_delta is not None:
+                    on_delta(delta)
+        finally:
+            run.abort()
+        return run.outputs
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` on conversations, through the checkpoint's chat template.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or `generate` refuses.
+            TemplateError: the template refuses the messages.
+        """
+        template, tokenizer = self.model.chat_template, self.tokenizer
+        if template is None or tokenizer is None:
+            raise RequestError(f"messages: the model {self.model.name!r} has no chat template")
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        texts = [
+            template.render(conversation, add_generation_prompt=add_generation_prompt, tools=tools)
+            for conversation in conversations
+        ]
+        # The template writes the special tokens itself.
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(prompts, sampling_params, on_delta=on_delta)
+
+    def _params_for(
+        self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise RequestError(f"sampling_params: {len(given)} given for {len(prompts)} prompts")
+        return list(given)
+
+
+def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of generation_config.json; ``do_sample`` false means greedy."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    fields = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    return fields
+
+
+def _load(model: str | Model, dtype: str, show_progress: bool) -> Model:
+    if isinstance(model, str):
+        return load_model(model, dtype, show_progress=show_progress)
+    if dtype == "auto":
+        return model
+    return model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # a lone list of token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _Run:
+    """One `generate` call: iterating drives the engine until every output has ended, and yields the deltas."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, prompts: Sequence[Prompt], requests: Sequence[Request]
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        resolved = [engine.add(request) for request in requests]
+        self._position = {request.request_id: i for i, request in enumerate(resolved)}
+        self.outputs = [_empty_output(p, request) for p, request in zip(prompts, resolved, strict=True)]
+        self._requests = resolved
+        self._texts = {
+            (request.request_id, index): OutputText(tokenizer, request.prompt_token_ids, request.params)
+            for request in resolved
+            for index in range(request.params.n)
+            if tokenizer is not None
+        }
+        self._open = {(request.request_id, index) for request in resolved for index in range(request.params.n)}
+
+    def __iter__(self) -> Iterator[Delta]:
+        while self._open:
+            for delta in self._engine.step():
+                yield self._take(delta)
+
+    def abort(self) -> None:
+        """Leave nothing behind: outputs that are still open end, and the step in flight is drained."""
+        for request_id, index in self._open:
+            self._engine.abort(request_id, index)
+        while self._engine.has_work:
+            self._engine.step()
+
+    def _take(self, delta: SequenceDelta) -> Delta:
+        at, key = self._position[delta.request_id], (delta.request_id, delta.index)
+        request, whole = self._requests[at], self.outputs[at]
+        output = whole.outputs[delta.index]
+        output.token_ids.extend(delta.token_ids)
+        self._take_logprobs(whole, output, delta)
+        text = self._take_text(request, output, delta) if self._tokenizer is not None else ""
+        if delta.finish_reason is not None and output.finish_reason is None:
+            output.finish_reason = str(delta.finish_reason)
+            own = request.params.stop_token_ids or ()
+            output.stop_reason = delta.stop_reason if delta.stop_reason in own else None
+        if output.finish_reason is not None:
+            self._open.discard(key)
+        return Delta(at, delta.index, text, delta.token_ids, output.finish_reason)
+
+    def _take_text(self, request: Request, output: CompletionOutput, delta: SequenceDelta) -> str:
+        text = self._texts[delta.request_id, delta.index]
+        pushed = text.push(delta.token_ids, ended_by_token=delta.finish_reason == FinishReason.STOP)
+        new, stop = pushed.text, pushed.stop
+        if stop is None and delta.finish_reason is not None:
+            rest = text.finish()
+            new, stop = new + rest.text, rest.stop
+        if stop is not None:
+            output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop
+            self._engine.abort(delta.request_id, delta.index)
+        output.text += new
+        return new
+
+    def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, delta: SequenceDelta) -> None:
+        if delta.prompt_logprobs is not None and whole.prompt_logprobs is None:
+            whole.prompt_logprobs = [None if p is None else self._candidates(p) for p in delta.prompt_logprobs]
+        if delta.logprobs:
+            output.logprobs = [*(output.logprobs or []), *map(self._candidates, delta.logprobs)]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + math.fsum(
+                position.chosen.logprob for position in delta.logprobs
+            )
+
+    def _candidates(self, position: PositionLogprobs) -> LogprobsDict:
+        return {
+            c.token_id: Logprob(c.logprob, c.rank, self._token_text(c.token_id))
+            for c in (*position.top, position.chosen)
+        }
+
+    def _token_text(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _empty_output(prompt: Prompt, request: Request) -> RequestOutput:
+    seed = request.params.seed
+    assert seed is not None  # resolved by Engine.add
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(request.prompt_token_ids),
+        outputs=[CompletionOutput(index) for index in range(request.params.n)],
+        seed=seed,
+    )

@@ -1,0 +1,82 @@
+"""Figures of a `generate` run: latencies, rates, and how near the memory they come."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.llm import Delta, RequestOutput
+from jaxinfer.models.model import Model
+
+
+class Clock:
+    """When each output got its tokens, in seconds since the prompts were handed over."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._times: dict[tuple[int, int], list[float]] = {}
+        self.seconds = 0.0
+
+    def tick(self, delta: Delta) -> None:
+        now = time.perf_counter() - self._start
+        self._times.setdefault((delta.request, delta.index), []).extend([now] * len(delta.token_ids))
+
+    def stop(self) -> None:
+        self.seconds = time.perf_counter() - self._start
+
+    @property
+    def first_token(self) -> float:
+        """Median time to first token."""
+        return statistics.median(times[0] for times in self._times.values())
+
+    @property
+    def per_token(self) -> float | None:
+        """Median over outputs of the mean time per token after the first; None if there was only one."""
+        means = [(t[-1] - t[0]) / (len(t) - 1) for t in self._times.values() if len(t) > 1]
+        return statistics.median(means) if means else None
+
+
+def measured_bandwidth(size: int = 1 << 28, repeats: int = 5) -> float:
+    """Bytes per second at which this device reads ``size`` bytes of memory; the best of ``repeats``."""
+    block = jnp.ones((size // 4,), jnp.float32).reshape(-1, 1024)
+    read = jax.jit(lambda x: x.sum(0)).lower(block).compile()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(read(block))
+        times.append(time.perf_counter() - start)
+    return size / min(times)
+
+
+def bytes_per_step(model: Model, contexts: Sequence[int]) -> int:
+    """Bytes that one decode step must read: all weights once (an untied embedding table aside), and the keys and
+    values of each sequence, of ``contexts`` tokens."""
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
+    if not model.config.tied:
+        table = model.params["embed"]["table"]
+        weights -= table.size * table.dtype.itemsize
+    return weights + sum(contexts) * model.cache_spec.bytes_per_page(1, model.dtype.itemsize)
+
+
+def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwidth: float) -> str:
+    """The lines that ``--stats`` prints."""
+    samples = [(len(o.prompt_token_ids), len(c.token_ids)) for o in outputs for c in o.outputs]
+    total = sum(count for _, count in samples)
+    lines = [
+        f"prompt tokens      {sum(len(o.prompt_token_ids) for o in outputs)}",
+        f"generated tokens   {total} in {clock.seconds:.3f} s: {total / clock.seconds:.1f} tokens/s",
+        f"TTFT (median)      {clock.first_token * 1e3:.1f} ms",
+    ]
+    if clock.per_token is not None:
+        needed = bytes_per_step(model, [prompt + count // 2 for prompt, count in samples])
+        share = needed / clock.per_token / bandwidth
+        lines += [
+            f"TPOT (median)      {clock.per_token * 1e3:.2f} ms",
+            f"memory bandwidth   {needed / clock.per_token / 1e9:.1f} GB/s of weights and KV read, "
+            f"{share:.0%} of the {bandwidth / 1e9:.1f} GB/s measured",
+        ]
+    return "\n".join(lines)

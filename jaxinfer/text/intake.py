@@ -1,0 +1,70 @@
+"""From a prompt and sampling parameters to a validated request of token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import Request, RequestError, SamplingParams
+from jaxinfer.validate import SamplingLimits, validate_request
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Intake:
+    """What a door needs to know of the model to accept requests. One validator serves every door."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_model_len: int
+    limits: SamplingLimits
+
+    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+        """Tokenise and check. ``max_tokens`` None becomes all that the context leaves.
+
+        Raises:
+            RequestError: what cannot be served, naming field and value.
+        """
+        ids = tuple(self._tokenise(prompt))
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        bad_words = self._bad_words(params)
+        validate_request(
+            params,
+            ids,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            stop_token_ids=stops,
+            bad_words_ids=bad_words,
+            limits=self.limits,
+        )
+        # Like the field's servers: what does not fit behind the prompt is cut, not refused.
+        room = self.max_model_len - len(ids)
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+        return Request(request_id, ids, params, stops, bad_words)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_ids) if self.tokenizer is not None else frozenset()
+
+    def _tokenise(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return self._need_tokenizer("prompt").encode(prompt)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelt inside a text and, where that differs, at the beginning of one."""
+        if not params.bad_words:
+            return ()
+        encode = self._need_tokenizer("bad_words").encode
+        spelt = (
+            encode(lead + word.lstrip(), add_special_tokens=False) for word in params.bad_words for lead in ("", " ")
+        )
+        return tuple(dict.fromkeys(tuple(ids) for ids in spelt))
+
+    def _need_tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{field} is text, but the model has no tokenizer: pass token ids")
+        return self.tokenizer

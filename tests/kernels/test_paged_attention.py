@@ -1,0 +1,86 @@
+"""The XLA path of paged attention and the pool writes against the plain equation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import kv_write, paged_attention
+from pallas_kernels.paged_attention import reference
+
+SCALE = 0.3
+
+
+def _pool(seed: int, pages: int, kv_heads: int, page: int, head_dim: int, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.standard_normal((pages, 2, kv_heads, page, head_dim), np.float32)).astype(dtype)
+
+
+def _queries(seed: int, *shape: int):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 70])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "page"), [(2, 3, 8, 16), (1, 4, 20, 64), (4, 1, 96, 32)])
+def test_decode_equals_the_equation(kv_heads, group, head_dim, page, window):
+    lengths = jnp.array([0, 1, page, page + 1, 150, 3 * page], jnp.int32)
+    width = 160 // page + 1
+    tables = jnp.asarray(np.random.default_rng(1).permutation(6 * width).reshape(6, width), jnp.int32)
+    pool, q = _pool(2, 6 * width, kv_heads, page, head_dim), _queries(3, 6, kv_heads * group, head_dim)
+    got = jax.jit(lambda *a: paged_attention.decode(*a, scale=SCALE, window=window))(q, pool, tables, lengths)
+    want = reference.decode(q, pool, tables, lengths, scale=SCALE, window=window)
+    np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-5)
+    assert not np.asarray(got[0]).any()
+
+
+@pytest.mark.parametrize("window", [None, 5, 300])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 32), (64, 17), (256, 32), (448, 20)])
+def test_prefill_equals_the_equation(start, count, window):
+    page, chunk = 32, 32
+    pool, q = _pool(2, 20, 2, page, 16), _queries(3, chunk, 6, 16)
+    table = jnp.asarray(np.random.default_rng(4).permutation(20)[:15], jnp.int32)
+    where = (jnp.int32(start), jnp.int32(start + count))
+    got = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=window))(q, pool, table, *where)
+    want = reference.prefill(q, pool, table, *where, scale=SCALE, window=window)
+    np.testing.assert_allclose(got[:count], want[:count], atol=2e-6, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_table_width_or_neighbours():
+    pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 4, 8)
+    tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
+    decode = jax.jit(lambda *a: paged_attention.decode(*a, scale=SCALE, window=40))
+    together = decode(q, pool, tables, jnp.array([50, 250, 3]))
+    alone = decode(q, pool, tables[:, :5], jnp.array([50, 0, 0]))
+    np.testing.assert_array_equal(together[0], alone[0])
+
+
+def test_foreign_pages_do_not_matter():
+    pool, q = _pool(5, 8, 2, 16, 8), _queries(6, 1, 4, 8)
+    tables, lengths = jnp.array([[3, 5, 1]]), jnp.array([20])
+    want = paged_attention.decode(q, pool, tables, lengths, scale=SCALE)
+    poisoned = pool.at[jnp.array([0, 1, 2, 4, 6, 7])].set(1e3).at[5, :, :, 4:].set(-1e3)
+    got = paged_attention.decode(q, poisoned, tables, lengths, scale=SCALE)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_write_rows_and_drop():
+    pool = _pool(8, 4, 2, 16, 8)
+    k, v = _queries(9, 3, 2, 8), _queries(10, 3, 2, 8)
+    got = kv_write.write_rows(pool, k, v, jnp.array([2, 4, 0]), jnp.array([15, 3, 1]))
+    want = np.array(pool)
+    for row, (page, offset) in enumerate([(2, 15), (4, 3), (0, 1)]):
+        if page < 4:
+            want[page, 0, :, offset], want[page, 1, :, offset] = k[row], v[row]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 32])
+def test_write_pages_and_drop(chunk):
+    pool = _pool(8, 4, 2, 16, 8)
+    k, v = _queries(9, chunk, 2, 8), _queries(10, chunk, 2, 8)
+    pages = [3, 4][: -(-chunk // 16)]
+    got = np.asarray(kv_write.write_pages(pool, k, v, jnp.array(pages)))
+    n = min(chunk, 16)
+    np.testing.assert_array_equal(got[3, 0, :, :n], np.swapaxes(k[:n], 0, 1))
+    np.testing.assert_array_equal(got[3, 1, :, :n], np.swapaxes(v[:n], 0, 1))
+    np.testing.assert_array_equal(got[:3], pool[:3])
