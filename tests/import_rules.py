@@ -32,11 +32,12 @@ STOREY = {
     # the doors, in the order in which they open one another
     "loading": 8,
     "llm": 9,
-    "generate": 10,
-    "bench": 10,
-    "convert": 10,
-    "plan": 10,
-    "jaxinfer": 11,  # the package's own __init__
+    "stats": 10,
+    "generate": 11,
+    "bench": 11,
+    "convert": 11,
+    "plan": 11,
+    "jaxinfer": 12,  # the package's own __init__
 }
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
@@ -134,7 +135,7 @@ def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
 
 def _refusal(room: str, imported: str) -> str | None:
     if room == "text":
-        return None if imported == "types" else "text imports types only"
+        return None if imported in {"types", "validate"} else "text imports types and validate only"
     if imported == "text":
         return None if STOREY[room] > ENGINE else "engine and below speak token ids, text is the front end's"
     if imported not in STOREY or STOREY[imported] < STOREY[room]:
