@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
+import numbers
+import reprlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 # --------------------------------------------------------------------------------------------------------------
 # Requests
@@ -16,6 +19,32 @@ from typing import NamedTuple
 
 class RequestError(ValueError):
     """A request that cannot be served as asked. The message names the field and the value."""
+
+
+# The smallest and largest values that a field may have (None: no bound). Names and ranges are vLLM's.
+_NUMBERS: Mapping[str, tuple[float | None, float | None]] = {
+    "temperature": (0.0, None),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, None),
+}
+_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is refused
+_INTEGERS: Mapping[str, tuple[int, int | None]] = {
+    "n": (1, 1024),
+    "top_k": (-1, None),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "logprobs": (0, None),
+    "prompt_logprobs": (0, None),
+}
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_MAX_BIAS = 100.0
+_MAX_STRINGS = 64
+_MAX_CHARACTERS = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,9 +55,15 @@ class SamplingParams:
     N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
     logits (before any processor). ``seed`` None is drawn once, at admission.
 
+    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
+    tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
+    ``jaxinfer.validate.validate_request``.
+
     Raises:
         RequestError: a value is out of range; the message names field and value.
     """
+
+    __no_type_check__ = True  # tells run-time type checkers that this class checks itself, and takes 0 for 0.0
 
     n: int = 1
     temperature: float = 1.0
@@ -51,6 +86,99 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for field, bounds in _NUMBERS.items():
+            self._set(field, _number(field, getattr(self, field), *bounds, above=field in _POSITIVE))
+        for field, limits in _INTEGERS.items():
+            if field not in _OPTIONAL or getattr(self, field) is not None:
+                self._set(field, _integer(field, getattr(self, field), *limits))
+        for field in _FLAGS:
+            if not isinstance(getattr(self, field), bool):
+                _refuse(field, getattr(self, field), "must be true or false")
+        for field in ("stop", "bad_words"):
+            self._set(field, _strings(field, getattr(self, field)))
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            self._set(field, _token_ids(field, getattr(self, field)))
+        self._set("logit_bias", _bias("logit_bias", self.logit_bias))
+        self._set("top_k", max(self.top_k, 0))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", self.allowed_token_ids, "must hold at least one token id")
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+
+def _refuse(field: str, value: object, reason: str) -> NoReturn:
+    raise RequestError(f"{field}={reprlib.repr(value)} {reason}")
+
+
+def _number(field: str, value: object, low: float | None, high: float | None, *, above: bool = False) -> float:
+    """``value`` as a float within [low, high], or (low, high] if ``above``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        _refuse(field, value, "must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        _refuse(field, value, "must be finite")
+    if low is not None and (number < low or (above and number == low)):
+        _refuse(field, value, f"must be {'greater than' if above else 'at least'} {low:g}")
+    if high is not None and number > high:
+        _refuse(field, value, f"must be at most {high:g}")
+    return number
+
+
+def _integer(field: str, value: object, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        _refuse(field, value, "must be an integer")
+    integer = int(value)
+    if integer < low:
+        _refuse(field, value, f"must be at least {low}")
+    if high is not None and integer > high:
+        _refuse(field, value, f"must be at most {high}")
+    return integer
+
+
+def _strings(field: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = (value,) if isinstance(value, str) and field == "stop" else value
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        _refuse(field, value, "must be a list of strings")
+    if len(items) > _MAX_STRINGS:
+        _refuse(field, value, f"must hold at most {_MAX_STRINGS} strings, not {len(items)}")
+    for item in items:
+        if not isinstance(item, str):
+            _refuse(field, item, "must be a string")
+        if not 0 < len(item) <= _MAX_CHARACTERS:
+            _refuse(field, item, f"must have 1 to {_MAX_CHARACTERS} characters, not {len(item)}")
+    return tuple(items)
+
+
+def _token_ids(field: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        _refuse(field, value, "must be a list of token ids")
+    return tuple(_integer(field, item, 0) for item in value)
+
+
+def _bias(field: str, value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        _refuse(field, value, "must map token ids to numbers")
+    return {
+        _integer(f"{field} key", token, 0): _number(f"{field}[{token}]", bias, -_MAX_BIAS, _MAX_BIAS)
+        for token, bias in value.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True)

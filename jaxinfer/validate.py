@@ -1,0 +1,115 @@
+"""What a request must satisfy once the model is known: ids within the vocabulary, lengths, the device's fixed limits.
+
+Every door (Python, command line, servers) calls ``validate_request``, so all of them refuse the same requests with
+the same sentence. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NoReturn
+
+from jaxinfer.types import RequestError, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingLimits:
+    """Sizes of the sampler's fixed-shape arrays, fixed before compilation. All are counts.
+
+    Attributes:
+        max_stop_ids: token ids that can end one request (EOS and its own).
+        max_bad_words: token sequences that one request can forbid.
+        max_bad_word_tokens: tokens of one such sequence.
+        max_logprobs: most likely tokens that a position can report.
+    """
+
+    max_stop_ids: int = 64
+    max_bad_words: int = 32
+    max_bad_word_tokens: int = 8
+    max_logprobs: int = 20
+
+
+def validate_request(
+    params: SamplingParams,
+    prompt_token_ids: Sequence[Any],
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    stop_token_ids: Collection[int] = frozenset(),
+    bad_words_ids: Sequence[Sequence[int]] = (),
+    limits: SamplingLimits = SamplingLimits(),
+) -> None:
+    """Refuses what this model cannot serve.
+
+    Args:
+        params: checked by itself already, at construction.
+        prompt_token_ids: the prompt, special tokens included, as the caller gave it.
+        vocab_size: how many token ids the model scores.
+        max_model_len: tokens of prompt and output together.
+        stop_token_ids: all ids that end the sequence, the request's own and EOS.
+        bad_words_ids: ``params.bad_words`` as token sequences.
+        limits: the engine's fixed sizes.
+
+    Raises:
+        RequestError: the first thing wrong; the message names field and value.
+    """
+    _check_prompt(prompt_token_ids, vocab_size, max_model_len)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_ids("logit_bias key", params.logit_bias or (), vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    stops = {*stop_token_ids, *(params.stop_token_ids or ())}
+    if len(stops) > limits.max_stop_ids:
+        _refuse(f"stop_token_ids must hold at most {limits.max_stop_ids} ids, EOS included, not {len(stops)}")
+    _check_bad_words(bad_words_ids, vocab_size, limits)
+    _check_logprobs("logprobs", params.logprobs, limits.max_logprobs)
+    _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_logprobs)
+    _check_something_is_left(params, stops, bad_words_ids)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    raise RequestError(sentence)
+
+
+def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) -> None:
+    if len(prompt) == 0:
+        _refuse("prompt_token_ids is empty: a prompt has at least one token")
+    if len(prompt) + 1 > max_model_len:
+        _refuse(
+            f"prompt_token_ids has {len(prompt)} tokens, which leaves no room to generate: "
+            f"prompt and output together have at most {max_model_len} (max_model_len)"
+        )
+    _check_ids("prompt_token_ids", prompt, vocab_size)
+
+
+def _check_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            _refuse(f"{field}: {token!r} must be an integer")
+        if not 0 <= int(token) < vocab_size:
+            _refuse(f"{field}: {token} must be a token id from 0 to {vocab_size - 1}")
+
+
+def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int, limits: SamplingLimits) -> None:
+    if len(words) > limits.max_bad_words:
+        _refuse(f"bad_words must make at most {limits.max_bad_words} token sequences, not {len(words)}")
+    for word in words:
+        if not 0 < len(word) <= limits.max_bad_word_tokens:
+            _refuse(f"bad_words: {list(word)} must have 1 to {limits.max_bad_word_tokens} tokens, not {len(word)}")
+        _check_ids("bad_words", word, vocab_size)
+
+
+def _check_logprobs(field: str, asked: int | None, most: int) -> None:
+    if asked is not None and asked > most:
+        _refuse(f"{field}={asked} must be at most {most}")
+
+
+def _check_something_is_left(params: SamplingParams, stops: set[int], bad_words: Sequence[Sequence[int]]) -> None:
+    if params.allowed_token_ids is None:
+        return
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens > 0:
+        banned |= stops
+    if banned.issuperset(params.allowed_token_ids):
+        _refuse(f"allowed_token_ids={list(params.allowed_token_ids)} leaves no token: bad_words and min_tokens bar all")
