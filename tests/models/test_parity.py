@@ -1,0 +1,102 @@
+"""Every family against transformers: committed golden files here, fresh seeds live under the marker ``parity``."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.models.parity import load_case, logit_faults, serve, served_faults, teacher_forced
+from tools.oracle.cases import CASES
+from tools.oracle.golden import Golden, load, names
+
+GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
+NAMES = [case.name for case in CASES]
+
+# Each switch of a family once through the engine; `apply` takes every case.
+SERVED = (
+    "llama-stories-shape",
+    "llama-hidden172",
+    "llama-one-token-prompt",
+    "llama-long-prompt",
+    "llama-rope-llama3-hub",
+    "mistral-window",
+    "qwen2-layer-types",
+    "qwen3-tied-hub",
+)
+
+# What a reader of config.json may overlook: each edit must change the logits beyond the tolerance.
+OVERLOOKED = {
+    "llama-rope-llama3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    "llama-rope-llama3-hub": {"rope_theta": 10000.0},
+    "llama-rope-linear-hub": {"rope_scaling": None},
+    "llama-hidden172": {"rms_norm_eps": 1e-6},
+    "mistral-window": {"sliding_window": 9},
+    "mistral-window-passed-in-decode": {"sliding_window": None},
+    "qwen2-tied-hub": {"use_sliding_window": True},
+    "qwen2-window-mixed-hub": {"max_window_layers": 2},
+    "qwen2-layer-types": {"layer_types": None},
+}
+
+
+def golden(name: str) -> Golden:
+    return load(GOLDENS / name)
+
+
+def test_golden_files_are_those_of_the_cases():
+    assert names(GOLDENS) == sorted(NAMES)
+    assert sum(path.stat().st_size for path in GOLDENS.rglob("*")) < 2_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
+    case = golden(name)
+    assert logit_faults(case, teacher_forced(load_case(case, tmp_path), case)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_served_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
+    case = golden(name)
+    assert served_faults(case, serve(load_case(case, tmp_path), case)) == []
+
+
+@pytest.mark.parametrize("name", OVERLOOKED)
+def test_an_overlooked_switch_is_noticed(name: str, tmp_path: pathlib.Path):
+    case = golden(name)
+    edited = dataclasses.replace(case, config=case.config | OVERLOOKED[name])
+    assert logit_faults(case, teacher_forced(load_case(edited, tmp_path), case)) != []
+
+
+def test_the_smallest_errors_beyond_the_rule_are_noticed():
+    case = golden("llama-mha")
+    exact = np.concatenate([case.prefill, case.decode])
+    assert logit_faults(case, exact) == []
+    for row, error in ((3, case.prefill_error), (len(case.prompt) + 7, case.decode_error[7])):
+        for share, faults in ((0.99, 0), (1.01, 1)):
+            logits = exact.copy()
+            logits[row, 5] += share * (2.0 * error + 1e-6)
+            assert len(logit_faults(case, logits)) == faults
+    assert len(logit_faults(case, np.full_like(exact, np.nan))) == 1 + 32 + 1
+
+
+def test_other_weights_than_the_oracles_are_refused(tmp_path: pathlib.Path):
+    case = dataclasses.replace(golden("llama-mha"), seed=0)
+    with pytest.raises(ValueError, match="not those of the oracle"):
+        load_case(case, tmp_path)
+
+
+def _live_id(name: str) -> str:
+    """The first case of each family makes the slice that runs in every check (``-k slice``)."""
+    family = name.split("-")[0]
+    first = next(other for other in NAMES if other.startswith(family + "-"))
+    return f"slice-{name}" if name == first else name
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", NAMES, ids=_live_id)
+def test_live(name: str, live_golden: Callable[[str], Golden], tmp_path: pathlib.Path):
+    case = live_golden(name)
+    model = load_case(case, tmp_path)
+    assert (case.seed, logit_faults(case, teacher_forced(model, case))) == (case.seed, [])
+    assert (case.seed, served_faults(case, serve(model, case))) == (case.seed, [])

@@ -1,0 +1,172 @@
+"""Golden records: what the oracle writes and the parity tests read. Needs numpy and safetensors only.
+
+Weights are not stored. Every checkpoint tensor follows from a seed, its name and its shape by way of PCG64's raw
+64-bit stream, which numpy promises never to change, so that both environments derive the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from safetensors.numpy import save_file
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def uniform(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Exact float32 multiples of 2**-23 in [-1, 1) that depend on ``seed``, ``name`` and ``shape`` only."""
+    key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+    raw = np.random.PCG64(key).random_raw(int(np.prod(shape)))
+    return ((raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)).reshape(shape)
+
+
+def spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Centre and half-width of a tensor's values (a uniform variable of half-width h has deviation h / sqrt(3)).
+
+    Projections keep unit variance, so that scores differ from key to key; logits have a standard deviation of 1/2.
+    """
+    if name.endswith("norm.weight"):
+        return 1.0, 0.4
+    if name.endswith("bias"):
+        return 0.0, 0.3
+    deviation = 0.5 if name.startswith(("model.embed_tokens", "lm_head")) else 1.0
+    return 0.0, deviation * (3.0 / shape[1]) ** 0.5
+
+
+def make_tensor(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The float32 checkpoint tensor ``name`` of shape [out, in] or [out] under ``seed``."""
+    centre, width = spread(name, shape)
+    return np.float32(centre) + np.float32(width) * uniform(seed, name, shape)
+
+
+def make_tensors(seed: int, shapes: Shapes) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint, float32, in the order of ``shapes``."""
+    return {name: make_tensor(seed, name, tuple(shape)) for name, shape in shapes.items()}
+
+
+def digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 over names and bytes: tells a wrong derivation of the weights from a wrong model."""
+    state = hashlib.sha256()
+    for name in sorted(tensors):
+        state.update(name.encode())
+        state.update(np.ascontiguousarray(tensors[name]).tobytes())
+    return state.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Golden:
+    """One tiny model's answers. Sizes: T prompt tokens, N decode steps, V vocabulary.
+
+    Attributes:
+        name: of the case, and of its folder.
+        config: config.json as a dict.
+        seed: of the weights and of the prompt.
+        shards: into how many safetensors files the checkpoint is split.
+        shapes: checkpoint tensors, as transformers names them.
+        weights_sha256: ``digest`` of them.
+        prompt: T token ids.
+        greedy: N + 1 ids. The first follows from the prefill, id i + 1 from decode step i, which was fed id i.
+        prefill: [T, V] float64 logits at every prompt position.
+        decode: [N, V] float64 logits of the decode steps.
+        prefill_error: max abs difference of transformers' float32 prefill logits to ``prefill``.
+        decode_error: [N], the same for each decode step.
+        margin: the smallest difference of the two largest logits over all N + 1 choices.
+        versions: of torch, transformers and numpy that made this.
+    """
+
+    name: str
+    config: dict
+    seed: int
+    shards: int
+    shapes: dict[str, tuple[int, ...]]
+    weights_sha256: str
+    prompt: list[int]
+    greedy: list[int]
+    prefill: np.ndarray
+    decode: np.ndarray
+    prefill_error: float
+    decode_error: np.ndarray
+    margin: float
+    versions: dict[str, str]
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The checkpoint's weights, derived again.
+
+        Raises:
+            ValueError: they differ from those that the oracle used.
+        """
+        tensors = make_tensors(self.seed, self.shapes)
+        if digest(tensors) != self.weights_sha256:
+            raise ValueError(f"{self.name}: the weights derived from seed {self.seed} are not those of the oracle")
+        return tensors
+
+    def save(self, root: pathlib.Path) -> None:
+        """Writes ``root/name/{config.json,case.json,logits.npz}``."""
+        folder = root / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "config.json", self.config)
+        write_json(folder / "case.json", {key: getattr(self, key) for key in _CASE_KEYS})
+        np.savez_compressed(folder / "logits.npz", **{key: getattr(self, key) for key in _ARRAY_KEYS})
+
+
+_CASE_KEYS = ("seed", "shards", "weights_sha256", "prompt", "greedy", "prefill_error", "margin", "versions", "shapes")
+_ARRAY_KEYS = ("prefill", "decode", "decode_error")
+
+
+def write_json(path: pathlib.Path, value: Mapping) -> None:
+    """Indented JSON, with lists on one line and a final newline."""
+    lines = ",\n".join(f"  {json.dumps(key)}: {_json_value(item)}" for key, item in value.items())
+    path.write_text("{\n" + lines + "\n}\n")
+
+
+def _json_value(value: object) -> str:
+    if not isinstance(value, dict) or len(value) < 8:
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"    {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n  }"
+
+
+def load(folder: pathlib.Path) -> Golden:
+    """Reads one case's folder."""
+    case = json.loads((folder / "case.json").read_text())
+    case["shapes"] = {name: tuple(shape) for name, shape in case["shapes"].items()}
+    with np.load(folder / "logits.npz", allow_pickle=False) as arrays:
+        case |= {key: arrays[key] for key in _ARRAY_KEYS}
+    return Golden(name=folder.name, config=json.loads((folder / "config.json").read_text()), **case)
+
+
+def names(root: pathlib.Path) -> list[str]:
+    """Names of the cases below ``root``, sorted."""
+    return sorted(path.parent.name for path in root.glob("*/case.json"))
+
+
+def write_checkpoint(golden: Golden, folder: pathlib.Path) -> pathlib.Path:
+    """Writes the case as a Hugging Face folder (config.json and safetensors, an index if sharded); returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(golden.config, indent=2))
+    tensors = golden.tensors()
+    if golden.shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        _write_shards(tensors, golden.shards, folder)
+    return folder
+
+
+def _write_shards(tensors: Mapping[str, np.ndarray], shards: int, folder: pathlib.Path) -> None:
+    weight_map = {}
+    for index, part in enumerate(_deal(tensors, shards)):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index_json = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2))
+
+
+def _deal(items: Iterable[str], hands: int) -> Iterator[list[str]]:
+    everything = list(items)
+    return (everything[start::hands] for start in range(hands))

@@ -1,0 +1,179 @@
+"""Asks transformers: logits of a tiny model in float64 and in float32, at prefill and step by step with its KV cache.
+
+transformers computes parts of a float64 model in float32: the inverse frequencies, the angles and the cos and sin of
+RoPE (``.float()``, ``dtype=torch.float``), the variance and scaling of RMSNorm (``.to(torch.float32)``) and the softmax
+of attention (``dtype=torch.float32``). ``AllDouble`` turns these into float64 while the model is built and run, and
+``NoFloat32`` fails on any operation that still yields a float32 tensor, so that the reference is float64 throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import tempfile
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tools.oracle.cases import ARCHITECTURES, Case
+from tools.oracle.golden import Golden, digest, make_tensors, uniform
+
+DECODE_STEPS = 32
+MIN_MARGIN = 0.01  # some ten thousand times the float32 error of these models: rounding cannot change a choice
+MIN_DISTINCT = 6  # a model that repeats one token proves little about decoding
+SEED_TRIES = 500
+
+
+class AllDouble(TorchFunctionMode):
+    """Replaces every request for float32 by one for float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args, kwargs = tree_map(_widen, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class NoFloat32(TorchDispatchMode):
+    """Raises as soon as an operation yields a float32 tensor."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves(result)):
+            raise TypeError(f"{func} yields float32 within the float64 reference")
+        return result
+
+
+def _widen(leaf: object) -> object:
+    return torch.float64 if leaf is torch.float32 else leaf
+
+
+def config_json(case: Case) -> dict:
+    """What config.json of ``case`` says, in its style."""
+    config = {"architectures": [ARCHITECTURES[case.model_type]], "model_type": case.model_type, **case.config}
+    config = {"max_position_embeddings": 256, "hidden_act": "silu", **config}
+    if case.style == "hub":
+        return config
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.AutoConfig.for_model(**config, dtype="float32").save_pretrained(folder)
+        return json.loads((pathlib.Path(folder) / "config.json").read_text())
+
+
+def read_config(config: Mapping) -> transformers.PreTrainedConfig:
+    """transformers' reading of a config.json, by way of a file as users have it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
+        return transformers.AutoConfig.from_pretrained(folder)
+
+
+def build(config: Mapping, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """An empty model of ``dtype`` with eager attention; float64 throughout, buffers included, if that is ``dtype``."""
+    parsed = read_config(config)
+    if dtype != torch.float64:
+        return _from_config(parsed, dtype)
+    with AllDouble():
+        return _from_config(parsed, dtype)
+
+
+def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def checkpoint_shapes(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a saved checkpoint: a tied head is not in it."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
+
+
+def fill(model: transformers.PreTrainedModel, tensors: Mapping[str, np.ndarray]) -> None:
+    """Copies the float32 weights into ``model``; every parameter must get one."""
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    if missing != tied or unexpected:
+        raise ValueError(f"the checkpoint does not fit: missing {missing}, unexpected {unexpected}")
+
+
+@torch.no_grad()
+def follow(model: transformers.PreTrainedModel, prompt: list[int], ids: list[int] | None) -> tuple[np.ndarray, ...]:
+    """Prefill logits [T, V] and decode logits [N, V]; feeds ``ids``, or the model's own greedy choices if None."""
+    out = model(input_ids=torch.tensor([prompt]), use_cache=True)
+    prefill, decode, last = out.logits[0], [], out.logits[0, -1]
+    for step in range(DECODE_STEPS):
+        token = int(last.argmax()) if ids is None else ids[step]
+        out = model(input_ids=torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        last = out.logits[0, -1]
+        decode.append(last)
+    return prefill.numpy(), torch.stack(decode).numpy()
+
+
+def follow_double(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[np.ndarray, ...]:
+    """``follow`` with its own greedy choices, float64 and nothing else."""
+    with AllDouble(), NoFloat32():
+        return follow(model, prompt, None)
+
+
+def make_prompt(seed: int, length: int, vocabulary: int) -> list[int]:
+    """``length`` token ids that depend on ``seed``."""
+    return [int(value) for value in (uniform(seed, "prompt", (length,)) + 1.0) / 2.0 * vocabulary]
+
+
+def choices(prefill: np.ndarray, decode: np.ndarray) -> tuple[list[int], float]:
+    """The N + 1 greedy ids and the smallest margin between the best and the second logit."""
+    rows = np.concatenate([prefill[-1:], decode])
+    best = np.sort(rows, axis=-1)
+    return [int(token) for token in rows.argmax(-1)], float((best[:, -1] - best[:, -2]).min())
+
+
+def ask(case: Case, seed: int) -> Golden | None:
+    """transformers' answers under ``seed``; None if a choice is close or the text monotonous: try another seed."""
+    config = config_json(case)
+    double, single = build(config, torch.float64), build(config, torch.float32)
+    shapes = checkpoint_shapes(single)
+    tensors = make_tensors(seed, shapes)
+    fill(double, tensors)
+    fill(single, tensors)
+    prompt = make_prompt(seed, case.prompt_length, case.config["vocab_size"])
+    prefill, decode = follow_double(double, prompt)
+    greedy, margin = choices(prefill, decode)
+    if margin < MIN_MARGIN or len(set(greedy)) < MIN_DISTINCT:
+        return None
+    rough_prefill, rough_decode = follow(single, prompt, greedy)
+    return Golden(
+        name=case.name,
+        config=config,
+        seed=seed,
+        shards=case.shards,
+        shapes=shapes,
+        weights_sha256=digest(tensors),
+        prompt=prompt,
+        greedy=greedy,
+        prefill=prefill,
+        decode=decode,
+        prefill_error=float(np.abs(rough_prefill - prefill).max()),
+        decode_error=np.abs(rough_decode - decode).max(-1),
+        margin=margin,
+        versions={"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__},
+    )
+
+
+def make(case: Case, seed: int) -> Golden:
+    """The first acceptable answer at ``seed``, ``seed + 1``, ...
+
+    Raises:
+        RuntimeError: none of ``SEED_TRIES`` seeds has clear margins.
+    """
+    torch.set_num_threads(1)
+    for candidate in range(seed, seed + SEED_TRIES):
+        golden = ask(case, candidate)
+        if golden is not None:
+            return golden
+    raise RuntimeError(f"{case.name}: no seed in {seed}..{seed + SEED_TRIES - 1} gives margins of {MIN_MARGIN}")
