@@ -124,5 +124,5 @@ def test_min_tokens_holds_back_the_end():
         for delta in scheduler.commit(answer(pending) if pending else None):
             tokens, finish = tokens + len(delta.token_ids), delta.finish_reason
         pending = plan
-    # Token 1 (position 12) is EOS and too early; the next one, 13 positions on, is taken.
-    assert (finish, tokens) == (FinishReason.STOP, 14)
+    # Output 2 is EOS and too early; the next one, 13 positions on, is taken.
+    assert (finish, tokens) == (FinishReason.STOP, 15)
