@@ -15,49 +15,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.paged_attention.mosaic import Tiles, paged_decode_mosaic
+from tools.gpu_check.reference import Case, float64_decode, poisoned_case
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Half an ulp of the result, and as much for the probabilities' rounding before they meet the values.
 TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1e-3}
 
 
-def reference(q, pool, tables, lengths, scale):
-    """The equation, in float64, one row at a time."""
-    q, pool = np.asarray(q, np.float64), np.asarray(pool, np.float64)
-    (rows, heads, dim), (kv_heads, page) = q.shape, pool.shape[2:4]
-    out = np.zeros((rows, heads, dim))
-    for row, length in enumerate(lengths):
-        used = tables[row, : -(-length // page)]
-        keys, values = (pool[used, half].swapaxes(0, 1).reshape(kv_heads, -1, dim)[:, :length] for half in (0, 1))
-        grouped = q[row].reshape(kv_heads, -1, dim)
-        if length:
-            scores = np.einsum("hgd,htd->hgt", grouped, keys) * scale
-            probs = np.exp(scores - scores.max(-1, keepdims=True))
-            probs /= probs.sum(-1, keepdims=True)
-            out[row] = np.einsum("hgt,htd->hgd", probs, values).reshape(heads, dim)
-    return out
-
-
-def make_case(*, lengths, page=16, kv_heads=2, group=4, dim=64, dtype=jnp.bfloat16, width=None, spread=1.0):
-    """Random operands; every pool position and table entry that no row may read is poison."""
-    rng = np.random.default_rng(0)
-    rows, width = len(lengths), width or -(-max(lengths) // page)
-    tables = rng.permutation(rows * width).astype(np.int32).reshape(rows, width)
-    pool = rng.normal(size=(rows * width, 2, kv_heads, page, dim)).astype(np.float32)
-    for row, length in enumerate(lengths):
-        positions = np.arange(width * page).reshape(width, page) >= length
-        poisoned = pool[tables[row]].transpose(0, 3, 1, 2, 4)
-        poisoned[positions] = np.nan
-        pool[tables[row]] = poisoned.transpose(0, 2, 3, 1, 4)
-        tables[row, -(-length // page) :] = rng.choice([-7, 10**6])
-    q = rng.normal(size=(rows, kv_heads * group, dim)) * spread
-    return jnp.asarray(q, dtype), jnp.asarray(pool, dtype), tables, np.asarray(lengths, np.int32)
+def make_case(*, lengths, page=16, dtype=jnp.bfloat16, **options):
+    return poisoned_case(lengths, page=page, dtype=dtype, **options)
 
 
 def decode(case, tiles):
-    q, pool, tables, lengths = case
-    arguments = q, pool, jnp.asarray(tables), jnp.asarray(lengths)
-    scale = q.shape[-1] ** -0.5
+    arguments = [jnp.asarray(array) for array in case]
+    scale = case.q.shape[-1] ** -0.5
     return compat.interpreted(
         lambda: paged_decode_mosaic(*arguments, scale=scale, tiles=tiles, interpret=compat.interpret_params())
     )
@@ -65,7 +36,10 @@ def decode(case, tiles):
 
 CASES = {
     "page16": ({"lengths": (37, 0, 150), "page": 16}, Tiles(stages=2, keys_per_split=64)),
-    "page64": ({"lengths": (64, 129), "page": 64, "dim": 128, "group": 8, "kv_heads": 1}, Tiles(keys_per_split=128)),
+    "page64": (
+        {"lengths": (64, 129), "page": 64, "head_dim": 128, "group": 8, "kv_heads": 1},
+        Tiles(keys_per_split=128),
+    ),
     "one slot": ({"lengths": (200,), "page": 16, "group": 1}, Tiles(stages=1, keys_per_split=256)),
     "block128": ({"lengths": (1, 130), "page": 64, "group": 5}, Tiles(block_keys=128, stages=2, keys_per_split=128)),
     "float16": ({"lengths": (90,), "page": 16, "dtype": jnp.float16}, Tiles(stages=2, keys_per_split=64)),
@@ -77,17 +51,17 @@ CASES = {
 def test_equals_float64(name):
     options, tiles = CASES[name]
     case = make_case(**options)
-    expected = reference(*case, case[0].shape[-1] ** -0.5)
+    expected = float64_decode(case, case.q.shape[-1] ** -0.5)
     got = np.asarray(decode(case, tiles), np.float64)
     np.testing.assert_allclose(got, expected, atol=TOLERANCE[options.get("dtype", jnp.bfloat16)], rtol=8e-3)
-    assert not got[case[3] == 0].any()
+    assert not got[case.lengths == 0].any()
 
 
 def test_neighbours_and_table_width_change_no_bit():
     tiles = Tiles(stages=2, keys_per_split=64)
     q, pool, tables, lengths = make_case(lengths=(37, 150), width=10)
-    together = np.asarray(decode((q, pool, tables, lengths), tiles))
-    alone = np.asarray(decode((q[:1], pool, tables[:1, :3], lengths[:1]), tiles))
+    together = np.asarray(decode(Case(q, pool, tables, lengths), tiles))
+    alone = np.asarray(decode(Case(q[:1], pool, tables[:1, :3], lengths[:1]), tiles))
     assert together[:1].tobytes() == alone.tobytes()
 
 
@@ -112,7 +86,7 @@ def test_a_missing_wait_is_caught(monkeypatch, barrier):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 80}, "head_dim 80"),
+        ({"head_dim": 80}, "head_dim 80"),
         ({"dtype": jnp.float32}, "float32"),
         ({"page": 24}, "page size 24"),
         ({"group": 65}, "at most 64"),

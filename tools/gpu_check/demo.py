@@ -1,0 +1,63 @@
+"""Section demo: greedy tokens of the embedded model on this device, beside the CPU's.
+
+Each run is a process of its own (`tools.gpu_check.greedy`), because JAX's platform is fixed at its first use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+from tools.gpu_check.report import Report
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEMO = ROOT / "jaxinfer" / "demo" / "target"
+TOKENS, QUICK_TOKENS = 128, 8
+
+
+def run(report: Report) -> None:
+    if not (DEMO / "config.json").is_file():
+        report.put("greedy", skipped=f"{DEMO.relative_to(ROOT)} holds no model")
+        return
+    if importlib.util.find_spec("tokenizers") is None:
+        report.put("text", skipped="tokenizers is not installed: token ids only, without `LLM`")
+    tokens = QUICK_TOKENS if report.quick else TOKENS
+    here = _start("float32", tokens)
+    on_cpu = _start("float32", tokens, JAX_PLATFORMS="cpu")
+    with report.attempt("float32"):
+        ours = _finish(here, report.left())
+        report.put("float32", **ours)
+        theirs = _finish(on_cpu, report.left())
+        report.put("float32, CPU", **theirs)
+        report.put("comparison", tokens=tokens, equal_tokens=_common(ours["token_ids"], theirs["token_ids"]))
+    if not report.quick:
+        with report.attempt("bfloat16"):
+            report.put("bfloat16", **_finish(_start("bfloat16", tokens), report.left()))
+
+
+def _start(dtype: str, tokens: int, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tools.gpu_check.greedy", dtype, str(tokens)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, text=True, **pipes)
+
+
+def _finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
+    try:
+        out, err = process.communicate(timeout=max(seconds, 1.0))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise RuntimeError(f"no result within {seconds:.0f} s") from None
+    if process.returncode:
+        raise RuntimeError(f"exit {process.returncode}: {err.strip()[-400:]}")
+    result: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return result
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many tokens agree before the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

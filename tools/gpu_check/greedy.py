@@ -1,0 +1,68 @@
+"""``python -m tools.gpu_check.greedy DTYPE TOKENS``: greedy tokens of the demo model, as one line of JSON.
+
+Through `LLM` where tokenizers is installed; else through the engine, from fixed token ids.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from typing import Any
+
+from tools.gpu_check import standins
+
+PROMPT = "ROMEO:\n"
+PROMPT_IDS = (11, 23, 7, 42, 5, 31, 19, 64)
+MAX_MODEL_LEN = 512
+
+
+def with_llm(dtype: str, tokens: int) -> dict[str, Any]:
+    from jaxinfer import LLM, SamplingParams
+
+    llm = LLM(
+        model="demo",
+        dtype=dtype,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=2,
+        compilation_cache_dir="",
+        show_progress=False,
+    )
+    start = time.perf_counter()
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    (request,) = llm.generate(PROMPT, params)
+    output = request.outputs[0]
+    return {"text": output.text, "token_ids": output.token_ids, "seconds": round(time.perf_counter() - start, 3)}
+
+
+def with_engine(dtype: str, tokens: int) -> dict[str, Any]:
+    import jax
+
+    from jaxinfer.config import EngineConfig
+    from jaxinfer.engine.engine import Engine
+    from jaxinfer.models.model import Model
+    from jaxinfer.models.registry import family_for
+    from jaxinfer.types import Request, SamplingParams
+    from jaxinfer.weights import load_params
+    from tools.gpu_check.demo import DEMO
+
+    config_json = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    family = family_for(config_json)
+    config = family.config(config_json)
+    params = load_params(DEMO, family.param_specs(config), dtype, ignore=("lm_head.weight",) if config.tied else ())
+    model = Model(family.module(config), params, config, family)
+    engine = Engine(model, EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=2), jax.default_backend())
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    start = time.perf_counter()
+    engine.add(Request("demo", PROMPT_IDS, sampling))
+    produced: list[int] = []
+    while engine.has_work:
+        produced += [token for delta in engine.step() for token in delta.token_ids]
+    return {"prompt_ids": PROMPT_IDS, "token_ids": produced, "seconds": round(time.perf_counter() - start, 3)}
+
+
+if __name__ == "__main__":
+    standins.provide()
+    generate = with_llm if importlib.util.find_spec("tokenizers") else with_engine
+    print(json.dumps(generate(sys.argv[1], int(sys.argv[2]))))
