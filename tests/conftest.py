@@ -1,9 +1,11 @@
-"""Fixtures of the whole suite. Nothing here imports jaxinfer: jaxtyping's import hook must come first."""
+"""Fixtures of the whole suite."""
 
 import os
 import pathlib
 
 import pytest
+
+import tests.typecheck  # noqa: F401  jaxtyping imports `tests` alone and then looks the checker up in it
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 
