@@ -1,0 +1,110 @@
+"""The text, its split, its tokenizer, and the batches made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS, SYSTEM, USER, ASSISTANT = SPECIALS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>")
+CHAT_SHARE = 8  # one window in so many is a dialogue in the chat format
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The text by position: the first 90 % trains, the next 5 % chooses the checkpoint, the last 5 % is reported."""
+
+    train: str
+    validation: str
+    test: str
+
+    @staticmethod
+    def of(text: str) -> Split:
+        first, second = int(len(text) * 0.90), int(len(text) * 0.95)
+        return Split(text[:first], text[first:second], text[second:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Speech:
+    """What one character says: the words, as token ids, and who says them."""
+
+    speaker: str
+    ids: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The training split as one stream of ids and as speeches."""
+
+    stream: np.ndarray
+    speeches: list[Speech]
+    tokenizer: Tokenizer
+
+
+def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE (every text can be encoded); a sequence starts with ``<|bos|>``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    bos = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B:1", special_tokens=[(BOS, bos)]
+    )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Ids [n] int32 without special tokens."""
+    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+
+def corpus(tokenizer: Tokenizer, text: str) -> Corpus:
+    """Encode the training text, and cut it into speeches (``NAME:``, lines, an empty line)."""
+    parts = (part.split(":\n", 1) for part in text.split("\n\n"))
+    named = [(part[0], part[1]) for part in parts if len(part) == 2]
+    encoded = tokenizer.encode_batch([words for _, words in named], add_special_tokens=False)
+    speeches = [Speech(name, ids.ids) for (name, _), ids in zip(named, encoded, strict=True)]
+    return Corpus(encode(tokenizer, text), speeches, tokenizer)
+
+
+def batch(data: Corpus, seed: int, step: int, rows: int, length: int) -> np.ndarray:
+    """Training windows [rows, length + 1] int32 of one step: a function of (seed, step) alone, so runs can resume."""
+    rng = np.random.default_rng([seed, step])
+    return np.stack([_window(data, rng, length + 1) for _ in range(rows)])
+
+
+def _window(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray:
+    if data.speeches and rng.integers(CHAT_SHARE) == 0:
+        return _dialogue(data, rng, length)
+    start = rng.integers(len(data.stream) - length)
+    return np.concatenate([[data.tokenizer.token_to_id(BOS)], data.stream[start : start + length - 1]]).astype(np.int32)
+
+
+def _dialogue(data: Corpus, rng: np.random.Generator, length: int) -> np.ndarray:
+    """A scene in the chat format: one character is the assistant; every other time a system turn names it."""
+    special = {name: data.tokenizer.token_to_id(name) for name in SPECIALS}
+    index = int(rng.integers(len(data.speeches)))
+    hero = data.speeches[(index + 1) % len(data.speeches)].speaker
+    ids = [special[BOS]]
+    if rng.integers(2):
+        ids += [special[SYSTEM], *data.tokenizer.encode(hero, add_special_tokens=False).ids, special[EOS]]
+    while len(ids) < length:
+        speech = data.speeches[index % len(data.speeches)]
+        role = ASSISTANT if speech.speaker == hero else USER
+        ids += [special[role], *speech.ids, special[EOS]]
+        index += 1
+    return np.array(ids[:length], np.int32)
+
+
+def read_text(folder: pathlib.Path) -> str:
+    """The text of ``folder/text/tinyshakespeare/input.txt``."""
+    return (folder / "text" / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
