@@ -1,0 +1,41 @@
+"""Reductions over the vocabulary that are fast on a CPU and give the same bits in every row.
+
+XLA:CPU does not vectorise a float sum over the minor axis. A row of V logits is therefore seen as [blocks, LANES] and
+reduced over the blocks first: one vector operation for each block.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+LANES = 128
+"""Columns of a row. Vocabularies that are no multiple of it are padded, which costs one copy."""
+
+Lanes = Float32[Array, "rows blocks lanes"]
+
+
+def to_lanes(values: Float32[Array, "rows vocab"], fill: float) -> Lanes:
+    """Token ``v`` is at block ``v // LANES``, lane ``v % LANES``; the end is padded with ``fill``."""
+    rows, vocab = values.shape
+    padded = jnp.pad(values, ((0, 0), (0, -vocab % LANES)), constant_values=fill)
+    return padded.reshape(rows, -1, LANES)
+
+
+def total(values: Lanes) -> Float32[Array, " rows"]:
+    """The sum of each row. Monotone: no element grows, no sum grows, also in floating point."""
+    return jnp.sum(jnp.sum(values, axis=1), axis=-1)
+
+
+def count(mask: Bool[Array, "rows blocks lanes"]) -> Float32[Array, " rows"]:
+    """How many are true, exact up to 2**24. Float sums vectorise better than integer ones."""
+    return total(mask.astype(jnp.float32))
+
+
+def argmax(values: Float32[Array, "rows vocab"]) -> tuple[Float32[Array, " rows"], Int32[Array, " rows"]]:
+    """Largest value and its first index: two passes that vectorise, where ``jnp.argmax`` has one that does not."""
+    vocab = values.shape[-1]
+    peak = jnp.max(values, axis=-1)
+    index = jnp.arange(vocab, dtype=jnp.float32)
+    first = jnp.min(jnp.where(values == peak[:, None], index, vocab - 1), axis=-1)
+    return peak, first.astype(jnp.int32)

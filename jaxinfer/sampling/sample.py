@@ -1,0 +1,55 @@
+"""One sampling step on the device, on one screen."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
+from jaxinfer.sampling.processors import process
+from jaxinfer.sampling.select import select
+from jaxinfer.sampling.slots import SlotParams, SlotState
+
+
+class Sampled(NamedTuple):
+    """One token of each row. ``logprobs`` are zeros in rows that did not ask for them."""
+
+    tokens: Int32[Array, " rows"]
+    logprobs: Logprobs
+
+
+def sample(
+    logits: Float[Array, "rows vocab"],
+    slots: SlotParams,
+    state: SlotState,
+    positions: Int32[Array, " rows"],
+    generated: Int32[Array, " rows"],
+    active: Bool[Array, " rows"],
+    max_logprobs: int,
+) -> tuple[Sampled, SlotState]:
+    """Choose the next token of every slot.
+
+    Args:
+        logits: any float type; all arithmetic is float32. Row ``i`` belongs to slot ``i``.
+        positions: absolute position of the token that is chosen.
+        generated: how many tokens the slot has generated before this one.
+        active: rows that decode in this step; others leave their state as it is and have no meaningful token.
+        max_logprobs: static width of the reported most likely tokens.
+    """
+    raw = logits.astype(jnp.float32)
+    processed = process(raw, slots, state, generated, active)
+    tokens = select(processed, slots, positions, active)
+    logprobs = wanted_logprobs(raw, tokens, active & slots.logprobs, max_logprobs)
+    return Sampled(tokens, logprobs), _advance(state, tokens, active)
+
+
+def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:
+    rows = tokens.shape[0]
+    where = jnp.where(active, jnp.arange(rows), rows)
+    shifted = jnp.concatenate([state.recent, tokens[:, None]], axis=1)[:, 1:]
+    return state._replace(
+        counts=state.counts.at[where, tokens].add(1, mode="drop"),
+        recent=jnp.where(active[:, None], shifted, state.recent),
+    )

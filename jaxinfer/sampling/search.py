@@ -1,0 +1,117 @@
+"""Exact thresholds without a sort: bisection on the integers that order as float32 does.
+
+The k-th largest of V values, or the boundary of the nucleus, is the largest threshold at which what is kept still
+suffices. Floats have at most 2**32 values, so 32 halvings find it exactly; a row is done as soon as every threshold
+that is left keeps the same values. A halving is one pass over the vocabulary; a sort costs a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxinfer.sampling.lanes import LANES, Lanes, count, total
+
+Row = Float32[Array, " rows"]
+
+
+def kth_largest(values: Lanes, k: Int32[Array, " rows"], on: Bool[Array, " rows"]) -> Row:
+    """The k-th largest value of each row that is ``on``, -inf in others: ``values >= it`` keeps k, or more in a tie.
+
+    Args:
+        values: padded with -inf.
+        k: at least 1.
+    """
+    wanted = k.astype(jnp.float32)
+    bounds = _Bounds(
+        low=jnp.full(k.shape, _order(jnp.float32(-jnp.inf))),
+        high=_order(jnp.max(values, axis=(1, 2))) + 1,
+        at_low=jnp.full(k.shape, jnp.inf),
+        at_high=jnp.zeros(k.shape),
+    )
+    found = _bisect(
+        bounds,
+        kept=lambda threshold: count(values >= threshold[:, None, None]),
+        wanted=wanted,
+        done=lambda now: ~on | (now.at_low == wanted),
+    )
+    return jnp.where(on, found, -jnp.inf)
+
+
+def nucleus_floor(weights: Lanes, top_p: Row, on: Bool[Array, " rows"]) -> Row:
+    """The smallest weight in the nucleus of each row that is ``on``, 0 in others (Holtzman et al. 2020).
+
+    The nucleus is the fewest largest weights whose sum is at least ``top_p`` of the row's; those that tie with the
+    smallest of them are in it too.
+
+    Args:
+        weights: at least 0, at most 1, padded with 0.
+    """
+    whole, elements = total(weights), weights[0].size
+    # All weights below this one together are less than what may be cut, by a factor of 2 for rounding.
+    low = (1 - top_p) * whole / (2 * elements)
+    bounds = _Bounds(
+        low=_order(low),
+        high=jnp.full(top_p.shape, _order(jnp.float32(1)) + 1),
+        at_low=whole,
+        at_high=jnp.zeros_like(whole),
+    )
+    rounding = (weights.shape[1] + LANES) * 2.0**-24
+
+    def one_left(now: _Bounds) -> Bool[Array, " rows"]:
+        """What lies between the bounds weighs less than two of the smallest weights that could be there."""
+        between = now.at_low - now.at_high + 2 * rounding * now.at_low
+        return ~on | (between < 2 * _float(now.low))
+
+    found = _bisect(
+        bounds,
+        kept=lambda floor: total(jnp.where(weights >= floor[:, None, None], weights, 0)),
+        wanted=jnp.maximum(top_p * whole, jnp.finfo(jnp.float32).tiny),
+        done=one_left,
+    )
+    return jnp.where(on, found, 0)
+
+
+class _Bounds(NamedTuple):
+    """Thresholds as ordered integers: ``low`` keeps enough, ``high`` too little; and how much each keeps."""
+
+    low: Int32[Array, " rows"]
+    high: Int32[Array, " rows"]
+    at_low: Row
+    at_high: Row
+
+
+def _bisect(
+    bounds: _Bounds, *, kept: Callable[[Row], Row], wanted: Row, done: Callable[[_Bounds], Bool[Array, " rows"]]
+) -> Row:
+    """A threshold that keeps at least ``wanted`` and, of all such, the least. ``kept`` falls as the threshold grows."""
+
+    def halve(now: _Bounds) -> _Bounds:
+        middle = (now.low & now.high) + ((now.low ^ now.high) >> 1)
+        amount = kept(_float(middle))
+        enough = amount >= wanted
+        low, at_low = jnp.where(enough, middle, now.low), jnp.where(enough, amount, now.at_low)
+        high, at_high = jnp.where(enough, now.high, middle), jnp.where(enough, now.at_high, amount)
+        return _Bounds(low, high, at_low, at_high)
+
+    def unfinished(now: _Bounds) -> Bool[Array, ""]:
+        return jnp.any(~done(now) & (now.low + 1 < now.high))
+
+    return _float(lax.while_loop(unfinished, halve, bounds).low)
+
+
+def _order(value: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Integers that compare as the floats do."""
+    return _flip(lax.bitcast_convert_type(value, jnp.int32))
+
+
+def _float(order: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    return lax.bitcast_convert_type(_flip(order), jnp.float32)
+
+
+def _flip(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

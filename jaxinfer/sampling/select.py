@@ -1,0 +1,95 @@
+"""From processed logits to one token a row: greedy, or temperature, min_p, top_k, top_p and a draw."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from jaxinfer.sampling.lanes import LANES, Lanes, argmax, to_lanes, total
+from jaxinfer.sampling.search import kth_largest, nucleus_floor
+from jaxinfer.sampling.slots import SlotParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this one are 0: float32 could not tell them apart from it. vLLM draws the same line."""
+PURPOSE_DRAW = 0
+"""Separates the sampler's randomness from that of others who share a request's seed and positions."""
+
+Logits = Float32[Array, "rows vocab"]
+Rows = Bool[Array, " rows"]
+
+
+def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], active: Rows) -> Int32[Array, " rows"]:
+    """One token of each row, a function of its logits, parameters, seed, sample index and position alone."""
+    random = active & (slots.temperature >= GREEDY_BELOW)
+    peak, best = argmax(logits)
+
+    def draw() -> Int32[Array, " rows"]:
+        weights = _weights(logits, peak, slots, random)
+        words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
+        drawn = _inverse_cdf(weights, words)
+        # Where every token is barred, no weight is positive: say what greedy says.
+        return jnp.where(random & (total(weights) > 0), drawn, best)
+
+    return lax.cond(jnp.any(random), draw, lambda: best)
+
+
+def _weights(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
+    """Probabilities up to a factor (the most likely token has 1), 0 where min_p, top_k or top_p drop a token."""
+    values = to_lanes(logits, -jnp.inf)
+    limited = random & (slots.top_k > 0) & (slots.top_k < logits.shape[-1])
+    smallest = lax.cond(
+        jnp.any(limited),
+        lambda: kth_largest(values, jnp.maximum(slots.top_k, 1), limited),
+        lambda: jnp.full_like(peak, -jnp.inf),
+    )
+    temperature = jnp.where(random, slots.temperature, 1)
+    centre = jnp.where(peak > -jnp.inf, peak, 0)
+    scaled = (values - centre[:, None, None]) / temperature[:, None, None]
+    kept = (values >= smallest[:, None, None]) & (scaled >= jnp.log(slots.min_p)[:, None, None])
+    weights = jnp.where(kept, jnp.exp(scaled), 0)
+    nucleus = random & (slots.top_p < 1)
+    floor = lax.cond(
+        jnp.any(nucleus),
+        lambda: nucleus_floor(weights, slots.top_p, nucleus),
+        lambda: jnp.zeros_like(peak),
+    )
+    return jnp.where(weights >= floor[:, None, None], weights, 0)
+
+
+def random_words(
+    seed: UInt32[Array, "rows 2"],
+    sample_index: Int32[Array, " rows"],
+    positions: Int32[Array, " rows"],
+    purpose: int,
+) -> UInt32[Array, "rows 2"]:
+    """64 random bits of each row: the Threefry-2x32 of its seed folded with the other arguments.
+
+    The key data of the last fold are the bits, so that they depend on no configuration of jax's generators.
+    """
+
+    def row(seed: UInt32[Array, " 2"], index: Int32[Array, ""], position: Int32[Array, ""]) -> UInt32[Array, " 2"]:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        for word in (index, position, purpose):
+            key = jax.random.fold_in(key, word)
+        return jax.random.key_data(key)
+
+    return jax.vmap(row)(seed, sample_index, positions)
+
+
+def _inverse_cdf(weights: Lanes, words: UInt32[Array, "rows 2"]) -> Int32[Array, " rows"]:
+    """A lane by the sums of the lanes, then a block inside it; a random word for each keeps rare tokens exact."""
+    lane = _pick(jnp.sum(weights, axis=1), words[:, 0])
+    block = _pick(jnp.take_along_axis(weights, lane[:, None, None], axis=2)[:, :, 0], words[:, 1])
+    return block * LANES + lane
+
+
+def _pick(weights: Float32[Array, "rows choices"], word: UInt32[Array, " rows"]) -> Int32[Array, " rows"]:
+    """A choice of each row with probability proportional to its weight; never one of weight 0, if there is another."""
+    uniform = (word >> 8).astype(jnp.float32) * 2.0**-24
+    cumulative = jnp.cumsum(weights, axis=-1)
+    possible = weights > 0
+    passed = possible & (cumulative > uniform[:, None] * cumulative[:, -1:])
+    last = weights.shape[-1] - 1 - jnp.argmax(possible[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(passed, axis=-1), jnp.argmax(passed, axis=-1), last).astype(jnp.int32)

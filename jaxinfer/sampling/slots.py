@@ -1,0 +1,186 @@
+"""What the sampler knows of each slot: parameters set at admission, and state that changes with every token."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+
+from jaxinfer.types import Request
+from jaxinfer.validate import SamplingLimits
+
+# A number that float32 rounds to infinity or flushes to zero would turn masked logits into NaN.
+_LARGE = 1e30
+_SMALL = 1e-30
+
+
+class SlotParams(NamedTuple):
+    """One entry per slot, on the host (numpy) or the device. A neutral value switches its feature off.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+        min_p: 0 keeps all.
+        presence, frequency: subtracted from the logits of generated tokens, once and per occurrence.
+        repetition: divides positive and multiplies negative logits of seen tokens; 1 changes nothing.
+        seed: high and low word.
+        sample_index: which of the request's ``n`` samples.
+        has_bias: the slot's row of ``SlotState.bias`` applies.
+        stop_ids: barred while fewer than ``min_tokens`` are generated; padded with -1.
+        bad_words: right-aligned token sequences padded with -1; a row of -1 is unused.
+        logprobs: wants log probabilities.
+    """
+
+    temperature: Float32[Array, " rows"]
+    top_k: Int32[Array, " rows"]
+    top_p: Float32[Array, " rows"]
+    min_p: Float32[Array, " rows"]
+    presence: Float32[Array, " rows"]
+    frequency: Float32[Array, " rows"]
+    repetition: Float32[Array, " rows"]
+    seed: UInt32[Array, "rows 2"]
+    sample_index: Int32[Array, " rows"]
+    has_bias: Bool[Array, " rows"]
+    stop_ids: Int32[Array, "rows stops"]
+    min_tokens: Int32[Array, " rows"]
+    bad_words: Int32[Array, "rows words length"]
+    logprobs: Bool[Array, " rows"]
+
+
+class SlotState(NamedTuple):
+    """Device arrays addressed by slot, donated to every step.
+
+    Attributes:
+        counts: how often the slot generated each token.
+        prompt: whether the token is in the prompt.
+        bias: added to the logits; -inf bars a token.
+        recent: the last generated tokens, newest last; -1 where there is none yet.
+    """
+
+    counts: Int32[Array, "rows vocab"]
+    prompt: Bool[Array, "rows vocab"]
+    bias: Float32[Array, "rows vocab"]
+    recent: Int32[Array, "rows tail"]
+
+
+def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
+    """Numpy parameters of ``rows`` greedy slots with every feature off."""
+
+    def full(value: float, dtype: type[np.generic], *shape: int) -> Any:
+        return np.full((rows, *shape), value, dtype)
+
+    return SlotParams(
+        temperature=full(0, np.float32),
+        top_k=full(0, np.int32),
+        top_p=full(1, np.float32),
+        min_p=full(0, np.float32),
+        presence=full(0, np.float32),
+        frequency=full(0, np.float32),
+        repetition=full(1, np.float32),
+        seed=full(0, np.uint32, 2),
+        sample_index=full(0, np.int32),
+        has_bias=full(False, np.bool_),
+        stop_ids=full(-1, np.int32, limits.max_stop_ids),
+        min_tokens=full(0, np.int32),
+        bad_words=full(-1, np.int32, limits.max_bad_words, limits.max_bad_word_tokens),
+        logprobs=full(False, np.bool_),
+    )
+
+
+def new_state(rows: int, vocab_size: int, limits: SamplingLimits) -> SlotState:
+    """The state of ``rows`` slots that have generated nothing."""
+    return SlotState(
+        counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        prompt=jnp.zeros((rows, vocab_size), jnp.bool_),
+        bias=jnp.zeros((rows, vocab_size), jnp.float32),
+        recent=jnp.full((rows, limits.max_bad_word_tokens - 1), -1, jnp.int32),
+    )
+
+
+def admit(
+    state: SlotState, slot: Int[Array, ""], prompt_mask: Bool[Array, " vocab"], bias: Float[Array, " vocab"]
+) -> SlotState:
+    """The state with one slot prepared for a new request: nothing generated, its prompt and bias in place."""
+    return SlotState(
+        counts=state.counts.at[slot].set(0),
+        prompt=state.prompt.at[slot].set(prompt_mask),
+        bias=state.bias.at[slot].set(bias),
+        recent=state.recent.at[slot].set(-1),
+    )
+
+
+class HostSlots:
+    """The host's copy of ``SlotParams``: written one slot at a time, handed out as snapshots."""
+
+    def __init__(self, rows: int, limits: SamplingLimits) -> None:
+        self._neutral = neutral_slots(1, limits)
+        self._params = neutral_slots(rows, limits)
+        self._snapshot: SlotParams | None = None
+
+    def set(self, slot: int, request: Request, sample_index: int = 0) -> None:
+        """Write a validated request's parameters into ``slot``.
+
+        Raises:
+            ValueError: the request's seed is not resolved.
+        """
+        params = request.params
+        if params.seed is None:
+            raise ValueError(f"request {request.request_id}: the seed must be resolved before admission")
+        self.clear(slot)
+        mine = self._params
+        mine.temperature[slot] = min(params.temperature, _LARGE)
+        mine.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
+        mine.top_p[slot] = max(params.top_p, _SMALL)
+        mine.min_p[slot] = params.min_p
+        mine.presence[slot] = params.presence_penalty
+        mine.frequency[slot] = params.frequency_penalty
+        mine.repetition[slot] = min(max(params.repetition_penalty, _SMALL), _LARGE)
+        mine.seed[slot] = (params.seed >> 32) & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
+        mine.sample_index[slot] = sample_index
+        mine.has_bias[slot] = _has_bias(request)
+        mine.stop_ids[slot, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
+        mine.min_tokens[slot] = params.min_tokens
+        for word, ids in enumerate(request.bad_words_ids):
+            mine.bad_words[slot, word, -len(ids) :] = ids
+        mine.logprobs[slot] = params.logprobs is not None
+
+    def clear(self, slot: int) -> None:
+        """Make ``slot`` neutral."""
+        for mine, neutral in zip(self._params, self._neutral, strict=True):
+            mine[slot] = neutral[0]
+        self._snapshot = None
+
+    def snapshot(self) -> SlotParams:
+        """Arrays that later writes leave alone; the same object until something is written."""
+        if self._snapshot is None:
+            self._snapshot = SlotParams(*(array.copy() for array in self._params))
+        return self._snapshot
+
+    @staticmethod
+    def needs_state(request: Request) -> bool:
+        """Whether the sampler reads the slot's row of ``SlotState``, so that ``admit`` must come first."""
+        params = request.params
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        long_words = any(len(ids) > 1 for ids in request.bad_words_ids)
+        return penalties != (0.0, 0.0, 1.0) or long_words or _has_bias(request)
+
+    @staticmethod
+    def state_rows(
+        request: Request, vocab_size: int
+    ) -> tuple[Bool[np.ndarray, " vocab"], Float32[np.ndarray, " vocab"]]:
+        """The arguments of ``admit``: which tokens the prompt has, and the bias of each token."""
+        prompt = np.zeros(vocab_size, np.bool_)
+        prompt[list(request.prompt_token_ids)] = True
+        allowed = request.params.allowed_token_ids
+        bias = np.full(vocab_size, 0 if allowed is None else -np.inf, np.float32)
+        bias[list(allowed or ())] = 0
+        for token, value in (request.params.logit_bias or {}).items():
+            bias[token] += value
+        return prompt, bias
+
+
+def _has_bias(request: Request) -> bool:
+    return bool(request.params.logit_bias) or request.params.allowed_token_ids is not None

@@ -1,0 +1,119 @@
+"""Thresholds are exact: against sorts, with ties, masked values and the ends of the float range."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from jaxinfer.sampling.lanes import argmax, count, to_lanes, total
+from jaxinfer.sampling.search import kth_largest, nucleus_floor
+from jaxinfer.sampling.select import _pick
+
+ROWS, VOCAB = 3, 200
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
+LOGIT = st.one_of(FINITE, st.sampled_from([-np.inf, 0.0, -0.0, 1.0, np.float32(1 + 2**-23), 3.4e38, -3.4e38, 1.2e-38]))
+EXAMPLES = settings(max_examples=150, deadline=None)
+
+
+def rows_of(elements: st.SearchStrategy, dtype: type = np.float32) -> st.SearchStrategy[np.ndarray]:
+    return hnp.arrays(dtype, (ROWS, VOCAB), elements=elements, fill=elements)
+
+
+@jax.jit
+def find_kth(values: jax.Array, k: jax.Array, on: jax.Array) -> jax.Array:
+    return kth_largest(to_lanes(values, -jnp.inf), k, on)
+
+
+@jax.jit
+def find_floor(weights: jax.Array, top_p: jax.Array, on: jax.Array) -> jax.Array:
+    return nucleus_floor(to_lanes(weights, 0), top_p, on)
+
+
+@EXAMPLES
+@given(rows_of(LOGIT), hnp.arrays(np.int32, ROWS, elements=st.integers(1, VOCAB)), hnp.arrays(np.bool_, ROWS))
+def test_kth_largest_keeps_what_a_sort_keeps(values: np.ndarray, k: np.ndarray, on: np.ndarray) -> None:
+    found = np.asarray(find_kth(values, k, on))
+    for row in range(ROWS):
+        smallest = np.sort(values[row])[::-1][k[row] - 1] if on[row] else -np.inf
+        np.testing.assert_array_equal(values[row] >= found[row], values[row] >= smallest)
+
+
+@EXAMPLES
+@given(
+    rows_of(st.integers(0, 1024), np.int64),
+    hnp.arrays(np.int64, ROWS, elements=st.integers(1, 63)),
+    hnp.arrays(np.bool_, ROWS),
+)
+def test_nucleus_of_exact_weights_is_exact(whole: np.ndarray, p: np.ndarray, on: np.ndarray) -> None:
+    """Integers / 1024 and probabilities / 64: every sum and product is exact in float32."""
+    weights, top_p = (whole / 1024).astype(np.float32), (p / 64).astype(np.float32)
+    found = np.asarray(find_floor(weights, top_p, on))
+    for row in range(ROWS):
+        above = (whole[row][:, None] < whole[row]) @ whole[row]
+        kept = (64 * above < p[row] * whole[row].sum()) | (not on[row])
+        positive = whole[row] > 0
+        np.testing.assert_array_equal((weights[row] >= found[row])[positive], kept[positive])
+
+
+WEIGHT = st.one_of(st.floats(0, 1, width=32, allow_subnormal=False), st.sampled_from([0.0, 1.0, 0.5, 1e-30, 1e-7]))
+TOP_P = st.one_of(st.floats(2**-20, 1 - 2**-20, width=32), st.sampled_from([1e-30, 1 - 2**-24, 0.5, 0.9]))
+
+
+@EXAMPLES
+@given(rows_of(WEIGHT), hnp.arrays(np.float32, ROWS, elements=TOP_P))
+def test_nucleus_suffices_and_is_the_smallest(weights: np.ndarray, top_p: np.ndarray) -> None:
+    """Up to the rounding of float32 sums: what is kept reaches top_p, and would not without its smallest weight."""
+    found = np.asarray(find_floor(weights, top_p, np.ones(ROWS, bool)))
+    for row in range(ROWS):
+        exact = weights[row].astype(np.float64)
+        kept = exact[weights[row] >= found[row]]
+        assert kept.sum() >= top_p[row] * exact.sum() * (1 - 1e-5)
+        if kept.sum() > 0:
+            assert kept[kept > kept.min()].sum() <= top_p[row] * exact.sum() * (1 + 1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 4.0, 12.0]), st.floats(0.05, 0.999))
+def test_leaving_the_search_early_changes_nothing(seed: int, scale: float, p: float) -> None:
+    """Softmax weights of random logits: neighbours one float apart are told apart, as 32 halvings would."""
+    logits = np.random.default_rng(seed).normal(size=(ROWS, VOCAB)) * scale
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float32)
+    found = np.asarray(find_floor(weights, np.full(ROWS, p, np.float32), np.ones(ROWS, bool)))
+    for row in range(ROWS):
+        ordered = np.sort(weights[row].astype(np.float64))[::-1]
+        mass = np.cumsum(ordered) / ordered.sum()
+        at = int(np.searchsorted(mass, np.float32(p)))
+        if min(abs(mass - np.float32(p))) > 1e-5:
+            assert (weights[row] >= found[row]).sum() == at + 1
+
+
+@EXAMPLES
+@given(rows_of(LOGIT))
+def test_reductions_over_lanes(values: np.ndarray) -> None:
+    peak, index = jax.jit(argmax)(values)
+    np.testing.assert_array_equal(peak, values.max(axis=1))
+    flushed = np.where(np.abs(values) < 1e-37, 0, values)
+    np.testing.assert_array_equal(index, flushed.argmax(axis=1))
+    np.testing.assert_array_equal(count(to_lanes(values, -jnp.inf) > 0), (values > 0).sum(axis=1))
+    positive = np.abs(np.clip(values, -1, 1))
+    np.testing.assert_allclose(total(to_lanes(positive, 0)), positive.astype(np.float64).sum(axis=1), rtol=1e-5)
+
+
+@EXAMPLES
+@given(
+    hnp.arrays(np.float32, (ROWS, 40), elements=st.one_of(st.just(0.0), WEIGHT)),
+    hnp.arrays(np.uint32, ROWS, elements=st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1]))),
+)
+def test_a_draw_never_picks_probability_zero(weights: np.ndarray, words: np.ndarray) -> None:
+    picked = np.asarray(jax.jit(_pick)(weights, words))
+    for row in range(ROWS):
+        assert weights[row, picked[row]] > 0 or not weights[row].any()
+
+
+def test_a_draw_is_the_inverse_cdf() -> None:
+    weights = np.array([[0, 1, 0, 2, 1, 0]], np.float32)
+    words = (np.arange(16, dtype=np.uint32) << 28) + 5
+    picked = [int(_pick(jnp.asarray(weights), jnp.asarray([word]))[0]) for word in words]
+    assert picked == [1] * 4 + [3] * 8 + [4] * 4
