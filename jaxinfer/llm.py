@@ -286,10 +286,10 @@ class _Run:
         if delta.prompt_logprobs is not None and whole.prompt_logprobs is None:
             whole.prompt_logprobs = [None if p is None else self._candidates(p) for p in delta.prompt_logprobs]
         if delta.logprobs:
-            output.logprobs = [*(output.logprobs or []), *map(self._candidates, delta.logprobs)]
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + math.fsum(
-                position.chosen.logprob for position in delta.logprobs
-            )
+            if output.logprobs is None:
+                output.logprobs, output.cumulative_logprob = [], 0.0
+            output.logprobs.extend(map(self._candidates, delta.logprobs))
+            output.cumulative_logprob += math.fsum(position.chosen.logprob for position in delta.logprobs)
 
     def _candidates(self, position: PositionLogprobs) -> LogprobsDict:
         return {

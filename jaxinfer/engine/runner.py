@@ -112,13 +112,17 @@ class Runner:
         generated[slots] = [row.position - row.sequence.prefill_end for row in plan.decodes]
         batch = DecodeBatch(tokens, positions, generated, self._tables.copy())
         self._state, sampled = self._run.decode(self._params, self._slots, self._state, batch)
-        for array in jax.tree.leaves(sampled):
+        for array in jax.tree.leaves(sampled if _wants_logprobs(plan) else sampled.tokens):
             array.copy_to_host_async()
         return sampled
 
 
+def _wants_logprobs(plan: StepPlan) -> bool:
+    return any(row.sequence.params.logprobs is not None for row in plan.decodes)
+
+
 def _row_logprobs(plan: StepPlan, sampled: Sampled) -> list[PositionLogprobs | None]:
-    if all(row.sequence.params.logprobs is None for row in plan.decodes):
+    if not _wants_logprobs(plan):
         return [None] * len(plan.decodes)
     host: Any = jax.tree.map(np.asarray, sampled)
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Stores the new keys and values in this layer's cache and attends to all that a token may see."""
 

@@ -1,0 +1,67 @@
+"""Models without a checkpoint, and requests that use every feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.models.model import Model
+from jaxinfer.models.registry import family_for
+from jaxinfer.types import SamplingParams
+from jaxinfer.weights import init_params
+
+
+def llama_json(**changes: Any) -> dict[str, Any]:
+    """A config.json of a tiny Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        **changes,
+    }
+
+
+def random_model(dtype: str = "float32", seed: int = 0, **changes: Any) -> Model:
+    """A Llama with random weights, without a tokenizer."""
+    config_json = llama_json(**changes)
+    family = family_for(config_json)
+    config = family.config(config_json)
+    params = init_params(family.param_specs(config), seed, dtype)
+    return Model(family.module(config), params, config, family, name="random")
+
+
+def medium_model(dtype: str, layers: int = 4) -> Model:
+    """Hidden 768, intermediate 2048: wide enough that a matrix product's bits depend on its row count."""
+    return random_model(
+        dtype,
+        vocab_size=2048,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+    )
+
+
+def mixed_params(number: int, **changes: Any) -> SamplingParams:
+    """One of many different mixtures of sampling features, a function of ``number``."""
+    mixtures: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 7},
+        {"temperature": 1.2, "min_p": 0.05, "top_k": 40, "top_p": 0.95},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 0.0, "logit_bias": {5: 3.0, 11: -100.0}},
+        {"temperature": 1.0, "allowed_token_ids": list(range(3, 60))},
+        {"temperature": 1.0, "min_tokens": 4, "stop_token_ids": [1, 2, 3]},
+        {"temperature": 0.0, "prompt_logprobs": 2},
+    ]
+    base = {"seed": 1000 + number, "max_tokens": 3 + number % 9, "logprobs": 3 if number % 3 == 0 else None}
+    return SamplingParams(**{**base, **mixtures[number % len(mixtures)], **changes})
