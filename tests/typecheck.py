@@ -1,4 +1,4 @@
-"""The run-time checker of the suite: every signature of the packages, array shapes included (pyproject.toml, addopts)."""
+"""The run-time checker of the suite: all signatures of the packages, array shapes included (addopts in pyproject)."""
 
 import beartype
 
