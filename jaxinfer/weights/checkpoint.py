@@ -56,7 +56,7 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     """A JSON file that must hold an object.
 
     Raises:
-        CheckpointError: it cannot be read, is larger than 100 MB, or is not a JSON object.
+        CheckpointError: it does not exist, cannot be read, is larger than 100 MB, or is not a JSON object.
     """
     try:
         value = json.loads(_read_bounded(path).decode("utf-8"))
@@ -82,9 +82,11 @@ def refuse_quantised(config_json: Mapping[str, Any]) -> None:
 
 
 def _read_bounded(path: pathlib.Path) -> bytes:
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist or is not a file")
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is not a file of a reasonable size")
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -59,6 +59,6 @@ def _download(model: str) -> pathlib.Path:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the cause, or of the error itself where it has none."""
-    text = str(error.__cause__ or error).strip() or type(error).__name__
+    """The first line of the cause, or of the error itself where it has none, without an error number."""
+    text = re.sub(r"\[Errno -?\d+\] ", "", str(error.__cause__ or error)).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".:")

@@ -64,13 +64,12 @@ def test_a_tensor_that_is_not_in_the_index(sharded: pathlib.Path) -> None:
         open_checkpoint(sharded)
 
 
-def test_a_tensor_in_two_shards_is_read_where_the_index_says(sharded: pathlib.Path) -> None:
-    tensors = tiny_tensors()
-    first, *rest = tensors
-    write_tensors(sharded / ONE, {n: tensors[n] for n in list(tensors)[:4]})
-    write_tensors(sharded / TWO, {first: np.zeros(3, np.float32), **{n: tensors[n] for n in list(tensors)[4:]}})
-    write_index(sharded, {first: TWO, **dict.fromkeys(rest[:3], ONE), **dict.fromkeys(rest[3:], TWO)})
-    assert open_checkpoint(sharded).read(first).tolist() == [0, 0, 0]
+@pytest.mark.parametrize("chosen", [ONE, TWO])
+def test_a_tensor_in_two_shards_is_read_where_the_index_says(tmp_path: pathlib.Path, chosen: str) -> None:
+    both = {shard: {"x": np.full(3, value, np.float32)} for value, shard in enumerate((ONE, TWO))}
+    write_sharded(tmp_path, {ONE: {**both[ONE], "a": np.ones(1)}, TWO: {**both[TWO], "b": np.ones(1)}})
+    write_index(tmp_path, {"x": chosen, "a": ONE, "b": TWO})
+    np.testing.assert_array_equal(open_checkpoint(tmp_path).read("x"), both[chosen]["x"])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,14 @@ def test_a_bad_index(tmp_path: pathlib.Path, content: bytes, pattern: str) -> No
 
 def test_the_index_is_a_folder(tmp_path: pathlib.Path) -> None:
     (tmp_path / "model.safetensors.index.json").mkdir()
-    with refused("not a file of a reasonable size"):
+    with refused("index.json does not exist or is not a file"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_beyond_all_bounds(tmp_path: pathlib.Path) -> None:
+    with (tmp_path / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(100_000_001)
+    with refused("index.json is larger than 100000000 bytes"):
         open_checkpoint(tmp_path)
 
 

@@ -27,9 +27,10 @@ def test_same_seed_same_weights() -> None:
 
 def test_a_parameter_depends_on_its_path_alone() -> None:
     alone = init_params({"a": {"x": spec(50)}}, 1, "float32", keep)
-    crowd = init_params({"b": spec(9), "a": {"w": spec(50), "x": spec(50)}}, 1, "float32", keep)
+    crowd = init_params({"b": {"x": spec(50)}, "a": {"w": spec(50), "x": spec(50)}}, 1, "float32", keep)
     np.testing.assert_array_equal(alone["a"]["x"], crowd["a"]["x"])
     assert (crowd["a"]["w"] != crowd["a"]["x"]).all()
+    assert (crowd["b"]["x"] != crowd["a"]["x"]).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -201,6 +201,14 @@ def test_values_too_large_for_the_asked_dtype(tmp_path: pathlib.Path, value: flo
     load_params(tmp_path, tiny_specs(), "bfloat16", keep)
 
 
+@pytest.mark.filterwarnings("error")
+def test_signalling_nans_are_weights_like_any_other(tmp_path: pathlib.Path) -> None:
+    tensors = tiny_tensors()
+    tensors["norm.weight"] = np.full(4, 0x7FA00000, np.uint32).view(np.float32)
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    assert np.isnan(load_params(tmp_path, tiny_specs(), "bfloat16", keep)["block"]["norm"]).all()
+
+
 def test_finite_check_looks_everywhere(tmp_path: pathlib.Path) -> None:
     values = np.zeros((3, 1_000_000), np.float32)
     values[2, -1] = np.nan

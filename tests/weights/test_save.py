@@ -12,6 +12,7 @@ import safetensors.numpy
 
 from jaxinfer.types import ParamSpec, Source
 from jaxinfer.weights import init_params, load_params, save_params
+from jaxinfer.weights.safetensors import DTYPES, SafetensorsFile
 from tests.weights.files import tiny_specs, tiny_tensors, write_tensors
 from tests.weights.test_load import keep
 
@@ -56,6 +57,8 @@ def test_mixed_dtypes_stay_as_they_are_and_aligned(tmp_path: pathlib.Path) -> No
     save_params(tmp_path, {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.zeros(3)}, specs, CONFIG)
     back = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert {name: value.dtype.name for name, value in back.items()} == {"a.weight": "bfloat16", "b.weight": "float32"}
+    for info in SafetensorsFile(tmp_path / "model.safetensors").tensors.values():
+        assert info.start % DTYPES[info.dtype].itemsize == 0
     assert json.loads((tmp_path / "config.json").read_text()) == CONFIG
     assert load_params(tmp_path, specs, "float32", keep)["a"].tolist() == [1, 1, 1]
 

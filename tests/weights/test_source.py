@@ -79,7 +79,7 @@ CLIENT_ERROR = HfHubHTTPError.__mro__[1]
     "error",
     [
         LocalEntryNotFoundError("no network\nsecond line."),
-        ConnectionError("no network"),
+        ConnectionError(-2, "no network"),
         ValueError("no network"),
         RuntimeError("no network"),
         CLIENT_ERROR("no network"),
