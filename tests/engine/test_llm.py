@@ -1,0 +1,173 @@
+"""`LLM` as its users call it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfigError
+from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.llm import LLM
+from jaxinfer.types import RequestError, SamplingParams
+from tests.fakes import mixed_params, random_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(random_model(), max_num_seqs=4, prefill_sizes=(16, 64), max_model_len=200, compilation_cache_dir="")
+
+
+def teacher_forced(llm: LLM, ids: list[int]) -> np.ndarray:
+    """[positions, vocab] log-probabilities of the plain, uncached forward pass."""
+    logits = llm.model.apply(llm.model.params, jnp.array([ids]))[0]
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 64, 65, 66, 130, 150])
+def test_served_logprobs_equal_apply(llm, length):
+    prompt = np.random.default_rng(length).integers(0, 97, length).tolist()
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, logprobs=5, prompt_logprobs=3)
+    output = llm.generate([prompt], params)[0]
+    sample = output.outputs[0]
+    want = teacher_forced(llm, prompt + sample.token_ids)
+    for step, (token, got) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+        row = want[length - 1 + step]
+        assert got.keys() >= {token}
+        assert {t for t, c in got.items() if c.rank <= 5} == set(np.argsort(-row)[:5].tolist())
+        for candidate, (logprob, rank, _) in got.items():
+            assert abs(logprob - row[candidate]) <= 1e-5
+            assert rank == 1 + (row > row[candidate]).sum()
+    assert sample.cumulative_logprob == pytest.approx(
+        sum(c[t].logprob for t, c in zip(sample.token_ids, sample.logprobs))
+    )
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == length
+    for position, got in enumerate(output.prompt_logprobs[1:], start=1):
+        assert abs(got[prompt[position]].logprob - want[position - 1, prompt[position]]) <= 1e-5
+
+
+def test_greedy_equals_apply_step_by_step(llm):
+    ids = [3, 1, 4, 1, 5]
+    for _ in range(12):
+        ids.append(int(teacher_forced(llm, ids)[-1].argmax()))
+    assert llm.generate([ids[:5]], GREEDY)[0].outputs[0].token_ids[:12] == ids[5:]
+
+
+def test_nothing_compiles_while_serving(llm):
+    rng = np.random.default_rng(0)
+    llm.generate([[1]], GREEDY)
+    with count_compilations() as seen:
+        for _ in range(10):
+            prompts = [rng.integers(0, 97, n).tolist() for n in rng.integers(1, 150, 20)]
+            llm.generate(prompts, [mixed_params(int(i), n=1 + int(i) % 2) for i in rng.integers(0, 1000, 20)])
+    assert seen.count == 0
+
+
+def test_the_guard_sees_a_compilation():
+    with count_compilations() as seen:
+        jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()
+    assert seen.count >= 1
+
+
+def test_streamed_tokens_are_the_result(llm):
+    deltas = []
+    outputs = llm.generate([[1, 2], [3, 4, 5]], SamplingParams(n=2, seed=1, max_tokens=9), on_delta=deltas.append)
+    for at, output in enumerate(outputs):
+        for sample in output.outputs:
+            mine = [d for d in deltas if (d.request, d.index) == (at, sample.index)]
+            assert [token for d in mine for token in d.token_ids] == sample.token_ids
+            assert [d.finish_reason for d in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+def test_stop_tokens_end_a_sequence(llm):
+    free = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0]
+    third = free.token_ids[2]
+    first = free.token_ids.index(third)
+    params = SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[third])
+    stopped = llm.generate([[1, 2, 3]], params)[0].outputs[0]
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", third)
+    later = llm.generate(
+        [[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=20, min_tokens=8, stop_token_ids=[third])
+    )
+    assert third not in later[0].outputs[0].token_ids[:8]
+
+
+def test_more_requests_than_slots_and_pages():
+    model = random_model()
+    small = LLM(model, max_num_seqs=3, num_pages=5, page_size=16, max_model_len=64, compilation_cache_dir="")
+    prompts = [[i, i + 1, i + 2] * (1 + i % 9) for i in range(20)]
+    got = small.generate(prompts, GREEDY)
+    small.engine.check()
+    for prompt, output in zip(prompts, got, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert output.outputs[0].token_ids == small.generate([prompt], GREEDY)[0].outputs[0].token_ids
+
+
+def test_the_context_limits_the_output(llm):
+    output = llm.generate([[7] * 195], SamplingParams(temperature=0.0, max_tokens=None))[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (5, "length")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], GREEDY, "prompt_token_ids is empty"),
+        ([97], GREEDY, "prompt_token_ids: 97"),
+        ([1] * 200, GREEDY, "200 tokens"),
+        ("text", GREEDY, "no tokenizer"),
+        ([1], SamplingParams(logprobs=21), "logprobs=21"),
+        ([1], SamplingParams(logit_bias={97: 1.0}), "logit_bias key: 97"),
+        ([1], SamplingParams(bad_words=["x"]), "no tokenizer"),
+    ],
+)
+def test_bad_requests_disturb_nobody(llm, prompt, params, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate([[1, 2, 3], prompt], [GREEDY, params])
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 300}, "max_model_len = 300 is beyond the model's context of 256"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
+        ({"page_size": 24}, "page_size = 24"),
+        ({"num_pages": 2}, "num_pages = 2 must hold one sequence"),
+        ({"max_num_batched_tokens": 100}, "max_num_batched_tokens = 100"),
+        ({"prefill_sizes": (32, 16)}, "prefill_sizes"),
+    ],
+)
+def test_bad_settings_name_the_setting(changes, message):
+    with pytest.raises(EngineConfigError, match=message):
+        LLM(random_model(), compilation_cache_dir="", **changes)
+
+
+def test_an_interrupted_run_leaves_nothing_behind(llm):
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(delta):
+        raise Interrupt
+
+    with pytest.raises(Interrupt):
+        llm.generate([[1, 2, 3]] * 6, GREEDY, on_delta=interrupt)
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+def test_an_edited_model_is_served_as_it_is(llm):
+    model = llm.model
+    down = model.params["layers_1"]["mlp"]["down"]
+    layer = {**model.params["layers_1"], "mlp": {**model.params["layers_1"]["mlp"], "down": jnp.zeros_like(down)}}
+    edited = model.replace(params={**model.params, "layers_1": layer})
+    other = LLM(edited, max_num_seqs=2, prefill_sizes=(16, 64), compilation_cache_dir="")
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
+    sample = other.generate([[1, 2, 3]], params)[0].outputs[0]
+    want = teacher_forced(other, [1, 2, 3, *sample.token_ids])
+    for step, (token, got) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+        assert abs(got[token].logprob - want[2 + step, token]) <= 1e-5
+    assert sample.token_ids != llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
