@@ -1,0 +1,17 @@
+"""Text at both ends of the engine: tokenizers, detokenising, stop strings, chat templates. Nothing here needs jax."""
+
+from jaxinfer.text.chat_template import ChatTemplate, TemplateError
+from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.pieces import TokenizerError
+from jaxinfer.text.stop import Emitted, StopMatcher
+from jaxinfer.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "Emitted",
+    "StopMatcher",
+    "TemplateError",
+    "Tokenizer",
+    "TokenizerError",
+]

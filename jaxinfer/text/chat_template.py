@@ -1,0 +1,284 @@
+"""Chat templates: a conversation becomes the text that a model was trained on.
+
+The environment is the one for which templates are written, that of Hugging Face's ``apply_chat_template``: Jinja with
+``trim_blocks``, ``lstrip_blocks``, loop controls, ``tojson`` without HTML escapes, ``raise_exception``,
+``strftime_now`` and the ``generation`` tag. A template comes with a checkpoint and is not trusted: it runs in Jinja's
+immutable sandbox, its size and that of its output are bounded, and it sees copies of plain data only.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from jaxinfer.text.files import read_object, read_text, special_token_texts
+
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_RENDERED_CHARACTERS = 16 << 20
+MAX_POWER_BITS = 1 << 10
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+# What template code can raise besides Jinja's own errors: it runs as Python.
+_FAULTS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class TemplateError(ValueError):
+    """A chat template that cannot be loaded, or that refuses the conversation, said in one sentence."""
+
+
+class ChatTemplate:
+    """The chat templates of one checkpoint.
+
+    Args:
+        source: the template, or templates by name ("default" and, for conversations with tools, "tool_use").
+        tokens: what the template knows about special tokens: ``bos_token``, ``eos_token`` ...
+        now: the clock behind ``strftime_now``.
+
+    Raises:
+        TemplateError: a template is too large or not valid Jinja.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        tokens: Mapping[str, str] | None = None,
+        now: Callable[[], datetime.datetime] = datetime.datetime.now,
+    ) -> None:
+        environment = _environment(now)
+        named = {DEFAULT: source} if isinstance(source, str) else source
+        self._templates = {name: _compile(environment, name, text) for name, text in named.items()}
+        self._tokens = dict(tokens or {})
+
+    @classmethod
+    def load(cls, folder: Path) -> ChatTemplate | None:
+        """The template of chat_template.jinja, else chat_template.json, else tokenizer_config.json; None without one.
+
+        Raises:
+            TemplateError: a file cannot be read, or its template is not valid.
+        """
+        source = _find(folder)
+        return None if source is None else cls(source, special_token_texts(folder, TemplateError))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text, special tokens written out: encode it with ``add_special_tokens=False``.
+
+        Args:
+            messages: each with a ``role`` and what the template wants besides, usually ``content``.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            tools: JSON descriptions of functions that the model may call.
+            extra: further variables of the template (``enable_thinking``, ``documents`` ...).
+
+        Raises:
+            TemplateError: the template refuses the messages, fails on them, or writes too much.
+        """
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        taken = given.keys() & (extra or {}).keys()
+        if taken:
+            raise TemplateError(f"chat template variable {min(taken)} is set by its own argument")
+        template = self._choose(with_tools=tools is not None)
+        try:
+            variables = _plain({"documents": None, **self._tokens, **(extra or {}), **given}, "chat template variables")
+            return _bounded(template.generate(variables))
+        except _FAULTS as cause:
+            raise _refusal(cause) from cause
+
+    def _choose(self, with_tools: bool) -> jinja2.Template:
+        name = TOOL_USE if with_tools and TOOL_USE in self._templates else DEFAULT
+        if name in self._templates:
+            return self._templates[name]
+        if len(self._templates) == 1:
+            return next(iter(self._templates.values()))
+        raise TemplateError(f"the checkpoint has no default chat template, only {', '.join(sorted(self._templates))}")
+
+
+def _find(folder: Path) -> str | dict[str, str] | None:
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return read_text(path, MAX_TEMPLATE_BYTES, TemplateError)
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        value = read_object(folder / file, TemplateError).get("chat_template")
+        if value is not None:
+            return _named(value, folder / file)
+    return None
+
+
+def _named(value: Any, path: Path) -> str | dict[str, str]:
+    """A template, or a list of ``{"name": ..., "template": ...}``."""
+    if isinstance(value, str):
+        return value
+    entries = value if isinstance(value, list) else []
+    pairs = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
+    named = {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+    if not named or len(named) < len(entries):
+        raise TemplateError(f"chat_template in {path} must be a string or a list of named templates")
+    return named
+
+
+def _compile(environment: jinja2.Environment, name: str, source: str) -> jinja2.Template:
+    if len(source.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
+        raise TemplateError(f"the chat template {name} is larger than {MAX_TEMPLATE_BYTES} bytes")
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as cause:
+        raise TemplateError(f"the chat template {name} is not valid: {cause.message} (line {cause.lineno})") from cause
+    except _FAULTS as cause:
+        raise TemplateError(f"the chat template {name} is not valid: {_said(cause)}") from cause
+
+
+def _bounded(parts: Any) -> str:
+    """Joins what the template writes while it writes it, so that it is stopped in time."""
+    written: list[str] = []
+    size = 0
+    for part in parts:
+        size += len(part)
+        if size > MAX_RENDERED_CHARACTERS:
+            raise TemplateError(f"the chat template writes more than {MAX_RENDERED_CHARACTERS} characters")
+        written.append(part)
+    return "".join(written)
+
+
+def _refusal(cause: BaseException) -> TemplateError:
+    if isinstance(cause, TemplateError):
+        return cause
+    if isinstance(cause, _Refused):
+        return TemplateError(f"the chat template refuses the messages: {_said(cause)}")
+    return TemplateError(f"the chat template failed on the messages: {_said(cause)}")
+
+
+def _said(cause: BaseException) -> str:
+    """One line, with the kind of error where the message alone says too little (``KeyError: 'x'``)."""
+    message = " ".join(str(cause).split())
+    return message if isinstance(cause, jinja2.TemplateError) and message else f"{type(cause).__name__}: {message}"
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A copy of JSON-like data: a template gets no object with methods of its own.
+
+    Raises:
+        TemplateError: something else is in it.
+    """
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{name}[{rank}]") for rank, item in enumerate(value)]
+    raise TemplateError(f"{name} must be JSON-like data, not {type(value).__name__}")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The environment
+
+
+class _Refused(jinja2.TemplateError):
+    """What ``raise_exception`` raises."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Bounds what one operator can make; ``range`` is bounded by Jinja (``MAX_RANGE``)."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        for sized, count in ((left, right), (right, left)):
+            if hasattr(sized, "__len__") and isinstance(count, int) and len(sized) * count > MAX_RENDERED_CHARACTERS:
+                raise SecurityError(f"repetition makes more than {MAX_RENDERED_CHARACTERS} items")
+        if operator == "**" and isinstance(left, int) and left.bit_length() * right > MAX_POWER_BITS:
+            raise SecurityError(f"power has more than {MAX_POWER_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks the assistant's part for training; what is in it is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace without private names, which could stand in for Python's own."""
+
+    def __init__(*args: Any, **values: Any) -> None:
+        # Like Jinja's: `namespace(self=1)` is allowed.
+        self, given = args[0], dict(*args[1:], **values)
+        for name in given:
+            _refuse_private(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the private attribute {name}")
+
+
+def _environment(now: Callable[[], datetime.datetime]) -> jinja2.Environment:
+    def strftime_now(pattern: str) -> str:
+        return now().strftime(pattern)
+
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": strftime_now,
+        "namespace": _Namespace,
+        "dict": _make_dict,
+    }
+    del environment.globals["lipsum"]  # filler text of any length: no use, and unbounded
+    return environment
+
+
+def _raise_exception(message: object) -> None:
+    raise _Refused(str(message))
+
+
+def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
+    """``dict(...)`` as a function: the class itself would give its attributes away."""
+    return dict(*args, **values)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

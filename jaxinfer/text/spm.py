@@ -1,0 +1,109 @@
+"""A sentencepiece model (tokenizer.model) behind the same face as the tokenizers library.
+
+The sentencepiece library segments plain text; special tokens, which it does not look for in a text, are cut out
+first, as Hugging Face's tokenizers do. Each stretch of text between them is segmented on its own.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.text.files import added_token_entries, read_bytes, read_object
+from jaxinfer.text.pieces import DecodeRule, TokenizerError, byte_of
+
+MAX_MODEL_BYTES = 64 << 20
+_SPACE = "\u2581"
+
+
+class SentencePieceBackend:
+    """Encoding, vocabulary and decoding rule of ``folder/tokenizer.model``.
+
+    Tokens of added_tokens.json and of tokenizer_config.json's ``added_tokens_decoder`` come on top of the model's.
+
+    Raises:
+        TokenizerError: the model cannot be read, or the sentencepiece package is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._model = _load(folder / "tokenizer.model")
+        added, special = _added_tokens(folder)
+        self._added = {content: token_id for content, token_id in added.items() if self._unknown(content)}
+        self._text_of_added = {token_id: content for content, token_id in self._added.items()}
+        special |= {piece for piece in self._pieces() if self._is_special(self._model.piece_to_id(piece))}
+        self._ids_in_text = {content: self._id(content) for content in {*special, *self._added} if content}
+        self.special_ids = frozenset(self._id(content) for content in special)
+        self.vocab_size = max([self._model.get_piece_size(), *(token_id + 1 for token_id in self._added.values())])
+        longest_first = sorted(self._ids_in_text, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else r"(?!)()")
+        prefixed = self._model.normalize("a").startswith(_SPACE)
+        self.rule = DecodeRule(_piece, "surrogateescape", " " if prefixed else "")
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        del add_special_tokens
+        ids: list[int] = []
+        for rank, part in enumerate(self._split.split(text)):
+            if part:
+                ids.extend([self._ids_in_text[part]] if rank % 2 else self._model.encode(part))
+        return ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        added = self._text_of_added.get(token_id)
+        if added is not None or token_id >= self._model.get_piece_size():
+            return added
+        return self._model.id_to_piece(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        if token in self._added:
+            return self._added[token]
+        return None if self._unknown(token) else self._model.piece_to_id(token)
+
+    @property
+    def own_texts(self) -> dict[str, str]:
+        """The pieces that the model itself names as special, under the names of tokenizer_config.json."""
+        model = self._model
+        ids = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "pad_token": model.pad_id()}
+        return {name: model.id_to_piece(token_id) for name, token_id in ids.items() if token_id >= 0}
+
+    def _id(self, content: str) -> int:
+        return self._added[content] if content in self._added else self._model.piece_to_id(content)
+
+    def _unknown(self, content: str) -> bool:
+        """The library gives the unknown piece's id for a piece that it does not have."""
+        return self._model.id_to_piece(self._model.piece_to_id(content)) != content
+
+    def _pieces(self) -> list[str]:
+        return [self._model.id_to_piece(token_id) for token_id in range(self._model.get_piece_size())]
+
+    def _is_special(self, token_id: int) -> bool:
+        return self._model.is_control(token_id) or self._model.is_unknown(token_id)
+
+
+def _load(path: Path) -> Any:
+    data = read_bytes(path, MAX_MODEL_BYTES, TokenizerError)
+    try:
+        import sentencepiece
+    except ImportError as cause:
+        raise TokenizerError(f"{path} needs the sentencepiece package: pip install sentencepiece") from cause
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=data)
+    except RuntimeError as cause:
+        raise TokenizerError(f"{path} is not a sentencepiece model: {cause}") from cause
+
+
+def _added_tokens(folder: Path) -> tuple[dict[str, int], set[str]]:
+    """Ids by text of the tokens that the folder adds to the model, and the texts of those that are special."""
+    added = read_object(folder / "added_tokens.json", TokenizerError)
+    entries = added_token_entries(folder, TokenizerError)
+    added |= {token["content"]: token_id for token_id, token in entries.items()}
+    special = {token["content"] for token in entries.values() if token.get("special")}
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in added.values()):
+        raise TokenizerError(f"{folder / 'added_tokens.json'} must map texts to token ids")
+    return added, special
+
+
+def _piece(token: str, first: bool) -> bytes:
+    del first
+    byte = byte_of(token)
+    return token.replace(_SPACE, " ").encode() if byte is None else byte

@@ -1,0 +1,104 @@
+"""Stop strings in a stream of text: found wherever the text is split, and never partly shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxinfer.types import RequestError
+
+
+class Emitted(NamedTuple):
+    """Text that may be shown, and the stop string that ended it (None: none has been found)."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopMatcher:
+    """Ends a text at the first stop string.
+
+    The stop string that is complete first wins, character by character; of several that are complete at the same
+    character the longest. The answer is therefore the same however the text is split into pushes. (Engines that look
+    through the list of stop strings after each token choose by that list where one token completes several.) The text
+    ends before the stop string or, with ``include_stop_str_in_output``, behind it.
+
+    Held back is exactly the longest end of the text that could begin a stop string. A push costs O(characters) for
+    each stop string (the automaton of Knuth, Morris and Pratt, 1977), not O(length of the output).
+
+    Raises:
+        RequestError: a stop string is empty.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False) -> None:
+        if not all(stops):
+            raise RequestError("stop must not contain an empty string")
+        # Longest first, so that the first one found at a character is the one that wins.
+        self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._include = include_stop_str_in_output
+        self._held = ""
+        self._stop: str | None = None
+
+    def push(self, text: str) -> Emitted:
+        """Take more text. After a stop string has been found, nothing more comes out."""
+        if self._stop is not None:
+            return Emitted("", self._stop)
+        if not self._automata:
+            return Emitted(text)
+        for position, character in enumerate(text):
+            self._stop = self._advance(character)
+            if self._stop is not None:
+                return self._ended(self._held + text[: position + 1], self._stop)
+        return Emitted(self._release(self._held + text))
+
+    def finish(self) -> str:
+        """What is held back, at the end of a text in which no stop string was completed."""
+        rest, self._held = self._held, ""
+        for automaton in self._automata:
+            automaton.matched = 0
+        return rest
+
+    def _advance(self, character: str) -> str | None:
+        """Every automaton takes the character, so that all of them have seen the same text."""
+        found = [automaton.stop for automaton in self._automata if automaton.take(character)]
+        return found[0] if found else None
+
+    def _ended(self, text: str, stop: str) -> Emitted:
+        self._held = ""
+        return Emitted(text if self._include else text.removesuffix(stop), stop)
+
+    def _release(self, text: str) -> str:
+        keep = max(automaton.matched for automaton in self._automata)
+        shown = len(text) - keep
+        self._held = text[shown:]
+        return text[:shown]
+
+
+@dataclasses.dataclass
+class _Automaton:
+    """Follows one stop string: ``matched`` of its characters are the end of the text so far."""
+
+    stop: str
+    matched: int = 0
+
+    def __post_init__(self) -> None:
+        self._borders = _borders(self.stop)
+
+    def take(self, character: str) -> bool:
+        """Whether the stop string ends with this character. Not to be asked again after a yes."""
+        while self.matched and self.stop[self.matched] != character:
+            self.matched = self._borders[self.matched - 1]
+        self.matched += self.stop[self.matched] == character
+        return self.matched == len(self.stop)
+
+
+def _borders(word: str) -> list[int]:
+    """For each beginning of ``word`` the length of its longest proper prefix that is also its suffix."""
+    borders = [0]
+    for character in word[1:]:
+        length = borders[-1]
+        while length and word[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (word[length] == character))
+    return borders

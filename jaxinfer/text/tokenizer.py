@@ -1,0 +1,245 @@
+"""Text to token ids and back, from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from jaxinfer.text.files import added_token_entries, read_object, read_text, special_token_texts
+from jaxinfer.text.pieces import DecodeRule, TextStream, TokenizerError, library_rule
+from jaxinfer.text.spm import SentencePieceBackend
+
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Largest tokenizer.json that is read; the largest in the wild are about 35 MiB."""
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What a vocabulary offers: a tokenizers-library file or a sentencepiece model."""
+
+    special_ids: frozenset[int]
+    vocab_size: int
+    rule: DecodeRule
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def id_to_token(self, token_id: int) -> str | None: ...
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialIds:
+    """Ids that the folder's configuration names: begin of sequence, every end of sequence, padding."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+
+
+class Tokenizer:
+    """A vocabulary with the folder's own rules.
+
+    Encoding is that of the underlying library: special tokens written out in a text become their ids. Decoding gives
+    the characters of the tokens' bytes; bytes that are no valid UTF-8 become U+FFFD.
+
+    Attributes:
+        rule: how tokens become text.
+        vocab_size: one more than the largest id, added tokens included.
+        special_ids: ids that ``skip_special_tokens`` leaves out of a text.
+        bos_id: the begin-of-sequence id, if the folder names one.
+        eos_ids: ids that end a generation: generation_config.json's, else config.json's, else the tokenizer's.
+        pad_id: the padding id, if the folder names one.
+    """
+
+    def __init__(self, backend: Backend, ids: SpecialIds | None = None, prepend_bos: bool = False) -> None:
+        ids = SpecialIds() if ids is None else ids
+        self.rule = backend.rule
+        self.vocab_size = backend.vocab_size
+        self.special_ids = backend.special_ids
+        self.bos_id, self.eos_ids, self.pad_id = ids.bos, ids.eos, ids.pad
+        self._backend = backend
+        self._prepend_bos = prepend_bos and ids.bos is not None
+        self._bytes: dict[int, bytes | None] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, else tokenizer.model, and what the folder's configurations say about special tokens.
+
+        Truncation and padding stored in tokenizer.json are switched off. A BOS is added where the post-processor of
+        tokenizer.json adds it; without a post-processor where tokenizer_config.json's ``add_bos_token`` asks for it
+        (a tokenizer.model: unless it is false).
+
+        Raises:
+            TokenizerError: no tokenizer in the folder, or a file that cannot be read or understood.
+        """
+        texts = special_token_texts(folder, TokenizerError)
+        config = read_object(folder / "tokenizer_config.json", TokenizerError)
+        if (folder / "tokenizer.json").exists():
+            library = LibraryBackend.load(folder, texts.values())
+            prepend_bos = config.get("add_bos_token") is True and not library.post_processes
+            return cls(library, _special_ids(folder, library, texts), prepend_bos)
+        if (folder / "tokenizer.model").exists():
+            model = SentencePieceBackend(folder)
+            prepend_bos = config.get("add_bos_token") is not False
+            return cls(model, _special_ids(folder, model, model.own_texts | texts), prepend_bos)
+        raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; with ``add_special_tokens`` with the BOS (and what else) the folder asks for.
+
+        Raises:
+            TokenizerError: ``text`` is not Unicode text (it has a lone surrogate).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as cause:
+            raise TokenizerError(f"the text has a lone surrogate at character {cause.start}: not Unicode") from cause
+        ids = self._backend.encode(text, add_special_tokens)
+        if add_special_tokens and self._prepend_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``. Ids outside the vocabulary stand for nothing."""
+        data = self.to_bytes(self.visible(ids, skip_special_tokens), at_start=True)
+        return TextStream(self.rule).feed(data, final=True)
+
+    def visible(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
+        """The ids that are part of a text: known and, with ``skip_special_tokens``, not special."""
+        hidden = self.special_ids if skip_special_tokens else frozenset()
+        return [token_id for token_id in ids if token_id not in hidden and self._piece(token_id) is not None]
+
+    def to_bytes(self, visible_ids: Sequence[int], at_start: bool = False) -> bytes:
+        """The bytes that ids which are all :meth:`visible` stand for, ``at_start`` of a text or within one."""
+        pieces = [self.token_bytes(token_id) for token_id in visible_ids]
+        if at_start and pieces:
+            pieces[0] = self.rule.piece(self.id_to_token(visible_ids[0]) or "", True)
+        return b"".join(pieces)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for within a text; none for an id outside the vocabulary.
+
+        They may be part of a character; a leading space of a word is included.
+        """
+        return self._piece(token_id) or b""
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it (``Ġthe``, ``▁the``, ``<0x0A>``), or None."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it, or None."""
+        return self._backend.token_to_id(token)
+
+    def _piece(self, token_id: int) -> bytes | None:
+        """Remembered for each id: the decoder is asked once, and there are at most ``vocab_size`` of them."""
+        if token_id not in self._bytes:
+            token = self.id_to_token(token_id)
+            if token is None:
+                return None
+            self._bytes[token_id] = self.rule.piece(token, False)
+        return self._bytes[token_id]
+
+
+class LibraryBackend:
+    """A tokenizer of the tokenizers library.
+
+    Args:
+        library: loaded, with truncation and padding off. Its added tokens are changed.
+        entries: added tokens as tokenizer_config.json describes them; they count more than the file's own.
+        named: texts of tokens that are special (``bos_token`` ...), whatever the file says of them.
+
+    Special tokens are found in a text as it stands, before normalisation: templates write them out, and a file that
+    asks otherwise would find only the one at the beginning.
+
+    Raises:
+        TokenizerError: its decoder is of a kind that is not supported.
+    """
+
+    def __init__(
+        self, library: Library, entries: Mapping[int, Mapping[str, Any]] | None = None, named: Iterable[str] = ()
+    ) -> None:
+        _redefine_added_tokens(library, entries or {}, named)
+        added = library.get_added_tokens_decoder()
+        self._library = library
+        # The library's own answer for an added token is, in some versions, its normalised text.
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max([library.get_vocab_size(), *(token_id + 1 for token_id in added)])
+        self.rule = library_rule(library)
+        self.post_processes = library.post_processor is not None
+
+    @classmethod
+    def load(cls, folder: Path, named: Iterable[str] = ()) -> LibraryBackend:
+        """Read ``folder/tokenizer.json``, without the truncation and the padding that it may store."""
+        path = folder / "tokenizer.json"
+        text = read_text(path, MAX_TOKENIZER_BYTES, TokenizerError)
+        try:
+            library = Library.from_str(text)
+        except Exception as cause:  # the library raises Exception itself, nothing narrower
+            raise TokenizerError(f"{path} is not a tokenizer that the tokenizers library reads: {cause}") from cause
+        library.no_truncation()
+        library.no_padding()
+        return cls(library, added_token_entries(folder, TokenizerError), named)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def id_to_token(self, token_id: int) -> str | None:
+        return self._added.get(token_id) or self._library.id_to_token(token_id)
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._library.token_to_id(token)
+
+
+def _redefine_added_tokens(library: Library, entries: Mapping[int, Mapping[str, Any]], named: Iterable[str]) -> None:
+    """Applies what the folder's configuration says of tokens that the library knows; it makes no new ids."""
+    flags = {token.content: _flags(token) for token in library.get_added_tokens_decoder().values()}
+    before = {content: dict(own) for content, own in flags.items()}
+    for token_id, entry in entries.items():
+        if library.token_to_id(entry["content"]) == token_id:
+            flags[entry["content"]] = {flag: bool(entry.get(flag)) for flag in _FLAGS}
+    for content in named:
+        if library.token_to_id(content) is not None:
+            flags.setdefault(content, dict.fromkeys(_FLAGS, False))["special"] = True
+    for own in flags.values():
+        own["normalized"] = own["normalized"] and not own["special"]
+    changed = [AddedToken(content, **own) for content, own in flags.items() if before.get(content) != own]
+    library.add_tokens(changed)
+
+
+def _flags(token: AddedToken) -> dict[str, bool]:
+    return {flag: bool(getattr(token, flag)) for flag in _FLAGS}
+
+
+def _special_ids(folder: Path, backend: Backend, texts: dict[str, str]) -> SpecialIds:
+    """What the tokenizer's files name goes first for BOS and padding, what the model's files name for EOS."""
+    named = {name: backend.token_to_id(text) for name, text in texts.items()}
+    configured = [read_object(folder / file, TokenizerError) for file in ("generation_config.json", "config.json")]
+
+    def ids(name: str) -> list[tuple[int, ...]]:
+        return [_ids(config.get(f"{name}_token_id"), f"{name}_token_id in {folder}") for config in configured]
+
+    def tokenizer_first(name: str) -> int | None:
+        own = named.get(f"{name}_token")
+        return own if own is not None else next((found[0] for found in ids(name) if found), None)
+
+    eos = named.get("eos_token")
+    eos_ids = next((found for found in ids("eos") if found), () if eos is None else (eos,))
+    return SpecialIds(tokenizer_first("bos"), eos_ids, tokenizer_first("pad"))
+
+
+def _ids(value: Any, name: str) -> tuple[int, ...]:
+    """An id or a list of ids; negative ones are a way of writing that there is none."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int for token_id in listed):
+        raise TokenizerError(f"{name} must be a token id or a list of token ids, not {value!r}")
+    return tuple(dict.fromkeys(token_id for token_id in listed if token_id >= 0))

@@ -1,0 +1,319 @@
+"""Loading, encoding and decoding, against the libraries and against published pairs of text and ids."""
+
+import json
+import pathlib
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+from tokenizers import AddedToken, decoders, models, processors
+
+from jaxinfer.text import Tokenizer, TokenizerError, files, spm, tokenizer
+from jaxinfer.text.pieces import library_rule
+from tests.text.build import CORPUS, byte_fallback, byte_level, metaspace, write_folder
+
+SAMPLES = (*CORPUS, "", " ", "  two  spaces ", "a\tb\n\nc", "\u0000\u007f", "ﷺ\u200d🏳️‍🌈")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Encoding and decoding
+
+
+def test_encode_is_the_librarys(pair: tuple[Tokenizer, Library]) -> None:
+    ours, library = pair
+    for text in SAMPLES:
+        for special in (True, False):
+            assert ours.encode(text, special) == library.encode(text, add_special_tokens=special).ids
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-2", "llama-3"])
+def test_published_encodings(test_data: pathlib.Path, name: str) -> None:
+    ours = Tokenizer.load(test_data / "tokenizers" / name)
+    lines = (test_data / "tokenizers" / "encoding_cases.jsonl").read_text(encoding="utf-8").splitlines()
+    cases = [case for case in map(json.loads, lines) if case["tokenizer"] == name]
+    assert len(cases) == 47
+    for case in cases:
+        assert ours.encode(case["text"], add_special_tokens=False) == case["ids"]
+        assert ours.decode(case["ids"]) == case["text"]
+
+
+def test_long_text_is_not_truncated(test_data: pathlib.Path) -> None:
+    ours = Tokenizer.load(test_data / "tokenizers" / "gpt2")  # its file stores a truncation of 50
+    assert len(ours.encode(" the" * 200)) == 200
+
+
+def test_stored_truncation_and_padding_are_switched_off(tmp_path: pathlib.Path) -> None:
+    library = byte_level()
+    library.enable_truncation(3)
+    library.enable_padding(length=8)
+    ours = Tokenizer.load(write_folder(tmp_path, library))
+    assert len(ours.encode("xyzzy xyzzy")) > 8
+    assert len(ours.encode("a")) == 1
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_decode_is_the_librarys(pair: tuple[Tokenizer, Library], skip: bool) -> None:
+    ours, library = pair
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.integers(0, ours.vocab_size - 1), max_size=12))
+    def check(ids: list[int]) -> None:
+        if not _mixes_valid_and_bad_bytes(ours, ids, skip):
+            assert ours.decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+def _mixes_valid_and_bad_bytes(ours: Tokenizer, ids: list[int], skip: bool) -> bool:
+    """The library replaces a whole run of byte tokens if any byte of it is bad; we keep its valid characters."""
+    if ours.rule.errors == "replace":
+        return False
+    runs, run = [], b""
+    for token in [*map(ours.id_to_token, ours.visible(ids, skip)), ""]:
+        if token and token.startswith("<0x"):
+            run += bytes([int(token[3:5], 16)])
+        elif run:
+            runs, run = [*runs, run], b""
+    texts = [run.decode(errors="surrogateescape") for run in runs]
+    return any(0 < sum("\udc80" <= character <= "\udcff" for character in text) < len(text) for text in texts)
+
+
+def test_valid_characters_beside_bad_bytes_are_kept(tmp_path: pathlib.Path) -> None:
+    ours = Tokenizer.load(write_folder(tmp_path, byte_fallback()))
+    ids = [ours.token_to_id(f"<0x{byte:02X}>") for byte in (*"é".encode(), 0xFF, 0xE2, 0x82)]
+    assert ours.decode(ids) == "é\ufffd\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("ids", [[-1], [10**9], [2**70]])
+def test_unknown_ids_stand_for_nothing(pair: tuple[Tokenizer, Library], ids: list[int]) -> None:
+    ours, _ = pair
+    assert ours.decode(ids) == ""
+    assert ours.token_bytes(ids[0]) == b""
+    assert ours.id_to_token(ids[0]) is None
+
+
+def test_token_bytes_make_up_the_text(pair: tuple[Tokenizer, Library]) -> None:
+    ours, _ = pair
+    ids = ours.encode("the lazy 한국어 🙂", add_special_tokens=False)
+    joined = b"".join(map(ours.token_bytes, ids)).decode(errors="replace")
+    assert joined.lstrip() == ours.decode(ids, skip_special_tokens=False).lstrip()
+
+
+def test_lone_surrogate_is_refused(pair: tuple[Tokenizer, Library]) -> None:
+    with pytest.raises(TokenizerError, match="lone surrogate at character 2"):
+        pair[0].encode("ab\ud800")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Special tokens
+
+
+def load(folder: pathlib.Path, library: Library | None = None, **configs: object) -> Tokenizer:
+    return Tokenizer.load(write_folder(folder, library, **configs))
+
+
+def test_eos_of_the_generation_config_wins(tmp_path: pathlib.Path) -> None:
+    names = {"eos_token": "</s>", "bos_token": {"content": "<s>"}}
+    assert load(tmp_path, byte_level()).eos_ids == ()
+    assert load(tmp_path, tokenizer_config=names).eos_ids == (2,)
+    assert load(tmp_path, config={"eos_token_id": 7, "bos_token_id": 9}).eos_ids == (7,)
+    ours = load(tmp_path, generation_config={"eos_token_id": [5, 6, 5, -1], "pad_token_id": 4})
+    assert (ours.eos_ids, ours.bos_id, ours.pad_id) == ((5, 6), 1, 4)
+
+
+def test_special_tokens_map_names_what_the_config_does_not(tmp_path: pathlib.Path) -> None:
+    ours = load(
+        tmp_path,
+        byte_level(),
+        tokenizer_config={"bos_token": "<s>", "eos_token": None},
+        special_tokens_map={"bos_token": "</s>", "eos_token": {"content": "</s>"}, "pad_token": "not there"},
+        config={"pad_token_id": -1},
+    )
+    assert (ours.bos_id, ours.eos_ids, ours.pad_id) == (1, (2,), None)
+
+
+def test_a_named_token_is_special_even_if_the_file_does_not_say_so(tmp_path: pathlib.Path) -> None:
+    library = metaspace()
+    ours = load(tmp_path, library, tokenizer_config={"eos_token": "é"})
+    assert ours.special_ids == {ours.token_to_id("é")}
+    assert ours.encode("aéa", add_special_tokens=False).count(ours.token_to_id("é")) == 1
+    assert ours.decode(ours.encode("aéb")) == "a b"
+
+
+def test_special_tokens_are_found_within_a_text(tmp_path: pathlib.Path) -> None:
+    library = byte_fallback()
+    library.add_tokens([AddedToken("</s>", special=True, normalized=True)])
+    ours = load(tmp_path, library)
+    assert ours.encode("he</s><s>the</s>", add_special_tokens=False) == [
+        *he_of(ours),
+        2,
+        1,
+        ours.token_to_id("▁the"),
+        2,
+    ]
+
+
+def he_of(ours: Tokenizer) -> list[int | None]:
+    return [ours.token_to_id("▁"), ours.token_to_id("he")]
+
+
+def test_tokenizer_config_redefines_added_tokens(tmp_path: pathlib.Path) -> None:
+    entries = {"2": {"content": "</s>", "rstrip": True, "special": False}, "999": {"content": "new", "special": True}}
+    ours = load(tmp_path, byte_level(), tokenizer_config={"added_tokens_decoder": entries})
+    x = ours.encode("x")
+    assert ours.encode("</s>   x") == [2, *x]
+    assert ours.special_ids == {0, 1}
+    assert ours.token_to_id("new") is None
+
+
+def test_bos_comes_from_the_post_processor_alone_if_there_is_one(tmp_path: pathlib.Path) -> None:
+    for flag in (True, False, None):
+        config = {"bos_token": "<s>"} | ({} if flag is None else {"add_bos_token": flag})
+        ours = load(tmp_path, byte_fallback(), tokenizer_config=config)
+        assert ours.encode("he") == [1, *ours.encode("he", add_special_tokens=False)]
+    library = byte_level()
+    library.post_processor = processors.ByteLevel()
+    assert load(tmp_path, library, tokenizer_config={"bos_token": "<s>", "add_bos_token": True}).encode("x")[0] != 1
+
+
+def test_bos_is_added_by_us_where_the_file_has_no_post_processor(tmp_path: pathlib.Path) -> None:
+    plain = load(tmp_path, byte_level()).encode("xy")
+    ours = load(tmp_path, tokenizer_config={"bos_token": "<s>", "add_bos_token": True})
+    assert ours.encode("xy") == [1, *plain]
+    assert ours.encode("xy", add_special_tokens=False) == plain
+    assert ours.encode("<s>xy") == [1, *plain], "never twice"
+    assert load(tmp_path, tokenizer_config={"add_bos_token": True}).encode("xy") == plain, "there is none to add"
+
+
+def test_the_published_model_names_two_ends(test_data: pathlib.Path) -> None:
+    ours = Tokenizer.load(test_data / "models/stories260K/hf")
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size, ours.special_ids) == (1, (1, 2), 512, {0, 1, 2})
+
+
+# --------------------------------------------------------------------------------------------------------------
+# tokenizer.model
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 3),
+        model_prefix=str(folder / "m"),
+        model_type="bpe",
+        vocab_size=340,
+        byte_fallback=True,
+        character_coverage=0.98,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (folder / "m.model").rename(folder / "tokenizer.model")
+    return folder / "tokenizer.model"
+
+
+def sentencepiece_folder(model_file: pathlib.Path, folder: pathlib.Path, **configs: object) -> pathlib.Path:
+    write_folder(folder, **configs)
+    (folder / "tokenizer.model").write_bytes(model_file.read_bytes())
+    return folder
+
+
+def test_sentencepiece_model(model_file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    ours = Tokenizer.load(sentencepiece_folder(model_file, tmp_path))
+    model = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+    assert (ours.vocab_size, ours.bos_id, ours.eos_ids, ours.special_ids) == (340, 1, (2,), {0, 1, 2})
+    for text in SAMPLES:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == model.encode(text)
+        assert ours.encode(text) == [1, *ids]
+        assert ours.decode(ids) == model.decode(ids) == text
+
+
+def test_sentencepiece_special_tokens_are_found_in_a_text(model_file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    config = {"add_bos_token": False, "added_tokens_decoder": {"340": {"content": "<|end|>", "special": True}}}
+    folder = sentencepiece_folder(model_file, tmp_path, tokenizer_config=config, added_tokens={"<s>": 1, "<tool>": 341})
+    ours = Tokenizer.load(folder)
+    the = ours.encode("the")
+    assert ours.encode("<s>the<tool>the<|end|>") == [1, *the, 341, *the, 340]
+    assert (ours.vocab_size, ours.special_ids) == (342, {0, 1, 2, 340})
+    assert [ours.id_to_token(i) for i in (1, 340, 341, 342)] == ["<s>", "<|end|>", "<tool>", None]
+    assert [ours.token_to_id(t) for t in ("<s>", "<tool>", "nothing")] == [1, 341, None]
+    assert ours.decode([1, *the, 341, *the, 340]) == "the<tool> the"
+
+
+def test_sentencepiece_and_json_of_one_model_agree(test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = test_data / "models/stories260K/hf"
+    from_json = Tokenizer.load(folder)
+    from_model = Tokenizer.load(sentencepiece_folder(folder / "tokenizer.model", tmp_path))
+    for text in ("Once upon a time, there was a little girl named Lily.", "안녕 🙂 é"):
+        assert from_model.encode(text) == from_json.encode(text)
+        assert from_model.decode(from_json.encode(text)) == text
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "neither tokenizer.json nor tokenizer.model"),
+        ({"tokenizer.json": "{"}, "is not a tokenizer that the tokenizers library reads"),
+        ({"tokenizer.json": '{"model": {"type": "BPE", "vocab": {}, "merges": ["a b"]}}'}, "tokenizers library reads"),
+        ({"tokenizer.json": b"\xff"}, "not UTF-8"),
+        ({"tokenizer.model": "nonsense"}, "not a sentencepiece model"),
+        ({"tokenizer_config.json": "[1]"}, "must hold a JSON object"),
+        ({"tokenizer_config.json": "{]"}, "not valid JSON"),
+        ({"tokenizer_config.json": "[" * 100_000}, "not valid JSON"),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": {"content": "y"}}}'}, "has a bad entry 'x'"),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, "has a bad entry"),
+        ({"generation_config.json": '{"eos_token_id": "two"}'}, "eos_token_id in .* must be a token id"),
+        ({"config.json": '{"bos_token_id": true}'}, "bos_token_id in .* must be a token id"),
+    ],
+)
+def test_bad_folders(tmp_path: pathlib.Path, files: dict[str, str | bytes], said: str) -> None:
+    if any(name.endswith("config.json") for name in files):
+        write_folder(tmp_path, byte_level())
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(TokenizerError, match=said) as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("added", [{"<x>": "1"}, {"<x>": -1}])
+def test_bad_added_tokens(model_file: pathlib.Path, tmp_path: pathlib.Path, added: object) -> None:
+    with pytest.raises(TokenizerError, match="must map texts to token ids"):
+        Tokenizer.load(sentencepiece_folder(model_file, tmp_path, added_tokens=added))
+
+
+def test_sizes_are_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path, byte_level(), config={"filler": "x" * 100})
+    (tmp_path / "tokenizer.model").write_bytes(bytes(101))
+    for module, limit in ((files, "MAX_JSON_BYTES"), (tokenizer, "MAX_TOKENIZER_BYTES"), (spm, "MAX_MODEL_BYTES")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, limit, 100)
+            if module is spm:
+                (tmp_path / "tokenizer.json").unlink()
+            with pytest.raises(TokenizerError, match="larger than the 100 bytes"):
+                Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.CTC(),
+        decoders.BPEDecoder(),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]),
+        decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)]),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")]),
+        decoders.Sequence([decoders.Metaspace(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    ],
+)
+def test_decoders_that_are_no_concatenation_are_refused(decoder: object) -> None:
+    library = Library(models.BPE())
+    library.decoder = decoder
+    with pytest.raises(TokenizerError, match="not supported"):
+        library_rule(library)
