@@ -5,7 +5,6 @@ Each run is a process of its own (`tools.gpu_check.greedy`), because JAX's platf
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+from tools.gpu_check.greedy import missing_for_llm
 from tools.gpu_check.report import Report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -24,20 +24,21 @@ def run(report: Report) -> None:
     if not (DEMO / "config.json").is_file():
         report.put("greedy", skipped=f"{DEMO.relative_to(ROOT)} holds no model")
         return
-    if importlib.util.find_spec("tokenizers") is None:
-        report.put("text", skipped="tokenizers is not installed: token ids only, without `LLM`")
-    tokens = QUICK_TOKENS if report.quick else TOKENS
-    here = _start("float32", tokens)
-    on_cpu = _start("float32", tokens, JAX_PLATFORMS="cpu")
+    if missing := missing_for_llm():
+        report.put("text", skipped=f"not installed: {', '.join(missing)}; token ids only, through the engine")
+    if report.quick:
+        with report.attempt("float32"):
+            report.put("float32", **_finish(_start("float32", QUICK_TOKENS), report.left()))
+        return
+    here, on_cpu = _start("float32", TOKENS), _start("float32", TOKENS, JAX_PLATFORMS="cpu")
     with report.attempt("float32"):
         ours = _finish(here, report.left())
         report.put("float32", **ours)
         theirs = _finish(on_cpu, report.left())
         report.put("float32, CPU", **theirs)
-        report.put("comparison", tokens=tokens, equal_tokens=_common(ours["token_ids"], theirs["token_ids"]))
-    if not report.quick:
-        with report.attempt("bfloat16"):
-            report.put("bfloat16", **_finish(_start("bfloat16", tokens), report.left()))
+        report.put("comparison", tokens=TOKENS, equal_tokens=_common(ours["token_ids"], theirs["token_ids"]))
+    with report.attempt("bfloat16"):
+        report.put("bfloat16", **_finish(_start("bfloat16", TOKENS), report.left()))
 
 
 def _start(dtype: str, tokens: int, **environment: str) -> subprocess.Popen[str]:

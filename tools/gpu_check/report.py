@@ -11,7 +11,7 @@ from typing import Any
 
 # What JAX raises when a program does not compile or run (its own errors are RuntimeErrors) or is refused by us.
 FAILURES = (RuntimeError, ValueError, TypeError, KeyError, ArithmeticError)
-_MESSAGE = 600
+_MESSAGE = 1500  # characters kept of an error
 
 
 class Report:
