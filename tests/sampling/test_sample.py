@@ -209,12 +209,11 @@ def test_state_builds_up_to_what_the_output_says() -> None:
 
 
 def test_one_program_serves_every_request() -> None:
-    compiled = jax.jit(sample, static_argnames="max_logprobs")
-    for rows in ([QUIET] * ROWS, [LOUD] * ROWS, list(REQUESTS.values())[:ROWS]):
-        slots, state = slots_and_state(rows)
-        now = np.zeros(ROWS, np.int32)
-        compiled(np.zeros((ROWS, VOCAB), np.float32), slots, state, now, now, ON, LIMITS.max_logprobs)
-    assert compiled._cache_size() == 1
+    run([QUIET] * ROWS)
+    compiled = SAMPLE._cache_size()
+    for row in REQUESTS.values():
+        run([row] * ROWS)
+    assert SAMPLE._cache_size() == compiled
 
 
 def test_nothing_sorts_the_vocabulary() -> None:

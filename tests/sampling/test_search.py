@@ -22,8 +22,9 @@ def rows_of(elements: st.SearchStrategy, dtype: type = np.float32) -> st.SearchS
 
 
 @jax.jit
-def find_kth(values: jax.Array, k: jax.Array, on: jax.Array) -> jax.Array:
-    return kth_largest(to_lanes(values, -jnp.inf), k, on)
+def keep_k(values: jax.Array, k: jax.Array, on: jax.Array) -> jax.Array:
+    """Compared on the device, where a threshold between 0 and the smallest normal number may count as 0."""
+    return values >= kth_largest(to_lanes(values, -jnp.inf), k, on)[:, None]
 
 
 @jax.jit
@@ -34,10 +35,10 @@ def find_floor(weights: jax.Array, top_p: jax.Array, on: jax.Array) -> jax.Array
 @EXAMPLES
 @given(rows_of(LOGIT), hnp.arrays(np.int32, ROWS, elements=st.integers(1, VOCAB)), hnp.arrays(np.bool_, ROWS))
 def test_kth_largest_keeps_what_a_sort_keeps(values: np.ndarray, k: np.ndarray, on: np.ndarray) -> None:
-    found = np.asarray(find_kth(values, k, on))
+    kept = np.asarray(keep_k(values, k, on))
     for row in range(ROWS):
         smallest = np.sort(values[row])[::-1][k[row] - 1] if on[row] else -np.inf
-        np.testing.assert_array_equal(values[row] >= found[row], values[row] >= smallest)
+        np.testing.assert_array_equal(kept[row], values[row] >= smallest)
 
 
 @EXAMPLES
@@ -89,16 +90,25 @@ def test_leaving_the_search_early_changes_nothing(seed: int, scale: float, p: fl
             assert (weights[row] >= found[row]).sum() == at + 1
 
 
+find_argmax = jax.jit(argmax)
+pick = jax.jit(_pick)
+
+
 @EXAMPLES
 @given(rows_of(LOGIT))
 def test_reductions_over_lanes(values: np.ndarray) -> None:
-    peak, index = jax.jit(argmax)(values)
+    peak, index = find_argmax(values)
     np.testing.assert_array_equal(peak, values.max(axis=1))
-    flushed = np.where(np.abs(values) < 1e-37, 0, values)
-    np.testing.assert_array_equal(index, flushed.argmax(axis=1))
-    np.testing.assert_array_equal(count(to_lanes(values, -jnp.inf) > 0), (values > 0).sum(axis=1))
+    np.testing.assert_array_equal(index, values.argmax(axis=1))
     positive = np.abs(np.clip(values, -1, 1))
-    np.testing.assert_allclose(total(to_lanes(positive, 0)), positive.astype(np.float64).sum(axis=1), rtol=1e-5)
+    counted, summed = reduce_lanes(values, positive)
+    np.testing.assert_array_equal(counted, (values > 0).sum(axis=1))
+    np.testing.assert_allclose(summed, positive.astype(np.float64).sum(axis=1), rtol=1e-5)
+
+
+@jax.jit
+def reduce_lanes(values: jax.Array, positive: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return count(to_lanes(values, -jnp.inf) > 0), total(to_lanes(positive, 0))
 
 
 @EXAMPLES
@@ -107,7 +117,7 @@ def test_reductions_over_lanes(values: np.ndarray) -> None:
     hnp.arrays(np.uint32, ROWS, elements=st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1]))),
 )
 def test_a_draw_never_picks_probability_zero(weights: np.ndarray, words: np.ndarray) -> None:
-    picked = np.asarray(jax.jit(_pick)(weights, words))
+    picked = np.asarray(pick(weights, words))
     for row in range(ROWS):
         assert weights[row, picked[row]] > 0 or not weights[row].any()
 
