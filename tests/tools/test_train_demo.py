@@ -12,9 +12,10 @@ import pytest
 
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.loading import load_model
+from jaxinfer.text import ChatTemplate
 from jaxinfer.types import LayerSpec
 from tools.train_demo import __main__ as tool
-from tools.train_demo import corpus
+from tools.train_demo import corpus, folder
 from tools.train_demo.attention import blocked_attend
 from tools.train_demo.evaluate import Scorer, windows
 from tools.train_demo.ngram import NGram
@@ -23,7 +24,7 @@ from tools.train_demo.training import build, dropped, schedule, train, training_
 
 NAMES = ("ANNA", "BORIS", "CLARA")
 WORDS = ("the", "king", "will", "come", "to", "our", "house", "and", "speak", "of", "love", "no", "more")
-TINY = dataclasses.replace(quick(DRAFT), vocab=320, stages=(Stage(2, 2, 16), Stage(2, 2, 24)), eval_every=1)
+TINY = dataclasses.replace(quick(DRAFT), layers=1, vocab=320, stages=(Stage(4, 2, 16),), eval_every=1)
 
 
 def play(speeches: int) -> str:
@@ -100,7 +101,8 @@ def test_best_parameters_are_chosen_anew_when_windows_grow(data, tmp_path):
         seen.append((length, params))
         return next(losses)
 
-    progress = train(build(TINY, 0), TINY, data, 0, validate, tmp_path / "x.npz", lambda line: None)
+    recipe = dataclasses.replace(TINY, stages=(Stage(2, 2, 16), Stage(2, 2, 24)))
+    progress = train(build(recipe, 0), recipe, data, 0, validate, tmp_path / "x.npz", lambda line: None)
     assert [length for length, _ in seen] == [16, 16, 24, 24]
     assert progress.best_loss == 8.0
     assert progress.best is seen[3][1]
@@ -113,11 +115,11 @@ def test_split_is_by_position_and_complete():
     assert [len(split.train), len(split.validation), len(split.test)] == [900, 50, 50]
 
 
-@pytest.mark.parametrize("text", ["ANNA:\nno more", "\u00e9t\u00e9 \U0001f600 \ud55c\uad6d\uc5b4\n\n\t end  "])
-def test_tokenizer_encodes_every_text(data, text):
-    ids = data.tokenizer.encode(text).ids
+@pytest.mark.parametrize("sample", ["ANNA:\nno more", "\u00e9t\u00e9 \U0001f600 \ud55c\uad6d\uc5b4\n\n\t end  "])
+def test_tokenizer_encodes_every_text(data, sample):
+    ids = data.tokenizer.encode(sample).ids
     assert ids[0] == 0
-    assert data.tokenizer.decode(ids[1:]) == text
+    assert data.tokenizer.decode(ids[1:]) == sample
 
 
 def test_windows_start_with_bos_and_depend_on_seed_and_step_alone(data):
@@ -128,9 +130,7 @@ def test_windows_start_with_bos_and_depend_on_seed_and_step_alone(data):
     assert (first != corpus.batch(data, 3, 6, 16, 20)).any()
 
 
-def test_dialogues_read_as_the_chat_template_renders(data, tmp_path):
-    from tools.train_demo import folder
-
+def test_dialogues_read_as_the_chat_template_renders(data):
     rows = corpus.batch(data, 0, 0, 64, 60)
     texts = [data.tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows]
     chats = [text for text in texts if "<|assistant|>" in text]
@@ -144,8 +144,6 @@ def test_dialogues_read_as_the_chat_template_renders(data, tmp_path):
         if turn.startswith(mark)
     ]
     assert len(messages) == len(turns) >= 2
-    from jaxinfer.text import ChatTemplate
-
     template = ChatTemplate(folder.CHAT_TEMPLATE, {"bos_token": "<|bos|>", "eos_token": "<|eos|>"})
     rendered = template.render(messages, add_generation_prompt=False)
     assert chats[0].startswith(rendered)
@@ -154,14 +152,14 @@ def test_dialogues_read_as_the_chat_template_renders(data, tmp_path):
 
 def test_blocked_attention_is_causal_attention_also_for_its_gradient():
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 300, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
+    q, k, v = (jax.random.normal(key, (1, 200, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
 
     def total(attend):
         return lambda q, k, v: (attend(q, k, v, None, LayerSpec(), 0.3)[0] ** 2).sum()
 
     for blocked, plain in zip(
-        jax.grad(total(blocked_attend), argnums=(0, 1, 2))(q, k, v),
-        jax.grad(total(causal_attend), argnums=(0, 1, 2))(q, k, v),
+        jax.jit(jax.grad(total(blocked_attend), argnums=(0, 1, 2)))(q, k, v),
+        jax.jit(jax.grad(total(causal_attend), argnums=(0, 1, 2)))(q, k, v),
         strict=True,
     ):
         np.testing.assert_allclose(blocked, plain, atol=2e-4)
@@ -175,13 +173,13 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
 
 def test_dropout_reaches_the_blocks_and_zero_means_none(data):
     model = build(TINY, 0)
-    cut = corpus.batch(data, 0, 0, 4, 16)
+    cut = jnp.asarray(corpus.batch(data, 0, 0, 4, 16))
     keys = [jax.random.key(0), jax.random.key(1)]
     noisy = [float(training_loss(model.module, 0.3)(model.params, cut, key)) for key in keys]
     plain = [float(training_loss(model.module, 0.0)(model.params, cut, key)) for key in keys]
     assert noisy[0] != noisy[1]
     assert plain[0] == plain[1]
-    scored = Scorer(model, 0).token_losses(model.params, cut).mean()
+    scored = Scorer(model, 0).token_losses(model.params, np.asarray(cut)).mean()
     assert plain[0] == pytest.approx(scored, abs=1e-5)
 
 

@@ -88,7 +88,7 @@ TARGET = Recipe(
     heads=8,
     kv_heads=4,
     intermediate=688,
-    stages=(Stage(3200, 8, 256), Stage(80, 2, CONTEXT)),
+    stages=(Stage(3200, 8, 256), Stage(60, 2, CONTEXT)),
 )
 DRAFT = Recipe(
     "draft",
@@ -97,7 +97,7 @@ DRAFT = Recipe(
     heads=4,
     kv_heads=2,
     intermediate=344,
-    stages=(Stage(3200, 8, 256), Stage(80, 2, CONTEXT)),
+    stages=(Stage(3200, 8, 256), Stage(60, 2, CONTEXT)),
     dropout=0.0,
 )
 RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT)}

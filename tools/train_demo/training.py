@@ -20,10 +20,13 @@ from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
 from jaxinfer.quant import take
 from jaxinfer.types import ParamSpec
+from tools.train_demo.attention import blocked_attend
 from tools.train_demo.corpus import Corpus, batch
 from tools.train_demo.recipes import Recipe
 
 Tree = Any
+
+SHORT = 256  # tokens up to which the plain attention serves
 
 
 def build(recipe: Recipe, seed: int) -> Model:
@@ -83,7 +86,8 @@ def training_loss(module: Llama, rate: float) -> Callable[[Tree, jax.Array, jax.
         x = dropped(x, keys.pop(), rate) if rate else x
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         bound = {"params": params}
-        hidden, _ = noisy.apply(bound, x, positions, causal_attend, keys if rate else None, method="forward")
+        attend = causal_attend if tokens.shape[1] <= SHORT else blocked_attend
+        hidden, _ = noisy.apply(bound, x, positions, attend, keys if rate else None, method="forward")
         logits = noisy.apply(bound, hidden, method="head")
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
