@@ -1,0 +1,201 @@
+"""`python -m jaxinfer.generate` as a user at a terminal meets it."""
+
+import io
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.generate import main
+from jaxinfer.loading import load_model, model_folder
+
+FAST = ["--max-model-len", "128", "--temperature", "0", "--max-tokens", "12"]
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A copy of the demo draft, to be spoilt."""
+    return pathlib.Path(shutil.copytree(model_folder("demo-draft"), tmp_path / "model"))
+
+
+def run(capsys, *arguments: str) -> str:
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_streamed_and_unstreamed_text_are_the_same(capsys):
+    streamed = run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST)
+    whole = run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", "--no-stream", *FAST)
+    assert streamed == whole
+    assert streamed.startswith("ROMEO:")
+    assert len(streamed) > len("ROMEO:\n")
+
+
+def test_json_gives_one_object_a_prompt(capsys):
+    out = run(
+        capsys,
+        "--model",
+        "demo-draft",
+        "--prompt",
+        "A",
+        "--prompt",
+        "B",
+        "--n",
+        "2",
+        "--json",
+        "--logprobs",
+        "2",
+        *FAST,
+    )
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("A", "B")
+    for output in (first, second):
+        assert [sample["index"] for sample in output["outputs"]] == [0, 1]
+        for sample in output["outputs"]:
+            assert len(sample["logprobs"]) == len(sample["token_ids"])
+            assert sample["finish_reason"] in ("length", "stop")
+            assert {"token_id", "logprob", "rank", "decoded_token"} == sample["logprobs"][0][0].keys()
+
+
+def test_a_prompt_file_and_stdin(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Fünf Wörter: ", encoding="utf-8")
+    from_file = run(capsys, "--model", "demo-draft", "--prompt-file", str(path), *FAST)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Fünf Wörter: "))
+    assert run(capsys, "--model", "demo-draft", "--prompt-file", "-", *FAST) == from_file
+    assert from_file.startswith("Fünf Wörter: ")
+
+
+def test_stats_go_to_stderr(capsys):
+    assert main(["--model", "demo-draft", "--prompt", "A", "--stats", *FAST]) == 0
+    captured = capsys.readouterr()
+    for word in ("TTFT", "TPOT", "tokens/s", "memory bandwidth"):
+        assert word in captured.err
+        assert word not in captured.out
+
+
+def test_logprobs_are_printed(capsys):
+    out = run(capsys, "--model", "demo-draft", "--prompt", "A", "--logprobs", "2", *FAST)
+    assert len([line for line in out.splitlines() if line.count("'") >= 4 or line.count('"') >= 2]) >= 1
+
+
+def test_a_conversation_remembers(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who art thou?\nAnd why?\n"))
+    seen = []
+    model = load_model("demo-draft")
+    render = type(model.chat_template).render
+    monkeypatch.setattr(
+        type(model.chat_template),
+        "render",
+        lambda self, messages, **k: seen.append(list(messages)) or render(self, messages, **k),
+    )
+    assert main(["--model", "demo-draft", "--chat", *FAST]) == 0
+    assert [[m["role"] for m in messages] for messages in seen] == [["user"], ["user", "assistant", "user"]]
+    first_reply = seen[1][1]["content"]
+    assert first_reply
+    assert capsys.readouterr().out.startswith(f"{first_reply}\n")
+
+
+def break_missing_config(folder):
+    (folder / "config.json").unlink()
+
+
+def break_missing_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def break_missing_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+
+
+def break_truncated_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def break_lying_header(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes((2**62).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def edit_config(**changes):
+    def spoil(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (break_missing_config, ["config.json"]),
+        (break_missing_weights, ["safetensors"]),
+        (break_missing_tokenizer, ["tokenizer"]),
+        (break_truncated_weights, ["model.safetensors"]),
+        (break_lying_header, ["model.safetensors"]),
+        (edit_config(architectures=["BertModel"]), ["BertModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+        (edit_config(architectures=None), ["architectures"]),
+        (edit_config(hidden_size=0), ["hidden_size", "0"]),
+        (edit_config(hidden_size="wide"), ["hidden_size", "wide"]),
+        (edit_config(num_key_value_heads=3), ["num_key_value_heads", "3"]),
+        (edit_config(intermediate_size=100), ["mlp", "100"]),
+        (edit_config(hidden_act="mish"), ["hidden_act", "mish"]),
+        (edit_config(rope_scaling={"rope_type": "magic"}), ["rope_type", "magic"]),
+        (edit_config(quantization_config={"quant_method": "gptq"}), ["gptq"]),
+    ],
+)
+def test_a_bad_folder_is_one_sentence_and_exit_code_2(capsys, folder, spoil, words):
+    spoil(folder)
+    assert main(["--model", str(folder), "--prompt", "A", *FAST]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--top-p", "1.5"], ["top_p", "1.5"]),
+        (["--max-tokens", "0"], ["max_tokens", "0"]),
+        (["--logprobs", "1000"], ["logprobs", "1000"]),
+        (["--max-model-len", "100000"], ["max_model_len", "100000"]),
+        (["--prompt-file", "no/such/file"], ["no/such/file"]),
+        (["--model", "no/such/folder/at/all"], ["no/such/folder/at/all"]),
+    ],
+)
+def test_bad_arguments_are_one_sentence_and_exit_code_2(capsys, arguments, words):
+    assert main(["--model", "demo-draft", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    for word in words:
+        assert word in error
+
+
+def test_nan_weights_are_found_on_request(capsys, folder):
+    from jaxinfer.models.registry import family_for
+    from jaxinfer.weights import save_params
+
+    model = load_model(str(folder))
+    params = {**model.params, "final_norm": {"scale": model.params["final_norm"]["scale"].at[3].set(jnp.nan)}}
+    config_json = json.loads((folder / "config.json").read_text())
+    family = family_for(config_json)
+    save_params(folder, params, family.param_specs(family.config(config_json)), config_json)
+    assert main(["--model", str(folder), "--prompt", "A", "--check-finite", *FAST]) == 2
+    assert "model.norm.weight" in capsys.readouterr().err
+
+
+def test_as_a_program():
+    command = [sys.executable, "-m", "jaxinfer.generate", "--model", "demo", "--prompt", "KING", *FAST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("KING")
