@@ -8,7 +8,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.config import EngineConfigError
@@ -139,7 +139,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         raise RequestError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from error
 
 
-def _printer(clock: Clock, streaming: bool):
+def _printer(clock: Clock, streaming: bool) -> Callable[[Delta], None]:
     def on_delta(delta: Delta) -> None:
         clock.tick(delta)
         if streaming:

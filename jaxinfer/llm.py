@@ -61,7 +61,8 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-class Delta(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Delta:
     """A piece of one output as it is generated. ``request`` is the position of the prompt in the call."""
 
     request: int
@@ -287,9 +288,10 @@ class _Run:
             whole.prompt_logprobs = [None if p is None else self._candidates(p) for p in delta.prompt_logprobs]
         if delta.logprobs:
             if output.logprobs is None:
-                output.logprobs, output.cumulative_logprob = [], 0.0
+                output.logprobs = []
             output.logprobs.extend(map(self._candidates, delta.logprobs))
-            output.cumulative_logprob += math.fsum(position.chosen.logprob for position in delta.logprobs)
+            new = math.fsum(position.chosen.logprob for position in delta.logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + new
 
     def _candidates(self, position: PositionLogprobs) -> LogprobsDict:
         return {

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """``count`` prompt tokens from position ``start``, run in the program of ``size`` rows."""
+    """``length`` prompt tokens from position ``start``, run in the program of ``size`` rows."""
 
     start: int
-    count: int
+    length: int
     size: int
 
 
@@ -20,6 +20,6 @@ def next_chunk(start: int, end: int, sizes: tuple[int, ...], *, largest_only: bo
     size, and a tail runs in the smallest size that holds it. So a token's row count, and with it every bit of its
     result, does not depend on its neighbours.
     """
-    count = min(end - start, sizes[-1])
-    fitting = sizes[-1] if largest_only else next(size for size in sizes if size >= count)
-    return Chunk(start, count, fitting)
+    length = min(end - start, sizes[-1])
+    fitting = sizes[-1] if largest_only else next(size for size in sizes if size >= length)
+    return Chunk(start, length, fitting)

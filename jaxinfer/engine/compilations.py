@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax.monitoring
 
@@ -26,10 +25,10 @@ def count_compilations() -> Iterator[Compilations]:
     """Counts every compilation in this process, whoever causes it, until the block ends."""
     seen = Compilations()
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == _EVENT:
             seen.count += 1
-            seen.seconds += duration
+            seen.seconds += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

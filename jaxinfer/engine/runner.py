@@ -92,12 +92,12 @@ class Runner:
             self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
 
     def _prefill(self, plan: PrefillPlan) -> Logprobs | None:
-        sequence, (start, count, size) = plan.sequence, plan.chunk
+        sequence, (start, length, size) = plan.sequence, plan.chunk
         prompt = np.zeros(size + 1, np.int32)
-        piece = sequence.prompt[start : start + count + 1]
+        piece = sequence.prompt[start : start + length + 1]
         prompt[: len(piece)] = piece
         table = self._tables[sequence.slot].copy()
-        batch = PrefillBatch(prompt[:-1], np.int32(start), np.int32(count), table)
+        batch = PrefillBatch(prompt[:-1], np.int32(start), np.int32(length), table)
         if plan.logprobs:
             self._state, logprobs = self._run.prefill_logprobs(self._params, self._state, batch, prompt[1:])
             return logprobs
@@ -136,10 +136,10 @@ def _row_logprobs(plan: StepPlan, sampled: Sampled) -> list[PositionLogprobs | N
 
 
 def _prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
-    host, (start, count, _) = jax.tree.map(np.asarray, result), plan.chunk
+    host, (start, length, _) = jax.tree.map(np.asarray, result), plan.chunk
     prompt, top = plan.sequence.prompt, plan.sequence.params.prompt_logprobs
     assert top is not None
-    return [_position(host, row, prompt[start + row + 1], top) for row in range(count)]
+    return [_position(host, row, prompt[start + row + 1], top) for row in range(length)]
 
 
 def _position(host: Logprobs, row: int, token: int, top: int) -> PositionLogprobs:

@@ -133,7 +133,7 @@ class Scheduler:
                 if chunk.size > budget:
                     return plans
                 budget -= chunk.size
-                sequence.scheduled += chunk.count
+                sequence.scheduled += chunk.length
                 plans.append(PrefillPlan(sequence, chunk, wants))
         return plans
 

@@ -26,21 +26,24 @@ class StepState(NamedTuple):
 
 
 class DecodeBatch(NamedTuple):
-    """One token per slot. ``positions`` -1 marks an idle slot; ``tokens`` -1 takes what the slot sampled last."""
+    """One token per slot, from the host.
 
-    tokens: Int[Array, " rows"]
-    positions: Int[Array, " rows"]
-    generated: Int[Array, " rows"]
-    tables: Int[Array, "rows width"]
+    ``positions`` -1 marks an idle slot; ``tokens`` -1 takes what the slot sampled last.
+    """
+
+    tokens: Int[Any, " rows"]
+    positions: Int[Any, " rows"]
+    generated: Int[Any, " rows"]
+    tables: Int[Any, "rows width"]
 
 
 class PrefillBatch(NamedTuple):
-    """``count`` prompt tokens of one sequence from ``start``; ``tokens`` is padded to the program's size."""
+    """``length`` prompt tokens of one sequence from ``start``; ``tokens`` is padded to the program's size."""
 
-    tokens: Int[Array, " chunk"]
-    start: Int[Array, ""]
-    count: Int[Array, ""]
-    table: Int[Array, " width"]
+    tokens: Int[Any, " chunk"]
+    start: Int[Any, ""]
+    length: Int[Any, ""]
+    table: Int[Any, " width"]
 
 
 class Programs(NamedTuple):
@@ -54,15 +57,15 @@ class Programs(NamedTuple):
 
 def make_programs(model: Model, max_logprobs: int) -> Programs:
     """The programs of one model."""
-    module = model.module
+    apply: Any = model.module.apply
 
     def decode_step(params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch) -> tuple[StepState, Sampled]:
         active = batch.positions >= 0
         tokens = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens)
         attend = DecodeAttend(batch.tables, batch.positions)
         positions = jnp.maximum(batch.positions, 0)
-        hidden, pools = module.apply({"params": params}, tokens, positions, attend, state.pools)
-        logits = module.apply({"params": params}, hidden, method="head")
+        hidden, pools = apply({"params": params}, tokens, positions, attend, state.pools)
+        logits = apply({"params": params}, hidden, method="head")
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs
         )
@@ -70,9 +73,9 @@ def make_programs(model: Model, max_logprobs: int) -> Programs:
         return StepState(pools, last_tokens, slot_state), sampled
 
     def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
-        attend = PrefillAttend(batch.table, batch.start, batch.count)
+        attend = PrefillAttend(batch.table, batch.start, batch.length)
         positions = batch.start + jnp.arange(batch.tokens.shape[0])
-        hidden, pools = module.apply({"params": params}, batch.tokens, positions, attend, state.pools)
+        hidden, pools = apply({"params": params}, batch.tokens, positions, attend, state.pools)
         return state._replace(pools=pools), hidden
 
     def prefill_step(params: Any, state: StepState, batch: PrefillBatch) -> StepState:
@@ -82,7 +85,7 @@ def make_programs(model: Model, max_logprobs: int) -> Programs:
         params: Any, state: StepState, batch: PrefillBatch, following: Int[Array, " chunk"]
     ) -> tuple[StepState, Logprobs]:
         state, hidden = backbone(params, state, batch)
-        logits = module.apply({"params": params}, hidden, method="head")
+        logits = apply({"params": params}, hidden, method="head")
         return state, prompt_logprobs(logits, following, max_logprobs)
 
     def admit_step(

@@ -46,11 +46,11 @@ class DecodeAttend(NamedTuple):
 
 
 class PrefillAttend(NamedTuple):
-    """`Attend` for a chunk of one sequence: ``count`` tokens from ``start``, a multiple of the page size."""
+    """`Attend` for a chunk of one sequence: ``length`` tokens from ``start``, a multiple of the page size."""
 
     table: Int[Array, " width"]
     start: Int[Array, ""]
-    count: Int[Array, ""]
+    length: Int[Array, ""]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
@@ -58,7 +58,7 @@ class PrefillAttend(NamedTuple):
         pages, page = cache.data.shape[0], cache.data.shape[3]
         index = jnp.arange(-(-q.shape[0] // page))
         own = self.table[jnp.minimum(self.start // page + index, self.table.shape[0] - 1)]
-        data = kv_write.write_pages(cache.data, k, v, jnp.where(index * page < self.count, own, pages))
-        end = self.start + self.count
+        data = kv_write.write_pages(cache.data, k, v, jnp.where(index * page < self.length, own, pages))
+        end = self.start + self.length
         mixed = paged_attention.prefill(q, data, self.table, self.start, end, scale=scale, window=layer.window)
         return mixed, cache._replace(data=data)

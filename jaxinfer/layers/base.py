@@ -15,7 +15,7 @@ class Layer(nn.Module):
 
     def weight(self, name: str) -> Any:
         """The array (or quantised storage) called ``name`` in this layer's part of the parameters."""
-        value = self.get_variable("params", name)
+        value: Any = self.get_variable("params", name)
         if value is None:
             raise KeyError(f"parameter {'/'.join((*self.path, name))} is missing from the given parameters")
         return value

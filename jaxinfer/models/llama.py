@@ -7,7 +7,7 @@ One decoder: RMSNorm, rotary grouped-query attention, gated MLP, with switches f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -133,15 +133,17 @@ class Llama(Layer):
         """The same from embeddings: what a gradient with respect to them goes through."""
         cfg = self.config
         rope = rope_angles(positions, cfg.rope.inverse_frequencies(cfg.head_dim))
-        blocks, compiled, caches = dict(self.overrides), {}, []
+        blocks = dict(self.overrides)
+        compiled: dict[Any, Callable[..., Any]] = {}
+        caches = []
         for index, layer in enumerate(cfg.layers):
             block = blocks.get(index, LlamaBlock)(cfg, layer, parent=None)
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
             run = compiled.setdefault((type(block), layer), _jit_block(block, attend))
             x, layer_cache = run(self.weight(f"layers_{index}"), x, rope, None if cache is None else cache[index])
             caches.append(layer_cache)
-        norm = RMSNorm(cfg.norm_eps, parent=None)
-        return norm.apply({"params": self.weight("final_norm")}, x), None if cache is None else caches
+        norm: Any = RMSNorm(cfg.norm_eps, parent=None).apply
+        return norm({"params": self.weight("final_norm")}, x), None if cache is None else caches
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         """Logits, float32."""
@@ -150,8 +152,8 @@ class Llama(Layer):
         return matmul(hidden, self.weight("head")["kernel"]).astype(jnp.float32)
 
 
-def _jit_block(block: LlamaBlock, attend: Attend):
-    def layer(params, x, rope, cache):
+def _jit_block(block: LlamaBlock, attend: Attend) -> Callable[..., Any]:
+    def layer(params: Any, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: Any) -> Any:
         return block.apply({"params": params}, x, rope, attend, cache)
 
     return jax.jit(layer)
@@ -188,7 +190,7 @@ def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
 def _attention_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
     d, kv, dim = cfg.hidden_size, cfg.kv_heads, cfg.head_dim
     group, width = cfg.heads // kv, cfg.heads * dim
-    places = {"q_proj": slice(0, group), "k_proj": group, "v_proj": group + 1}
+    places: dict[str, slice | int] = {"q_proj": slice(0, group), "k_proj": group, "v_proj": group + 1}
     rows = {"q_proj": width, "k_proj": kv * dim, "v_proj": kv * dim}
     everything = slice(None)
 

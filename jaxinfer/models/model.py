@@ -46,13 +46,14 @@ class Model:
 
     def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
         """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it."""
-        hidden = self.hidden(params, tokens)
-        return self.module.apply({"params": params}, hidden, method="head")
+        apply: Any = self.module.apply
+        return apply({"params": params}, self.hidden(params, tokens), method="head")
 
     def hidden(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time d"]:
         """Hidden states after the final norm."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        return self.module.apply({"params": params}, tokens, positions, causal_attend, None)[0]
+        apply: Any = self.module.apply
+        return apply({"params": params}, tokens, positions, causal_attend, None)[0]
 
     def replace(self, **changes: Any) -> Model:
         """A copy with other parameters, another module, ...: served exactly as it is."""

@@ -58,7 +58,7 @@ def decode(
 ) -> Float[Array, "rows heads head_dim"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros."""
 
-    def row(q, table, length):
+    def row(q: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
         return attend(q[None], length[None] - 1, pool, table, length, scale=scale, window=window)[0]
 
     return jax.vmap(row)(q, tables, lengths)

@@ -7,6 +7,7 @@ neighbours change a single bit of a row's result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ class _Softmax(NamedTuple):
     total: jax.Array
     mixed: jax.Array
 
-    def add(self, scores: jax.Array, visible: jax.Array, weigh) -> _Softmax:
+    def add(self, scores: jax.Array, visible: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Softmax:
         """Fold in a block of scores (last axis: keys); ``weigh`` maps weights to the weighted sum of its values."""
         scores = jnp.where(visible, scores, -jnp.inf)
         top = jnp.maximum(self.top, scores.max(-1))

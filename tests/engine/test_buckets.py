@@ -14,12 +14,12 @@ def test_chunks_cover_the_prompt_once_from_absolute_multiples(end, largest_only)
     while start < end:
         chunk = next_chunk(start, end, SIZES, largest_only=largest_only)
         assert chunk.start % SIZES[-1] == 0
-        assert 0 < chunk.count <= chunk.size
-        assert chunk.size in SIZES and (chunk.size == SIZES[-1] or not largest_only)
+        assert 0 < chunk.length <= chunk.size
+        assert chunk.size in (SIZES[-1:] if largest_only else SIZES)
         chunks.append(chunk)
-        start += chunk.count
+        start += chunk.length
     assert start == end
-    assert all(chunk.count == SIZES[-1] for chunk in chunks[:-1])
+    assert all(chunk.length == SIZES[-1] for chunk in chunks[:-1])
 
 
 def test_a_tail_runs_in_the_smallest_size_that_holds_it():

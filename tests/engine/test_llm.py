@@ -40,7 +40,7 @@ def test_served_logprobs_equal_apply(llm, length):
             assert abs(logprob - row[candidate]) <= 1e-5
             assert rank == 1 + (row > row[candidate]).sum()
     assert sample.cumulative_logprob == pytest.approx(
-        sum(c[t].logprob for t, c in zip(sample.token_ids, sample.logprobs))
+        sum(c[t].logprob for t, c in zip(sample.token_ids, sample.logprobs, strict=True))
     )
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == length

@@ -66,7 +66,7 @@ def check_plan(plan: StepPlan, computed: dict[tuple[str, int], int]) -> None:
     for prefill in plan.prefills:
         key = (prefill.sequence.request.request_id, prefill.sequence.index)
         assert computed[key] == prefill.chunk.start
-        computed[key] += prefill.chunk.count
+        computed[key] += prefill.chunk.length
     slots = [row.sequence.slot for row in plan.decodes]
     assert len(set(slots)) == len(slots)
     for row in plan.decodes:
