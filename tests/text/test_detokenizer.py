@@ -1,7 +1,6 @@
-"""Incremental detokenising: the pieces make up the text of the whole, whatever the tokens and however they are split."""
+"""Incremental detokenising: the pieces make up the text of the whole, for any tokens and any split."""
 
 import codecs
-import os
 import pathlib
 import random
 from collections.abc import Sequence
@@ -37,8 +36,10 @@ def whole(ours: Tokenizer, library: Library, ids: Sequence[int], skip: bool) -> 
 
 
 def continuation(full: str, prompt: str) -> str:
-    """``full`` without ``prompt``; a character that the prompt leaves incomplete and ``full`` has belongs to the rest."""
-    return full[len(os.path.commonprefix([full, prompt])) :]
+    """``full`` without ``prompt``; a character that only ``full`` has in one piece belongs to the rest."""
+    while not full.startswith(prompt):
+        prompt = prompt[:-1]
+    return full[len(prompt) :]
 
 
 def split(ids: Sequence[int], cuts: random.Random) -> list[Sequence[int]]:

@@ -7,8 +7,8 @@ import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Library
 from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import Tokenizer as Library
 
 from jaxinfer.text import Tokenizer, TokenizerError, files, spm, tokenizer
 from jaxinfer.text.pieces import library_rule
