@@ -3,8 +3,8 @@
 #
 #   tools/make_venv.sh .venv '.[test,dev]'
 #
-# A sound environment is kept as it is. One that was cut off while it was made (the mark beside it is still there) or that
-# has an older Python is made anew. PYTHON=... names the interpreter to use instead of the first found.
+# A sound environment is kept as it is. One that was cut off while it was made (the mark beside it is still there), or
+# that has an older Python, is made anew. PYTHON=... names the interpreter to use instead of the first found.
 set -eu
 
 venv=$1
