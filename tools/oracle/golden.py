@@ -28,13 +28,13 @@ def uniform(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
 def spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Centre and half-width of a tensor's values (a uniform variable of half-width h has deviation h / sqrt(3)).
 
-    Projections keep unit variance, so that scores differ from key to key; logits have a standard deviation of 1/2.
+    Projections keep unit variance, so that scores differ from key to key; logits have a standard deviation of 1/4.
     """
     if name.endswith("norm.weight"):
         return 1.0, 0.4
     if name.endswith("bias"):
         return 0.0, 0.3
-    deviation = 0.5 if name.startswith(("model.embed_tokens", "lm_head")) else 1.0
+    deviation = 0.25 if name.startswith(("model.embed_tokens", "lm_head")) else 1.0
     return 0.0, deviation * (3.0 / shape[1]) ** 0.5
 
 
