@@ -1,0 +1,55 @@
+"""What the compiled step does with the KV pools: nothing but write into them in place."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import Engine
+from tests.fakes import random_model
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engine(request) -> Engine:
+    config = EngineConfig(max_num_seqs=4, page_size=16, num_pages=67, max_model_len=96, prefill_sizes=(16, 32))
+    return Engine(random_model(request.param), config, "cpu")
+
+
+def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:
+    run = engine._runner._run
+    return {
+        "decode": run.decode,
+        "logprobs": run.prefill_logprobs,
+        **{f"prefill {n}": p for n, p in run.prefill.items()},
+    }
+
+
+def test_no_program_copies_or_slices_a_pool(engine):
+    for name, program in programs(engine).items():
+        text = program.as_text()
+        made = re.findall(r"= (?:f32|bf16)\[67,2,2,16,8\]\S* (\S+?)\(", text)
+        assert made, name
+        # A fusion that makes a pool is the scatter that updates it in place; anything else would be a second pool.
+        assert set(made) <= {"parameter", "get-tuple-element", "fusion", "scatter", "bitcast"} | LOOPED, name
+        assert not re.search(r"\[67,2,2,16,8\]\S* (copy|convert|transpose|dynamic-slice|slice|select)\(", text), name
+
+
+# XLA:CPU runs a scatter as a loop of in-place updates.
+LOOPED = {"dynamic-update-slice", "while", "tuple"}
+
+
+def test_every_pool_is_aliased(engine):
+    state = engine._runner._state
+    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(state.pools))
+    for name, program in programs(engine).items():
+        assert program.memory_analysis().alias_size_in_bytes >= pools, name
+        assert program.memory_analysis().temp_size_in_bytes < pools, name
+
+
+def test_a_pool_that_is_not_donated_is_seen(engine):
+    """The checks above can fail: the same program without donation aliases nothing."""
+    pool = engine._runner._state.pools[0].data
+    program = jax.jit(lambda x: x.at[np.array([1])].set(0)).lower(pool).compile()
+    assert program.memory_analysis().alias_size_in_bytes == 0

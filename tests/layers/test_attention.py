@@ -1,0 +1,73 @@
+"""Contiguous attention and rotary embeddings against the equations in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.layers.rope import RopeConfig, rope_angles, rotate
+from jaxinfer.types import LayerSpec
+
+
+def attention64(q, k, v, scale, window):
+    """Softmax attention, one head at a time, as the papers write it."""
+    time, heads, _ = q.shape
+    out = np.zeros_like(q)
+    for head in range(heads):
+        own = head // (heads // k.shape[1])
+        for i in range(time):
+            first = 0 if window is None else max(0, i - window + 1)
+            scores = k[first : i + 1, own] @ q[i, head] * scale
+            weights = np.exp(scores - scores.max())
+            out[i, head] = (weights / weights.sum()) @ v[first : i + 1, own]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_causal_attend_is_the_equation(heads, kv_heads, window):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((9, n, 5)) for n in (heads, kv_heads, kv_heads))
+    got, cache = causal_attend(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), None, LayerSpec(window), 0.7)
+    np.testing.assert_allclose(got, attention64(q, k, v, 0.7, window), atol=2e-6)
+    assert cache is None
+
+
+def test_batch_dimensions_are_independent():
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.standard_normal((3, 2, 7, 4, 8)), jnp.float32) for _ in range(3))
+    whole, _ = causal_attend(q, k, v, None, LayerSpec(), 0.3)
+    for i in range(3):
+        for j in range(2):
+            one, _ = causal_attend(q[i, j], k[i, j], v[i, j], None, LayerSpec(), 0.3)
+            np.testing.assert_allclose(whole[i, j], one, atol=1e-6)
+
+
+def test_rotation_depends_on_distance_alone():
+    inverse = RopeConfig(theta=100.0).inverse_frequencies(8)
+    rng = np.random.default_rng(2)
+    a, b = (jnp.asarray(rng.standard_normal((1, 1, 8)), jnp.float32) for _ in range(2))
+
+    def product(i: int, j: int) -> float:
+        x, y = (rotate(v, *rope_angles(jnp.array([p]), inverse)) for v, p in ((a, i), (b, j)))
+        return float((x * y).sum())
+
+    assert product(3, 5) == pytest.approx(product(10, 12), abs=1e-5)
+    assert product(3, 5) != pytest.approx(product(3, 6), abs=1e-3)
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
+    plain = RopeConfig(theta=500000.0).inverse_frequencies(128)
+    scaled = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192).inverse_frequencies(128)
+    wavelength = 2 * np.pi / plain
+    np.testing.assert_array_equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
+    np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
+    between = (wavelength >= 8192 / 4) & (wavelength <= 8192)
+    assert between.any()
+    assert (scaled[between] <= plain[between]).all()
+    assert (scaled[between] >= plain[between] / 8).all()
+
+
+def test_linear_scaling_divides_positions():
+    plain, scaled = (RopeConfig(kind=kind, factor=4.0).inverse_frequencies(8) for kind in ("default", "linear"))
+    np.testing.assert_allclose(scaled, plain / 4, rtol=1e-7)

@@ -1,0 +1,84 @@
+"""config.json: what is read from it, and what is refused."""
+
+import pytest
+
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.llama import LlamaConfig
+from jaxinfer.models.registry import FAMILIES, family_for
+from tests.fakes import llama_json
+
+
+def config(**changes) -> LlamaConfig:
+    return LlamaConfig.from_json(llama_json(**changes))
+
+
+def windows(**changes) -> list[int | None]:
+    return [layer.window for layer in config(num_hidden_layers=4, **changes).layers]
+
+
+@pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", ["BertModel"]])
+def test_an_unknown_architecture_lists_the_known_ones(names):
+    with pytest.raises(ConfigError) as error:
+        family_for({"architectures": names})
+    assert repr(names) in str(error.value)
+    assert all(known in str(error.value) for known in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": None}, ["vocab_size", "missing"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"hidden_size": -1}, ["hidden_size", "-1"]),
+        ({"num_hidden_layers": 2**40}, ["num_hidden_layers"]),
+        ({"rms_norm_eps": "small"}, ["rms_norm_eps", "small"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "nan"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "1"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads", "3"]),
+        ({"rope_scaling": [1]}, ["rope_scaling"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "longrope", "llama3"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "missing"]),
+        ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window", "0"]),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value(changes, words):
+    with pytest.raises(ConfigError) as error:
+        config(**changes)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_sliding_windows_of_each_family():
+    assert windows(sliding_window=8) == [None] * 4
+    assert windows(model_type="mistral", sliding_window=8) == [8] * 4
+    assert windows(model_type="mistral", sliding_window=None) == [None] * 4
+    assert windows(model_type="qwen2", sliding_window=8) == [None] * 4
+    qwen = {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}
+    assert windows(**qwen, max_window_layers=3) == [None, None, None, 8]
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert windows(**qwen, layer_types=kinds) == [None, 8, None, 8]
+    with pytest.raises(ConfigError, match="layer_types"):
+        windows(**qwen, layer_types=kinds[:3])
+
+
+def test_rope_in_the_old_and_the_new_style():
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    old = config(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    new = config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old.rope == new.rope
+    assert (old.rope.theta, old.rope.factor, old.rope.original_max_position) == (5e5, 8.0, 64)
+    assert config(rope_theta=777).rope.theta == 777.0
+
+
+def test_switches_follow_the_model_type():
+    assert (config().qkv_bias, config().qk_norm) == (False, False)
+    qwen2 = config(model_type="qwen2")
+    assert (qwen2.qkv_bias, qwen2.out_bias) == (True, False)
+    biased = config(attention_bias=True)
+    assert (biased.qkv_bias, biased.out_bias) == (True, True)
+    assert config(model_type="qwen3").qk_norm
+    assert config(head_dim=20).head_dim == 20

@@ -1,0 +1,32 @@
+"""Logical axes become mesh axes by one table."""
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxinfer.models.registry import family_for
+from jaxinfer.parallel.mesh import AXES, RULES, make_mesh, param_sharding
+from jaxinfer.types import ParamSpec
+from tests.fakes import llama_json
+
+
+def test_there_is_always_a_mesh():
+    mesh = make_mesh()
+    assert mesh.axis_names == AXES
+    assert mesh.devices.size == 1
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_heads_and_mlp_go_to_the_tensor_axis():
+    mesh = make_mesh()
+    spec = ParamSpec((32, 2, 48), ("embed", None, "mlp"))
+    assert param_sharding(mesh, spec).spec == PartitionSpec(None, None, "tensor")
+
+
+def test_every_logical_axis_of_a_family_is_known():
+    config_json = llama_json(attention_bias=True, mlp_bias=True)
+    family = family_for(config_json)
+    tree = family.param_specs(family.config(config_json))
+    specs = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ParamSpec))
+    assert all(len(spec.axes) == len(spec.shape) for spec in specs)
+    replicated = {"embed", "norm", "group", "head_dim", None}
+    assert {axis for spec in specs for axis in spec.axes} <= replicated | RULES.keys()
