@@ -29,7 +29,7 @@ def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], 
         weights = _weights(logits, peak, slots, random)
         words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
         drawn = _inverse_cdf(weights, words)
-        # Where every token is barred, no weight is positive: say what greedy says.
+        # Where every token is barred, no sum of weights is positive (or a number): say what greedy says.
         return jnp.where(random & (total(weights) > 0), drawn, best)
 
     return lax.cond(jnp.any(random), draw, lambda: best)
@@ -45,8 +45,7 @@ def _weights(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, r
         lambda: jnp.full_like(peak, -jnp.inf),
     )
     temperature = jnp.where(random, slots.temperature, 1)
-    centre = jnp.where(peak > -jnp.inf, peak, 0)
-    scaled = (values - centre[:, None, None]) / temperature[:, None, None]
+    scaled = (values - peak[:, None, None]) / temperature[:, None, None]
     kept = (values >= smallest[:, None, None]) & (scaled >= jnp.log(slots.min_p)[:, None, None])
     weights = jnp.where(kept, jnp.exp(scaled), 0)
     nucleus = random & (slots.top_p < 1)

@@ -21,8 +21,8 @@ def case(vocab: int = 300, scale: float = 2.0, *, given: dict | None = None, **a
     return Row(logits(vocab, scale), SamplingParams(max_tokens=100, **asked), **(given or {}))
 
 
-HISTORY = {"prompt": (1, 2, 3, 40, 299), "output": (3, 5, 5, 5, 9, 200)}
 LIKELY = tuple(np.argsort(logits(300))[::-1][:12].tolist())
+UNLIKELY = tuple(np.argsort(logits(300))[:40].tolist())
 SEEN = {"prompt": LIKELY[:4], "output": LIKELY[2:8] + LIKELY[6:8] * 2}
 
 CASES = {
@@ -42,7 +42,7 @@ CASES = {
     "presence negative": case(given=SEEN, presence_penalty=-1.0),
     "frequency": case(given=SEEN, frequency_penalty=0.7),
     "repetition": case(given=SEEN, repetition_penalty=1.8),
-    "repetition below 1": case(given=HISTORY, repetition_penalty=0.4),
+    "repetition below 1": case(given={"prompt": UNLIKELY[:1], "output": UNLIKELY}, repetition_penalty=0.1),
     "all penalties": case(given=SEEN, presence_penalty=0.3, frequency_penalty=0.5, repetition_penalty=1.3),
     "logit_bias": case(logit_bias={LIKELY[0]: -3, 7: 4, 299: 6.5, LIKELY[1]: -100}),
     "allowed": case(allowed_token_ids=[3, 1, 299, 128]),

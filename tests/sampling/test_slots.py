@@ -120,3 +120,13 @@ def test_state_rows_without_bias_are_neutral() -> None:
     prompt, bias = HostSlots.state_rows(PLAIN, 4)
     assert prompt.tolist() == [False, True, False, False]
     assert bias.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [1e-300, 1e300])
+def test_values_beyond_float32_stay_positive_and_finite(value: float) -> None:
+    host, asked = HostSlots(1, LIMITS), {"temperature": value, "repetition_penalty": value, "top_p": min(value, 1.0)}
+    host.set(0, Request("r", (1,), SamplingParams(seed=0, top_k=10**12, **asked)))
+    got = host.snapshot()
+    assert np.isfinite([got.temperature, got.repetition, got.top_p]).all()
+    assert (got.repetition > 0) & (got.top_p > 0) & (got.top_k > 10**9)
