@@ -27,9 +27,11 @@ def kth_largest(values: Lanes, k: Int32[Array, " rows"], on: Bool[Array, " rows"
         k: at least 1.
     """
     wanted = k.astype(jnp.float32)
+    peaks = jnp.max(values, axis=1)
     bounds = _Bounds(
-        low=jnp.full(k.shape, _order(jnp.float32(-jnp.inf))),
-        high=_order(jnp.max(values, axis=(1, 2))) + 1,
+        # Each lane has a value that is at least the least of their peaks: this bound keeps LANES of them.
+        low=_order(jnp.where(k <= LANES, jnp.min(peaks, axis=-1), -jnp.inf)),
+        high=_order(jnp.max(peaks, axis=-1)) + 1,
         at_low=jnp.full(k.shape, jnp.inf),
         at_high=jnp.zeros(k.shape),
     )
