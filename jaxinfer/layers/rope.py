@@ -11,6 +11,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -49,7 +50,8 @@ def rope_angles(
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
     """Cosine and sine of every position's angles, float32."""
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse)
-    return jnp.cos(angles), jnp.sin(angles)
+    # Without the barrier XLA computes them again in every layer.
+    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def rotate(

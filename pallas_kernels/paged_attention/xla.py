@@ -82,8 +82,9 @@ def decode(
     last = (lengths - 1)[:, None, None, None]
 
     def body(index: jax.Array, state: _Softmax) -> _Softmax:
-        pages = pool[lax.dynamic_slice_in_dim(tables, index * count, count, 1)].astype(jnp.float32)
-        keys, values = (_join_pages(pages[:, :, side]) for side in (0, 1))
+        pages = lax.dynamic_slice_in_dim(tables, index * count, count, 1)
+        # Two gathers: slicing keys and values out of one would copy both once more.
+        keys, values = (_join_pages(pool[pages, side].astype(jnp.float32)) for side in (0, 1))
         scores = _einsum("rhgd,rhkd->rhgk", grouped, keys)
         visible = _visible(last, index * block + jnp.arange(block), window)
         return state.add(scores, visible, lambda weights: _einsum("rhgk,rhkd->rhgd", weights, values))
@@ -129,8 +130,8 @@ def prefill(
     positions = jnp.tile(start + jnp.arange(chunk), group)
 
     def body(index: jax.Array, state: _Softmax) -> _Softmax:
-        pages = pool[lax.dynamic_slice_in_dim(table, index * count, count, 0)].astype(jnp.float32)
-        keys, values = (_join_pages(pages[None, :, side])[0] for side in (0, 1))
+        pages = lax.dynamic_slice_in_dim(table, index * count, count, 0)[None]
+        keys, values = (_join_pages(pool[pages, side].astype(jnp.float32))[0] for side in (0, 1))
         at = index * block + jnp.arange(block)
         visible = _visible(positions[:, None], at, window) & (at < length)
         scores = _einsum("hqd,hkd->hqk", grouped, keys)
