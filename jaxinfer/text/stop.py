@@ -47,7 +47,7 @@ class StopMatcher:
         if not self._automata:
             return Emitted(text)
         for position, character in enumerate(text):
-            self._stop = self._advance(character)
+            self._stop = next((automaton.stop for automaton in self._automata if automaton.take(character)), None)
             if self._stop is not None:
                 return self._ended(self._held + text[: position + 1], self._stop)
         return Emitted(self._release(self._held + text))
@@ -58,11 +58,6 @@ class StopMatcher:
         for automaton in self._automata:
             automaton.matched = 0
         return rest
-
-    def _advance(self, character: str) -> str | None:
-        """Every automaton takes the character, so that all of them have seen the same text."""
-        found = [automaton.stop for automaton in self._automata if automaton.take(character)]
-        return found[0] if found else None
 
     def _ended(self, text: str, stop: str) -> Emitted:
         self._held = ""

@@ -163,7 +163,7 @@ def test_a_refusal_is_told_from_a_failure() -> None:
         "{% for i in range(10 ** 6) %}{% endfor %}",
         "{{ ('x' * 10 ** 9) | length }}",
         "{{ (10 ** 9 * [0]) | length }}",
-        "{{ 2 ** 1000000 }}",
+        "{{ 2 ** 1000000 > 1 }}",
         "{% set n = namespace(t='x' * 1000000) %}{% for i in range(30) %}{{ n.t }}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 1 / 0 }}",
@@ -181,7 +181,13 @@ def test_bounds_and_faults(source: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["messages.__class__", "''|attr('__class__')", "'{0.__class__}'.format(1)", "raise_exception.__globals__"],
+    [
+        "messages.__class__",
+        "''|attr('__class__')",
+        "'{0.__class__}'.format(1)",
+        "raise_exception.__globals__",
+        "dict.fromkeys",
+    ],
 )
 def test_private_attributes_are_not_there(expression: str) -> None:
     assert render("{{ " + expression + " }}") == ""

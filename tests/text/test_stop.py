@@ -8,8 +8,8 @@ from jaxinfer.text import Emitted, StopMatcher
 from jaxinfer.types import RequestError
 
 ALPHABET = "ab한"
-STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=4)
-PIECES = st.lists(st.text(ALPHABET, max_size=5), max_size=8)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4) | st.text("ab", min_size=5, max_size=9), max_size=4)
+PIECES = st.lists(st.text(ALPHABET, max_size=5) | st.text("ab", max_size=5), max_size=8)
 
 
 def reference(text: str, stops: list[str], include: bool) -> Emitted:
@@ -55,6 +55,8 @@ def test_exactly_what_could_begin_a_stop_is_held_back(pieces: list[str], stops: 
         (["\n\n"], ["one\n", "two\n", "\nthree"], "one\ntwo", "\n\n"),
         (["stop"], ["a s", "to", "a sto", "p b"], "a stoa ", "stop"),
         (["aab"], ["aaaaa", "b"], "aaa", "aab"),
+        (["aabaaab"], ["aabaa", "aabaaab"], "aabaa", "aabaaab"),
+        (["aabaaac"], ["aabaaab", "aaac"], "aaba", "aabaaac"),
         (["abcd", "bc"], ["abcd"], "a", "bc"),  # complete first
         (["b", "ab"], ["xab"], "x", "ab"),  # complete at once: the longest
         (["한국"], ["안녕 한", "국어"], "안녕 ", "한국"),
