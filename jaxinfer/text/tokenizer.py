@@ -96,7 +96,8 @@ class Tokenizer:
         """Token ids of ``text``; with ``add_special_tokens`` with the BOS (and what else) the folder asks for.
 
         Raises:
-            TokenizerError: ``text`` is not Unicode text (it has a lone surrogate).
+            TokenizerError: ``text`` is not Unicode text (it has a lone surrogate), or the vocabulary lacks a token for it
+                and names none for unknown text.
         """
         try:
             text.encode("utf-8")
@@ -191,7 +192,10 @@ class LibraryBackend:
         return cls(library, added_token_entries(folder, TokenizerError), named)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as cause:  # as in `load`
+            raise TokenizerError(f"the tokenizer has no tokens for this text: {cause}") from cause
 
     def id_to_token(self, token_id: int) -> str | None:
         return self._added.get(token_id) or self._library.id_to_token(token_id)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 
 from jaxinfer.text import Tokenizer, TokenizerError, files, spm, tokenizer
 from jaxinfer.text.pieces import library_rule
+from jaxinfer.text.tokenizer import LibraryBackend
 from tests.text.build import CORPUS, byte_fallback, byte_level, metaspace, write_folder
 
 SAMPLES = (*CORPUS, "", " ", "  two  spaces ", "a\tb\n\nc", "\u0000\u007f", "ﷺ\u200d🏳️‍🌈")
@@ -104,6 +105,13 @@ def test_token_bytes_make_up_the_text(pair: tuple[Tokenizer, Library]) -> None:
 def test_lone_surrogate_is_refused(pair: tuple[Tokenizer, Library]) -> None:
     with pytest.raises(TokenizerError, match="lone surrogate at character 2"):
         pair[0].encode("ab\ud800")
+
+
+def test_text_that_the_vocabulary_cannot_spell_is_refused() -> None:
+    ours = Tokenizer(LibraryBackend(Library(models.WordLevel({"one": 0}, "[UNK]"))))
+    assert ours.encode("one") == [0]
+    with pytest.raises(TokenizerError, match="has no tokens for this text: .*UNK"):
+        ours.encode("two")
 
 
 # --------------------------------------------------------------------------------------------------------------
