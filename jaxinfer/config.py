@@ -8,6 +8,10 @@ import math
 from jaxinfer.types import CacheSpec
 
 
+# Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
+_BATCHED_TOKENS = 2048
+
+
 class EngineConfigError(ValueError):
     """An engine setting that cannot be served. The message names the setting and the value."""
 
@@ -19,7 +23,7 @@ class EngineConfig:
     Attributes:
         max_model_len: longest prompt plus output in tokens (default: the model's own limit).
         max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
-        max_num_batched_tokens: prompt and decode tokens per step (default: one full prefill chunk and all rows).
+        max_num_batched_tokens: prompt and decode tokens per step (default: 2048, or a full chunk and all rows if more).
         page_size: tokens per KV page, a power of two.
         num_pages: size of the KV pool (default: room for max_num_seqs sequences of max_model_len, as far as
             ``kv_cache_bytes`` allows).
@@ -80,8 +84,8 @@ def resolve(
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
     rows, width = max(config.max_num_seqs, min_rows), math.ceil(length / config.page_size)
     chunk = config.prefill_sizes[-1]
-    budget = config.max_num_batched_tokens or chunk + config.max_num_seqs
     least = chunk + config.max_num_seqs
+    budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens
     _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
     return ResolvedEngine(
         max_model_len=length,

@@ -36,8 +36,8 @@ def check_every_slot(llm: LLM, rows: int, lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tiny_model_at_every_slot(dtype):
-    llm = LLM(random_model(dtype), max_num_seqs=4, prefill_sizes=(16, 64), compilation_cache_dir="")
+def test_demo_model_at_every_slot(dtype):
+    llm = LLM("demo", dtype, max_num_seqs=4, max_model_len=256, prefill_sizes=(16, 64))
     check_every_slot(llm, 4, [1, 5, 100, 64, 65, 17])
 
 

@@ -14,7 +14,14 @@ EOS = 9
 
 
 def make_scheduler(**changes) -> Scheduler:
-    settings = {"max_num_seqs": 3, "page_size": 8, "num_pages": 24, "prefill_sizes": (8, 16), **changes}
+    settings = {
+        "max_num_seqs": 3,
+        "page_size": 8,
+        "num_pages": 24,
+        "prefill_sizes": (8, 16),
+        "max_num_batched_tokens": 19,
+        **changes,
+    }
     engine = resolve(EngineConfig(**settings), CACHE, max_position=128, itemsize=4)
     return Scheduler(engine, KVManager(engine.num_pages, engine.page_size, engine.rows, engine.table_width))
 
