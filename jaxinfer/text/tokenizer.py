@@ -96,8 +96,8 @@ class Tokenizer:
         """Token ids of ``text``; with ``add_special_tokens`` with the BOS (and what else) the folder asks for.
 
         Raises:
-            TokenizerError: ``text`` is not Unicode text (it has a lone surrogate), or the vocabulary lacks a token for it
-                and names none for unknown text.
+            TokenizerError: ``text`` is not Unicode text (it has a lone surrogate), or the vocabulary has no token for a
+                part of it and names none for unknown text.
         """
         try:
             text.encode("utf-8")
