@@ -1,0 +1,34 @@
+"""What the project has set itself against its peers, and whether a row reaches it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """Least ratio of jaxinfer's rate to a peer's: wanted, and (where there is one) insisted on."""
+
+    goal: float
+    floor: float | None = None
+
+    def verdict(self, ratio: float) -> str:
+        if ratio >= self.goal:
+            return "goal"
+        if self.floor is None:
+            return "below goal"
+        return "floor" if ratio >= self.floor else "below floor"
+
+
+_PREFILL = {"float32": Goal(1.2, 1.1), "bfloat16": Goal(1.0, 0.85)}
+
+
+def goal_for(peer: str, phase: str, dtype: str, batch: int) -> Goal | None:
+    """The goal of a row against a peer, or None: llama.cpp has goals for float32 decoding only."""
+    if peer == "transformers" and phase == "prefill":
+        return _PREFILL[dtype]
+    if peer == "transformers":
+        return Goal(2.5, 2.0) if (dtype, batch) == ("float32", 1) else Goal(1.5, 1.2)
+    if peer == "llama.cpp" and (phase, dtype) == ("decode", "float32"):
+        return Goal(0.9 if batch == 1 else 0.8)
+    return None

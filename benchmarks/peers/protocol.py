@@ -1,0 +1,83 @@
+"""What a peer's process speaks: one JSON object a line, requests on stdin, replies on stdout. Runs on Python 3.11.
+
+The first line of a peer tells its versions. Then each request has a reply: `load` prepares a model, `generate` runs
+prompts, `limits` measures what the machine can do. A peer that cannot go on dies; its last words are on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Prompts = list[list[int]]
+
+# A reply to `generate`: {"seconds": of the whole call, "tokens": ids of each sequence, "times": when each came}.
+Reply = dict[str, Any]
+
+
+class Peer(Protocol):
+    """An engine. One model is loaded at a time; everything is greedy, and end-of-sequence tokens end nothing."""
+
+    def versions(self) -> dict[str, str]: ...
+
+    def load(self, folder: str, gguf: str, dtype: str, batch: int, max_len: int, threads: int) -> Reply:
+        """Prepare for ``batch`` sequences of up to ``max_len`` tokens. ``gguf`` names the same weights as GGUF."""
+        ...
+
+    def generate(self, prompts: Prompts, new_tokens: int) -> Reply:
+        """Exactly ``new_tokens`` more tokens for each prompt."""
+        ...
+
+    def limits(self, dtype: str, megabytes: int, side: int) -> Reply:
+        """Bytes/s of reading ``megabytes`` MiB of memory, flop/s of a square matrix product; {} if it cannot tell."""
+        ...
+
+
+class Stopwatch:
+    """Notes when tokens arrive, in seconds since it was made."""
+
+    def __init__(self, sequences: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(sequences)]
+        self.times: list[list[float]] = [[] for _ in range(sequences)]
+        self._start = time.perf_counter()
+
+    def add(self, sequence: int, tokens: list[int]) -> None:
+        self.tokens[sequence].extend(tokens)
+        self.times[sequence].extend([time.perf_counter() - self._start] * len(tokens))
+
+    def add_step(self, tokens: list[int]) -> None:
+        """One token for each sequence, all at this moment."""
+        now = time.perf_counter() - self._start
+        for sequence, token in enumerate(tokens):
+            self.tokens[sequence].append(token)
+            self.times[sequence].append(now)
+
+    def reply(self) -> Reply:
+        return {"seconds": time.perf_counter() - self._start, "tokens": self.tokens, "times": self.times}
+
+
+def best_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    """The shortest of some runs of ``call``, after one that does not count."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def serve(peer: Peer) -> None:
+    """Answer requests until stdin ends. What libraries print goes to stderr, so that stdout carries replies alone."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    operations: dict[str, Callable[..., Reply]] = {"load": peer.load, "generate": peer.generate, "limits": peer.limits}
+    print(json.dumps(peer.versions()), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply = operations[request.pop("op")](**request)
+        print(json.dumps(reply), file=replies, flush=True)
