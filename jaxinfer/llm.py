@@ -300,7 +300,7 @@ class _Run:
         }
 
     def _token_text(self, token: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")
 
 
 def _empty_output(prompt: Prompt, request: Request) -> RequestOutput:
