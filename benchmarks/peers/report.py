@@ -126,4 +126,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         for item, peer, ratio in compared
         if ratio["verdict"] != "goal"
     ]
+    if not compared:
+        return "no goal applies to these rows"
     return "\n".join([f"{len(compared) - len(lines)} of {len(compared)} comparisons reach their goal", *lines])
