@@ -206,14 +206,16 @@ def test_bfloat16_rounds_as_everybody_does() -> None:
     np.testing.assert_array_equal(to_bfloat16(values), values.astype(ml_dtypes.bfloat16).view(np.uint16))
 
 
-def test_a_busy_machine_is_told_and_its_figures_are_not_kept(
+def test_figures_that_others_disturbed_are_not_kept(
     options: list[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(vs_peers, "RESULTS", tmp_path / "results")
     result = measured(options, transformers=fake(100.0), llama_cpp=fake(600.0))
     unnamed = vs_peers.parse([word for word in options if word not in ("--out", str(tmp_path / "out.json"))])
-    for others, kept in ((0.5, 0), (0.0, 1)):
+    result["seconds"] = 100.0
+    for others, idle, said, kept in ((0.5, 0.0, "NOT QUIET", 0), (0.0, 2.0, "NOT FAIR", 0), (0.0, 0.5, "kept in", 1)):
         result["machine"]["used_by_others"] = others
+        result["idle_cpu_seconds"] = {"transformers": idle}
         vs_peers.show(result, unnamed)
-        assert ("NOT QUIET" in capsys.readouterr().out) == (others > 0)
+        assert said in capsys.readouterr().out
         assert len(list(tmp_path.glob("results/*.json"))) == kept
