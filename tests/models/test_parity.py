@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from jaxinfer.llm import CompletionOutput, Logprob, RequestOutput
 from tests.models.parity import load_case, logit_faults, serve, served_faults, teacher_forced
 from tools.oracle.cases import CASES
 from tools.oracle.golden import Golden, load, names
@@ -14,17 +15,8 @@ from tools.oracle.golden import Golden, load, names
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
 NAMES = [case.name for case in CASES]
 
-# Each switch of a family once through the engine; `apply` takes every case.
-SERVED = (
-    "llama-stories-shape",
-    "llama-hidden172",
-    "llama-one-token-prompt",
-    "llama-long-prompt",
-    "llama-rope-llama3-hub",
-    "mistral-window",
-    "qwen2-layer-types",
-    "qwen3-tied-hub",
-)
+# One a family through the engine; the others are slow, since each compiles an engine. `apply` takes every case.
+SERVED = ("llama-rope-llama3-hub", "mistral-window", "qwen2-layer-types", "qwen3-tied-hub")
 
 # What a reader of config.json may overlook: each edit must change the logits beyond the tolerance.
 OVERLOOKED = {
@@ -55,7 +47,9 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
     assert logit_faults(case, teacher_forced(load_case(case, tmp_path), case)) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in SERVED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_served_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
     case = golden(name)
     assert served_faults(case, serve(load_case(case, tmp_path), case)) == []
@@ -78,6 +72,29 @@ def test_the_smallest_errors_beyond_the_rule_are_noticed():
             logits[row, 5] += share * (2.0 * error + 1e-6)
             assert len(logit_faults(case, logits)) == faults
     assert len(logit_faults(case, np.full_like(exact, np.nan))) == 1 + 32 + 1
+
+
+def _answer(case: Golden) -> RequestOutput:
+    """What a server without rounding errors returns, every token among the top ones."""
+    rows = np.concatenate([case.prefill, case.decode])
+    rows = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
+    positions = [{token: Logprob(float(row[token]), 1, None) for token in range(len(row))} for row in rows]
+    length = len(case.prompt)
+    output = CompletionOutput(0, token_ids=list(case.greedy), logprobs=positions[length - 1 :])
+    return RequestOutput("0", None, case.prompt, [output], 0, [None, *positions[: length - 1]])
+
+
+def test_served_logprobs_beyond_the_rule_are_noticed():
+    case = golden("qwen3-tied-hub")
+    assert served_faults(case, _answer(case)) == []
+    for at in (0, 9):
+        answer = _answer(case)
+        answer.prompt_logprobs[at + 1][7] = Logprob(case.prefill[at, 7] + 1.0, 1, None)
+        answer.outputs[0].logprobs[at][7] = Logprob(float("nan"), 1, None)
+        assert len(served_faults(case, answer)) == 2
+    answer = _answer(case)
+    answer.outputs[0].token_ids[-1] ^= 1
+    assert len(served_faults(case, answer)) == 1
 
 
 def test_other_weights_than_the_oracles_are_refused(tmp_path: pathlib.Path):
