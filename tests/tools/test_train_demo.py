@@ -24,7 +24,7 @@ from tools.train_demo.training import build, dropped, schedule, train, training_
 
 NAMES = ("ANNA", "BORIS", "CLARA")
 WORDS = ("the", "king", "will", "come", "to", "our", "house", "and", "speak", "of", "love", "no", "more")
-TINY = dataclasses.replace(quick(DRAFT), layers=1, vocab=320, stages=(Stage(4, 2, 16),), eval_every=1)
+TINY = dataclasses.replace(quick(DRAFT), layers=1, vocab=320, stages=(Stage(4, 2, 16),), eval_every=1, dropout=0.2)
 
 
 def play(speeches: int) -> str:

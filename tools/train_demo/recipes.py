@@ -88,7 +88,8 @@ TARGET = Recipe(
     heads=8,
     kv_heads=4,
     intermediate=688,
-    stages=(Stage(3200, 8, 256), Stage(60, 2, CONTEXT)),
+    stages=(Stage(1500, 8, 256), Stage(300, 1, CONTEXT)),
+    decay=400,
 )
 DRAFT = Recipe(
     "draft",
@@ -97,8 +98,11 @@ DRAFT = Recipe(
     heads=4,
     kv_heads=2,
     intermediate=344,
-    stages=(Stage(3200, 8, 256), Stage(60, 2, CONTEXT)),
+    stages=(Stage(1400, 8, 256), Stage(300, 1, CONTEXT)),
+    learning_rate=3e-3,
+    decay=400,
     dropout=0.0,
+    eval_every=200,
 )
 RECIPES = {recipe.name: recipe for recipe in (TARGET, DRAFT)}
 
