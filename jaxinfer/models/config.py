@@ -62,20 +62,23 @@ class ConfigReader:
             raise ConfigError(f"config.json: {name} = {self.fields.get(name)!r} {what}")
 
 
+# What `transformers` takes where config.json leaves these out; null means no window.
+_SLIDING_WINDOW = 4096
+_MAX_WINDOW_LAYERS = 28
+
+
 def layer_windows(read: ConfigReader, model_type: str) -> list[int | None]:
     """The sliding window of each layer in tokens, None for full attention."""
     count = read.positive("num_hidden_layers")
-    window = read.fields.get("sliding_window")
-    if model_type not in ("mistral", "qwen2", "qwen3") or window is None:
+    sliding = model_type == "mistral" or (model_type in ("qwen2", "qwen3") and read.flag("use_sliding_window", False))
+    if not sliding or read.fields.get("sliding_window", _SLIDING_WINDOW) is None:
         return [None] * count
-    window = read.positive("sliding_window")
+    window = read.positive("sliding_window", _SLIDING_WINDOW)
     if model_type == "mistral":
         return [window] * count
-    if not read.flag("use_sliding_window", False):
-        return [None] * count
     kinds = read.fields.get("layer_types")
     if kinds is None:
-        first = read.fields.get("max_window_layers", count)
+        first = read.fields.get("max_window_layers", _MAX_WINDOW_LAYERS)
         read.require(isinstance(first, int) and first >= 0, "max_window_layers", "must be >= 0")
         return [window if index >= first else None for index in range(count)]
     known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}

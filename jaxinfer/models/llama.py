@@ -66,7 +66,7 @@ class LlamaConfig:
             intermediate_size=read.positive("intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=read.positive("head_dim", hidden // heads),
+            head_dim=read.positive("head_dim", 128 if model_type == "qwen3" else hidden // heads),
             layers=tuple(LayerSpec(window) for window in layer_windows(read, model_type)),
             max_position=max_position,
             rope=rope_config(read, max_position),

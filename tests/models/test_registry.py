@@ -13,7 +13,7 @@ def config(**changes) -> LlamaConfig:
 
 
 def windows(**changes) -> list[int | None]:
-    return [layer.window for layer in config(num_hidden_layers=4, **changes).layers]
+    return [layer.window for layer in config(**{"num_hidden_layers": 4, **changes}).layers]
 
 
 @pytest.mark.parametrize("names", [None, [], "LlamaForCausalLM", ["BertModel"]])
@@ -52,6 +52,8 @@ def test_sliding_windows_of_each_family():
     assert windows(model_type="mistral", sliding_window=8) == [8] * 4
     assert windows(model_type="mistral", sliding_window=None) == [None] * 4
     assert windows(model_type="qwen2", sliding_window=8) == [None] * 4
+    assert windows(model_type="mistral") == [4096] * 4  # what transformers takes where the field is absent
+    assert windows(model_type="qwen2", use_sliding_window=True, num_hidden_layers=29) == [None] * 28 + [4096]
     qwen = {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}
     assert windows(**qwen, max_window_layers=3) == [None, None, None, 8]
     kinds = ["full_attention", "sliding_attention"] * 2
@@ -82,3 +84,4 @@ def test_switches_follow_the_model_type():
     assert (biased.qkv_bias, biased.out_bias) == (True, True)
     assert config(model_type="qwen3").qk_norm
     assert config(head_dim=20).head_dim == 20
+    assert config(model_type="qwen3").head_dim == 128
