@@ -7,7 +7,6 @@ import math
 
 from jaxinfer.types import CacheSpec
 
-
 # Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
 _BATCHED_TOKENS = 2048
 
