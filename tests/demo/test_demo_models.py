@@ -1,0 +1,125 @@
+"""The models that ship with the package: what they are, and that they learnt."""
+
+import functools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxinfer
+from jaxinfer.loading import load_model, model_folder
+from jaxinfer.models.model import Model
+from tools.train_demo import corpus
+from tools.train_demo.ngram import NGram
+
+NAMES = ("demo", "demo-draft")
+CONTEXT = 2048
+LIMIT = 20_000_000  # bytes of both together
+
+
+@functools.cache
+def demo(name: str) -> Model:
+    return load_model(name, "float32", show_progress=False)
+
+
+@functools.cache
+def losses(name: str, text: str, skip: int = 0) -> np.ndarray:
+    """Nats of each of the first 2,048 tokens of ``text`` but ``skip``, given BOS and the tokens before that count."""
+    model = demo(name)
+    bos, *ids = model.tokenizer.encode(text)[: CONTEXT + 1]
+    tokens = jnp.asarray([[bos, *ids[skip:]]])
+    logprobs = jax.nn.log_softmax(jax.jit(model.apply)(model.params, tokens[:, :-1]))
+    return -np.asarray(logprobs)[0, np.arange(tokens.shape[1] - 1), tokens[0, 1:]]
+
+
+@pytest.fixture(scope="module")
+def unseen(test_data: pathlib.Path) -> str:
+    """The last 5 % of the text: neither trained on nor used to choose a checkpoint."""
+    text = (test_data / "text" / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
+    return text[int(len(text) * 0.95) :]
+
+
+def test_both_are_within_the_package_and_its_size_limit():
+    folders = [model_folder(name) for name in NAMES]
+    assert all(folder.is_relative_to(pathlib.Path(jaxinfer.__file__).parent) for folder in folders)
+    sizes = [file.stat().st_size for folder in folders for file in folder.iterdir()]
+    assert 5_000_000 < sum(sizes) <= LIMIT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_what_hugging_face_reads(name):
+    folder = model_folder(name)
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == expected | {"generation_config.json", "chat_template.jinja"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    assert config["max_position_embeddings"] >= CONTEXT
+    assert load_model(name, show_progress=False).dtype == jnp.bfloat16
+
+
+def test_the_draft_shares_the_tokenizer_and_is_much_smaller():
+    target, draft = (model_folder(name) for name in NAMES)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (target / file).read_bytes() == (draft / file).read_bytes()
+    size = [sum(leaf.size for leaf in jax.tree.leaves(demo(name).params)) for name in NAMES]
+    assert size[1] * 5 < size[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_finite_and_all_tokens_have_a_row(name):
+    model = demo(name)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(model.params))
+    assert model.tokenizer.vocab_size == model.config.vocab_size == model.params["embed"]["table"].shape[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["ROMEO:\nO, she", "caf\u00e9 \U0001f600\U0001f468\u200d\U0001f469 \ud55c\uad6d\uc5b4", "\r\n\t \x00"]
+)
+def test_every_text_can_be_encoded(text):
+    tokenizer = demo("demo").tokenizer
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_id
+    assert tokenizer.decode(ids) == text
+
+
+def test_chat_renders_turns_and_special_tokens_are_single_ids():
+    model = demo("demo")
+    messages = [{"role": "system", "content": "ROMEO"}, {"role": "user", "content": " Who goes there? "}]
+    text = model.chat_template.render(messages, add_generation_prompt=True)
+    assert text == "<|bos|><|system|>ROMEO<|eos|><|user|>Who goes there?<|eos|><|assistant|>"
+    ids = model.tokenizer.encode(text, add_special_tokens=False)
+    assert [ids[0], ids[1], ids[-1]] == [0, 2, 4]
+    assert model.tokenizer.eos_ids == (1,)
+
+
+# Measured: 3.38 and 3.53. The frequency of each token alone gives 6.1.
+@pytest.mark.parametrize(("name", "bound"), [("demo", 3.45), ("demo-draft", 3.60)])
+def test_loss_on_unseen_text(name, bound, unseen):
+    assert losses(name, unseen).mean() < bound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contexts_of_2048_tokens_work(name, unseen):
+    """The last 512 of 2,048 tokens, with all that came before, and again without the first 1,536.
+
+    Models that saw too few long windows lose 0.5 here.
+    """
+    long, short = losses(name, unseen), losses(name, unseen, skip=CONTEXT - 512)
+    assert long.shape == (CONTEXT,)
+    assert short.shape == (512,)
+    assert long[-512:].mean() < short.mean() + 0.05
+
+
+def test_the_target_beats_the_draft_and_an_ngram(unseen, test_data):
+    split = corpus.Split.of(corpus.read_text(test_data))
+    tokenizer = demo("demo").tokenizer
+    scored = tokenizer.decode(tokenizer.encode(unseen)[1 : CONTEXT + 1])
+    ngram = NGram.train(split.train, 7).bits_per_character(scored)
+    target, draft = (losses(name, unseen).sum() / len(scored) / math.log(2) for name in NAMES)
+    assert target < draft - 0.05
+    assert target < ngram - 0.05
