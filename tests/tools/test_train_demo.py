@@ -70,7 +70,7 @@ def test_quick_run_writes_a_folder_that_loads(tmp_path, capsys):
     logits = model.apply(model.params, jnp.asarray([ids]))
     assert model.dtype == jnp.bfloat16
     assert logits.shape == (1, len(ids), 512)
-    assert measures["test"]["nats_per_token"] == pytest.approx(math.log(512), abs=0.5)
+    assert 4.0 < measures["test"]["nats_per_token"] < math.log(512)  # six steps: better than knowing nothing
 
 
 def test_missing_data_is_one_sentence(tmp_path, capsys):
