@@ -20,7 +20,7 @@ from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig, rope_angles
 from jaxinfer.models.config import ConfigReader, layer_windows, rope_config
-from jaxinfer.quant import matmul, matmul_transposed, take
+from jaxinfer.quant import matmul_transposed, take
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
 
@@ -146,10 +146,9 @@ class Llama(Layer):
         return norm({"params": self.weight("final_norm")}, x), None if cache is None else caches
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        """Logits, float32."""
-        if self.config.tied:
-            return matmul_transposed(hidden, self.weight("embed")["table"]).astype(jnp.float32)
-        return matmul(hidden, self.weight("head")["kernel"]).astype(jnp.float32)
+        """Logits, float32. The table lies as [vocab, d], tied or not."""
+        table = self.weight("embed" if self.config.tied else "head")["table"]
+        return matmul_transposed(hidden, table).astype(jnp.float32)
 
 
 def _jit_block(block: LlamaBlock, attend: Attend) -> Callable[..., Any]:
@@ -173,8 +172,7 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
     for index in range(len(cfg.layers)):
         tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}")
     if not cfg.tied:
-        source = Source("lm_head.weight", (vocab, d), transpose=True)
-        tree["head"] = {"kernel": ParamSpec((d, vocab), ("embed", "vocab"), sources=(source,))}
+        tree["head"] = {"table": _plain("lm_head.weight", (vocab, d), ("vocab", "embed"))}
     return tree
 
 

@@ -16,7 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 # Measured on a 2-core CPU at 32 rows, 500 keys, head_dim 64: 64 keys per block keep the gathered block in cache and
-# are twice as fast as 128 or 256; a prefill chunk has enough queries to amortise larger blocks.
+# are twice as fast as 128 or 256. A prefill chunk has enough queries to amortise larger blocks, but none larger than
+# itself: a short prompt would score keys that are not there.
 DECODE_BLOCK = 64
 PREFILL_BLOCK = 256
 _MASKED = -1e30
@@ -123,7 +124,7 @@ def prefill(
     """See `reference.prefill`. One matrix product per KV head and block of keys."""
     (chunk, heads, head_dim), (_, _, kv_heads, page, _) = q.shape, pool.shape
     group = heads // kv_heads
-    count = _pages_per_block(PREFILL_BLOCK, page, table.shape[0])
+    count = _pages_per_block(min(PREFILL_BLOCK, chunk), page, table.shape[0])
     table, block = _pad_width(table, count), count * page
     grouped = jnp.transpose(q.reshape(chunk, kv_heads, group, head_dim), (1, 2, 0, 3))
     grouped = grouped.reshape(kv_heads, group * chunk, head_dim).astype(jnp.float32) * scale
