@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import SamplingParams
@@ -26,12 +28,16 @@ def llama_json(**changes: Any) -> dict[str, Any]:
     }
 
 
-def random_model(dtype: str = "float32", seed: int = 0, **changes: Any) -> Model:
-    """A Llama with random weights, without a tokenizer."""
+def random_model(dtype: str = "float32", seed: int = 0, gain: float = 6.0, **changes: Any) -> Model:
+    """A Llama with random weights, without a tokenizer.
+
+    ``gain`` scales its matrices: at this width the usual deviation would give all tokens nearly the same logit.
+    """
     config_json = llama_json(**changes)
     family = family_for(config_json)
     config = family.config(config_json)
     params = init_params(family.param_specs(config), seed, dtype)
+    params = jax.tree.map(lambda x: x * gain if x.ndim > 1 else x, params)
     return Model(family.module(config), params, config, family, name="random")
 
 
@@ -39,6 +45,7 @@ def medium_model(dtype: str, layers: int = 4) -> Model:
     """Hidden 768, intermediate 2048: wide enough that a matrix product's bits depend on its row count."""
     return random_model(
         dtype,
+        gain=1.0,
         vocab_size=2048,
         hidden_size=768,
         intermediate_size=2048,

@@ -35,10 +35,10 @@ def test_served_logprobs_equal_apply(llm, length):
     for step, (token, got) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
         row = want[length - 1 + step]
         assert got.keys() >= {token}
-        assert {t for t, c in got.items() if c.rank <= 5} == set(np.argsort(-row)[:5].tolist())
+        assert {t for t, c in got.items() if c.rank <= 5} >= set(np.flatnonzero(row > np.sort(row)[-5] + 2e-5).tolist())
         for candidate, (logprob, rank, _) in got.items():
             assert abs(logprob - row[candidate]) <= 1e-5
-            assert rank == 1 + (row > row[candidate]).sum()
+            assert (row > row[candidate] + 2e-5).sum() < rank <= 1 + (row > row[candidate] - 2e-5).sum()
     assert sample.cumulative_logprob == pytest.approx(
         sum(c[t].logprob for t, c in zip(sample.token_ids, sample.logprobs, strict=True))
     )
@@ -170,4 +170,4 @@ def test_an_edited_model_is_served_as_it_is(llm):
     want = teacher_forced(other, [1, 2, 3, *sample.token_ids])
     for step, (token, got) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
         assert abs(got[token].logprob - want[2 + step, token]) <= 1e-5
-    assert sample.token_ids != llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+    assert sample.token_ids != llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids  # the edit matters
