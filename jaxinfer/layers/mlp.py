@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
-from jaxinfer.quant import matmul
+from jaxinfer.quant import matmul, matmul_transposed
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -31,13 +31,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020). ``gate_up`` is [d, 2, hidden], ``down`` [hidden, d]."""
+    """down(act(gate(x)) * up(x)) (Shazeer 2020). ``gate_up`` is [2, hidden, d], ``down`` [hidden, d]."""
 
     activation: str
     bias: bool = False
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        gate_up = matmul(x, self.weight("gate_up"))
+        gate_up = matmul_transposed(x, self.weight("gate_up"))
         if self.bias:
             gate_up = gate_up + self.weight("gate_up_bias").astype(x.dtype)
         gate, up = gate_up[..., 0, :], gate_up[..., 1, :]

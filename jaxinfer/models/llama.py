@@ -222,12 +222,9 @@ def _attention_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
 def _mlp_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
     d, hidden = cfg.hidden_size, cfg.intermediate_size
     names = ("gate_proj", "up_proj")
-    weights = tuple(
-        Source(f"{prefix}.{name}.weight", (hidden, d), transpose=True, where=(slice(None), index))
-        for index, name in enumerate(names)
-    )
+    weights = tuple(Source(f"{prefix}.{name}.weight", (hidden, d), where=(index,)) for index, name in enumerate(names))
     tree: dict[str, Any] = {
-        "gate_up": ParamSpec((d, 2, hidden), ("embed", None, "mlp"), sources=weights),
+        "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=weights),
         "down": _linear(f"{prefix}.down_proj.weight", (hidden, d), ("mlp", "embed")),
     }
     if cfg.mlp_bias:

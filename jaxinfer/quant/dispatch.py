@@ -17,10 +17,13 @@ def matmul(x: Float[Array, "... k"], w: Float[Array, "k *n"]) -> Float[Array, ".
     return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
 
 
-def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "n k"]) -> Float[Array, "... n"]:
-    """Contract the last dimensions of both: a tied output head reads the embedding table as it lies."""
+def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "*n k"]) -> Float[Array, "... *n"]:
+    """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
+    # As a matrix: with more than one output dimension XLA:CPU transposes the whole weight at every call.
+    flat = w.astype(x.dtype).reshape(-1, w.shape[-1])
+    out = lax.dot_general(x, flat, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
+    return out.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def take(w: Float[Array, "rows d"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
