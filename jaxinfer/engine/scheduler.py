@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 from typing import NamedTuple
 
 from jaxinfer.config import ResolvedEngine
@@ -61,7 +62,7 @@ class Scheduler:
         self._engine, self._kv = engine, kv
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._running: dict[int, Sequence] = {}
-        self._free_slots = list(range(engine.max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(engine.max_num_seqs))  # a heap: the lowest free slot is taken first
 
     @property
     def has_work(self) -> bool:
@@ -115,7 +116,7 @@ class Scheduler:
         admitted = []
         while self._waiting and self._free_slots and self._kv.has_room(self._waiting[0].final_length):
             sequence = self._waiting.popleft()
-            sequence.slot = self._free_slots.pop()
+            sequence.slot = heapq.heappop(self._free_slots)
             self._kv.reserve(sequence.slot, sequence.final_length)
             self._running[sequence.slot] = sequence
             admitted.append(sequence)
@@ -164,7 +165,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._kv.release(sequence.slot)
-        self._free_slots.append(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
         del self._running[sequence.slot]
 
     def check(self) -> None:
