@@ -29,6 +29,8 @@ class EngineConfig:
         kv_cache_bytes: bound on the default size of the pool.
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
             multiple of it, and the tail of a prompt in the smallest size that holds it.
+        max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together where that is
+            proved to change no bit (default: what pays on the platform; 1: a program a chunk).
         max_logprobs: most top logprobs that a request may ask for.
         seed: where unset request seeds come from (default: entropy of the system).
     """
@@ -40,6 +42,7 @@ class EngineConfig:
     num_pages: int | None = None
     kv_cache_bytes: int = 4 << 30
     prefill_sizes: tuple[int, ...] = (32, 128, 256)
+    max_prefill_rows: int | None = None
     max_logprobs: int = 20
     seed: int | None = None
 
@@ -48,7 +51,8 @@ class EngineConfig:
 class ResolvedEngine:
     """Every number that shapes the compiled programs and the pool.
 
-    ``rows`` is the number of slots and of rows in the decode program, ``table_width`` the pages of one sequence.
+    ``rows`` is the number of slots and of rows in the decode program, ``table_width`` the pages of one sequence,
+    ``prefill_lanes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
     """
 
     max_model_len: int
@@ -59,12 +63,24 @@ class ResolvedEngine:
     num_pages: int
     table_width: int
     prefill_sizes: tuple[int, ...]
+    prefill_lanes: tuple[int, ...]
     max_logprobs: int
     seed: int | None
 
+    @property
+    def wide_prefills(self) -> list[tuple[int, int]]:
+        """(size, lanes) of the prefill programs that take several chunks."""
+        return [pair for pair in zip(self.prefill_sizes, self.prefill_lanes, strict=True) if pair[1] > 1]
+
 
 def resolve(
-    config: EngineConfig, cache: CacheSpec, *, max_position: int, itemsize: int, min_rows: int = 1
+    config: EngineConfig,
+    cache: CacheSpec,
+    *,
+    max_position: int,
+    itemsize: int,
+    min_rows: int = 1,
+    prefill_rows: int = 1,
 ) -> ResolvedEngine:
     """Fill in what the user left open and refuse what cannot be.
 
@@ -72,6 +88,7 @@ def resolve(
         cache: the model's KV cache; ``itemsize`` is the bytes of one of its elements.
         max_position: the longest context that the model knows.
         min_rows: fewest rows of a decode program that the platform runs well.
+        prefill_rows: ``max_prefill_rows`` where it was left open.
 
     Raises:
         EngineConfigError: names the setting and the value.
@@ -80,21 +97,25 @@ def resolve(
     _require_prefill_sizes(config.prefill_sizes, config.page_size)
     length = _max_model_len(config.max_model_len, max_position)
     _require(config.max_num_seqs >= 1, "max_num_seqs", config.max_num_seqs, "must be at least 1")
+    prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
+    _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
     rows, width = max(config.max_num_seqs, min_rows), math.ceil(length / config.page_size)
     chunk = config.prefill_sizes[-1]
     least = chunk + config.max_num_seqs
     budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens
     _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
+    pages = _num_pages(config, cache, width, itemsize)
     return ResolvedEngine(
         max_model_len=length,
         max_num_seqs=config.max_num_seqs,
         rows=rows,
         max_num_batched_tokens=budget,
         page_size=config.page_size,
-        num_pages=_num_pages(config, cache, width, itemsize),
+        num_pages=pages,
         table_width=width,
         prefill_sizes=config.prefill_sizes,
+        prefill_lanes=_prefill_lanes(config, prefill_rows, width, pages),
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
@@ -114,6 +135,14 @@ def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
     _require(sizes[-1] % page == 0, "prefill_sizes", sizes, f"must end in a multiple of page_size ({page})")
     for size in sizes:
         _require_power_of_two("prefill_sizes", size)
+
+
+def _prefill_lanes(config: EngineConfig, rows: int, width: int, pages: int) -> tuple[int, ...]:
+    """Chunks per wide program. Only the largest size can occur more than once in a prompt; the proof of a program
+    needs pages of its own for every lane."""
+    sizes = config.prefill_sizes
+    lanes = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
+    return tuple(max(1, min(lane, pages // width)) for lane in lanes)
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

@@ -97,6 +97,7 @@ class LLM:
         num_pages: int | None = None,
         max_logprobs: int = EngineConfig.max_logprobs,
         prefill_sizes: Sequence[int] = EngineConfig.prefill_sizes,
+        max_prefill_rows: int | None = None,
         seed: int | None = None,
         compilation_cache_dir: str | None = None,
         show_progress: bool = True,
@@ -111,6 +112,7 @@ class LLM:
             num_pages=num_pages,
             max_logprobs=max_logprobs,
             prefill_sizes=tuple(prefill_sizes),
+            max_prefill_rows=max_prefill_rows,
             seed=seed,
         )
         self.engine = Engine(self.model, config, jax.default_backend())

@@ -21,10 +21,10 @@ _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPrograms:
-    """Executables by name; ``prefill`` by chunk size."""
+    """Executables by name; ``prefill`` by chunk size and lanes."""
 
     decode: Callable[..., Any]
-    prefill: Mapping[int, Callable[..., Any]]
+    prefill: Mapping[tuple[int, int], Callable[..., Any]]
     prefill_logprobs: Callable[..., Any]
     admit: Callable[..., Any]
 
@@ -45,21 +45,23 @@ def compile_programs(
     lowered = {
         "decode": lower(programs.decode, params, slots, state, _decode_batch(engine), donate=2),
         "prefill_logprobs": lower(
-            programs.prefill_logprobs, params, state, _prefill_batch(engine, largest), _ints(largest), donate=1
+            programs.prefill_logprobs, params, state, _prefill_batch(engine, largest, 1), _ints(largest), donate=1
         ),
         "admit": lower(
             programs.admit, state, _ints(), _array((vocab,), jnp.bool_), _array((vocab,), jnp.float32), donate=0
         ),
     }
-    for size in engine.prefill_sizes:
-        lowered[f"prefill_{size}"] = lower(programs.prefill, params, state, _prefill_batch(engine, size), donate=1)
+    prefills = sorted({*((size, 1) for size in engine.prefill_sizes), *engine.wide_prefills})
+    for size, lanes in prefills:
+        batch = _prefill_batch(engine, size, lanes)
+        lowered[f"prefill_{size}x{lanes}"] = lower(programs.prefill, params, state, batch, donate=1)
     options = _GPU_OPTIONS if sharding.mesh.devices.flat[0].platform == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
         jobs = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
         done = {name: job.result() for name, job in jobs.items()}
     return CompiledPrograms(
         decode=done["decode"],
-        prefill={size: done[f"prefill_{size}"] for size in engine.prefill_sizes},
+        prefill={(size, lanes): done[f"prefill_{size}x{lanes}"] for size, lanes in prefills},
         prefill_logprobs=done["prefill_logprobs"],
         admit=done["admit"],
     )
@@ -82,5 +84,5 @@ def _decode_batch(engine: ResolvedEngine) -> DecodeBatch:
     return DecodeBatch(rows, rows, rows, _ints(engine.rows, engine.table_width))
 
 
-def _prefill_batch(engine: ResolvedEngine, size: int) -> PrefillBatch:
-    return PrefillBatch(_ints(size), _ints(), _ints(), _ints(engine.table_width))
+def _prefill_batch(engine: ResolvedEngine, size: int, lanes: int) -> PrefillBatch:
+    return PrefillBatch(_ints(lanes, size), _ints(lanes), _ints(lanes), _ints(lanes, engine.table_width))

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.buckets import group_chunks
 from jaxinfer.engine.compiled import compile_programs
+from jaxinfer.engine.exactness import proved_lanes
 from jaxinfer.engine.scheduler import PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, make_programs
@@ -49,6 +51,7 @@ class Runner:
         self._state = self._new_state(model, limits)
         programs = make_programs(model, engine.max_logprobs)
         self._run = compile_programs(programs, engine, self._params, self._slots, self._state)
+        self._lanes, self._state = proved_lanes(self._run.prefill, engine, self._params, self._state, self._vocab)
 
     def _new_state(self, model: Model, limits: SamplingLimits) -> StepState:
         engine = self._engine
@@ -64,7 +67,7 @@ class Runner:
         if not plan:
             return None
         self._admit(plan.admitted)
-        prompt = [self._prefill(prefill) for prefill in plan.prefills]
+        prompt = self._prefills(plan.prefills)
         sampled = self._decode(plan) if plan.decodes else None
         return Launched(plan, sampled, prompt)
 
@@ -91,18 +94,33 @@ class Runner:
         if admitted:
             self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
 
-    def _prefill(self, plan: PrefillPlan) -> Logprobs | None:
-        sequence, (start, length, size) = plan.sequence, plan.chunk
-        prompt = np.zeros(size + 1, np.int32)
-        piece = sequence.prompt[start : start + length + 1]
-        prompt[: len(piece)] = piece
-        table = self._tables[sequence.slot].copy()
-        batch = PrefillBatch(prompt[:-1], np.int32(start), np.int32(length), table)
-        if plan.logprobs:
-            self._state, logprobs = self._run.prefill_logprobs(self._params, self._state, batch, prompt[1:])
-            return logprobs
-        self._state = self._run.prefill[size](self._params, self._state, batch)
-        return None
+    def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
+        """Launch all chunks, several in one program where there is a wide one for their size."""
+        results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
+        plain = [plan for plan in plans if not plan.logprobs]
+        for group in group_chunks([plan.chunk.size for plan in plain], self._lanes):
+            size = plain[group[0]].chunk.size
+            lanes = 1 if len(group) == 1 else self._lanes[size]
+            batch = self._prefill_batch([plain[index] for index in group], size, lanes)
+            self._state = self._run.prefill[size, lanes](self._params, self._state, batch)
+        return results
+
+    def _prefill_logprobs(self, plan: PrefillPlan) -> Logprobs:
+        start, length, size = plan.chunk
+        following = np.zeros(size, np.int32)
+        following[:length] = plan.sequence.prompt[start + 1 : start + length + 1]
+        batch = self._prefill_batch([plan], size, 1)
+        self._state, logprobs = self._run.prefill_logprobs(self._params, self._state, batch, following)
+        return logprobs
+
+    def _prefill_batch(self, plans: list[PrefillPlan], size: int, lanes: int) -> PrefillBatch:
+        tokens, (starts, lengths) = np.zeros((lanes, size), np.int32), np.zeros((2, lanes), np.int32)
+        tables = np.zeros((lanes, self._engine.table_width), np.int32)
+        for lane, plan in enumerate(plans):
+            starts[lane], lengths[lane], _ = start, length, _ = plan.chunk
+            tokens[lane, :length] = plan.sequence.prompt[start : start + length]
+            tables[lane] = self._tables[plan.sequence.slot]
+        return PrefillBatch(tokens, starts, lengths, tables)
 
     def _decode(self, plan: StepPlan) -> Sampled:
         tokens, positions, generated = np.full((3, self._engine.rows), -1, np.int32)

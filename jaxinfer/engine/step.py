@@ -38,12 +38,15 @@ class DecodeBatch(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """``length`` prompt tokens of one sequence from ``start``; ``tokens`` is padded to the program's size."""
+    """A prompt chunk a lane: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
 
-    tokens: Int[Any, " chunk"]
-    start: Int[Any, ""]
-    length: Int[Any, ""]
-    table: Int[Any, " width"]
+    A lane of length 0 is idle.
+    """
+
+    tokens: Int[Any, "lanes chunk"]
+    starts: Int[Any, " lanes"]
+    lengths: Int[Any, " lanes"]
+    tables: Int[Any, "lanes width"]
 
 
 class Programs(NamedTuple):
@@ -73,9 +76,10 @@ def make_programs(model: Model, max_logprobs: int) -> Programs:
         return StepState(pools, last_tokens, slot_state), sampled
 
     def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
-        attend = PrefillAttend(batch.table, batch.start, batch.length)
-        positions = batch.start + jnp.arange(batch.tokens.shape[0])
-        hidden, pools = apply({"params": params}, batch.tokens, positions, attend, state.pools)
+        attend = PrefillAttend(batch.tables, batch.starts, batch.lengths)
+        positions = batch.starts[:, None] + jnp.arange(batch.tokens.shape[1])
+        # Lanes end to end: the products see one matrix.
+        hidden, pools = apply({"params": params}, batch.tokens.reshape(-1), positions.reshape(-1), attend, state.pools)
         return state._replace(pools=pools), hidden
 
     def prefill_step(params: Any, state: StepState, batch: PrefillBatch) -> StepState:

@@ -46,19 +46,25 @@ class DecodeAttend(NamedTuple):
 
 
 class PrefillAttend(NamedTuple):
-    """`Attend` for a chunk of one sequence: ``length`` tokens from ``start``, a multiple of the page size."""
+    """`Attend` for chunks, one a lane: ``lengths`` tokens from ``starts``, multiples of the page size.
 
-    table: Int[Array, " width"]
-    start: Int[Array, ""]
-    length: Int[Array, ""]
+    The rows are the lanes' tokens one lane after another, all padded to one size. A lane of length 0 writes nothing.
+    Lanes may be consecutive chunks of one sequence: all write before any attends.
+    """
+
+    tables: Int[Array, "lanes width"]
+    starts: Int[Array, " lanes"]
+    lengths: Int[Array, " lanes"]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
     ) -> tuple[jax.Array, LayerPool]:
-        pages, page = cache.data.shape[0], cache.data.shape[3]
-        index = jnp.arange(-(-q.shape[0] // page))
-        own = self.table[jnp.minimum(self.start // page + index, self.table.shape[0] - 1)]
-        data = kv_write.write_pages(cache.data, k, v, jnp.where(index * page < self.length, own, pages))
-        end = self.start + self.length
-        mixed = paged_attention.prefill(q, data, self.table, self.start, end, scale=scale, window=layer.window)
-        return mixed, cache._replace(data=data)
+        (pages, _, _, page, _), (lanes, width) = cache.data.shape, self.tables.shape
+        q, k, v = (x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:]) for x in (q, k, v))
+        index = jnp.arange(-(-q.shape[1] // page))
+        at = jnp.minimum(self.starts[:, None] // page + index, width - 1)
+        own = jnp.take_along_axis(self.tables, at, axis=1)
+        data = kv_write.write_pages(cache.data, k, v, jnp.where(index * page < self.lengths[:, None], own, pages))
+        ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
+        mixed = paged_attention.prefill(q, data, self.tables, self.starts, ends, scale=scale, window=layer.window)
+        return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)

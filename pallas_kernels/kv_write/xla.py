@@ -20,16 +20,16 @@ def write_rows(
 
 def write_pages(
     pool: Float[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "chunk kv_heads head_dim"],
-    v: Float[Array, "chunk kv_heads head_dim"],
-    pages: Int[Array, " written"],
+    k: Float[Array, "lanes chunk kv_heads head_dim"],
+    v: Float[Array, "lanes chunk kv_heads head_dim"],
+    pages: Int[Array, "lanes written"],
 ) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """A chunk that starts at a page's first slot: whole pages are overwritten, out-of-range ones are dropped.
+    """Chunks that start at a page's first slot: whole pages are overwritten, out-of-range ones are dropped.
 
     Slots behind the chunk's last token hold zeros or the keys of padding rows: the sequence's length masks them.
     """
-    page = pool.shape[3]
+    page, extra = pool.shape[3], pages.shape[1] * pool.shape[3] - k.shape[1]
     both = jnp.stack([k, v]).astype(pool.dtype)
-    both = jnp.pad(both, ((0, 0), (0, pages.shape[0] * page - k.shape[0]), (0, 0), (0, 0)))
-    both = both.reshape(2, pages.shape[0], page, *k.shape[1:])
-    return pool.at[pages].set(jnp.transpose(both, (1, 0, 3, 2, 4)), mode="drop")
+    both = jnp.pad(both, ((0, 0), (0, 0), (0, extra), (0, 0), (0, 0)))
+    both = both.reshape(2, pages.size, page, *k.shape[2:])
+    return pool.at[pages.reshape(-1)].set(jnp.transpose(both, (1, 0, 3, 2, 4)), mode="drop")

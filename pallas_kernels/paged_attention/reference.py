@@ -65,15 +65,18 @@ def decode(
 
 
 def prefill(
-    q: Float[Array, "chunk heads head_dim"],
+    q: Float[Array, "lanes chunk heads head_dim"],
     pool: Float[Array, "pages 2 kv_heads page head_dim"],
-    table: Int[Array, " width"],
-    start: Int[Array, ""],
-    length: Int[Array, ""],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
     *,
     scale: float,
     window: int | None = None,
-) -> Float[Array, "chunk heads head_dim"]:
-    """A chunk of one sequence whose first query stands at position ``start``; keys up to ``length`` are written."""
-    positions = start + jnp.arange(q.shape[0])
-    return attend(q, positions, pool, table, length, scale=scale, window=window)
+) -> Float[Array, "lanes chunk heads head_dim"]:
+    """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros."""
+
+    def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
+        return attend(q, start + jnp.arange(q.shape[0]), pool, table, length, scale=scale, window=window)
+
+    return jax.vmap(lane)(q, tables, starts, lengths)

@@ -7,6 +7,7 @@ neighbours change a single bit of a row's result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,15 +17,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 # Measured on a 2-core CPU at 32 rows, 500 keys, head_dim 64: 64 keys per block keep the gathered block in cache and
-# are twice as fast as 128 or 256. A prefill chunk has enough queries to amortise larger blocks, but none larger than
-# itself: a short prompt would score keys that are not there.
+# are twice as fast as 128 or 256. A prefill chunk has enough queries to amortise larger blocks; all chunks have one
+# block size, or a key's place in the sums would depend on the chunk that reads it.
 DECODE_BLOCK = 64
-PREFILL_BLOCK = 256
+PREFILL_BLOCK = 128
+_LOG2_E = math.log2(math.e)
 _MASKED = -1e30
+_NEVER = jnp.iinfo(jnp.int32).max
 
 
 class _Softmax(NamedTuple):
-    """Running maximum, normaliser and weighted sum of the values, all float32."""
+    """Running maximum, normaliser and weighted sum of the values, all float32. Scores are in powers of two.
+
+    The maximum is rounded up to an integer, so that rescaling is exact: whether a compiler contracts the multiplication
+    and the addition into one instruction, which differs from program to program, changes no bit.
+    """
 
     top: jax.Array
     total: jax.Array
@@ -33,13 +40,18 @@ class _Softmax(NamedTuple):
     def add(self, scores: jax.Array, visible: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Softmax:
         """Fold in a block of scores (last axis: keys); ``weigh`` maps weights to the weighted sum of its values."""
         scores = jnp.where(visible, scores, -jnp.inf)
-        top = jnp.maximum(self.top, scores.max(-1))
-        weights, decay = jnp.exp(scores - top[..., None]), jnp.exp(self.top - top)
+        top = jnp.maximum(self.top, jnp.ceil(scores.max(-1)))
+        weights, decay = jnp.exp2(scores - top[..., None]), _power_of_two(self.top - top)
         mixed = self.mixed * decay[..., None] + weigh(weights)
         return _Softmax(top, self.total * decay + weights.sum(-1), mixed)
 
     def result(self) -> jax.Array:
         return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Exactly 2**exponent of integers up to 0, by their bits; 0 where it would not be a normal number."""
+    return lax.bitcast_convert_type((jnp.maximum(exponent, -127).astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def _start(*shape: int) -> _Softmax:
@@ -79,7 +91,7 @@ def decode(
     (rows, heads, head_dim), (_, _, kv_heads, page, _) = q.shape, pool.shape
     count = _pages_per_block(DECODE_BLOCK, page, tables.shape[1])
     tables, block = _pad_width(tables, count), count * page
-    grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * scale
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * (scale * _LOG2_E)
     last = (lengths - 1)[:, None, None, None]
 
     def body(index: jax.Array, state: _Softmax) -> _Softmax:
@@ -90,7 +102,7 @@ def decode(
         visible = _visible(last, index * block + jnp.arange(block), window)
         return state.add(scores, visible, lambda weights: _einsum("rhgk,rhkd->rhgd", weights, values))
 
-    first = _first_block(jnp.where(lengths > 0, lengths - 1, jnp.iinfo(jnp.int32).max), block, window)
+    first = _first_block(jnp.where(lengths > 0, lengths - 1, _NEVER), block, window)
     blocks = _ceil_div(jnp.max(lengths), block)
     state = lax.fori_loop(first, blocks, body, _start(*grouped.shape))
     return state.result().reshape(q.shape).astype(q.dtype)
@@ -112,33 +124,34 @@ def _ceil_div(a: jax.Array, b: int) -> jax.Array:
 
 
 def prefill(
-    q: Float[Array, "chunk heads head_dim"],
+    q: Float[Array, "lanes chunk heads head_dim"],
     pool: Float[Array, "pages 2 kv_heads page head_dim"],
-    table: Int[Array, " width"],
-    start: Int[Array, ""],
-    length: Int[Array, ""],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
     *,
     scale: float,
     window: int | None = None,
-) -> Float[Array, "chunk heads head_dim"]:
-    """See `reference.prefill`. One matrix product per KV head and block of keys."""
-    (chunk, heads, head_dim), (_, _, kv_heads, page, _) = q.shape, pool.shape
+) -> Float[Array, "lanes chunk heads head_dim"]:
+    """See `reference.prefill`. One matrix product per lane, KV head and block of keys."""
+    (lanes, chunk, heads, head_dim), (_, _, kv_heads, page, _) = q.shape, pool.shape
     group = heads // kv_heads
-    count = _pages_per_block(min(PREFILL_BLOCK, chunk), page, table.shape[0])
-    table, block = _pad_width(table, count), count * page
-    grouped = jnp.transpose(q.reshape(chunk, kv_heads, group, head_dim), (1, 2, 0, 3))
-    grouped = grouped.reshape(kv_heads, group * chunk, head_dim).astype(jnp.float32) * scale
-    positions = jnp.tile(start + jnp.arange(chunk), group)
+    count = _pages_per_block(PREFILL_BLOCK, page, tables.shape[1])
+    tables, block = _pad_width(tables, count), count * page
+    grouped = jnp.transpose(q.reshape(lanes, chunk, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
+    grouped = grouped.reshape(lanes, kv_heads, group * chunk, head_dim).astype(jnp.float32) * (scale * _LOG2_E)
+    positions = jnp.tile(starts[:, None] + jnp.arange(chunk), group)[:, None, :, None]
+    ends = lengths[:, None, None, None]
 
     def body(index: jax.Array, state: _Softmax) -> _Softmax:
-        pages = lax.dynamic_slice_in_dim(table, index * count, count, 0)[None]
-        keys, values = (_join_pages(pool[pages, side].astype(jnp.float32))[0] for side in (0, 1))
+        pages = lax.dynamic_slice_in_dim(tables, index * count, count, 1)
+        keys, values = (_join_pages(pool[pages, side].astype(jnp.float32)) for side in (0, 1))
         at = index * block + jnp.arange(block)
-        visible = _visible(positions[:, None], at, window) & (at < length)
-        scores = _einsum("hqd,hkd->hqk", grouped, keys)
-        return state.add(scores, visible, lambda weights: _einsum("hqk,hkd->hqd", weights, values))
+        visible = _visible(positions, at, window) & (at < ends)
+        scores = _einsum("lhqd,lhkd->lhqk", grouped, keys)
+        return state.add(scores, visible, lambda weights: _einsum("lhqk,lhkd->lhqd", weights, values))
 
-    first = _first_block(start, block, window)
-    state = lax.fori_loop(first, _ceil_div(length, block), body, _start(*grouped.shape))
-    mixed = state.result().reshape(kv_heads, group, chunk, head_dim)
-    return jnp.transpose(mixed, (2, 0, 1, 3)).reshape(q.shape).astype(q.dtype)
+    first = _first_block(jnp.where(lengths > 0, starts, _NEVER), block, window)
+    state = lax.fori_loop(first, _ceil_div(jnp.max(lengths), block), body, _start(*grouped.shape))
+    mixed = state.result().reshape(lanes, kv_heads, group, chunk, head_dim)
+    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(q.shape).astype(q.dtype)

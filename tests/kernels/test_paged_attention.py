@@ -34,15 +34,26 @@ def test_decode_equals_the_equation(kv_heads, group, head_dim, page, window):
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])
-@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 32), (64, 17), (256, 32), (448, 20)])
-def test_prefill_equals_the_equation(start, count, window):
-    page, chunk = 32, 32
-    pool, q = _pool(2, 20, 2, page, 16), _queries(3, chunk, 6, 16)
-    table = jnp.asarray(np.random.default_rng(4).permutation(20)[:15], jnp.int32)
-    where = (jnp.int32(start), jnp.int32(start + count))
-    got = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=window))(q, pool, table, *where)
-    want = reference.prefill(q, pool, table, *where, scale=SCALE, window=window)
-    np.testing.assert_allclose(got[:count], want[:count], atol=2e-6, rtol=1e-5)
+@pytest.mark.parametrize("chunks", [[(0, 1)], [(0, 32), (256, 32), (0, 0)], [(448, 20), (64, 17)]])
+def test_prefill_equals_the_equation(chunks, window):
+    page, chunk, lanes = 32, 32, len(chunks)
+    pool, q = _pool(2, 50, 2, page, 16), _queries(3, lanes, chunk, 6, 16)
+    tables = jnp.asarray(np.random.default_rng(4).permutation(50)[: 15 * lanes].reshape(lanes, 15), jnp.int32)
+    starts, ends = jnp.array([start for start, _ in chunks]), jnp.array([sum(pair) for pair in chunks])
+    prefill = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=window))
+    got = prefill(q, pool, tables, starts, ends)
+    want = reference.prefill(q, pool, tables, starts, ends, scale=SCALE, window=window)
+    for lane, (_, count) in enumerate(chunks):
+        np.testing.assert_allclose(got[lane, :count], want[lane, :count], atol=2e-6, rtol=1e-5)
+
+
+def test_a_chunk_does_not_depend_on_other_lanes():
+    pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 16, 4, 8)
+    tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
+    prefill = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=40))
+    together = prefill(q, pool, tables, jnp.array([48, 240, 0]), jnp.array([64, 256, 3]))
+    alone = prefill(q, pool, tables, jnp.array([48, 0, 0]), jnp.array([64, 0, 0]))
+    np.testing.assert_array_equal(together[0], alone[0])
 
 
 def test_a_row_does_not_depend_on_table_width_or_neighbours():
@@ -76,11 +87,13 @@ def test_write_rows_and_drop():
 
 @pytest.mark.parametrize("chunk", [8, 16, 32])
 def test_write_pages_and_drop(chunk):
-    pool = _pool(8, 4, 2, 16, 8)
-    k, v = _queries(9, chunk, 2, 8), _queries(10, chunk, 2, 8)
-    pages = [3, 4][: -(-chunk // 16)]
+    pool = _pool(8, 6, 2, 16, 8)
+    k, v = _queries(9, 2, chunk, 2, 8), _queries(10, 2, chunk, 2, 8)
+    pages = np.array([[3, 6], [0, 5]])[:, : -(-chunk // 16)]
     got = np.asarray(kv_write.write_pages(pool, k, v, jnp.array(pages)))
     n = min(chunk, 16)
-    np.testing.assert_array_equal(got[3, 0, :, :n], np.swapaxes(k[:n], 0, 1))
-    np.testing.assert_array_equal(got[3, 1, :, :n], np.swapaxes(v[:n], 0, 1))
-    np.testing.assert_array_equal(got[:3], pool[:3])
+    for lane, page in enumerate((3, 0)):
+        np.testing.assert_array_equal(got[page, 0, :, :n], np.swapaxes(k[lane, :n], 0, 1))
+        np.testing.assert_array_equal(got[page, 1, :, :n], np.swapaxes(v[lane, :n], 0, 1))
+    untouched = [1, 2, 4] if chunk == 32 else [1, 2, 4, 5]
+    np.testing.assert_array_equal(got[untouched], pool[np.array(untouched)])
