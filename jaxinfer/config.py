@@ -32,6 +32,19 @@ class EngineConfig:
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together where that is
             proved to change no bit (default: what pays on the platform; 1: a program a chunk).
         max_logprobs: most top logprobs that a request may ask for.
+        enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
+        swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
+        scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (deficit round robin over
+            `Request.tenant`).
+        max_waiting_requests, max_waiting_tokens: a request beyond them is refused (default: no limit).
+        async_scheduling: launch a step before the one before it is read. Off: for debugging.
+        batching: "continuous", or "static": a batch runs until all its sequences have ended. For comparison.
+        multi_step: most decode steps that run on the device without the host, when nobody waits.
+        speculative: None or "ngram": continuations found in a sequence's own tokens are verified in idle rows.
+        num_speculative_tokens: most draft tokens per sequence and step.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that the n-gram drafter looks for.
+        exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
+            are reused.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -44,6 +57,19 @@ class EngineConfig:
     prefill_sizes: tuple[int, ...] = (32, 128, 256)
     max_prefill_rows: int | None = None
     max_logprobs: int = 20
+    enable_prefix_caching: bool = True
+    swap_space_gib: float = 4.0
+    scheduling_policy: str = "fcfs"
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+    async_scheduling: bool = True
+    batching: str = "continuous"
+    multi_step: int = 1
+    speculative: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    exactness: str = "exact"
     seed: int | None = None
 
 
@@ -52,7 +78,8 @@ class ResolvedEngine:
     """Every number that shapes the compiled programs and the pool.
 
     ``rows`` is the number of slots and of rows in the decode program, ``table_width`` the pages of one sequence,
-    ``prefill_lanes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
+    ``prefill_lanes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none), ``host_pages`` the
+    pages that fit into ``swap_space_gib``.
     """
 
     max_model_len: int
@@ -65,6 +92,19 @@ class ResolvedEngine:
     prefill_sizes: tuple[int, ...]
     prefill_lanes: tuple[int, ...]
     max_logprobs: int
+    enable_prefix_caching: bool
+    host_pages: int
+    scheduling_policy: str
+    max_waiting_requests: int | None
+    max_waiting_tokens: int | None
+    async_scheduling: bool
+    batching: str
+    multi_step: int
+    speculative: str | None
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    exactness: str
     seed: int | None
 
     @property
@@ -96,10 +136,9 @@ def resolve(
     _require_power_of_two("page_size", config.page_size)
     _require_prefill_sizes(config.prefill_sizes, config.page_size)
     length = _max_model_len(config.max_model_len, max_position)
-    _require(config.max_num_seqs >= 1, "max_num_seqs", config.max_num_seqs, "must be at least 1")
+    _require_simple(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
-    _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
     rows, width = max(config.max_num_seqs, min_rows), math.ceil(length / config.page_size)
     chunk = config.prefill_sizes[-1]
     least = chunk + config.max_num_seqs
@@ -117,8 +156,46 @@ def resolve(
         prefill_sizes=config.prefill_sizes,
         prefill_lanes=_prefill_lanes(config, prefill_rows, width, pages),
         max_logprobs=config.max_logprobs,
+        enable_prefix_caching=config.enable_prefix_caching,
+        host_pages=int(config.swap_space_gib * 2**30 / cache.bytes_per_page(config.page_size, itemsize)),
+        scheduling_policy=config.scheduling_policy,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        async_scheduling=config.async_scheduling,
+        batching=config.batching,
+        multi_step=config.multi_step,
+        speculative=config.speculative,
+        num_speculative_tokens=config.num_speculative_tokens,
+        prompt_lookup_min=config.prompt_lookup_min,
+        prompt_lookup_max=config.prompt_lookup_max,
+        exactness=config.exactness,
         seed=config.seed,
     )
+
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "scheduling_policy": ("fcfs", "priority", "fair"),
+    "batching": ("continuous", "static"),
+    "speculative": (None, "ngram"),
+    "exactness": ("exact", "relaxed"),
+}
+_AT_LEAST_ONE = ("max_num_seqs", "multi_step", "num_speculative_tokens", "prompt_lookup_min")
+
+
+def _require_simple(config: EngineConfig) -> None:
+    """What can be refused by looking at one setting, or at two."""
+    for name, choices in _CHOICES.items():
+        what = "must be one of " + ", ".join(str(choice) for choice in choices)
+        _require(getattr(config, name) in choices, name, getattr(config, name), what)
+    for name in _AT_LEAST_ONE:
+        _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
+    for name in ("max_waiting_requests", "max_waiting_tokens"):
+        limit = getattr(config, name)
+        _require(limit is None or limit >= 1, name, limit, "must be at least 1")
+    least = f"must be at least prompt_lookup_min ({config.prompt_lookup_min})"
+    _require(config.prompt_lookup_max >= config.prompt_lookup_min, "prompt_lookup_max", config.prompt_lookup_max, least)
+    _require(config.swap_space_gib >= 0, "swap_space_gib", config.swap_space_gib, "must not be negative")
+    _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
 
 
 def _require(condition: bool, name: str, value: object, what: str) -> None:

@@ -21,6 +21,10 @@ class RequestError(ValueError):
     """A request that cannot be served as asked. The message names the field and the value."""
 
 
+class QueueFullError(RequestError):
+    """Too much is waiting already: try again later."""
+
+
 # The smallest and largest values that a field may have (None: no bound). Names and ranges are vLLM's.
 _NUMBERS: Mapping[str, tuple[float | None, float | None]] = {
     "temperature": (0.0, None),
@@ -191,6 +195,10 @@ class Request:
         params: validated sampling parameters; ``seed`` is resolved (never None) at admission.
         stop_token_ids: ids that end a sequence (EOS and the request's own), empty under ``ignore_eos`` without own ids.
         bad_words_ids: token sequences that must not appear in the output.
+        priority: lower is served earlier, under the priority policy.
+        tenant: whose request it is, under the fair policy.
+        cache_salt: requests of different salts never share cached pages.
+        deadline: in seconds of ``time.monotonic``; a request that is not done by then ends.
     """
 
     request_id: str
@@ -198,12 +206,26 @@ class Request:
     params: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    deadline: float | None = None
+
+
+def needs_sampler_state(request: Request) -> bool:
+    """Whether the sampler keeps something of this request between tokens: counts, a bias, the last tokens."""
+    params = request.params
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    long_words = any(len(ids) > 1 for ids in request.bad_words_ids)
+    bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return penalties != (0.0, 0.0, 1.0) or long_words or bias
 
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    DEADLINE = "deadline"
 
 
 class TokenLogprob(NamedTuple):
@@ -293,6 +315,11 @@ class CacheSpec:
     layers: tuple[LayerSpec, ...]
     kv_heads: int
     head_dim: int
+
+    @property
+    def groups(self) -> tuple[LayerSpec, ...]:
+        """The distinct layers: those of one group share block tables."""
+        return tuple(dict.fromkeys(self.layers))
 
     def pool_shape(self, pages: int, page_size: int) -> tuple[int, int, int, int, int]:
         return (pages, 2, self.kv_heads, page_size, self.head_dim)

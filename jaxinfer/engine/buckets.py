@@ -14,16 +14,42 @@ class Chunk(NamedTuple):
     size: int
 
 
-def next_chunk(start: int, end: int, sizes: tuple[int, ...], *, largest_only: bool = False) -> Chunk:
-    """The chunk that begins at ``start`` of a prompt whose prefill ends before ``end``.
+def rule_size(start: int, end: int, sizes: Sequence[int]) -> int:
+    """The size in which the token at ``start`` of a prompt whose prefill ends before ``end`` is due.
 
-    The rule looks at this prompt alone, never at what else is in the step: chunks begin at multiples of the largest
-    size, and a tail runs in the smallest size that holds it. So a token's row count, and with it every bit of its
-    result, does not depend on its neighbours.
+    The prompt is cut at multiples of the largest size, and a tail runs in the smallest size that holds it. So the rule
+    looks at this prompt alone, never at what else is in the step or in the cache.
     """
-    length = min(end - start, sizes[-1])
-    fitting = sizes[-1] if largest_only else next(size for size in sizes if size >= length)
-    return Chunk(start, length, fitting)
+    cut = start - start % sizes[-1]
+    tail = min(end - cut, sizes[-1])
+    return next(size for size in sizes if size >= tail)
+
+
+def next_chunk(
+    start: int, end: int, sizes: Sequence[int], classes: Mapping[int, int], *, largest_only: bool = False
+) -> Chunk:
+    """The chunk that begins at ``start``: up to the next cut, in the smallest program with the bits of the due one.
+
+    Args:
+        start: tokens that are computed or cached already; within a piece only after a cache hit.
+        classes: sizes with equal numbers are programs with equal bits (see `jaxinfer.engine.exactness`).
+        largest_only: the request wants log probabilities of its prompt, for which there is one program.
+    """
+    length = min(end - start, sizes[-1] - start % sizes[-1])
+    if largest_only or start + length < end:
+        return Chunk(start, length, sizes[-1])  # so that sizes never grow along a prompt: `group_chunks` relies on it
+    due = classes[rule_size(start, end, sizes)]
+    return Chunk(start, length, next(size for size in sizes if size >= length and classes[size] == due))
+
+
+def page_code(page: int, page_size: int, end: int, sizes: Sequence[int], classes: Mapping[int, int]) -> int:
+    """Which programs compute the tokens of a page: equal codes, equal bits.
+
+    ``split`` tokens of it are prompt tokens and run in prefill programs of one class; the others run as decode rows.
+    """
+    first = page * page_size
+    split = min(max(end - first, 0), page_size)
+    return classes[rule_size(first, end, sizes)] * (page_size + 1) + split if split else 0
 
 
 def group_chunks(sizes: Sequence[int], lanes: Mapping[int, int]) -> Iterator[list[int]]:

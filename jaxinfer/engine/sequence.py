@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
+from jaxinfer.engine.stats import Times
+from jaxinfer.kv.manager import Swapped
+from jaxinfer.kv.radix import PageKeys
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams
 
 
-@dataclasses.dataclass(eq=False)
+class Status(enum.Enum):
+    """Where a sequence is: held back for a sibling's prompt, queued, in a slot, or done."""
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and what was generated after it.
 
-    Lengths count tokens of prompt and output together:
+    ``tokens`` are those that the host knows: the prompt and what it has read. ``scheduled`` counts the tokens whose
+    keys and values are computed, or will be by steps already launched. Tokens before ``prefill_end`` run in prefill
+    chunks; the last prompt token and every generated one run as decode rows. ``in_flight`` counts rows that were
+    launched and not read.
 
-    - ``scheduled``: keys and values of these are computed, or will be by steps already launched;
-    - ``committed`` (prompt plus ``output``): results that the host has read.
-
-    The last prompt token and every generated one run as a decode row; the tokens before run in prefill chunks.
+    After a preemption by recomputing, ``scheduled`` falls behind ``tokens``: known tokens are fed again.
     """
 
     request: Request
     index: int
+    arrival: int
+    tokens: list[int]
+    keys: PageKeys
+    prefill_end: int
+    final_length: int  # most tokens that can ever have keys: the last generated one is never fed
+    status: Status = Status.WAITING
     slot: int = -1
     scheduled: int = 0
-    output: list[int] = dataclasses.field(default_factory=list)
+    in_flight: int = 0
+    capacity: int = 0  # tokens that its pages hold
+    codes: list[int] = dataclasses.field(default_factory=list)
+    swapped: Swapped | None = None
     prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=lambda: [None])
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    stateful: bool = False  # the sampler keeps counts or a bias for it: one row a step
+    followers: list[Sequence] = dataclasses.field(default_factory=list)  # samples that share this one's prompt
+    leader: Sequence | None = None  # the sample whose prompt this one shares
+    sampler_state: object = None  # the runner's, while the sequence is swapped out
+    times: Times = dataclasses.field(default_factory=Times)
 
     @property
     def params(self) -> SamplingParams:
@@ -37,27 +64,12 @@ class Sequence:
         return self.request.prompt_token_ids
 
     @property
-    def prefill_end(self) -> int:
-        return len(self.prompt) - 1
-
-    @property
-    def max_tokens(self) -> int:
-        """Resolved when the request was validated: never None here."""
-        assert self.params.max_tokens is not None
-        return self.params.max_tokens
-
-    @property
-    def final_length(self) -> int:
-        """Most tokens that this sequence can ever have keys for: the last generated token is never fed back."""
-        return len(self.prompt) + self.max_tokens - 1
+    def generated(self) -> int:
+        return len(self.tokens) - self.prefill_end - 1
 
     @property
     def prefilling(self) -> bool:
         return self.scheduled < self.prefill_end
-
-    @property
-    def decodable(self) -> bool:
-        return not self.prefilling and self.scheduled < self.final_length
 
     @property
     def finished(self) -> bool:
@@ -65,9 +77,9 @@ class Sequence:
 
     def append(self, token: int) -> None:
         """Take a generated token and finish if it ends the sequence."""
-        self.output.append(token)
-        enough = len(self.output) >= self.params.min_tokens
-        if token in self.request.stop_token_ids and enough:
+        self.tokens.append(token)
+        request = self.request
+        if token in request.stop_token_ids and self.generated >= request.params.min_tokens:
             self.finish_reason, self.stop_reason = FinishReason.STOP, token
-        elif len(self.output) >= self.max_tokens:
+        elif len(self.tokens) > self.final_length:
             self.finish_reason = FinishReason.LENGTH

@@ -1,0 +1,31 @@
+"""Bytes of pages that a step moves before it computes. No jax.
+
+A page of a sequence has one physical page in each cache group; -1 where it slid out of a group's window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Pages = tuple[int, ...]
+
+
+class Export(NamedTuple):
+    """Device pages whose bytes go to a page in host memory."""
+
+    source: Pages
+    host: int
+
+
+class Copy(NamedTuple):
+    """Device pages whose bytes go to other device pages."""
+
+    source: Pages
+    target: Pages
+
+
+class Import(NamedTuple):
+    """A page in host memory whose bytes go to device pages."""
+
+    host: int
+    target: Pages
