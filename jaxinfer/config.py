@@ -194,6 +194,8 @@ def _require_simple(config: EngineConfig) -> None:
         _require(limit is None or limit >= 1, name, limit, "must be at least 1")
     least = f"must be at least prompt_lookup_min ({config.prompt_lookup_min})"
     _require(config.prompt_lookup_max >= config.prompt_lookup_min, "prompt_lookup_max", config.prompt_lookup_max, least)
+    both = f"and speculative = {config.speculative} exclude each other: drafts need the host at every step"
+    _require(config.speculative is None or config.multi_step == 1, "multi_step", config.multi_step, both)
     _require(config.swap_space_gib >= 0, "swap_space_gib", config.swap_space_gib, "must not be negative")
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
 

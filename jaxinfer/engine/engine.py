@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import EngineConfig, resolve
+from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.kv.manager import KVManager
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.models.model import Model
 from jaxinfer.sampling import SamplingLimits
+from jaxinfer.spec import Drafter, NgramDrafter
 from jaxinfer.types import Request, SequenceDelta
 
 
 class Engine:
-    """Continuous decoding of token-id requests on one model.
+    """Continuous batching of token-id requests on one model.
 
     Everything is compiled in the constructor; a request compiles nothing.
     """
 
     def __init__(self, model: Model, config: EngineConfig, platform: str) -> None:
-        # XLA:CPU runs one-row bfloat16 products twenty times slower than two-row ones.
-        min_rows = 2 if platform == "cpu" and model.dtype != jnp.float32 else 1
-        self.config = resolve(
-            config,
-            model.cache_spec,
-            max_position=model.config.max_position,
-            itemsize=model.dtype.itemsize,
-            min_rows=min_rows,
-            prefill_rows=_prefill_rows(model, platform),
-        )
+        self.config = _resolve(model, config, platform)
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
-        resolved = self.config
-        kv = KVManager(resolved.num_pages, resolved.page_size, resolved.rows, resolved.table_width)
-        self._scheduler = Scheduler(resolved, kv)
-        self._runner = Runner(model, resolved, self.limits, kv.tables)
+        self._kv = _new_kv(model, self.config)
+        self._runner = Runner(model, self.config, self.limits, self._kv.tables)
+        self._scheduler = Scheduler(
+            dataclasses.replace(self.config, multi_step=self._runner.multi_step),
+            self._kv,
+            self._runner.classes,
+            drafter=_drafter(self.config),
+            costs=self._runner.costs,
+        )
         self._pending: Launched | None = None
-        self._seeds = np.random.default_rng(resolved.seed if resolved.seed is not None else secrets.randbits(64))
+        seed = self.config.seed
+        self._seeds = np.random.default_rng(seed if seed is not None else secrets.randbits(64))
+        ready = contextlib.ExitStack()
+        self._compiled = ready.enter_context(count_compilations())
+        weakref.finalize(self, ready.close)
 
     @property
     def has_work(self) -> bool:
@@ -51,7 +56,8 @@ class Engine:
         """Queue a validated request; returns it with its seed resolved.
 
         Raises:
-            RequestError: it can never fit.
+            RequestError: its id is in use, or it can never fit.
+            QueueFullError: too much is waiting.
         """
         if request.params.seed is None:
             seed = int(self._seeds.integers(2**63))
@@ -66,13 +72,42 @@ class Engine:
     def step(self) -> list[SequenceDelta]:
         """Launch the next step, then read the one before it: the device never waits for the host."""
         launched = self._runner.launch(self._scheduler.plan())
+        if not self.config.async_scheduling:
+            return self._scheduler.commit(self._runner.read(launched))
         deltas = self._scheduler.commit(self._runner.read(self._pending))
         self._pending = launched
         return deltas
 
+    def stats(self) -> EngineStats:
+        """What runs, waits and is held now, and what was counted since the start."""
+        scheduler = self._scheduler
+        return scheduler.stats.snapshot(
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            kv=self._kv.usage(),
+            compilations=self._compiled.count,
+        )
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page that no sequence uses; how many those were."""
+        return self._kv.reset_prefix_cache()
+
     def check(self) -> None:
         """Raises AssertionError unless slots and pages are all accounted for."""
         self._scheduler.check()
+
+
+def _resolve(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
+    # XLA:CPU runs one-row bfloat16 products twenty times slower than two-row ones.
+    min_rows = 2 if platform == "cpu" and model.dtype != jnp.float32 else 1
+    return resolve(
+        config,
+        model.cache_spec,
+        max_position=model.config.max_position,
+        itemsize=model.dtype.itemsize,
+        min_rows=min_rows,
+        prefill_rows=_prefill_rows(model, platform),
+    )
 
 
 def _prefill_rows(model: Model, platform: str) -> int:
@@ -82,3 +117,23 @@ def _prefill_rows(model: Model, platform: str) -> int:
         return 512
     operations = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
     return max(1, min(512, 200_000_000_000 // operations))
+
+
+def _new_kv(model: Model, engine: ResolvedEngine) -> KVManager:
+    return KVManager(
+        KVConfig(
+            pages=engine.num_pages,
+            page_size=engine.page_size,
+            slots=engine.rows,
+            width=engine.table_width,
+            windows=tuple(layer.window for layer in model.cache_spec.groups),
+            host_pages=engine.host_pages,
+            prefix_caching=engine.enable_prefix_caching,
+        )
+    )
+
+
+def _drafter(engine: ResolvedEngine) -> Drafter | None:
+    if engine.speculative is None:
+        return None
+    return NgramDrafter(engine.prompt_lookup_min, engine.prompt_lookup_max)
