@@ -14,18 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.quant import matmul, matmul_transposed
 from tools.gpu_check.measure import fill, time_calls
 from tools.gpu_check.report import Report
 
-# Llama-3.1-8B: name, inputs, outputs
+# Llama-3.1-8B: name, inputs, outputs, and whether the weight lies as [out, in], as the model has it
 PROJECTIONS = (
-    ("qkv", 4096, 6144),
-    ("out", 4096, 4096),
-    ("gate_up", 4096, 28672),
-    ("down", 14336, 4096),
-    ("head", 4096, 128256),
+    ("qkv", 4096, 6144, False),
+    ("out", 4096, 4096, False),
+    ("gate_up", 4096, 28672, True),
+    ("down", 14336, 4096, False),
+    ("head", 4096, 128256, True),
 )
-QUICK_PROJECTIONS = (("qkv", 64, 96), ("down", 96, 64))
+QUICK_PROJECTIONS = (("qkv", 64, 96, False), ("gate_up", 96, 64, True))
 # The first wave covers the range, the second looks between; each wave is done for all projections before the next.
 WAVES = ((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (3, 6, 12, 24, 48, 96, 192, 384), (5, 7, 9, 17, 33, 65, 129, 257))
 QUICK_WAVES = ((1, 2, 4), (3, 8))
@@ -45,21 +46,22 @@ def run(report: Report) -> None:
     waves, projections = (QUICK_WAVES, QUICK_PROJECTIONS) if report.quick else (WAVES, PROJECTIONS)
     found: dict[str, dict[int, Result]] = {name: {} for name, *_ in projections}
     for wave in waves:
-        for name, k, n in projections:
+        for name, k, n, transposed in projections:
             if report.left() < _RESERVE_S and not report.quick:
                 report.put("stopped", reason=f"time: {name} and what follows was not run for rows {wave}")
                 return
             with report.attempt(name):
-                found[name].update(_measure(k, n, wave))
-                report.put(name, inputs=k, outputs=n, **_summary(found[name]))
+                found[name].update(_measure(k, n, transposed, wave))
+                report.put(name, inputs=k, outputs=n, transposed=transposed, **_summary(found[name]))
 
 
-def _measure(k: int, n: int, wave: tuple[int, ...]) -> dict[int, Result]:
-    weight = fill(2, (k, n), jnp.bfloat16, k**-0.5)
+def _measure(k: int, n: int, transposed: bool, wave: tuple[int, ...]) -> dict[int, Result]:
+    weight = fill(2, (n, k) if transposed else (k, n), jnp.bfloat16, k**-0.5)
+    product = matmul_transposed if transposed else matmul
     inputs = {rows: _inputs(k, rows) for rows in wave}
 
     def compile_one(x: jax.Array) -> Any:
-        return jax.jit(jnp.matmul).lower(x, weight).compile()
+        return jax.jit(product).lower(x, weight).compile()
 
     with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as threads:
         programs = dict(zip(wave, threads.map(compile_one, inputs.values()), strict=True))
