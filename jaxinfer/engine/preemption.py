@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
 
 from jaxinfer.engine.sequence import Sequence
 
@@ -15,11 +14,6 @@ class Costs:
     swap_page: float = 1e-4
     prefill_token: float = 1e-5
     decode_step: float = 5e-3
-
-
-def victim(running: Iterable[Sequence], rank: Callable[[Sequence], object]) -> Sequence:
-    """The running sequence that is served last."""
-    return max(running, key=rank)
 
 
 def prefer_swap(sequence: Sequence, pages: int, costs: Costs) -> bool:

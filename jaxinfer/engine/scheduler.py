@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.buckets import next_chunk, page_code
+from jaxinfer.engine.pages import SequencePages
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.preemption import Costs, prefer_swap, victim
+from jaxinfer.engine.preemption import Costs, prefer_swap
 from jaxinfer.engine.queues import Deadlines, make_queue
 from jaxinfer.engine.sequence import Sequence, Status
 from jaxinfer.engine.stats import StatsRecorder
-from jaxinfer.kv.manager import KVManager, Match
+from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.spec import Drafter
 from jaxinfer.types import (
@@ -54,8 +54,7 @@ class Scheduler:
     ) -> None:
         self._engine, self._kv, self._drafter, self._clock = engine, kv, drafter, clock
         self._costs = costs or Costs()
-        self._relaxed = engine.exactness == "relaxed"
-        self._classes = dict.fromkeys(engine.prefill_sizes, 0) if self._relaxed else dict(classes)
+        self._pages = SequencePages(engine, kv, classes)
         self._queue = make_queue(engine.scheduling_policy)
         self._deadlines = Deadlines()
         self.stats = stats or StatsRecorder(clock)
@@ -66,6 +65,7 @@ class Scheduler:
         self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
         self._arrivals = 0
         self._several = False  # the last plan runs several steps on the device
+        self._batch_runs = False  # static batching: nobody is admitted until all have ended
 
     # ---- requests
 
@@ -146,14 +146,14 @@ class Scheduler:
         """Choose the next step and advance the scheduled lengths, before any earlier result is known."""
         self._expire()
         self._publish()
+        self._batch_runs = self._batch_runs and bool(self._running)
         parked = self._grow()
-        prefills: list[PrefillPlan] = []
-        budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
-        for sequence in self._running.values():
-            if sequence.prefilling:
-                budget = self._prefill(sequence, budget, prefills)
-        admitted = self._admit(budget, prefills)
-        decodes, steps = self._decodes(bool(prefills))
+        prefills, budget = self._prompts(parked)
+        # Not in a step that throws somebody out: what was freed is for those that run.
+        crowded = bool(parked)
+        self._outrank(parked)
+        admitted = [] if crowded or self._batch_runs else self._admit(budget, prefills)
+        decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
         self._release_followers([*(plan.sequence for plan in prefills), *admitted])
         return StepPlan(*self._kv.take_moves(), parked, admitted, prefills, decodes, steps)
 
@@ -163,7 +163,9 @@ class Scheduler:
         if result is None:
             return deltas
         for prefill, prompt_logprobs in zip(result.plan.prefills, result.prompt_logprobs, strict=True):
-            prefill.sequence.prompt_logprobs.extend(prompt_logprobs)
+            known = prefill.sequence.prompt_logprobs
+            if len(known) == prefill.chunk.start + 1:  # not again after a preemption
+                known.extend(prompt_logprobs)
         emitted: list[Sequence] = []
         for row, tokens, logprobs in zip(result.plan.decodes, result.tokens, result.logprobs, strict=True):
             sequence = row.sequence
@@ -192,144 +194,81 @@ class Scheduler:
         """What earlier plans filled was launched: later steps may read it."""
         for sequence in self._filled:
             if sequence.status is Status.RUNNING:
-                self._publish_one(sequence)
+                self._pages.publish(sequence)
         self._filled = []
-
-    def _publish_one(self, sequence: Sequence) -> None:
-        computed = min(sequence.scheduled, len(sequence.tokens))
-        if sequence.params.prompt_logprobs is None:
-            self._kv.publish(sequence.slot, self._keys(sequence), self._codes(sequence), computed)
 
     def _grow(self) -> list[Parked]:
         """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
         parked: list[Parked] = []
         short = [s for s in self._running.values() if s.capacity <= s.scheduled and not s.prefilling]
         for sequence in sorted(short, key=self._queue.rank):
-            while sequence.status is Status.RUNNING and not self._extend(sequence, sequence.scheduled + 1):
-                parked.append(self._preempt(victim(self._running.values(), self._queue.rank)))
+            while sequence.status is Status.RUNNING and not self._pages.extend(sequence, sequence.scheduled + 1):
+                parked.append(self._preempt(self._last()))
         return parked
 
-    def _extend(self, sequence: Sequence, length: int) -> bool:
-        length = min(length, sequence.final_length)
-        if length <= sequence.capacity:
-            return True
-        self._kv.slide(sequence.slot, sequence.scheduled)
-        if not self._kv.extend(sequence.slot, length):
-            return False
-        sequence.capacity = self._kv.pages_for(length) * self._engine.page_size
-        return True
+    def _last(self) -> Sequence:
+        """The running sequence that is served last."""
+        return max(self._running.values(), key=self._queue.rank)
 
     def _preempt(self, sequence: Sequence) -> Parked:
-        slot, computed = sequence.slot, min(sequence.scheduled, len(sequence.tokens))
-        if prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs):
-            sequence.swapped = self._kv.swap_out(slot, sequence.scheduled)
-        if sequence.swapped is None:
-            self._kv.publish(slot, self._keys(sequence), self._codes(sequence), computed)
-            self._kv.release(slot)
-            sequence.scheduled = 0
-        self.stats.preempted("recompute" if sequence.swapped is None else "swap")
+        parked = Parked(sequence, sequence.slot)
+        swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs)
+        swapped = self._pages.park(sequence, swap=swap)
+        self.stats.preempted("swap" if swapped else "recompute")
         self._vacate(sequence)
         self._enqueue(sequence)
-        return Parked(sequence, slot)
+        return parked
+
+    def _prompts(self, parked: list[Parked]) -> tuple[list[PrefillPlan], int]:
+        """Chunks of the prompts that run, and the budget that is left."""
+        plans: list[PrefillPlan] = []
+        budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
+        started = [sequence for sequence in self._running.values() if sequence.prefilling]
+        for sequence in sorted(started, key=self._queue.rank):
+            budget = self._prefill(sequence, budget, plans)
+        if started and not plans and 1 < len(started) == len(self._running):
+            parked.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
+        return plans, budget
 
     def _prefill(self, sequence: Sequence, budget: int, plans: list[PrefillPlan]) -> int:
         """Chunks of one prompt as far as budget and pages reach; the budget that is left."""
-        wants = sequence.params.prompt_logprobs is not None
+        before = len(plans)
         while sequence.prefilling:
-            chunk = next_chunk(
-                sequence.scheduled, sequence.prefill_end, self._engine.prefill_sizes, self._classes, largest_only=wants
-            )
-            if chunk.size > budget or not self._extend(sequence, sequence.scheduled + chunk.length):
+            chunk = self._pages.next_chunk(sequence, sequence.scheduled)
+            if chunk.size > budget or not self._pages.extend(sequence, sequence.scheduled + chunk.length):
                 break
             budget -= chunk.size
             sequence.scheduled += chunk.length
-            plans.append(PrefillPlan(sequence, chunk, wants))
-            if not self._filled or self._filled[-1] is not sequence:
-                self._filled.append(sequence)
+            plans.append(PrefillPlan(sequence, chunk, sequence.params.prompt_logprobs is not None))
+        if len(plans) > before:
+            self._filled.append(sequence)
         return budget
+
+    def _outrank(self, parked: list[Parked]) -> None:
+        """Under the priority policy a waiting request takes the slot of one of lower priority."""
+        first = self._queue.peek()
+        if self._engine.scheduling_policy != "priority" or first is None or self._free_slots or parked:
+            return
+        last = self._last()
+        if first.request.priority < last.request.priority:
+            parked.append(self._preempt(last))
 
     def _admit(self, budget: int, plans: list[PrefillPlan]) -> list[Sequence]:
         admitted: list[Sequence] = []
-        if self._engine.batching == "static" and self._running:
-            return admitted
         while self._free_slots and (sequence := self._queue.peek()) is not None:
-            if not self._place(sequence, self._free_slots[0], budget):
+            slot, spare, swapped = self._free_slots[0], len(self._running), sequence.swapped is not None
+            cached = self._pages.place(sequence, slot, budget, spare)
+            if cached is None:
                 break
             self._queue.pop()
-            sequence.slot = heapq.heappop(self._free_slots)
-            sequence.status = Status.RUNNING
-            self._running[sequence.slot] = sequence
+            if not swapped:
+                self.stats.prefix(len(sequence.tokens) - 1, cached)
             self.stats.scheduled(sequence)
+            sequence.slot, sequence.status = heapq.heappop(self._free_slots), Status.RUNNING
+            self._running[slot] = sequence
             admitted.append(sequence)
             budget = self._prefill(sequence, budget, plans)
         return admitted
-
-    def _place(self, sequence: Sequence, slot: int, budget: int) -> bool:
-        """Give a waiting sequence the pages to go on with, and leave one for each that runs."""
-        if sequence.swapped is not None:
-            return self._swap_in(sequence, slot)
-        leader = sequence.leader
-        if leader is not None and leader.status is Status.RUNNING and not sequence.generated and not leader.prefilling:
-            return self._fork(sequence, slot, leader)
-        match = self._match(sequence)
-        start, length = match.tokens, match.tokens + 1
-        if start < sequence.prefill_end:
-            chunk = next_chunk(
-                start,
-                sequence.prefill_end,
-                self._engine.prefill_sizes,
-                self._classes,
-                largest_only=sequence.params.prompt_logprobs is not None,
-            )
-            if chunk.size > budget:
-                return False
-            length = start + chunk.length
-        fresh = self._kv.pages_for(length) - start // self._engine.page_size
-        if self._running and self._kv.available < fresh + len(self._running):
-            return False
-        if not self._kv.admit(slot, match, length):
-            return False
-        self.stats.prefix(len(sequence.tokens) - 1, match.tokens)
-        return self._placed(sequence, start, length)
-
-    def _swap_in(self, sequence: Sequence, slot: int) -> bool:
-        assert sequence.swapped is not None
-        if self._running and self._kv.available < self._kv.pages_for(sequence.scheduled) + len(self._running):
-            return False
-        if not self._kv.swap_in(slot, sequence.swapped):
-            return False
-        sequence.swapped = None
-        return self._placed(sequence, sequence.scheduled, sequence.scheduled)
-
-    def _fork(self, sequence: Sequence, slot: int, leader: Sequence) -> bool:
-        if self._kv.available < 1 + len(self._running):
-            return False
-        if not self._kv.fork(leader.slot, slot, sequence.prefill_end):
-            return False
-        return self._placed(sequence, sequence.prefill_end, sequence.prefill_end)
-
-    def _placed(self, sequence: Sequence, computed: int, length: int) -> bool:
-        sequence.scheduled = computed
-        sequence.capacity = self._kv.pages_for(length) * self._engine.page_size
-        return True
-
-    def _match(self, sequence: Sequence) -> Match:
-        limit = 0 if sequence.params.prompt_logprobs is not None else len(sequence.tokens) - 1
-        return self._kv.match(self._keys(sequence), self._codes(sequence), limit)
-
-    def _keys(self, sequence: Sequence) -> PageKeys:
-        sequence.keys.extend(sequence.tokens[len(sequence.keys.tokens) :])
-        return sequence.keys
-
-    def _codes(self, sequence: Sequence) -> list[int]:
-        """The code of every page of the known tokens."""
-        engine, codes = self._engine, sequence.codes
-        for page in range(len(codes), self._kv.pages_for(len(sequence.tokens))):
-            end = sequence.final_length if self._relaxed else sequence.prefill_end
-            codes.append(
-                0 if self._relaxed else page_code(page, engine.page_size, end, engine.prefill_sizes, self._classes)
-            )
-        return codes
 
     def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
         """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
@@ -339,7 +278,7 @@ class Scheduler:
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
                 continue
-            if position >= sequence.capacity and not self._extend(sequence, position + 1):
+            if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
             if host and sequence.in_flight and self._waits_for_host(sequence):
                 continue
@@ -352,6 +291,13 @@ class Scheduler:
             rows = self._with_drafts(rows)
         return rows, steps
 
+    def _may_decode(self, prefills: list[PrefillPlan], admitted: list[Sequence]) -> bool:
+        """Always, but in static batching: not before the batch is full and its prompts are computed."""
+        if self._engine.batching == "static":
+            self._batch_runs = self._batch_runs or not (prefills or admitted)
+            return self._batch_runs
+        return True
+
     def _waits_for_host(self, sequence: Sequence) -> bool:
         """Its next input is the host's to choose: a draft needs the last token, and a run of steps may stop early."""
         return self._several or (self._drafter is not None and not sequence.stateful)
@@ -362,7 +308,7 @@ class Scheduler:
         if rows and not prefills and not len(self._queue):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
         known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
-        if known or not all(self._extend(row.sequence, row.position + steps) for row in rows):
+        if known or not all(self._pages.extend(row.sequence, row.position + steps) for row in rows):
             steps = 1
         for row in rows:
             row.sequence.scheduled += steps - 1
@@ -379,7 +325,7 @@ class Scheduler:
             if sequence.stateful or row.token < 0:
                 continue
             for token in self._proposals(sequence, len(idle)):
-                if not self._extend(sequence, sequence.scheduled + 1):
+                if not self._pages.extend(sequence, sequence.scheduled + 1):
                     break
                 planned.append(DecodePlan(sequence, idle.pop(), sequence.scheduled, token))
                 sequence.scheduled += 1
@@ -393,7 +339,9 @@ class Scheduler:
         known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
         if known or not room:
             return known
-        drafts = self._drafter.propose(self._keys(sequence).tokens, min(room, self._engine.num_speculative_tokens))
+        drafts = self._drafter.propose(
+            self._pages.keys(sequence).tokens, min(room, self._engine.num_speculative_tokens)
+        )
         self.stats.drafted(len(drafts))
         return drafts.tolist()
 
@@ -445,14 +393,11 @@ class Scheduler:
     def _retire(self, sequence: Sequence) -> None:
         """Take a finished sequence out of wherever it is."""
         if sequence.status is Status.RUNNING:
-            if self._relaxed:
-                self._publish_one(sequence)
-            self._kv.release(sequence.slot)
+            self._pages.release(sequence)
             self._vacate(sequence)
         elif sequence.status is Status.WAITING:
             self._queue.remove(sequence)
-            if sequence.swapped is not None:
-                self._kv.drop(sequence.swapped)
+            self._pages.drop(sequence)
         sequence.status = Status.FINISHED
         self._queue_followers(sequence)
         self.stats.finished(sequence)
@@ -463,7 +408,7 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         heapq.heappush(self._free_slots, sequence.slot)
         del self._running[sequence.slot]
-        sequence.slot, sequence.capacity = -1, 0
+        sequence.slot = -1
 
     def check(self) -> None:
         """Slots, pages and sequences are all accounted for."""
