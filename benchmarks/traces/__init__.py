@@ -1,0 +1,1 @@
+"""Recorded workloads: reading them, serving them, and what an ideal server would make of them."""

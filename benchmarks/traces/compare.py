@@ -1,0 +1,184 @@
+"""Two ways to serve the same requests, in turns, in one process: what one of them gains."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.measure import Spread, ratios
+from benchmarks.traces.ideal import BatchingBound, lru_hits, unique_pages
+from benchmarks.traces.load import Trace, TraceError
+from benchmarks.traces.replay import Arrival, Replayed, Server, arrivals, replay
+from jaxinfer.config import EngineConfig
+from jaxinfer.types import Request, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all comparisons need.
+
+    Attributes:
+        open: makes a server, ready to serve.
+        seed: of the prompts' tokens in the first round; each round has its own.
+        speed, outstanding: see `replay`.
+        pool_share: of the trace's unique tokens that the pool holds, for `against_lru`.
+        prefix_len: shared tokens, for `warm_prefix`.
+    """
+
+    trace: Trace
+    open: Callable[[EngineConfig], Server]
+    config: EngineConfig
+    vocab: int
+    rounds: int
+    seed: int
+    speed: float | None
+    outstanding: int | None
+    pool_share: float = 0.25
+    prefix_len: int = 1024
+
+    def serve(self, server: Server, number: int, outstanding: int | None = None) -> Replayed:
+        """Round ``number``."""
+        incoming = arrivals(self.trace, self.vocab, self.seed + number, self.speed)
+        return replay(server, incoming, outstanding=outstanding or self.outstanding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """What a figure must reach: at least ``value``, or at most."""
+
+    value: float
+    at_least: bool = True
+
+    def judge(self, figure: float) -> dict[str, Any]:
+        reached = figure >= self.value if self.at_least else figure <= self.value
+        return {"figure": figure, "goal": self.value, "at_least": self.at_least, "reached": reached}
+
+
+def static_batching(setup: Setup) -> dict[str, Any]:
+    """Continuous over static batching, as a share of what the lengths allow."""
+    changes = {"continuous": {"batching": "continuous"}, "static": {"batching": "static"}}
+    record = in_turns(setup, changes)
+    outputs = [request.output_len for request in setup.trace.requests]
+    bound = BatchingBound.of(outputs, setup.config.max_num_seqs)
+    ratio = record["ratio"]["median"]
+    return record | {
+        "bound": bound.ratio,
+        "bound_of_a_run_that_ends": bound.ratio_here,
+        "share_of_a_run_that_ends": ratio / bound.ratio_here,
+        "steps_ratio": record["runs"]["static"][0]["steps"] / record["runs"]["continuous"][0]["steps"],
+        "verdict": Goal(0.85).judge(ratio / bound.ratio),
+    }
+
+
+def exactness(setup: Setup) -> dict[str, Any]:
+    """Relaxed over exact: what equal bits cost."""
+    record = in_turns(setup, {"relaxed": {"exactness": "relaxed"}, "exact": {"exactness": "exact"}})
+    return record | {"verdict": Goal(1.10, at_least=False).judge(record["ratio"]["median"])}
+
+
+def async_scheduling(setup: Setup) -> dict[str, Any]:
+    """Launching a step before the one before it is read, over reading first."""
+    return in_turns(setup, {"on": {"async_scheduling": True}, "off": {"async_scheduling": False}})
+
+
+def multi_step(setup: Setup) -> dict[str, Any]:
+    """Several decode steps on the device over one. No more requests at once than slots: nobody waits."""
+    steps = setup.config.multi_step if setup.config.multi_step > 1 else 8
+    changes = {f"{steps} steps": {"multi_step": steps}, "1 step": {"multi_step": 1}}
+    return in_turns(setup, changes, outstanding=setup.config.max_num_seqs)
+
+
+def in_turns(
+    setup: Setup, changes: Mapping[str, Mapping[str, Any]], *, outstanding: int | None = None
+) -> dict[str, Any]:
+    """Rounds in which two servers take turns, the first one being first in every other round, on prompts that are new
+    in each round and the same for both. The ratio of output tokens a second is taken round by round.
+
+    Args:
+        changes: settings of the first server, whose rate is divided by the second's, and of the second.
+    """
+    servers = {name: setup.open(dataclasses.replace(setup.config, **change)) for name, change in changes.items()}
+    runs: dict[str, list[Replayed]] = {name: [] for name in servers}
+    for number in range(setup.rounds):
+        order = list(servers) if number % 2 == 0 else list(servers)[::-1]
+        for name in order:
+            runs[name].append(setup.serve(servers[name], number, outstanding))
+    first, second = ([run.rate for run in runs[name]] for name in servers)
+    return {
+        "ratio": dataclasses.asdict(ratios(first, second)),
+        "runs": {name: [run.figures() for run in each] for name, each in runs.items()},
+    }
+
+
+def against_lru(setup: Setup) -> dict[str, Any]:
+    """Prefix hits with a pool of a share of the trace's unique tokens, over those of an LRU cache of that size that
+    serves one prompt after the other.
+
+    Raises:
+        TraceError: the prompts share nothing.
+    """
+    trace, page = setup.trace, setup.config.page_size
+    unique = unique_pages(trace, page)
+    pages = max(int(unique * setup.pool_share), 1)
+    ideal, unlimited = lru_hits(trace, page, pages), lru_hits(trace, page, unique)
+    if not ideal.hits:
+        raise TraceError(f"the prompts of the {trace.name} trace share no page: nothing to compare")
+    server = setup.open(dataclasses.replace(setup.config, num_pages=pages, swap_space_gib=0.0))
+    served = setup.serve(server, 0)
+    return {
+        "unique_pages": unique,
+        "pool_pages": pages,
+        "lru": dataclasses.asdict(ideal) | {"rate": ideal.rate},
+        "lru_without_limit": dataclasses.asdict(unlimited) | {"rate": unlimited.rate},
+        "runs": {"served": [served.figures()]},
+        "verdict": Goal(0.90).judge(served.counters.hits / ideal.hits),
+    }
+
+
+def warm_prefix(setup: Setup) -> dict[str, Any]:
+    """Time to first token of a prompt that begins as no other, over that of one whose beginning is cached. One request
+    at a time."""
+    server = setup.open(setup.config)
+    rng, cold, warm = np.random.default_rng(setup.seed), [], []
+    for number in range(setup.rounds + 1):  # the first one warms up what is not the prefix cache
+        prefix = rng.integers(setup.vocab, size=setup.prefix_len)
+        for kind, times in (("cold", cold), ("warm", warm)):
+            prompt = np.concatenate([prefix, rng.integers(setup.vocab, size=16)])
+            times.append(_ttft(server, f"{kind}-{number}", prompt))
+    spread = ratios(cold[1:], warm[1:])
+    return {
+        "prefix_len": setup.prefix_len,
+        "ttft": {"cold": statistics.median(cold[1:]), "warm": statistics.median(warm[1:])},
+        "ratio": dataclasses.asdict(spread),
+        "verdict": Goal(5.0).judge(spread.median),
+    }
+
+
+def _ttft(server: Server, name: str, prompt: np.ndarray) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, seed=0)
+    request = Request(name, tuple(prompt.tolist()), params)
+    return replay(server, [Arrival(0.0, lambda: request)]).times[0].ttft
+
+
+MODES: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
+    "static": static_batching,
+    "cache": against_lru,
+    "prefix": warm_prefix,
+    "exactness": exactness,
+    "async": async_scheduling,
+    "multi-step": multi_step,
+}
+
+
+def plain(setup: Setup) -> dict[str, Any]:
+    """The trace as it is, round by round."""
+    server = setup.open(setup.config)
+    runs = [setup.serve(server, number) for number in range(setup.rounds)]
+    return {
+        "rate": dataclasses.asdict(Spread.of([run.rate for run in runs])),
+        "runs": {"served": [r.figures() for r in runs]},
+    }

@@ -1,0 +1,154 @@
+"""Production traces as requests: when they arrive, how long they are, and which of their beginnings are the same."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+MOONCAKE_BLOCK = 512  # tokens that a hash id of the Mooncake trace stands for
+
+
+class TraceError(ValueError):
+    """A trace that cannot be replayed as asked. The message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceRequest:
+    """One request.
+
+    Attributes:
+        arrival: seconds since the trace began.
+        prompt_len, output_len: tokens.
+        blocks: what the prompt consists of: equal numbers are equal runs of tokens; the last one may be cut.
+    """
+
+    arrival: float
+    prompt_len: int
+    output_len: int
+    blocks: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.prompt_len + self.output_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival.
+
+    Attributes:
+        block_tokens: tokens of a block; None: a request is one block.
+        scale: tokens here for one token of the file.
+        dropped: requests of the file that were too long and left out.
+    """
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    block_tokens: int | None
+    scale: float
+    dropped: int
+
+    @property
+    def longest(self) -> int:
+        return max(request.total for request in self.requests)
+
+
+def read_azure(path: pathlib.Path) -> list[TraceRequest]:
+    """Azure's LLM inference trace of 2023: TIMESTAMP, ContextTokens, GeneratedTokens. Prompts share nothing.
+
+    Raises:
+        TraceError: the file is not such a trace.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        times = [_azure_time(row["TIMESTAMP"]) for row in rows]
+        return [
+            TraceRequest(time - times[0], int(row["ContextTokens"]), int(row["GeneratedTokens"]), (number,))
+            for number, (time, row) in enumerate(zip(times, rows, strict=True))
+        ]
+    except (OSError, KeyError, ValueError) as cause:
+        raise TraceError(f"{path} is not an Azure trace: {cause}") from cause
+
+
+def _azure_time(text: str) -> float:
+    whole, _, fraction = text.partition(".")
+    moment = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC)
+    return moment.timestamp() + float(f"0.{fraction or 0}")
+
+
+def read_mooncake(path: pathlib.Path) -> list[TraceRequest]:
+    """A Mooncake trace: a line of JSON each, ``timestamp`` in milliseconds, ``hash_ids`` of blocks of 512 tokens.
+
+    Raises:
+        TraceError: the file is not such a trace.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [_mooncake_request(json.loads(line)) for line in file]
+    except (OSError, KeyError, TypeError, ValueError) as cause:
+        raise TraceError(f"{path} is not a Mooncake trace: {cause}") from cause
+
+
+def _mooncake_request(row: dict) -> TraceRequest:
+    length, blocks = row["input_length"], tuple(row["hash_ids"])
+    if math.ceil(length / MOONCAKE_BLOCK) != len(blocks):
+        raise ValueError(f"{length} tokens are not {len(blocks)} blocks")
+    return TraceRequest(row["timestamp"] / 1000, length, row["output_length"], blocks)
+
+
+def scale_azure(requests: Sequence[TraceRequest], max_len: int, scale: float | None = None) -> Trace:
+    """All lengths times ``scale``; what is longer than ``max_len`` then is left out.
+
+    Args:
+        scale: None: as large as lets the longest request fit, and at most 1.
+    """
+    scale = min(1.0, max_len / max(request.total for request in requests)) if scale is None else scale
+    scaled = [
+        dataclasses.replace(
+            request, prompt_len=_scaled(request.prompt_len, scale), output_len=_scaled(request.output_len, scale)
+        )
+        for request in requests
+    ]
+    # Rounding up both parts may have made the longest ones a token too long.
+    scaled = [dataclasses.replace(r, prompt_len=r.prompt_len - 1) if r.total == max_len + 1 else r for r in scaled]
+    return _fitting("azure", scaled, None, scale, max_len)
+
+
+def scale_mooncake(requests: Sequence[TraceRequest], max_len: int, block_tokens: int) -> Trace:
+    """Blocks of ``block_tokens`` instead of 512 tokens, outputs in proportion; what is too long is left out."""
+    scale = block_tokens / MOONCAKE_BLOCK
+    scaled = []
+    for request in requests:
+        cut = request.prompt_len - (len(request.blocks) - 1) * MOONCAKE_BLOCK
+        length = (len(request.blocks) - 1) * block_tokens + _scaled(cut, scale)
+        output = _scaled(request.output_len, scale)
+        scaled.append(dataclasses.replace(request, prompt_len=length, output_len=output))
+    return _fitting("mooncake", scaled, block_tokens, scale, max_len)
+
+
+def _scaled(tokens: int, scale: float) -> int:
+    return max(1, round(tokens * scale))
+
+
+def _fitting(name: str, requests: list[TraceRequest], block: int | None, scale: float, max_len: int) -> Trace:
+    fitting = tuple(request for request in requests if request.total <= max_len)
+    if not fitting:
+        raise TraceError(f"no request of the {name} trace fits into {max_len} tokens: a smaller scale, please")
+    return Trace(name, fitting, block, scale, len(requests) - len(fitting))
+
+
+def prompt_tokens(trace: Trace, request: TraceRequest, vocab: int, seed: int) -> np.ndarray:
+    """int32 [prompt_len]: pseudo-random tokens that depend on the block and ``seed`` alone."""
+    size = trace.block_tokens or request.prompt_len
+    blocks: Iterable[np.ndarray] = (
+        np.random.default_rng((seed, block)).integers(vocab, size=size, dtype=np.int32) for block in request.blocks
+    )
+    return np.concatenate(list(blocks))[: request.prompt_len]

@@ -1,0 +1,13 @@
+"""What an engine has counted and what its pages hold. The one place that looks into a scheduler."""
+
+from __future__ import annotations
+
+from benchmarks.traces.replay import Occupancy
+from jaxinfer.engine.scheduler import Scheduler
+
+
+def occupancy(scheduler: Scheduler) -> Occupancy:
+    """Sums over the running sequences, as they are planned: the step that was launched last is included."""
+    running = scheduler._running.values()
+    used = sum(sequence.scheduled for sequence in running)
+    return Occupancy(used, sum(sequence.capacity for sequence in running))
