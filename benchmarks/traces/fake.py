@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from benchmarks.traces.probe import counters, occupancy
 from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
 from jaxinfer.engine.plan import StepPlan, StepResult
@@ -26,16 +27,21 @@ class Pace:
         return self.decode_step * bool(plan.decodes) * plan.steps + self.prompt_token * tokens
 
 
+# Keys and values of a model of 8B parameters: they decide how many pages the swap space has.
+_CACHE = CacheSpec((LayerSpec(),) * 32, kv_heads=8, head_dim=128)
+
+
 def resolved(config: EngineConfig, max_position: int) -> ResolvedEngine:
-    """What ``config`` means for a model of one layer with full attention."""
-    return resolve(config, CacheSpec((LayerSpec(),), 1, 1), max_position=max_position, itemsize=4)
+    """What ``config`` means without a device: the pool is as large as asked, or has room for every slot."""
+    config = dataclasses.replace(config, kv_cache_bytes=1 << 60)
+    return resolve(config, _CACHE, max_position=max_position, itemsize=2)
 
 
 class FakeServer:
     """The engine's loop around nothing: each step is planned before the one before it is committed.
 
     Attributes:
-        host_seconds: real time that planning and committing took, step by step.
+        plan_seconds, commit_seconds: real time that the scheduler took, step by step.
         scheduler, kv: for those who want to look inside.
     """
 
@@ -52,7 +58,8 @@ class FakeServer:
         # Each prefill size a class of its own: the most cautious answer that a device can give.
         classes = {size: number for number, size in enumerate(engine.prefill_sizes)}
         self.scheduler = Scheduler(engine, self.kv, classes, clock=self.now)
-        self.host_seconds: list[float] = []
+        self.plan_seconds: list[float] = []
+        self.commit_seconds: list[float] = []
         self._pace, self._simulated = pace, 0.0
         self._pending: StepPlan | None = None
 
@@ -67,8 +74,10 @@ class FakeServer:
         result = None if self._pending is None else _made_up(self._pending)
         start = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = time.perf_counter()
         deltas = self.scheduler.commit(result)
-        self.host_seconds.append(time.perf_counter() - start)
+        self.commit_seconds.append(time.perf_counter() - planned)
+        self.plan_seconds.append(planned - start)
         self._simulated += self._pace.of(plan)
         self._pending = plan or None
         return deltas
@@ -80,7 +89,7 @@ class FakeServer:
         self._simulated += seconds
 
     def counters(self) -> Counters:
-        return counters(self.scheduler)
+        return counters(self.scheduler.stats.snapshot())
 
     def occupancy(self) -> Occupancy:
         return occupancy(self.scheduler)

@@ -70,6 +70,8 @@ def read_azure(path: pathlib.Path) -> list[TraceRequest]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         times = [_azure_time(row["TIMESTAMP"]) for row in rows]
+        if not rows:
+            raise ValueError("it is empty")
         return [
             TraceRequest(time - times[0], int(row["ContextTokens"]), int(row["GeneratedTokens"]), (number,))
             for number, (time, row) in enumerate(zip(times, rows, strict=True))
@@ -92,7 +94,10 @@ def read_mooncake(path: pathlib.Path) -> list[TraceRequest]:
     """
     try:
         with path.open(encoding="utf-8") as file:
-            return [_mooncake_request(json.loads(line)) for line in file]
+            requests = [_mooncake_request(json.loads(line)) for line in file]
+        if not requests:
+            raise ValueError("it is empty")
+        return requests
     except (OSError, KeyError, TypeError, ValueError) as cause:
         raise TraceError(f"{path} is not a Mooncake trace: {cause}") from cause
 
@@ -117,8 +122,6 @@ def scale_azure(requests: Sequence[TraceRequest], max_len: int, scale: float | N
         )
         for request in requests
     ]
-    # Rounding up both parts may have made the longest ones a token too long.
-    scaled = [dataclasses.replace(r, prompt_len=r.prompt_len - 1) if r.total == max_len + 1 else r for r in scaled]
     return _fitting("azure", scaled, None, scale, max_len)
 
 
@@ -135,7 +138,8 @@ def scale_mooncake(requests: Sequence[TraceRequest], max_len: int, block_tokens:
 
 
 def _scaled(tokens: int, scale: float) -> int:
-    return max(1, round(tokens * scale))
+    """Rounded down, so that no sum grows; the small term mends products that are whole numbers but for rounding."""
+    return max(1, int(tokens * scale + 1e-9))
 
 
 def _fitting(name: str, requests: list[TraceRequest], block: int | None, scale: float, max_len: int) -> Trace:

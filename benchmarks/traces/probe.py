@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.traces.replay import Occupancy
+from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.stats import EngineStats
+
+
+def counters(stats: EngineStats) -> Counters:
+    return Counters(stats.prefix_queries, stats.prefix_hits, sum(stats.preemptions.values()))
 
 
 def occupancy(scheduler: Scheduler) -> Occupancy:

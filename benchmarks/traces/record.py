@@ -19,7 +19,7 @@ OTHERS_MAY_USE = 0.03  # of the machine, while figures are taken
 METHOD = {
     "ttft": "from when a request was due (or could enter, where their number is limited) to its first token",
     "tpot": "from the first to the last token of a request, over the tokens after the first",
-    "kv_waste": "of the running sequences, over all steps: 1 - tokens with keys and values / tokens that their pages hold",
+    "kv_waste": "of the running sequences, over all steps: 1 - tokens that have keys / tokens that their pages hold",
     "prefix_hit_rate": "prompt tokens found in the cache / prompt tokens looked up",
     "ratio": "output tokens a second of the first way / of the second, round by round; the median counts",
 }
@@ -36,23 +36,31 @@ class Quiet:
         return max(0.0, used / (time.monotonic() - self._start) / cores)
 
 
-def header(options: argparse.Namespace, setup: Setup, others: float) -> dict[str, Any]:
-    """All of a record but the figures."""
-    trace = setup.trace
+def base(options: argparse.Namespace, threads: int, others: float) -> dict[str, Any]:
+    """When, on what and with what."""
+    asked = {name: value for name, value in vars(options).items() if not isinstance(value, pathlib.Path)}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": machine.describe(options.threads) | {"used_by_others": others},
+        "machine": machine.describe(threads) | {"used_by_others": others},
         "versions": {name: importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib", "numpy")},
+        "options": asked,
+    }
+
+
+def header(options: argparse.Namespace, setup: Setup, others: float) -> dict[str, Any]:
+    """All of a trace's record but the figures."""
+    trace = setup.trace
+    described = {
+        "name": trace.name,
+        "requests": len(trace.requests),
+        "dropped": trace.dropped,
+        "scale": trace.scale,
+        "block_tokens": trace.block_tokens,
+        "longest": trace.longest,
+    }
+    return base(options, options.threads, others) | {
         "method": METHOD,
-        "options": {name: value for name, value in vars(options).items() if name not in ("traces", "out", "threads")},
-        "trace": {
-            "name": trace.name,
-            "requests": len(trace.requests),
-            "dropped": trace.dropped,
-            "scale": trace.scale,
-            "block_tokens": trace.block_tokens,
-            "longest": trace.longest,
-        },
+        "trace": described,
         "outstanding": setup.outstanding,
     }
 
@@ -60,7 +68,7 @@ def header(options: argparse.Namespace, setup: Setup, others: float) -> dict[str
 def doubts(result: Mapping[str, Any]) -> list[str]:
     """Why the figures should not be believed. Simulated time does not mind company."""
     others = result["machine"]["used_by_others"]
-    if result["options"]["model"] == "none" or others <= OTHERS_MAY_USE:
+    if result["options"].get("model") == "none" or others <= OTHERS_MAY_USE:
         return []
     return [f"NOT QUIET: other programs used {others:.0%} of the machine; measure again when it is idle"]
 

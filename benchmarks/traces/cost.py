@@ -1,0 +1,177 @@
+"""Host time of a scheduler's steps under a steady load, and whether it grows as it should."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.traces.fake import FakeServer, resolved
+from jaxinfer.config import EngineConfig
+from jaxinfer.types import Request, SamplingParams
+
+MAX_LEN = 2048
+PROMPTS, OUTPUTS = (32, 512), (64, 384)  # shortest and longest; a sequence in some 224 ends in a step
+GOAL_AT = 256  # sequences
+MEDIAN_GOAL, P99_GOAL = 1e-3, 3e-3
+GROWTH_GOAL = 1.15  # exponent of the median in the number of sequences; 1 is linear
+WAITING_GOAL = 1.1  # median with a long queue over the median with an empty one
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """``sequences`` run and ``waiting`` requests are in the queue, always: each that ends is replaced."""
+
+    sequences: int
+    waiting: int
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def config(self) -> EngineConfig:
+        settings = {"max_num_seqs": self.sequences, "max_model_len": MAX_LEN, "page_size": 16, **self.settings}
+        return EngineConfig(**settings)
+
+
+class Requests:
+    """An endless supply of greedy requests of random lengths; prompts share nothing."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng, self._numbers = np.random.default_rng(seed), itertools.count()
+
+    def __next__(self) -> Request:
+        prompt = self._rng.integers(32_000, size=int(self._rng.integers(*PROMPTS)))
+        params = SamplingParams(temperature=0.0, max_tokens=int(self._rng.integers(*OUTPUTS)), ignore_eos=True, seed=0)
+        return Request(str(next(self._numbers)), tuple(prompt.tolist()), params)
+
+
+class Steady:
+    """A server under a load, warm: sequences are at all stages of their lives."""
+
+    def __init__(self, load: Load) -> None:
+        self.server = FakeServer(resolved(load.config, MAX_LEN))
+        self._load, self._requests = load, Requests()
+        for _ in range(OUTPUTS[1] + 2 * load.sequences):  # until those that began together have ended
+            self.step()
+
+    def step(self) -> None:
+        self.top_up()
+        self.server.step()
+
+    def top_up(self) -> None:
+        """Replace what has ended."""
+        scheduler = self.server.scheduler
+        for _ in range(self._load.sequences + self._load.waiting - scheduler.running - scheduler.waiting):
+            self.server.add(next(self._requests))
+
+
+@dataclasses.dataclass
+class Pauses:
+    """Collections of the garbage collector: how many, and seconds of the longest."""
+
+    count: int = 0
+    longest: float = 0.0
+    _start: float = 0.0
+
+    def note(self, phase: str, info: Mapping[str, int]) -> None:
+        if phase == "start":
+            self._start = time.perf_counter()
+        else:
+            self.count += 1
+            self.longest = max(self.longest, time.perf_counter() - self._start)
+
+
+@contextlib.contextmanager
+def watched_gc() -> Iterator[Pauses]:
+    """The collector runs as it does in production; this only looks on."""
+    pauses = Pauses()
+    gc.callbacks.append(pauses.note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(pauses.note)
+
+
+def row(load: Load, steps: int) -> dict[str, Any]:
+    """Figures of ``steps`` steps, in seconds."""
+    steady = Steady(load)
+    server = steady.server
+    server.plan_seconds.clear()
+    server.commit_seconds.clear()
+    with watched_gc() as pauses:
+        for _ in range(steps):
+            steady.step()
+    plan, commit = np.asarray(server.plan_seconds), np.asarray(server.commit_seconds)
+    return {
+        "sequences": load.sequences,
+        "waiting": load.waiting,
+        "steps": steps,
+        "plan": _spread(plan),
+        "commit": _spread(commit),
+        "step": _spread(plan + commit),
+        "gc": {"collections": pauses.count, "longest": pauses.longest},
+    }
+
+
+def _spread(seconds: np.ndarray) -> dict[str, float]:
+    return {"median": float(np.median(seconds)), "p99": float(np.percentile(seconds, 99)), "max": float(seconds.max())}
+
+
+def growth(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The exponent e in median ~ sequences^e, by least squares of the logarithms; None with fewer than two sizes."""
+    sizes = np.log([item["sequences"] for item in rows])
+    if len(set(sizes)) < 2:
+        return None
+    return float(np.polyfit(sizes, np.log([item["step"]["median"] for item in rows]), 1)[0])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a line for each row, milliseconds."""
+    heads = ["running", "waiting", "plan", "commit", "step median", "p99", "max", "us a sequence", "longest gc"]
+    lines = [heads, ["---"] * len(heads), *map(_line, rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _line(item: Mapping[str, Any]) -> list[str]:
+    step = item["step"]
+    seconds = (item["plan"]["median"], item["commit"]["median"], step["median"], step["p99"], step["max"])
+    return [
+        str(item["sequences"]),
+        str(item["waiting"]),
+        *(f"{value * 1e3:.3f}" for value in seconds),
+        f"{step['median'] * 1e6 / item['sequences']:.2f}",
+        f"{item['gc']['longest'] * 1e3:.2f}",
+    ]
+
+
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each goal that these rows can speak to."""
+    found: dict[str, tuple[float, float]] = {}
+    medians = {(item["sequences"], item["waiting"]): item["step"]["median"] for item in rows}
+    for item in rows:
+        if item["sequences"] == GOAL_AT:
+            name = f"{GOAL_AT} running, {item['waiting']} waiting"
+            found[f"{name}: median"] = item["step"]["median"], MEDIAN_GOAL
+            found[f"{name}: p99"] = item["step"]["p99"], P99_GOAL
+    for waiting in {waiting for _, waiting in medians}:
+        exponent = growth([item for item in rows if item["waiting"] == waiting])
+        if exponent is not None:
+            found[f"{waiting} waiting: growth exponent"] = exponent, GROWTH_GOAL
+    waitings = sorted({waiting for _, waiting in medians})
+    both = [n for n, w in medians if w == waitings[0] and (n, waitings[-1]) in medians]
+    if len(waitings) > 1 and both:
+        ratio = float(np.median([medians[n, waitings[-1]] / medians[n, waitings[0]] for n in both]))
+        found[f"{waitings[-1]} over {waitings[0]} waiting"] = ratio, WAITING_GOAL
+    return {name: {"figure": a, "goal": b, "reached": a <= b} for name, (a, b) in found.items()}
+
+
+def summary(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name}: {item['figure']:.3g}, goal at most {item['goal']:g}: {'reached' if item['reached'] else 'MISSED'}"
+        for name, item in result["verdicts"].items()
+    ]
