@@ -1,0 +1,271 @@
+"""What the engine counts and times. No jax.
+
+The scheduler and the engine tell a `StatsRecorder` what happens; a `snapshot` of it is what benchmarks print and what
+`jaxinfer.serve.metrics` shows to Prometheus.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jaxinfer.kv.manager import KVUsage
+from jaxinfer.types import FinishReason, Request
+
+# A 1-2-5 series from 100 microseconds to 500 seconds: the small models decode a token in less than a millisecond.
+SECONDS = tuple(round(digit * 10.0**power, 4) for power in range(-4, 3) for digit in (1, 2, 5))
+PREEMPTIONS = ("recompute", "swap")
+
+
+@dataclasses.dataclass(slots=True)
+class Times:
+    """When things happened to one sequence, in seconds of the recorder's clock; ``tokens``: those timed so far."""
+
+    arrival: float | None = None
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    tokens: int = 0
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """What the recorder looks at of a sequence."""
+
+    @property
+    def request(self) -> Request: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def generated(self) -> int: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+    @property
+    def times(self) -> Times: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """Observations by size. ``counts[i]`` are those of at most ``bounds[i]`` and more than the bound before; the last
+    count is of those beyond all bounds. ``sum`` is that of the observations themselves."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """NaN if nothing was observed."""
+        return self.sum / self.count if self.count else float("nan")
+
+
+class HistogramRecorder:
+    """A histogram that grows. ``bounds`` ascend."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._bounds = bounds
+        self._edges = np.asarray(bounds, np.float64)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[self._edges.searchsorted(value)] += times
+        self._sum += value * times
+
+    def observe_many(self, values: Float64[np.ndarray, " n"], times: Int64[np.ndarray, " n"]) -> None:
+        """``values[i]`` is observed ``times[i]`` times."""
+        places = self._edges.searchsorted(values)
+        self._counts += np.bincount(places, times, len(self._counts)).astype(np.int64)
+        self._sum += float(values @ times)
+
+    def snapshot(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts.tolist()), self._sum)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """The engine's figures at one moment. Counters count since it started, tokens where nothing else is said.
+
+    Attributes:
+        running: sequences in slots.
+        waiting: sequences without one, by reason.
+        kv: pages in use, None where the caller gave none.
+        compilations: programs compiled since the engine was ready; anything but 0 is a bug.
+        prompt_tokens: of the prompts that were given a slot, each request's once.
+        generated_tokens: all tokens handed out.
+        finished: sequences, by reason.
+        preemptions: by kind, see `PREEMPTIONS`.
+        prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
+        draft_tokens, draft_accepted: proposed, and confirmed by the model.
+        replayed_tokens, replay_mismatches: tokens computed again after a preemption, and those that came out different.
+        steps: plans that were run.
+        time_to_first_token, inter_token_latency, e2e_latency, queue_time, step_time: in seconds, see `StatsRecorder`.
+    """
+
+    running: int = 0
+    waiting: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    kv: KVUsage | None = None
+    compilations: int = 0
+    prompt_tokens: int
+    generated_tokens: int
+    finished: Mapping[FinishReason, int]
+    preemptions: Mapping[str, int]
+    prefix_queries: int
+    prefix_hits: int
+    draft_tokens: int
+    draft_accepted: int
+    replayed_tokens: int
+    replay_mismatches: int
+    steps: int
+    time_to_first_token: Histogram
+    inter_token_latency: Histogram
+    e2e_latency: Histogram
+    queue_time: Histogram
+    step_time: Histogram
+
+
+@dataclasses.dataclass
+class _Counters:
+    """The counters of `EngineStats`."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
+    replayed_tokens: int = 0
+    replay_mismatches: int = 0
+    steps: int = 0
+
+
+class StatsRecorder:
+    """Counts and times for one engine. One thread records; any may take a snapshot, which may then hold a part of
+    what is being recorded.
+
+    Args:
+        clock: seconds, as `Request.deadline` is meant.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._counters = _Counters()
+        self._finished = dict.fromkeys(FinishReason, 0)
+        self._preemptions = dict.fromkeys(PREEMPTIONS, 0)
+        self._first, self._gaps, self._whole = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
+        self._queued, self._steps = HistogramRecorder(), HistogramRecorder()
+
+    def queued(self, sequence: Timed) -> None:
+        """A sequence arrived. Times are taken from the first call."""
+        if sequence.times.arrival is None:
+            sequence.times.arrival = self._clock()
+
+    def scheduled(self, sequence: Timed) -> None:
+        """It was given a slot. The time it queued is that before the first one."""
+        times = sequence.times
+        if times.first_scheduled is not None:
+            return
+        self.queued(sequence)
+        assert times.arrival is not None
+        times.first_scheduled = self._clock()
+        self._queued.observe(times.first_scheduled - times.arrival)
+        if sequence.index == 0:
+            self._counters.prompt_tokens += len(sequence.request.prompt_token_ids)
+
+    def emitted(self, sequences: Iterable[Timed]) -> None:
+        """Each of these has tokens it did not have at the last call.
+
+        Several tokens of one sequence count as evenly spread over the time since its last one, and those beside its
+        first token as 0 seconds after it: so the latencies of a sequence add up to the time from its first to its
+        last token, however they were produced.
+        """
+        now = self._clock()
+        gaps: list[float] = []
+        counts: list[int] = []
+        for sequence in sequences:
+            times = sequence.times
+            total = sequence.generated
+            new, times.tokens = total - times.tokens, total
+            if new < 1:
+                continue
+            self._counters.generated_tokens += new
+            if times.last_token is None:
+                self._first_token(times, now)
+                new -= 1
+            gaps.append((now - (times.last_token or now)) / max(new, 1))
+            counts.append(new)
+            times.last_token = now
+        if gaps:
+            self._gaps.observe_many(np.array(gaps), np.array(counts))
+
+    def finished(self, sequence: Timed) -> None:
+        """It ended, with its ``finish_reason``, wherever it was."""
+        assert sequence.finish_reason is not None
+        self._finished[sequence.finish_reason] += 1
+        self.queued(sequence)
+        assert sequence.times.arrival is not None
+        self._whole.observe(self._clock() - sequence.times.arrival)
+
+    def preempted(self, kind: str) -> None:
+        """``kind``: one of `PREEMPTIONS`."""
+        self._preemptions[kind] += 1
+
+    def prefix(self, queries: int, hits: int) -> None:
+        """Tokens that a sequence could have found in the prefix cache, and those it found."""
+        self._counters.prefix_queries += queries
+        self._counters.prefix_hits += hits
+
+    def drafted(self, tokens: int) -> None:
+        self._counters.draft_tokens += tokens
+
+    def accepted(self, tokens: int = 1) -> None:
+        """Draft tokens turned out to be what the model says."""
+        self._counters.draft_accepted += tokens
+
+    def replayed(self, same: bool) -> None:
+        """A known token was computed again."""
+        self._counters.replayed_tokens += 1
+        self._counters.replay_mismatches += not same
+
+    def step(self, seconds: float) -> None:
+        """A plan was run and its results were taken, ``seconds`` after those of the plan before."""
+        self._counters.steps += 1
+        self._steps.observe(seconds)
+
+    def snapshot(
+        self,
+        *,
+        running: int = 0,
+        waiting: Mapping[str, int] | None = None,
+        kv: KVUsage | None = None,
+        compilations: int = 0,
+    ) -> EngineStats:
+        """The figures so far; what only the engine knows is handed in, see `EngineStats`."""
+        return EngineStats(
+            running=running,
+            waiting=MappingProxyType(dict(waiting or {})),
+            kv=kv,
+            compilations=compilations,
+            **dataclasses.asdict(self._counters),
+            finished=MappingProxyType(dict(self._finished)),
+            preemptions=MappingProxyType(dict(self._preemptions)),
+            time_to_first_token=self._first.snapshot(),
+            inter_token_latency=self._gaps.snapshot(),
+            e2e_latency=self._whole.snapshot(),
+            queue_time=self._queued.snapshot(),
+            step_time=self._steps.snapshot(),
+        )
+
+    def _first_token(self, times: Times, now: float) -> None:
+        times.first_token = now
+        self._first.observe(now - (now if times.arrival is None else times.arrival))

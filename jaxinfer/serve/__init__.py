@@ -1,0 +1,1 @@
+"""Serving: what a running engine shows to the world."""

@@ -1,0 +1,62 @@
+"""Draft tokens from a sequence's own past. No jax.
+
+Prompt lookup decoding (Saxena 2023): where the last few tokens occurred before, what followed them then is a fair guess
+at what follows now. Good at summaries, edits and code; free of charge elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses the continuation of a sequence."""
+
+    def propose(self, history: Int32[np.ndarray, " tokens"], limit: int) -> Int32[np.ndarray, " drafts"]:
+        """At most ``limit`` token ids, none if there is no good guess, to follow the tokens of ``history``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramDrafter:
+    """Looks up the longest suffix of ``min_n`` to ``max_n`` tokens that occurred before, at its latest occurrence.
+
+    Raises:
+        ValueError: not 1 <= min_n <= max_n.
+    """
+
+    min_n: int = 2
+    max_n: int = 4
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_n <= self.max_n:
+            raise ValueError(f"min_n = {self.min_n} and max_n = {self.max_n}: 1 <= min_n <= max_n is needed")
+
+    def propose(self, history: Int32[np.ndarray, " tokens"], limit: int) -> Int32[np.ndarray, " drafts"]:
+        """The tokens after that occurrence; O(tokens). A guess may run into itself, as a match in LZ77 does, so a
+        history that ends in a loop is continued for ``limit`` tokens, however short the loop."""
+        end = self._occurrence(history)
+        if end is None:
+            return history[:0]
+        period = len(history) - end
+        return history[end + np.arange(max(limit, 0)) % period]
+
+    def _occurrence(self, history: Int32[np.ndarray, " tokens"]) -> int | None:
+        """Where the suffix's earlier occurrence ends: the index of the token that followed it."""
+        length, ends, found = len(history), np.arange(0), None
+        for n in range(1, min(self.max_n, length - 1) + 1):
+            if n == 1:
+                ends = np.flatnonzero(history[:-1] == history[-1]) + 1
+            else:
+                ends = ends[ends >= n]
+                ends = ends[history[ends - n] == history[length - n]]
+            if not ends.size:
+                break
+            if n >= self.min_n:
+                found = int(ends[-1])
+        return found
