@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import time
 import weakref
 
 import jax
@@ -42,6 +43,7 @@ class Engine:
             costs=self._runner.costs,
         )
         self._pending: Launched | None = None
+        self._last_read = time.monotonic()
         seed = self.config.seed
         self._seeds = np.random.default_rng(seed if seed is not None else secrets.randbits(64))
         ready = contextlib.ExitStack()
@@ -72,11 +74,17 @@ class Engine:
     def step(self) -> list[SequenceDelta]:
         """Launch the next step, then read the one before it: the device never waits for the host."""
         launched = self._runner.launch(self._scheduler.plan())
-        if not self.config.async_scheduling:
-            return self._scheduler.commit(self._runner.read(launched))
-        deltas = self._scheduler.commit(self._runner.read(self._pending))
-        self._pending = launched
+        before = self._pending if self.config.async_scheduling else launched
+        deltas = self._scheduler.commit(self._runner.read(before))
+        self._pending = launched if self.config.async_scheduling else None
+        self._time_step(before)
         return deltas
+
+    def _time_step(self, read: Launched | None) -> None:
+        now = time.monotonic()
+        if read is not None:
+            self._scheduler.stats.step(now - self._last_read)
+        self._last_read = now
 
     def stats(self) -> EngineStats:
         """What runs, waits and is held now, and what was counted since the start."""

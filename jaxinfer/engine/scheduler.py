@@ -63,7 +63,8 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._filled: list[Sequence] = []  # pages of these may be shared from the next plan on
         self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
-        self._arrivals = 0
+        self._preempted: set[Sequence] = set()  # of those that wait
+        self._arrivals = self._held = 0
         self._several = False  # the last plan runs several steps on the device
         self._batch_runs = False  # static batching: nobody is admitted until all have ended
 
@@ -74,8 +75,10 @@ class Scheduler:
         return bool(self._requests or self._ended)
 
     @property
-    def waiting(self) -> int:
-        return len(self._queue)
+    def waiting(self) -> dict[str, int]:
+        """Sequences without a slot: new ones, ones that gave theirs up, and samples whose prompt is being computed."""
+        queued, preempted = len(self._queue), len(self._preempted)
+        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._held}
 
     @property
     def running(self) -> int:
@@ -96,6 +99,9 @@ class Scheduler:
         samples[0].followers = samples[1:]
         for sample in samples[1:]:
             sample.status, sample.leader = Status.HELD, samples[0]
+        self._held += len(samples) - 1
+        for sample in samples:
+            self.stats.queued(sample)
         self._enqueue(samples[0])
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id)
@@ -215,6 +221,7 @@ class Scheduler:
         swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs)
         swapped = self._pages.park(sequence, swap=swap)
         self.stats.preempted("swap" if swapped else "recompute")
+        self._preempted.add(sequence)
         self._vacate(sequence)
         self._enqueue(sequence)
         return parked
@@ -261,6 +268,7 @@ class Scheduler:
             if cached is None:
                 break
             self._queue.pop()
+            self._preempted.discard(sequence)
             if not swapped:
                 self.stats.prefix(len(sequence.tokens) - 1, cached)
             self.stats.scheduled(sequence)
@@ -353,6 +361,7 @@ class Scheduler:
     def _queue_followers(self, sequence: Sequence) -> None:
         for follower in sequence.followers:
             if follower.status is Status.HELD:
+                self._held -= 1
                 self._enqueue(follower)
         sequence.followers = []
 
@@ -367,6 +376,8 @@ class Scheduler:
         if row.token >= 0 and (at >= len(known) or known[at] != row.token):
             sequence.scheduled = min(sequence.scheduled, at)  # a draft that did not come true
             return delta
+        if delta is not None:  # what an earlier row gave is what this one was fed
+            self.stats.accepted()
         for token, logprob in zip(tokens, logprobs, strict=True):
             at += 1
             if at < len(known):
@@ -395,8 +406,11 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._pages.release(sequence)
             self._vacate(sequence)
+        elif sequence.status is Status.HELD:
+            self._held -= 1
         elif sequence.status is Status.WAITING:
             self._queue.remove(sequence)
+            self._preempted.discard(sequence)
             self._pages.drop(sequence)
         sequence.status = Status.FINISHED
         self._queue_followers(sequence)
@@ -404,6 +418,7 @@ class Scheduler:
         samples = self._requests[sequence.request.request_id]
         if all(sample.status is Status.FINISHED for sample in samples):
             del self._requests[sequence.request.request_id]
+            self._deadlines.discard(sequence.request.request_id)
 
     def _vacate(self, sequence: Sequence) -> None:
         heapq.heappush(self._free_slots, sequence.slot)

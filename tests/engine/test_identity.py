@@ -1,0 +1,143 @@
+"""200 requests give the same tokens and logprobs, to the last bit, alone and in every mode of serving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.llm import LLM
+from jaxinfer.models.model import Model
+from jaxinfer.types import SamplingParams
+from tests.engine.test_invariance import bits
+from tests.fakes import medium_model, mixed_params, random_model
+
+Requests = list[tuple[list[int], SamplingParams]]
+LENGTH = 160
+SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": LENGTH, "page_size": 16, "prefill_sizes": (16, 64)}
+ROOMY, TIGHT = 200, 24  # pages
+
+
+def make_requests(count: int, vocab: int, seed: int = 0) -> Requests:
+    """Prompts of all lengths; many share a beginning, some repeat themselves, some have several samples."""
+    rng = np.random.default_rng(seed)
+    shared = [rng.integers(0, vocab, 90).tolist() for _ in range(4)]
+    requests: Requests = []
+    for number in range(count):
+        own = rng.integers(0, vocab, int(rng.integers(1, 60))).tolist()
+        prompt = shared[number % 7][: int(rng.integers(10, 90))] + own if number % 7 < 4 else own
+        if number % 7 == 4:
+            prompt = (own[:8] * 20)[: int(rng.integers(20, 110))]
+        changes: dict[str, Any] = {"n": 3} if number % 11 == 5 else {}
+        requests.append((prompt, mixed_params(number, max_tokens=4 + number % 21, **changes)))
+    return requests
+
+
+def run(llm: LLM, requests: Requests) -> list[Any]:
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    llm.engine.check()
+    return [bits(output) for output in outputs]
+
+
+def alone(model: Model, requests: Requests, **settings: Any) -> list[Any]:
+    """Each request by itself, on an engine that remembers nothing of the others."""
+    llm = LLM(model, num_pages=ROOMY, **settings)
+    results = []
+    for request in requests:
+        results += run(llm, [request])
+        llm.engine.reset_prefix_cache()
+    return results
+
+
+def preempted(kind: str) -> Callable[[EngineStats], bool]:
+    return lambda stats: stats.preemptions.get(kind, 0) > 0
+
+
+MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
+    "full batch": ({}, lambda stats: True),
+    "small budget": ({"max_num_batched_tokens": 72}, lambda stats: True),
+    "no prefix cache": ({"enable_prefix_caching": False}, lambda stats: stats.prefix_hits == 0),
+    "recomputed": ({"num_pages": TIGHT, "swap_space_gib": 0}, preempted("recompute")),
+    "swapped": ({"num_pages": TIGHT}, preempted("swap")),
+    "synchronous": ({"async_scheduling": False}, lambda stats: True),
+    "several steps": ({"multi_step": 4}, lambda stats: True),
+    "drafts": ({"speculative": "ngram"}, lambda stats: stats.draft_accepted > 0),
+    "fair": ({"scheduling_policy": "fair"}, lambda stats: True),
+    "static": ({"batching": "static"}, lambda stats: True),
+    "drafts, recomputed": (
+        {"speculative": "ngram", "num_pages": TIGHT, "swap_space_gib": 0},
+        preempted("recompute"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Model, Requests, list[Any]]:
+    model = random_model()
+    requests = make_requests(200, model.config.vocab_size)
+    return model, requests, alone(model, requests, **SETTINGS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_bits_of_each_request_alone(tiny, mode, monkeypatch):
+    model, requests, expected = tiny
+    changes, happened = MODES[mode]
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    check_mode(LLM(model, **{**SETTINGS, "num_pages": ROOMY, **changes}), requests, expected, happened)
+
+
+def check_mode(llm: LLM, requests: Requests, expected: list[Any], happened: Callable[[EngineStats], bool]) -> None:
+    with count_compilations() as compilations:
+        cold = run(llm, requests)
+        warm = run(llm, requests[::-1])[::-1]
+    assert compilations.count == 0
+    stats = llm.engine.stats()
+    assert happened(stats), stats
+    assert stats.replay_mismatches == 0
+    for name, results in (("cold", cold), ("warm", warm)):
+        wrong = [index for index, pair in enumerate(zip(results, expected, strict=True)) if pair[0] != pair[1]]
+        assert not wrong, f"{name}: requests {wrong[:10]}, {len(wrong)} in all"
+
+
+def test_the_prefix_cache_is_used(tiny):
+    model, requests, _ = tiny
+    llm = LLM(model, **SETTINGS, num_pages=ROOMY)
+    run(llm, requests[:40])
+    before = llm.engine.stats()
+    run(llm, requests[:40])
+    after = llm.engine.stats()
+    assert before.prefix_hits > 0
+    assert after.prefix_hits - before.prefix_hits > 2 * before.prefix_hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["demo", "stories260K", "wide"])
+@pytest.mark.parametrize("mode", MODES)
+def test_real_and_wide_models_in_every_mode(which, mode, monkeypatch, request):
+    model, rows = _large(which, request)
+    settings = {**SETTINGS, "max_num_seqs": rows, "page_size": 32, "prefill_sizes": (32, 128)}
+    key = f"identity/{which}"
+    cache = request.session.__dict__.setdefault("_identity", {})
+    if key not in cache:
+        requests = make_requests(200, model.config.vocab_size)
+        cache[key] = requests, alone(model, requests, **settings)
+    requests, expected = cache[key]
+    changes, _ = MODES[mode]
+    pages = {"num_pages": rows * 5} if "num_pages" not in changes else {"num_pages": rows * 2}
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    check_mode(LLM(model, **{**settings, **changes, **pages}), requests, expected, lambda stats: True)
+
+
+def _large(which: str, request: pytest.FixtureRequest) -> tuple[Model, int]:
+    from jaxinfer.loading import load_model
+
+    if which == "wide":
+        return medium_model("float32"), 64
+    name = "demo" if which == "demo" else str(request.getfixturevalue("test_data") / "models/stories260K/hf")
+    return load_model(name, "float32", show_progress=False), 8
