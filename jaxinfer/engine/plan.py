@@ -62,7 +62,8 @@ class StepPlan:
     steps: int = 1
 
     def __bool__(self) -> bool:
-        return bool(self.prefills or self.decodes or self.exports or self.copies or self.imports)
+        runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
+        return bool(runs or moves or self.admitted or self.parked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -193,8 +193,9 @@ class Scheduler:
     def _expire(self) -> None:
         for request_id in self._deadlines.pop_expired(self._clock):
             for sequence in list(self._requests.get(request_id, ())):
-                self._end(sequence, FinishReason.DEADLINE)
-                self._ended.append(_delta(sequence))
+                if sequence.finish_reason is None:
+                    self._end(sequence, FinishReason.DEADLINE)
+                    self._ended.append(_delta(sequence))
 
     def _publish(self) -> None:
         """What earlier plans filled was launched: later steps may read it."""
