@@ -1,55 +1,127 @@
-"""Which pages of the pool are free and which are held. Ids only: the bytes are the device's business. No jax."""
+"""Which pages of a pool are free, held or cached. Ids only: the bytes are the device's business. No jax."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
+
 
 class OutOfPagesError(RuntimeError):
-    """More pages were asked for than are free."""
+    """A page was asked for and none is free."""
 
 
-class BlockPool:
-    """Page ids 0 .. pages-1, handed out last-freed first so that a small working set stays in cache.
+class BlockPool[Owner]:
+    """Page ids 0 .. pages-1, each with a count of references and perhaps an owner.
 
-    Invariant (`check`): every page is free or held by exactly one owner.
+    A page with references is *held*. One without is *cached* if it has an owner (its bytes are worth keeping) and
+    *free* otherwise. Free pages are handed out last-freed first, so that a small working set stays in caches; cached
+    ones are kept in the order in which their last reference went. All operations are O(1).
     """
 
     def __init__(self, pages: int) -> None:
         self._free = list(range(pages - 1, -1, -1))
-        self._held = [False] * pages
+        self._refs = [0] * pages
+        self._owners: list[Owner | None] = [None] * pages
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def total(self) -> int:
+        return len(self._refs)
 
     @property
     def free(self) -> int:
         return len(self._free)
 
     @property
-    def total(self) -> int:
-        return len(self._held)
+    def cached(self) -> int:
+        return len(self._cached)
 
-    def allocate(self, count: int) -> list[int]:
-        """``count`` page ids.
+    @property
+    def held(self) -> int:
+        return len(self._refs) - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: free ones and, by giving up what they hold, cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def refs(self, page: int) -> int:
+        return self._refs[page]
+
+    def owner(self, page: int) -> Owner | None:
+        return self._owners[page]
+
+    def take(self) -> int:
+        """A free page, with one reference.
 
         Raises:
-            OutOfPagesError: fewer are free; nothing is taken.
+            OutOfPagesError: none is free.
         """
-        if count > len(self._free):
-            raise OutOfPagesError(f"{count} pages asked for, {len(self._free)} of {len(self._held)} are free")
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._held[page] = True
-        return pages
+        if not self._free:
+            raise OutOfPagesError(f"none of {self.total} pages is free ({self.held} held, {self.cached} cached)")
+        page = self._free.pop()
+        self._refs[page] = 1
+        return page
 
-    def release(self, pages: list[int]) -> None:
-        for page in pages:
-            if not self._held[page]:
-                raise AssertionError(f"page {page} is released but nobody holds it")
-            self._held[page] = False
-        self._free.extend(reversed(pages))
+    def hold(self, page: int) -> None:
+        """One more reference to a page that is held or cached."""
+        if not self._refs[page]:
+            if page not in self._cached:
+                raise AssertionError(f"page {page} is free and cannot be held")
+            del self._cached[page]
+        self._refs[page] += 1
 
-    def check(self) -> None:
-        """Raises AssertionError unless free + held = total and no page is in both."""
-        if len(set(self._free)) != len(self._free):
-            raise AssertionError("a page is free twice")
-        if any(self._held[page] for page in self._free):
-            raise AssertionError("a free page is held")
-        if len(self._free) + sum(self._held) != len(self._held):
-            raise AssertionError(f"{len(self._free)} free + {sum(self._held)} held != {len(self._held)} pages")
+    def drop(self, page: int) -> None:
+        """One reference less; the last one leaves the page cached or free."""
+        if not self._refs[page]:
+            raise AssertionError(f"page {page} is released but nobody holds it")
+        self._refs[page] -= 1
+        if not self._refs[page]:
+            self._settle(page)
+
+    def assign(self, page: int, owner: Owner) -> None:
+        """Make ``owner`` the one who wants the bytes of a held page kept."""
+        if not self._refs[page] or self._owners[page] is not None:
+            raise AssertionError(f"page {page} is free or has an owner")
+        self._owners[page] = owner
+
+    def disown(self, page: int) -> None:
+        """Nobody wants the bytes kept any more: a cached page becomes free."""
+        self._owners[page] = None
+        if not self._refs[page]:
+            del self._cached[page]
+            self._free.append(page)
+
+    def oldest(self) -> int:
+        """The cached page that nobody has held for longest."""
+        return next(iter(self._cached))
+
+    def eviction_order(self) -> list[int]:
+        """All cached pages, `oldest` first."""
+        return list(self._cached)
+
+    def touch(self, page: int) -> None:
+        """Count a cached page as just used."""
+        if page in self._cached:
+            self._cached.move_to_end(page)
+
+    def _settle(self, page: int) -> None:
+        if self._owners[page] is None:
+            self._free.append(page)
+        else:
+            self._cached[page] = None
+
+    def check(self, expected: Mapping[int, int]) -> None:
+        """Raises AssertionError unless each page is free, cached or held, and ``expected`` counts all references."""
+        free = set(self._free)
+        if len(free) != len(self._free) or free & self._cached.keys():
+            raise AssertionError("a page is free twice, or free and cached")
+        for page, (refs, owner) in enumerate(zip(self._refs, self._owners, strict=True)):
+            if refs != expected.get(page, 0):
+                raise AssertionError(f"page {page} counts {refs} references, {expected.get(page, 0)} are known")
+            if (page in free) != (not refs and owner is None):
+                raise AssertionError(f"page {page} has {refs} references and owner {owner}, but free: {page in free}")
+            if (page in self._cached) != (not refs and owner is not None):
+                raise AssertionError(f"page {page}: {refs} references, owner {owner}, cached: {page in self._cached}")
+        if self.free + self.held + self.cached != self.total or self.held != sum(count > 0 for count in expected.values()):
+            raise AssertionError(f"{self.free} free + {self.held} held + {self.cached} cached != {self.total} pages")

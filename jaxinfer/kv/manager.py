@@ -1,56 +1,408 @@
-"""The scheduler's only face to the KV cache: room for sequences, and their block tables. No jax."""
+"""The scheduler's only face to the KV cache: pages of the running sequences, their tables, the prefix cache. No jax."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Bool, Int
 
-from jaxinfer.kv.blocks import BlockPool
+from jaxinfer.kv.moves import Copy, Export, Import, Pages
+from jaxinfer.kv.prefix import Match, find_prefix
+from jaxinfer.kv.radix import Node, PageKeys
+from jaxinfer.kv.store import PageStore, check_tree
+
+__all__ = ["KVConfig", "KVManager", "KVUsage", "Match", "Swapped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KVConfig:
+    """Sizes of the cache.
+
+    Attributes:
+        pages: of each group.
+        page_size: tokens per page.
+        slots: sequences that run at once.
+        width: most pages of one sequence.
+        windows: of each group; None: every token is seen for ever.
+        host_pages: pages in host memory, for sequences that are swapped out and for what is evicted.
+        prefix_caching: whether pages outlive their sequences and are shared with later ones.
+    """
+
+    pages: int
+    page_size: int
+    slots: int
+    width: int
+    windows: tuple[int | None, ...] = (None,)
+    host_pages: int = 0
+    prefix_caching: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class KVUsage:
+    """Pages of the group that has fewest left: free + cached + held = total. Host pages count swapped and cached."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    host_total: int
+    host_used: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Swapped:
+    """Pages of a sequence in host memory, in order. Group g has none before page ``firsts[g]``."""
+
+    hosts: tuple[int, ...]
+    firsts: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``.
+
+    The first ``published`` pages are known to the tree, down to ``cursor``. The first ``sealed`` ones are full and may
+    be shared: they are not written any more. ``born`` is the batch in which the slot was filled.
+    """
+
+    pages: list[list[int]]
+    firsts: list[int]
+    cursor: Node | None
+    published: int
+    sealed: int
+    born: int
+
+    @property
+    def count(self) -> int:
+        return len(self.pages[0])
 
 
 class KVManager:
-    """Pages of every slot. A sequence reserves all the pages it can ever need when it is admitted.
+    """Pages of every slot, and of nobody while they are cached.
 
-    ``tables[slot]`` lists the slot's pages in order; entries behind them are stale and never read, because lengths
-    mask them.
+    ``tables[group, slot]`` lists a slot's pages in order. Entries behind them are stale and never read, because lengths
+    mask them; entries of pages that slid out of a window are 0 and masked by the window.
+
+    What a call frees may be handed out by the next call: the moves that this needs are collected until `take_moves`.
+    A token that is published, forked or swapped must have been computed by a step launched before.
     """
 
-    def __init__(self, pages: int, page_size: int, rows: int, width: int) -> None:
-        self.page_size = page_size
-        self.tables = np.zeros((rows, width), np.int32)
-        self._blocks = BlockPool(pages)
-        self._pages: dict[int, list[int]] = {}
+    tables: Int[np.ndarray, "groups slots width"]
+
+    def __init__(self, config: KVConfig) -> None:
+        self.config = config
+        self.tables = np.zeros((len(config.windows), config.slots, config.width), np.int32)
+        self._store = PageStore(config.pages, config.page_size, config.windows, config.host_pages)
+        self._counts = np.zeros(config.slots, np.int32)
+        self._slots: dict[int, _Held] = {}
+        self._swapped: set[Swapped] = set()
+        self._groups = range(len(config.windows))
+
+    # ---- what there is
 
     @property
-    def free_pages(self) -> int:
-        return self._blocks.free
+    def available(self) -> int:
+        """Free and cached pages in the group that has fewest."""
+        return min(pool.available for pool in self._store.pools)
+
+    def usage(self) -> KVUsage:
+        pool, host = min(self._store.pools, key=lambda pool: pool.available), self._store.host
+        return KVUsage(pool.total, pool.free, pool.cached, pool.held, host.total, host.total - host.free)
 
     def pages_for(self, tokens: int) -> int:
-        return math.ceil(tokens / self.page_size)
+        return -(-tokens // self.config.page_size)
 
-    def has_room(self, tokens: int) -> bool:
-        return self.pages_for(tokens) <= self._blocks.free
+    # ---- a sequence's pages
 
-    def reserve(self, slot: int, tokens: int) -> None:
-        """Take the pages of ``tokens`` tokens for ``slot``.
+    def match(self, keys: PageKeys, codes: Sequence[int], limit: int) -> Match:
+        """The longest cached prefix of ``keys.tokens[:limit]``; page i must be cached under ``codes[i]``.
+
+        The head of one more page counts too: its tokens are copied. A code is ``class * (page_size + 1) + split``:
+        ``split`` tokens of the page are computed by prefill programs of that class, the others by decode rows. So
+        ``n`` tokens may be copied from a page of the same class if neither split is less than ``n``, or if the codes
+        are equal. Holds nothing: the match is good until the next call that takes pages.
+        """
+        return find_prefix(self._store, keys, codes, limit) if self.config.prefix_caching else Match()
+
+    def admit(self, slot: int, match: Match | None, length: int) -> bool:
+        """Give an empty slot the pages of ``match`` and fresh ones for ``length`` tokens in all.
+
+        Returns:
+            False if there is no room even after eviction; nothing has changed then.
 
         Raises:
-            OutOfPagesError: `has_room` was not asked.
+            AssertionError: the slot is in use, or something was evicted since the match was made.
+            ValueError: ``length`` is beyond the width of the tables.
         """
-        pages = self._blocks.allocate(self.pages_for(tokens))
-        self._pages[slot] = pages
-        self.tables[slot, : len(pages)] = pages
+        hit = match or Match()
+        self._require_empty(slot)
+        if hit.tokens and hit.changes != self._store.tree.changes:
+            raise AssertionError("pages were evicted since the match was made")
+        nodes, store = hit.nodes, self._store
+        fresh = self._pages_to(max(length, hit.tokens)) - len(nodes)
+        firsts = [min(store.first_visible(group, hit.tokens), len(nodes)) for group in self._groups]
+        source = None if hit.donor is None else store.donor_source(hit.donor)
+        if hit.donor is not None and source is None:
+            return False
+        if not store.has_room([need + fresh for need in store.hit_needs(nodes, firsts)]):
+            return False
+        held = self._new(firsts, nodes[-1] if nodes else None, len(nodes))
+        if isinstance(source, int):
+            store.moves.pin(store.host, source)
+        held.pages = store.hold_path(nodes, firsts)
+        self._grow(slot, held, fresh)
+        if source is not None:
+            self._copy(source, held, len(nodes))
+        return True
+
+    def extend(self, slot: int, length: int) -> bool:
+        """Pages for ``length`` tokens in all; False, and nothing changed, if there is no room. O(1) if all are there.
+
+        Raises:
+            ValueError: ``length`` is beyond the width of the tables.
+        """
+        if length <= self._counts[slot] * self.config.page_size:
+            return True
+        held = self._slots[slot]
+        more = self._pages_to(length) - held.count
+        if not self._store.has_room([more] * len(self._groups)):
+            return False
+        self._grow(slot, held, more)
+        return True
+
+    def extend_many(
+        self, slots: Int[np.ndarray, " rows"], lengths: Int[np.ndarray, " rows"]
+    ) -> Bool[np.ndarray, " rows"]:
+        """Which slots have pages for their lengths already. Allocates nothing."""
+        return lengths <= self._counts[slots] * self.config.page_size
+
+    def slide(self, slot: int, length: int) -> None:
+        """Let go of pages that no query of the slot at ``length`` or later sees. Queries before it must be launched."""
+        held = self._slots[slot]
+        for group in self._groups:
+            first, end = held.firsts[group], min(self._store.first_visible(group, length), held.count)
+            for page in range(first, end):
+                self._store.drop(group, held.pages[group][page])
+                held.pages[group][page] = -1
+            if end > first:
+                self.tables[group, slot, first:end] = 0
+                held.firsts[group] = end
+
+    def fork(self, parent: int, child: int, length: int) -> bool:
+        """Share the parent's full pages of its first ``length`` tokens with an empty slot; a partial page is copied.
+
+        Returns:
+            False, and nothing changed, if there is no room, if the parent has let go of pages that the child's windows
+            show, or if the partial page is not computed before the next step (the parent was filled in this batch).
+        """
+        self._require_empty(child)
+        source = self._slots[parent]
+        full, rest = divmod(length, self.config.page_size)
+        firsts = [min(self._store.first_visible(group, length), full) for group in self._groups]
+        if any(have > need for have, need in zip(source.firsts, firsts, strict=True)):
+            return False
+        if rest and (source.born == self._store.moves.batch or not self._store.has_room([1] * len(self._groups))):
+            return False
+        cursor, published = self._cursor_at(source, full)
+        source.sealed = max(source.sealed, full)
+        held = self._new(firsts, cursor, published)
+        held.sealed = full
+        held.pages = [
+            [-1] * first + pages[first:full] for first, pages in zip(firsts, source.pages, strict=True)
+        ]
+        for group in self._groups:
+            for page in held.pages[group]:
+                self._store.hold(group, page)
+        self._grow(child, held, bool(rest))
+        if rest:
+            self._copy(tuple(pages[full] for pages in source.pages), held, full)
+        return True
 
     def release(self, slot: int) -> None:
-        self._blocks.release(self._pages.pop(slot))
+        """Let go of a slot's pages. Published ones stay cached."""
+        held = self._slots.pop(slot)
+        self._counts[slot] = 0
+        for group, pages in enumerate(held.pages):
+            for page in reversed(pages):  # the last page is evicted first
+                self._store.drop(group, page)
+        self._move_cursor(held, None)
+
+    # ---- the prefix cache
+
+    def publish(self, slot: int, keys: PageKeys, codes: Sequence[int], length: int) -> None:
+        """Enter the full pages of the first ``length`` tokens into the tree. What was entered before costs nothing.
+
+        Where the tree knows an equal page, the slot's table takes that one over and its own is freed.
+        """
+        held = self._slots[slot]
+        end = min(length // self.config.page_size, held.count)
+        if not self.config.prefix_caching or held.published >= end:
+            return
+        node = held.cursor or self._store.tree.plant(keys.namespace)
+        while held.published < end:
+            index = held.published
+            own = [pages[index] for pages in held.pages]
+            entered = self._store.enter(node, (codes[index], keys.page_bytes(index)), own)
+            if entered is None:
+                break
+            node = entered
+            self._replace(slot, held, index, own)
+            held.published += 1
+        held.sealed = max(held.sealed, held.published)
+        if held.published:
+            self._move_cursor(held, node)
+        else:
+            self._store.tree.prune(node)
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page that nobody uses, on the device and on the host; how many there were."""
+        return self._store.clear()
+
+    # ---- swapping
+
+    def swap_out(self, slot: int, length: int) -> Swapped | None:
+        """Move the pages of the first ``length`` tokens to the host and release the slot.
+
+        Returns:
+            None, and nothing changed, if there are too few host pages, or if bytes of the slot are still to come in
+            this batch.
+        """
+        held, count, moves = self._slots[slot], self.pages_for(length), self._store.moves
+        pages = [tuple(pages[index] for pages in held.pages) for index in range(count)]
+        if held.born == moves.batch or any(moves.arrives(*place) for page in pages for place in enumerate(page)):
+            return None
+        hosts = self._store.take_host(count)
+        if hosts is None:
+            return None
+        for source, host in zip(pages, hosts, strict=True):
+            moves.export_page(source, host)
+        swapped = Swapped(tuple(hosts), tuple(min(first, count) for first in held.firsts))
+        self._swapped.add(swapped)
+        self.release(slot)
+        return swapped
+
+    def swap_in(self, slot: int, swapped: Swapped) -> bool:
+        """Give an empty slot its pages back; False, and nothing changed, if there is no room."""
+        self._require_empty(slot)
+        count, store = len(swapped.hosts), self._store
+        if not store.has_room([count - first for first in swapped.firsts]):
+            return False
+        held = self._new(list(swapped.firsts), None, 0)
+        self._grow(slot, held, count)
+        for index, host in enumerate(swapped.hosts):
+            store.moves.pin(store.host, host)
+            store.moves.import_page(host, tuple(pages[index] for pages in held.pages), store.pools)
+        self.drop(swapped)
+        return True
+
+    def drop(self, swapped: Swapped) -> None:
+        """Free the host pages of a sequence that does not come back."""
+        self._swapped.remove(swapped)
+        for host in swapped.hosts:
+            self._store.host.drop(host)
+
+    def take_moves(self) -> tuple[list[Export], list[Copy], list[Import]]:
+        """The moves since the last call: the device runs all exports, then all copies, then all imports, then the step.
+
+        No page is the target of two moves of one call, and a copy means what its source held before the moves: copies may
+        run in order or all at once.
+        """
+        return self._store.moves.take(self._store.host)
+
+    # ---- inside
 
     def check(self) -> None:
-        """Every page is free or in exactly one slot's table."""
-        self._blocks.check()
-        held = [page for pages in self._pages.values() for page in pages]
-        if len(held) + self._blocks.free != self._blocks.total or len(set(held)) != len(held):
-            raise AssertionError(f"{len(held)} pages in tables, {self._blocks.free} free, {self._blocks.total} in all")
-        for slot, pages in self._pages.items():
-            if self.tables[slot, : len(pages)].tolist() != pages:
+        """Raises AssertionError unless every page and every reference is accounted for.
+
+        In each group and on the host free + held + cached = total, references are those of slots, of swapped sequences
+        and of moves that are pending, the tree and the pools agree, and a page that is shared or cached is full: it is
+        never the place that a sequence writes next.
+        """
+        store = self._store
+        store.tree.check()
+        for group, pool in enumerate(store.pools):
+            held = [page for slot in self._slots.values() for page in slot.pages[group] if page >= 0]
+            pool.check(Counter([*held, *store.moves.references(pool)]))
+        swapped = [host for swapped in self._swapped for host in swapped.hosts]
+        store.host.check(Counter([*swapped, *store.moves.references(store.host)]))
+        check_tree(store)
+        pins = Counter(held.cursor for held in self._slots.values() if held.cursor is not None)
+        if any(node.pins != pins[node] for node in store.tree.nodes()):
+            raise AssertionError("a node is pinned by another number of slots than end at it")
+        for slot, held_pages in self._slots.items():
+            self._check_slot(slot, held_pages)
+
+    def _check_slot(self, slot: int, held: _Held) -> None:
+        if self._counts[slot] != held.count or not held.published <= held.sealed <= held.count:
+            raise AssertionError(f"slot {slot}: {held.published} published, {held.sealed} sealed, {held.count} pages")
+        for group, (pages, first) in enumerate(zip(held.pages, held.firsts, strict=True)):
+            pool = self._store.pools[group]
+            if self.tables[group, slot, : held.count].tolist() != [max(page, 0) for page in pages]:
                 raise AssertionError(f"the table of slot {slot} does not list its pages")
+            if [page < 0 for page in pages] != [index < first for index in range(held.count)]:
+                raise AssertionError(f"slot {slot} lacks a page of its window, or has one before it")
+            for page in pages[max(first, held.sealed) :]:
+                holders = pool.refs(page) - self._store.moves.references(pool).count(page)
+                if holders != 1 or pool.owner(page) is not None:
+                    raise AssertionError(f"page {page} of slot {slot} may be written, but is shared or cached")
+
+    def _require_empty(self, slot: int) -> None:
+        if slot in self._slots:
+            raise AssertionError(f"slot {slot} is in use")
+
+    def _pages_to(self, length: int) -> int:
+        count = self.pages_for(length)
+        if count > self.config.width:
+            raise ValueError(f"{length} tokens need {count} pages, a sequence can have {self.config.width}")
+        return count
+
+    def _new(self, firsts: list[int], cursor: Node | None, published: int) -> _Held:
+        pages: list[list[int]] = [[] for _ in self._groups]
+        held = _Held(pages, firsts, None, published, published, self._store.moves.batch)
+        self._move_cursor(held, cursor)
+        return held
+
+    def _move_cursor(self, held: _Held, node: Node | None) -> None:
+        old, held.cursor = held.cursor, node
+        if node is not None:
+            node.pins += 1
+        if old is not None:
+            old.pins -= 1
+            self._store.tree.prune(old)
+
+    def _cursor_at(self, held: _Held, pages: int) -> tuple[Node | None, int]:
+        """The tree's node of a slot's last published page among the first ``pages``, and how many are published."""
+        node, published = held.cursor, held.published
+        while published > pages:
+            assert node is not None
+            node, published = node.parent, published - 1
+        return (node if published else None), published
+
+    def _grow(self, slot: int, held: _Held, more: int) -> None:
+        """Fresh pages behind those that ``held`` has, none before a group's first one."""
+        start = self._counts[slot]
+        for group in self._groups:
+            pages, first = held.pages[group], held.firsts[group]
+            for _ in range(more):
+                pages.append(self._store.take(group) if len(pages) >= first else -1)
+            self.tables[group, slot, start : len(pages)] = pages[start:]
+            self.tables[group, slot, start:first] = 0
+        self._slots[slot] = held
+        self._counts[slot] = held.count
+
+    def _copy(self, source: Pages | int, held: _Held, index: int) -> None:
+        """Fill a fresh page from device pages, or from a host page (which is pinned)."""
+        moves, target = self._store.moves, tuple(pages[index] for pages in held.pages)
+        if isinstance(source, int):
+            moves.import_page(source, target, self._store.pools)
+        else:
+            moves.copy_page(source, target, self._store.pools)
+
+    def _replace(self, slot: int, held: _Held, index: int, pages: list[int]) -> None:
+        for group, page in enumerate(pages):
+            if page != held.pages[group][index]:
+                held.pages[group][index] = page
+                self.tables[group, slot, index] = page

@@ -1,0 +1,193 @@
+"""The tree of cached pages: what is known by its tokens. No jax.
+
+A radix tree whose edges are whole pages (after RadixAttention, Zheng et al. 2024): a node stands for a page of tokens in
+the context of all pages above it. Its key holds the tokens and a *code*, which says which programs computed them, since
+equal tokens from other programs may have other bits.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+PageKey = tuple[int, bytes]
+_ITEM = np.dtype(np.int32).itemsize
+# Neighbours looked at on either side. More matter only where many pages begin alike and few of them may be used.
+_NEIGHBOURS = 16
+
+
+class PageKeys:
+    """The tokens of one sequence and the keys of its full pages, each cut once.
+
+    Args:
+        namespace: sequences of different namespaces share nothing (tenant salt, adapter, image).
+        page_size: tokens per page.
+    """
+
+    def __init__(self, namespace: bytes, page_size: int) -> None:
+        self.namespace = namespace
+        self.page_size = page_size
+        self._tokens = np.empty(page_size, np.int32)
+        self._count = 0
+        self._pages: list[bytes] = []
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [known tokens], a view: good until the next `extend`."""
+        return self._tokens[: self._count]
+
+    def extend(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append tokens. Amortised O(1) each."""
+        if not len(tokens):
+            return
+        count = self._count + len(tokens)
+        if count > len(self._tokens):
+            grown = np.empty(max(count, 2 * len(self._tokens)), np.int32)
+            grown[: self._count] = self.tokens
+            self._tokens = grown
+        self._tokens[self._count : count] = tokens
+        self._count = count
+
+    def page_bytes(self, page: int) -> bytes:
+        """The tokens of full page ``page``.
+
+        Raises:
+            IndexError: the page is not full.
+        """
+        while len(self._pages) <= page:
+            end = (len(self._pages) + 1) * self.page_size
+            if end > self._count:
+                raise IndexError(f"page {len(self._pages)} of {self._count} tokens is not full")
+            self._pages.append(self._tokens[end - self.page_size : end].tobytes())
+        return self._pages[page]
+
+
+class Node:
+    """One page of tokens. Its bytes lie on the device, in a host page, in both, or (windowed groups) nowhere.
+
+    Attributes:
+        pages: the device page in each group, -1: none.
+        host: the host page with a copy of the groups in ``stored``, -1: none.
+        pins: sequences whose last published page this is; the node stays while there are any.
+    """
+
+    __slots__ = ("_order", "children", "host", "key", "pages", "parent", "pins", "stored")
+
+    def __init__(self, parent: Node | None, key: PageKey, groups: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.children: dict[PageKey, Node] = {}
+        self.pages = [-1] * groups
+        self.host = -1
+        self.stored = (False,) * groups
+        self.pins = 0
+        self._order: list[tuple[int, bytes, int]] = []  # (class, tokens, code) of the children, sorted
+
+    def has(self, group: int) -> bool:
+        """Whether the bytes of a group can be had, from the device or from the host."""
+        return self.pages[group] >= 0 or (self.host >= 0 and self.stored[group])
+
+    @property
+    def empty(self) -> bool:
+        return self.host < 0 and all(page < 0 for page in self.pages)
+
+
+class RadixTree:
+    """Nodes by their path from the root of a namespace. Knows nothing of free pages or of who uses what.
+
+    ``changes`` counts how often something that could have been matched was lost.
+    """
+
+    def __init__(self, groups: int, page_size: int) -> None:
+        self._groups = groups
+        self._codes = page_size + 1  # codes of one class
+        self._roots: dict[bytes, Node] = {}
+        self.changes = 0
+
+    def root(self, namespace: bytes) -> Node | None:
+        return self._roots.get(namespace)
+
+    def plant(self, namespace: bytes) -> Node:
+        """The root of a namespace, made if there is none."""
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, (0, namespace), self._groups)
+        return root
+
+    def add(self, parent: Node, key: PageKey) -> Node:
+        """A new child without pages."""
+        node = parent.children[key] = Node(parent, key, self._groups)
+        bisect.insort(parent._order, self._rank(key))
+        return node
+
+    def prune(self, node: Node) -> None:
+        """Remove a node that leads to nothing, and then its parents as far as that holds for them."""
+        self.changes += 1
+        while node.empty and not node.children and not node.pins:
+            parent, (code, tokens) = node.parent, node.key
+            if parent is None:
+                if self._roots.get(tokens) is node:  # else it was removed before
+                    del self._roots[tokens]
+                return
+            del parent.children[node.key]
+            rank = self._rank((code, tokens))
+            del parent._order[bisect.bisect_left(parent._order, rank)]
+            node.parent = None
+            node = parent
+
+    def closest(
+        self, parent: Node, code: int, tokens: bytes, usable: Callable[[Node], bool]
+    ) -> tuple[Node | None, int]:
+        """The child of whose page most leading tokens can be reused for ``tokens``, and how many.
+
+        Children lie in the order of their bytes, so the longest common prefixes are next to where ``tokens`` would be.
+        Under another code of the same class only tokens that prefill computes in both pages count.
+        """
+        kind, split = divmod(code, self._codes)
+        order = parent._order
+        at = bisect.bisect_left(order, (kind, tokens))
+        best: tuple[Node | None, int] = (None, 0)
+        for near in (order[at : at + _NEIGHBOURS], order[max(0, at - _NEIGHBOURS) : at][::-1]):
+            for other_kind, other, other_code in near:
+                common = _common_tokens(other, tokens)
+                if other_kind != kind or common <= best[1]:
+                    break
+                count = common if other_code == code else min(common, split, other_code % self._codes)
+                node = parent.children[(other_code, other)]
+                if count > best[1] and usable(node):
+                    best = (node, count)
+        return best
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents first."""
+        stack = list(self._roots.values())
+        while stack:
+            children = stack.pop().children.values()
+            yield from children
+            stack.extend(children)
+
+    def check(self) -> None:
+        """Raises AssertionError if a link is wrong, or a node leads to nothing."""
+        for root in self._roots.values():
+            if not root.children and not root.pins:
+                raise AssertionError("the root of an empty namespace was left")
+        for parent in [*self._roots.values(), *self.nodes()]:
+            if parent._order != sorted(map(self._rank, parent.children)):
+                raise AssertionError("the order of a node's children is not that of its keys")
+            for key, node in parent.children.items():
+                if node.parent is not parent or node.key != key:
+                    raise AssertionError("a child does not know its parent or its key")
+                if node.empty and not node.children and not node.pins:
+                    raise AssertionError("a node that leads to nothing was left")
+
+    def _rank(self, key: PageKey) -> tuple[int, bytes, int]:
+        return key[0] // self._codes, key[1], key[0]
+
+
+def _common_tokens(first: bytes, second: bytes) -> int:
+    """Leading tokens that two pages have in common."""
+    count = min(len(first), len(second)) // _ITEM
+    differ = np.frombuffer(first, np.int32, count) != np.frombuffer(second, np.int32, count)
+    return int(differ.argmax()) if differ.any() else count

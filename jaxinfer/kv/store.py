@@ -1,0 +1,231 @@
+"""Device pages of all groups, host pages, and the cache over both: who gives up a page when one is needed. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxinfer.kv.blocks import BlockPool
+from jaxinfer.kv.moves import Pages
+from jaxinfer.kv.pending import PendingMoves
+from jaxinfer.kv.radix import Node, PageKey, RadixTree
+
+
+class PageStore:
+    """Pools, tree and pending moves, kept consistent with each other.
+
+    Eviction takes the page that nobody has held for longest. In a group without a window a sequence holds all pages of
+    its path and lets go of the last one first, so that page is always a leaf of what is left; its node goes as a whole,
+    to a host page if there are any. A page of a windowed group can go alone: the nodes below it may be matched without.
+
+    A node keeps its host copy after it came back to the device, until the host page is needed: to evict it again then
+    costs nothing.
+    """
+
+    def __init__(self, pages: int, page_size: int, windows: tuple[int | None, ...], host_pages: int) -> None:
+        self.page_size = page_size
+        self.windows = windows
+        self.pools: list[BlockPool[Node]] = [BlockPool(pages) for _ in windows]
+        self.host: BlockPool[Node] = BlockPool(host_pages)
+        self.tree = RadixTree(len(windows), page_size)
+        self.moves = PendingMoves()
+
+    def first_visible(self, group: int, position: int) -> int:
+        """The first page that a query at ``position`` sees: those before it are of no use to it or to later ones."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
+
+    # ---- pages
+
+    def has_room(self, needs: Sequence[int]) -> bool:
+        """Whether ``needs[group]`` pages can be had in each group."""
+        return all(need <= pool.available for need, pool in zip(needs, self.pools, strict=True))
+
+    def take(self, group: int) -> int:
+        """A page, evicting one if none is free. The caller has asked `has_room`."""
+        pool = self.pools[group]
+        if not pool.free and pool.cached:
+            self._evict(group)
+        return pool.take()
+
+    def hold(self, group: int, page: int) -> None:
+        if page >= 0:
+            self.pools[group].hold(page)
+
+    def drop(self, group: int, page: int) -> None:
+        if page >= 0:
+            self.pools[group].drop(page)
+
+    def _evict(self, group: int) -> None:
+        node = self._owner(self.pools[group], self.pools[group].oldest())
+        rest = any(page >= 0 for other, page in enumerate(node.pages) if other != group)
+        if self.windows[group] is not None and rest:
+            self._unload(node, group)
+        else:
+            self._offload(node)
+            for other in range(len(self.pools)):
+                self._unload(node, other)
+        self.tree.prune(node)
+
+    def _unload(self, node: Node, group: int) -> None:
+        if node.pages[group] >= 0:
+            self.pools[group].disown(node.pages[group])
+            node.pages[group] = -1
+
+    @staticmethod
+    def _owner(pool: BlockPool[Node], page: int) -> Node:
+        node = pool.owner(page)
+        assert node is not None  # a page without one is free, not cached
+        return node
+
+    # ---- the host
+
+    def take_host(self, count: int) -> list[int] | None:
+        """Host pages, dropping cached ones if need be; None and nothing changed if there are not so many."""
+        if count > self.host.available:
+            return None
+        while self.host.free < count:
+            self._forget(self._owner(self.host, self.host.oldest()))
+        return [self.host.take() for _ in range(count)]
+
+    def _offload(self, node: Node) -> None:
+        """Keep the bytes of a node that leaves the device in a host page, if one can be had."""
+        present = tuple(page >= 0 for page in node.pages)
+        if node.host >= 0 and all(have or not here for have, here in zip(node.stored, present, strict=True)):
+            self.host.touch(node.host)
+            return
+        if node.host >= 0:
+            self._forget(node)
+        taken = self.take_host(1)
+        if taken is None:
+            return
+        (node.host,), node.stored = taken, present
+        self.host.assign(node.host, node)
+        self.moves.export_page(tuple(node.pages), node.host)
+        self.host.drop(node.host)
+
+    def _forget(self, node: Node) -> None:
+        """Give up the host copy of a node."""
+        self.host.disown(node.host)
+        node.host = -1
+        self.tree.prune(node)
+
+    # ---- hits
+
+    def hit_needs(self, nodes: Sequence[Node], firsts: Sequence[int]) -> list[int]:
+        """Pages in each group that `hold_path` uses up: missing ones, and cached ones that it takes from eviction."""
+        return [
+            sum(node.pages[group] < 0 or not pool.refs(node.pages[group]) for node in nodes[firsts[group] :])
+            for group, pool in enumerate(self.pools)
+        ]
+
+    def hold_path(self, nodes: Sequence[Node], firsts: Sequence[int]) -> list[list[int]]:
+        """Hold the pages of a path, [group][page], those from ``firsts[group]`` on (-1 before), on the device.
+
+        What is only on the host is imported. First everything is held, so that no page is evicted for another one.
+        """
+        missing: list[tuple[Node, list[int]]] = []
+        for index, node in enumerate(nodes):
+            wanted = [group for group, first in enumerate(firsts) if index >= first]
+            for group in wanted:
+                self.hold(group, node.pages[group])
+            absent = [group for group in wanted if node.pages[group] < 0]
+            if absent:
+                self.moves.pin(self.host, node.host)
+                missing.append((node, absent))
+        for node, absent in missing:
+            self._load(node, absent)
+        return [
+            [-1] * min(first, len(nodes)) + [node.pages[group] for node in nodes[first:]]
+            for group, first in enumerate(firsts)
+        ]
+
+    def _load(self, node: Node, groups: list[int]) -> None:
+        target = [-1] * len(self.pools)
+        for group in groups:
+            page = target[group] = node.pages[group] = self.take(group)
+            self.pools[group].assign(page, node)
+        for group, page in enumerate(node.pages):
+            if page >= 0 and group not in groups:
+                self.moves.pin(self.pools[group], page)  # the node must not be exported before it is whole
+        self.moves.import_page(node.host, tuple(target), self.pools)
+
+    def donor_source(self, node: Node) -> Pages | int | None:
+        """Where all groups of a node can be copied from in the next batch: device pages, a host page, or nowhere."""
+        if all(page >= 0 and not self.moves.arrives(group, page) for group, page in enumerate(node.pages)):
+            return tuple(node.pages)
+        return node.host if node.host >= 0 and all(node.stored) else None
+
+    def enter(self, parent: Node, key: PageKey, own: list[int]) -> Node | None:
+        """Let the tree know a full page that a sequence holds as ``own`` (-1 where it has none).
+
+        Where the tree knows an equal page already, ``own`` is changed to that one. None if a page of ``own`` is
+        known under another key.
+        """
+        node = parent.children.get(key)
+        for group, page in enumerate(own):
+            owner = self.pools[group].owner(page) if page >= 0 else None
+            if owner is not None and owner is not node:
+                return None
+        node = self.tree.add(parent, key) if node is None else node
+        for group, page in enumerate(own):
+            if page >= 0 and page != node.pages[group]:
+                own[group] = self._merge(node, group, page)
+        return node
+
+    def _merge(self, node: Node, group: int, page: int) -> int:
+        known = node.pages[group]
+        if known < 0:
+            self.pools[group].assign(page, node)
+            node.pages[group] = page
+            return page
+        self.hold(group, known)
+        self.drop(group, page)
+        return known
+
+    def clear(self) -> int:
+        """Give up every cached page, on the device and on the host, and count the nodes that lost one."""
+        lost: set[Node] = set()
+        for group, pool in enumerate(self.pools):
+            while pool.cached:
+                node = self._owner(pool, pool.oldest())
+                self._unload(node, group)
+                lost.add(node)
+        while self.host.cached:
+            node = self._owner(self.host, self.host.oldest())
+            self._forget(node)
+            lost.add(node)
+        for node in lost:
+            self.tree.prune(node)
+        return len(lost)
+
+
+def check_tree(store: PageStore) -> None:
+    """Raises AssertionError unless tree and pools agree on which node has which page.
+
+    In a group without a window a page is on the device only if its parent's is, and is evicted before it.
+    """
+    nodes = list(store.tree.nodes())
+    for group, pool in enumerate(store.pools):
+        _check_owned(pool, {node.pages[group]: node for node in nodes if node.pages[group] >= 0})
+    _check_owned(store.host, {node.host: node for node in nodes if node.host >= 0})
+    for group, window in enumerate(store.windows):
+        if window is None:
+            _check_order(store.pools[group], group, nodes)
+
+
+def _check_owned(pool: BlockPool[Node], known: dict[int, Node]) -> None:
+    if {page: owner for page in range(pool.total) if (owner := pool.owner(page)) is not None} != known:
+        raise AssertionError("the tree and a pool do not agree on which pages are cached")
+
+
+def _check_order(pool: BlockPool[Node], group: int, nodes: list[Node]) -> None:
+    order = {page: index for index, page in enumerate(pool.eviction_order())}
+    for node in nodes:
+        parent = node.parent
+        if node.pages[group] < 0 or parent is None or parent.parent is None:
+            continue
+        above, below = parent.pages[group], node.pages[group]
+        if above < 0 or (pool.refs(below) and not pool.refs(above)):
+            raise AssertionError(f"page {below} is of use without page {above} above it, which can be evicted")
+        if above in order and order[above] < order[below]:
+            raise AssertionError(f"page {above} is evicted before page {below}, which is of no use without it")

@@ -1,0 +1,115 @@
+"""A device that holds hashes in place of keys and values, and sequences that know what they must read back.
+
+What a token leaves in the cache depends on everything before it and on the program that computed it. So does its hash:
+a page that is shared wrongly, copied too late or written while shared reads back as something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxinfer.kv.manager import KVConfig, KVManager, Swapped
+from jaxinfer.kv.moves import Copy, Export, Import
+from jaxinfer.kv.radix import PageKeys
+
+GARBAGE = -1
+
+
+def page_code(page: int, size: int, prompt: int, kind: int) -> int:
+    """Of a page of a sequence whose first ``prompt`` tokens run in prefill programs of class ``kind``."""
+    split = min(max(prompt - page * size, 0), size)
+    return kind * (size + 1) + split if split else 0
+
+
+@dataclasses.dataclass(eq=False)
+class FakeSequence:
+    """Tokens ``computed`` by steps before, of which ``launched`` ones are on the device."""
+
+    namespace: bytes
+    tokens: list[int]
+    prompt: int
+    kind: int
+    size: int
+    slot: int = -1
+    scheduled: int = 0
+    launched: int = 0
+    swapped: Swapped | None = None
+
+    def __post_init__(self) -> None:
+        self.keys = PageKeys(self.namespace, self.size)
+        self.expected: list[int] = []
+        self.feed(())
+
+    def feed(self, tokens) -> None:
+        """Learn tokens, and what they must leave in the cache."""
+        self.tokens.extend(tokens)
+        self.keys.extend(self.tokens[len(self.expected) :])
+        for at in range(len(self.expected), len(self.tokens)):
+            before = self.expected[-1] if at else hash(self.namespace)
+            program = self.kind if at < self.prompt else "decode"
+            self.expected.append(hash((before, self.tokens[at], program)))
+
+    @property
+    def codes(self) -> list[int]:
+        pages = -(-len(self.tokens) // self.size)
+        return [page_code(page, self.size, self.prompt, self.kind) for page in range(pages)]
+
+
+class FakeDevice:
+    """Pages of hashes in each group and on the host; runs moves in the documented order."""
+
+    def __init__(self, kv: KVManager) -> None:
+        config: KVConfig = kv.config
+        self.kv, self.size, self.windows = kv, config.page_size, config.windows
+        self.pages = [[[GARBAGE] * self.size for _ in range(config.pages)] for _ in config.windows]
+        self.host: list[list[list[int] | None] | None] = [None] * config.host_pages
+
+    def move(self, exports: list[Export], copies: list[Copy], imports: list[Import]) -> None:
+        self._check_targets([*copies, *imports])
+        for source, host in exports:
+            self.host[host] = [self._read(group, page) for group, page in enumerate(source)]
+        at_once = [[self._read(group, page) for group, page in enumerate(source)] for source, _ in copies]
+        for (source, target), read in zip(copies, at_once, strict=True):
+            assert [self._read(group, page) for group, page in enumerate(source)] == read, "the order of copies matters"
+            self._write(target, read)
+        for host, target in imports:
+            held = self.host[host]
+            assert held is not None, "a host page was read before it was written"
+            self._write(target, held)
+
+    def _read(self, group: int, page: int) -> list[int] | None:
+        return list(self.pages[group][page]) if page >= 0 else None
+
+    def _write(self, target, read) -> None:
+        for group, page in enumerate(target):
+            if page >= 0:
+                assert read[group] is not None, "a page was asked for that nobody had"
+                self.pages[group][page] = list(read[group])
+
+    def _check_targets(self, moves) -> None:
+        targets = [place for move in moves for place in enumerate(move.target) if place[1] >= 0]
+        assert len(targets) == len(set(targets)), "a page is written twice"
+
+    def compute(self, sequence: FakeSequence, others: list[FakeSequence]) -> None:
+        """Run the scheduled tokens of a sequence; nobody else may see the pages that it writes."""
+        for at in range(sequence.launched, sequence.scheduled):
+            for group in range(len(self.windows)):
+                page = int(self.kv.tables[group, sequence.slot, at // self.size])
+                for other in others:
+                    assert other is sequence or not self._shows(group, other, page), "a shared page was written"
+                assert self.kv._store.pools[group].owner(page) is None, "a cached page was written"
+                self.pages[group][page][at % self.size] = sequence.expected[at]
+        sequence.launched = sequence.scheduled
+
+    def _shows(self, group: int, sequence: FakeSequence, page: int) -> bool:
+        held = self.kv._slots[sequence.slot]
+        return page in held.pages[group]
+
+    def verify(self, sequence: FakeSequence) -> None:
+        """All that the next query sees reads back as this sequence's own."""
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, sequence.launched - window + 1)
+            table = self.kv.tables[group, sequence.slot]
+            for at in range(first, sequence.launched):
+                found = self.pages[group][table[at // self.size]][at % self.size]
+                assert found == sequence.expected[at], f"group {group}: position {at} of {sequence.launched} is wrong"
