@@ -1,135 +1,578 @@
-"""The scheduler against a device that is nothing but arithmetic."""
+"""Each behaviour of the scheduler by itself, against a device of arithmetic.
 
+The loop compares every output with the request's undisturbed run, so a test here only says what is particular.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from jaxinfer.config import EngineConfig, resolve
-from jaxinfer.engine.scheduler import Scheduler, StepPlan, StepResult
-from jaxinfer.kv.manager import KVManager
-from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, Request, RequestError, SamplingParams
-
-CACHE = CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8)
-EOS = 9
+from jaxinfer.engine.buckets import Chunk
+from jaxinfer.engine.sequence import Sequence
+from jaxinfer.types import FinishReason, QueueFullError, RequestError
+from tests.engine.fake_device import EOS
+from tests.engine.fake_loop import Loop, make_loop, make_request
 
 
-def make_scheduler(**changes) -> Scheduler:
-    settings = {
-        "max_num_seqs": 3,
-        "page_size": 8,
-        "num_pages": 24,
-        "prefill_sizes": (8, 16),
-        "max_num_batched_tokens": 19,
-        **changes,
-    }
-    engine = resolve(EngineConfig(**settings), CACHE, max_position=128, itemsize=4)
-    return Scheduler(engine, KVManager(engine.num_pages, engine.page_size, engine.rows, engine.table_width))
+def chunks(plan) -> list[tuple[str, Chunk]]:
+    return [(prefill.sequence.request.request_id, prefill.chunk) for prefill in plan.prefills]
 
 
-def answer(plan: StepPlan) -> StepResult | None:
-    """Each row's token is a function of its position; 9 at every 13th one."""
-    if not plan:
-        return None
-    tokens = [EOS if (row.position + 1) % 13 == 0 else row.position % 7 for row in plan.decodes]
-    return StepResult(plan, tokens, [None] * len(tokens), [[] for _ in plan.prefills])
+def rows(plan) -> list[tuple[str, int]]:
+    return [(row.sequence.request.request_id, row.position) for row in plan.decodes]
 
 
-def expected(prompt: int, most: int, stops: bool) -> list[int]:
-    out: list[int] = []
-    while len(out) < most:
-        position = prompt - 1 + len(out)
-        out.append(EOS if (position + 1) % 13 == 0 else position % 7)
-        if stops and out[-1] == EOS:
-            break
-    return out
+def ids(sequences) -> list[str]:
+    return [sequence.request.request_id for sequence in sequences]
 
 
-def run(scheduler: Scheduler, arrivals: list[list[Request]], aborts: dict[int, str]) -> dict[str, list[int]]:
-    """Step with one launch in flight, as the engine does, checking every plan and every invariant."""
-    outputs: dict[str, list[int]] = {}
-    computed: dict[tuple[str, int], int] = {}
-    pending, step = None, 0
-    while scheduler.has_work or pending or arrivals:
-        for request in arrivals.pop(0) if arrivals else []:
-            scheduler.add(request)
-        plan = scheduler.plan()
-        check_plan(plan, computed)
-        for delta in scheduler.commit(answer(pending) if pending else None):
-            outputs.setdefault(f"{delta.request_id}/{delta.index}", []).extend(delta.token_ids)
-        pending = plan or None
-        if step in aborts:
-            scheduler.abort(aborts[step])
-        scheduler.check()
-        step += 1
-        assert step < 5000, "somebody starves"
-    return outputs
+def tokens_of(loop: Loop, name: str) -> list[int]:
+    return loop.outputs[name][0].want.tokens
 
 
-def check_plan(plan: StepPlan, computed: dict[tuple[str, int], int]) -> None:
-    """Every token is computed once, in order, and fits the budget."""
-    for sequence in plan.admitted:
-        computed[sequence.request.request_id, sequence.index] = 0
-    assert sum(p.chunk.size for p in plan.prefills) + len(plan.decodes) <= 16 + 3
-    for prefill in plan.prefills:
-        key = (prefill.sequence.request.request_id, prefill.sequence.index)
-        assert computed[key] == prefill.chunk.start
-        computed[key] += prefill.chunk.length
-    slots = [row.sequence.slot for row in plan.decodes]
-    assert len(set(slots)) == len(slots)
-    for row in plan.decodes:
-        key = (row.sequence.request.request_id, row.sequence.index)
-        assert computed[key] == row.position
-        assert (row.token == -1) == (row.position >= len(row.sequence.prompt))
-        computed[key] += 1
+# ---- chunks and budget
 
 
-requests = st.builds(
-    lambda prompt, most, n, stops: (prompt, most, n, stops),
-    st.integers(1, 60),
-    st.integers(1, 40),
-    st.integers(1, 3),
-    st.booleans(),
-)
+def test_a_prompt_advances_by_chunks_under_the_budget():
+    loop = make_loop(max_num_batched_tokens=16 + 3)
+    loop.add(make_request("a", 41))
+    assert chunks(loop.step()) == [("a", Chunk(0, 16, 16))]
+    assert chunks(loop.step()) == [("a", Chunk(16, 16, 16))]
+    plan = loop.step()
+    assert chunks(plan) == [("a", Chunk(32, 8, 8))]
+    assert rows(plan) == [("a", 40)], "the last prompt token is a decode row of the same step"
+    loop.drain()
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.lists(requests, max_size=3), max_size=6), st.dictionaries(st.integers(0, 60), st.integers(0, 5)))
-def test_every_sequence_gets_its_tokens(waves, abort_at):
-    number, arrivals, want = 0, [], {}
-    for wave in waves:
-        arrivals.append([])
-        for prompt, most, n, stops in wave:
-            params = SamplingParams(n=n, max_tokens=most)
-            stop_ids = frozenset({EOS}) if stops else frozenset()
-            arrivals[-1].append(Request(str(number), tuple(range(prompt)), params, stop_ids))
-            for index in range(n):
-                want[f"{number}/{index}"] = expected(prompt, most, stops)
-            number += 1
-    aborts = {step: str(request) for step, request in abort_at.items()}
-    got = run(make_scheduler(), arrivals, aborts)
-    for key, tokens in got.items():
-        whole = key.split("/")[0] not in aborts.values()
-        assert tokens == want[key] if whole else tokens == want[key][: len(tokens)]
-    assert {key for key in want if key.split("/")[0] not in aborts.values()} <= got.keys()
+def test_a_budget_that_holds_the_whole_prompt_takes_one_step():
+    loop = make_loop(max_num_batched_tokens=40 + 3)
+    loop.add(make_request("a", 41))
+    assert chunks(loop.step()) == [("a", Chunk(0, 16, 16)), ("a", Chunk(16, 16, 16)), ("a", Chunk(32, 8, 8))]
+    loop.drain()
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers():
-    scheduler = make_scheduler(num_pages=16)
-    request = Request("a", tuple(range(100)), SamplingParams(max_tokens=40))
-    with pytest.raises(RequestError, match="139 tokens need 18 KV pages, the pool has 16"):
-        scheduler.add(request)
-    assert not scheduler.has_work
+def test_a_prompt_of_one_token_needs_no_prefill():
+    loop = make_loop()
+    loop.add(make_request("a", 1))
+    plan = loop.step()
+    assert (chunks(plan), rows(plan)) == ([], [("a", 0)])
+    loop.drain()
+
+
+def test_who_came_first_gets_the_budget_and_the_next_one_what_is_left():
+    loop = make_loop(max_num_batched_tokens=24 + 3)
+    loop.add(make_request("a", 60))
+    loop.add(make_request("b", 9, cache_salt="b"))
+    loop.add(make_request("c", 17, cache_salt="c"))
+    assert chunks(loop.step()) == [("a", Chunk(0, 16, 16)), ("b", Chunk(0, 8, 8))]
+    plan = loop.step()
+    assert chunks(plan) == [("a", Chunk(16, 16, 16))], "c's chunk is larger than what is left"
+    assert rows(plan) == [("b", 9)]
+    while loop.step().prefills[0].sequence.request.request_id == "a":
+        assert len(loop.plan.prefills) == 1
+    assert chunks(loop.plan) == [("c", Chunk(0, 16, 16))]
+    loop.drain()
+
+
+def test_a_request_that_came_first_is_admitted_first():
+    loop = make_loop(max_num_seqs=1, max_num_batched_tokens=17)
+    names = ["c", "a", "b"]
+    for name in names:
+        loop.add(make_request(name, 5, 2))
+    order = []
+    while loop.busy:
+        order += ids(loop.step().admitted)
+    assert order == names
+
+
+# ---- prefix cache
+
+
+def test_a_prompt_that_is_cached_whole_is_not_computed_again():
+    loop = make_loop(num_pages=24)
+    loop.run(make_request("a", 33))
+    before = loop.device.computed["prefill"]
+    loop.add(make_request("b", 33, 6))
+    plan = loop.step()
+    assert (chunks(plan), rows(plan)) == ([], [("b", 32)])
+    loop.drain()
+    assert (before, loop.device.computed["prefill"]) == (32, 32)
+    assert loop.scheduler.stats.snapshot().prefix_hits == 32
+
+
+def test_the_tokens_of_a_page_that_only_begins_alike_are_copied():
+    loop = make_loop(classes=(0, 0))
+    loop.add(make_request("a", tuple(range(9)) * 4))
+    loop.drain()
+    other = tuple(range(9)) * 2 + (0, 1, 3) + (5,) * 15
+    loop.add(make_request("b", other))
+    plan = loop.step()
+    assert chunks(plan)[0] == ("b", Chunk(20, 12, 16)), "16 tokens of two whole pages and 4 of the third"
+    assert len(plan.copies) == 1
+    loop.drain()
+
+
+def test_pages_of_a_prompt_are_shared_while_it_still_runs():
+    loop = make_loop()
+    loop.add(make_request("a", 33, 20))
+    loop.step()
+    loop.step()
+    loop.step()
+    loop.add(make_request("b", 33, 20))
+    assert chunks(loop.step()) == []
+    assert loop.kv.usage().held < 2 * 5
+    loop.drain()
+
+
+def test_requests_of_different_salts_share_nothing():
+    loop = make_loop()
+    loop.run(make_request("a", 33, cache_salt="x"), make_request("b", 33, cache_salt="y"))
+    assert loop.device.computed["prefill"] == 64
+
+
+def test_without_prefix_caching_nothing_is_found_but_forks_share():
+    loop = make_loop(enable_prefix_caching=False)
+    loop.run(make_request("a", 33))
+    loop.run(make_request("b", 33, n=3))
+    assert loop.device.computed["prefill"] == 64
+    assert loop.scheduler.stats.snapshot().prefix_hits == 32 * 2, "the two forks"
+
+
+def test_a_page_is_reused_only_by_who_would_compute_it_in_the_same_class():
+    long = 61  # its tokens 32 to 39 are due in size 16; as the tail of a prompt of 41 they are due in size 8
+    for classes, hit in (((0, 1), 32), ((0, 0), 40)):
+        loop = make_loop(classes=classes)
+        loop.run(make_request("a", 41))
+        loop.add(make_request("b", long))
+        assert chunks(loop.step())[0][1].start == hit
+        loop.drain()
+
+
+def test_a_follow_up_turn_reuses_what_was_generated_only_in_relaxed_mode():
+    for exactness, hit in (("exact", 16), ("relaxed", 40)):
+        loop = make_loop(exactness=exactness, classes=(0, 0), max_num_batched_tokens=51)
+        loop.run(make_request("a", 20, 24))
+        turn = (*tokens_of(loop, "a"), 1, 2, 3, 4)
+        loop.add(make_request("b", turn))
+        assert chunks(loop.step())[0][1].start == hit
+        loop.drain()
+
+
+def test_prompt_logprobs_compute_the_whole_prompt_in_the_largest_size():
+    loop = make_loop(max_num_batched_tokens=67)
+    loop.run(make_request("a", 41))
+    loop.add(make_request("b", 41, prompt_logprobs=1))
+    assert chunks(loop.step()) == [("b", Chunk(0, 16, 16)), ("b", Chunk(16, 16, 16)), ("b", Chunk(32, 8, 16))]
+    loop.drain()
+    loop.run(make_request("c", 41))
+    assert loop.device.computed["prefill"] == 2 * 40, "and leave the cache as it was"
+
+
+def test_resetting_the_prefix_cache_forgets_what_nobody_uses():
+    loop = make_loop()
+    loop.run(make_request("a", 33))
+    assert loop.kv.reset_prefix_cache() == 4
+    assert loop.kv.usage().cached == 0
+    loop.run(make_request("b", 33))
+    assert loop.device.computed["prefill"] == 64
+
+
+# ---- samples of one request
+
+
+def test_samples_share_the_pages_of_their_prompt():
+    loop = make_loop()
+    loop.add(make_request("a", 20, 4, n=3))
+    while loop.scheduler.running < 3:
+        loop.step()
+    assert loop.kv.usage().held == 2 + 3, "two whole pages for all, and one each for what follows"
+    loop.drain()
+    assert loop.device.computed["prefill"] == 19
+    assert loop.device.moved["copies"] == 2
+
+
+def test_a_sample_whose_leader_is_gone_computes_or_finds_the_prompt_itself():
+    loop = make_loop()
+    loop.add(make_request("a", 60, 8, n=3))
+    loop.step()
+    loop.abort("a", 0)
+    loop.drain()
+    assert loop.outputs["a"][0].reason is FinishReason.ABORT
+    assert all(len(output.tokens) == 8 for output in loop.outputs["a"][1:])
+
+
+def test_samples_of_a_prompt_of_one_token():
+    loop = make_loop()
+    assert [len(tokens) for tokens in loop.run(make_request("a", 1, 9, n=3))[0]] == [9, 9, 9]
+
+
+# ---- the end of a sequence
+
+
+def eos_request(loop: Loop, least: int, **changes):
+    """A request whose undisturbed run ends by a stop id after ``least`` to 20 tokens."""
+    for seed in range(1000):
+        request = make_request("eos", 12, 30, stops=True, seed=seed, **changes)
+        want = loop.model.alone(request, 0)
+        if want.reason is FinishReason.STOP and least <= len(want.tokens) - 12 <= 20:
+            return request, len(want.tokens) - 12
+    raise AssertionError("no seed ends so")
+
+
+@pytest.mark.parametrize(("asynchronous", "wasted"), [(True, 1), (False, 0)])
+def test_an_end_that_is_seen_one_step_late_costs_one_row(asynchronous, wasted):
+    loop = make_loop(async_scheduling=asynchronous)
+    request, length = eos_request(loop, 3)
+    assert len(loop.run(request)[0][0]) == length
+    assert loop.device.computed["decode"] == length + wasted
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_end_by_length_costs_no_row(asynchronous):
+    loop = make_loop(async_scheduling=asynchronous)
+    loop.run(make_request("a", 12, 7))
+    assert loop.device.computed["decode"] == 7
 
 
 def test_min_tokens_holds_back_the_end():
-    scheduler = make_scheduler()
-    params = SamplingParams(max_tokens=30, min_tokens=5)
-    scheduler.add(Request("a", tuple(range(12)), params, frozenset({EOS})))
-    pending, finish, tokens = None, None, 0
-    while finish is None:
-        plan = scheduler.plan()
-        for delta in scheduler.commit(answer(pending) if pending else None):
-            tokens, finish = tokens + len(delta.token_ids), delta.finish_reason
-        pending = plan
-    # Output 2 is EOS and too early; the next one, 13 positions on, is taken.
-    assert (finish, tokens) == (FinishReason.STOP, 15)
+    loop = make_loop()
+    request, length = eos_request(loop, 2)
+    later = dataclasses.replace(request, params=dataclasses.replace(request.params, min_tokens=length + 1))
+    tokens = loop.run(later)[0][0]
+    assert len(tokens) > length
+    assert tokens[length - 1] == EOS
+
+
+def test_a_slot_and_pages_are_taken_over_in_the_step_after_the_end():
+    loop = make_loop(max_num_seqs=1, max_num_batched_tokens=17, async_scheduling=False)
+    loop.add(make_request("a", 3, 2))
+    loop.add(make_request("b", 3, 2))
+    assert [ids(loop.step().admitted) for _ in range(3)] == [["a"], [], ["b"]]
+    loop.drain()
+
+
+# ---- refusals
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers():
+    loop = make_loop(num_pages=16)
+    with pytest.raises(RequestError, match="139 tokens need 18 KV pages, the pool has 16"):
+        loop.add(make_request("a", 100, 40))
+    assert not loop.busy
+
+
+def test_what_just_fits_runs():
+    loop = make_loop(num_pages=16)
+    assert len(loop.run(make_request("a", 100, 29))[0][0]) == 29
+
+
+def test_an_id_that_is_in_use_is_refused():
+    loop = make_loop()
+    loop.add(make_request("a", 5))
+    with pytest.raises(RequestError, match="request_id='a' is in use"):
+        loop.add(make_request("a", 5))
+    loop.drain()
+    loop.run(make_request("a", 5))
+
+
+def test_too_many_waiting_requests_are_refused():
+    loop = make_loop(max_num_seqs=1, max_num_batched_tokens=17, max_waiting_requests=2)
+    loop.add(make_request("a", 5))
+    loop.step()
+    loop.add(make_request("b", 5))
+    loop.add(make_request("c", 5))
+    with pytest.raises(QueueFullError, match="max_waiting_requests = 2"):
+        loop.add(make_request("d", 5))
+    loop.drain()
+    loop.run(make_request("d", 5))
+
+
+def test_too_many_waiting_tokens_are_refused():
+    loop = make_loop(max_num_seqs=1, max_num_batched_tokens=17, max_waiting_tokens=50)
+    loop.add(make_request("a", 30))
+    with pytest.raises(QueueFullError, match="51 prompt tokens would wait, max_waiting_tokens = 50"):
+        loop.add(make_request("b", 21))
+    loop.add(make_request("b", 20))
+    loop.drain()
+
+
+# ---- deadlines and aborts
+
+
+def test_a_deadline_ends_a_request_that_waits():
+    loop = make_loop(max_num_seqs=1, max_num_batched_tokens=17)
+    loop.add(make_request("a", 5, 20))
+    loop.add(make_request("b", 5, 20, deadline=4.0))
+    loop.drain()
+    output = loop.outputs["b"][0]
+    assert (output.reason, output.tokens) == (FinishReason.DEADLINE, [])
+    assert len(loop.outputs["a"][0].tokens) == 20
+
+
+def test_a_deadline_ends_a_request_that_runs_and_keeps_what_it_had():
+    loop = make_loop()
+    loop.add(make_request("a", 5, 20, deadline=8.0, n=2))
+    loop.drain()
+    for output in loop.outputs["a"]:
+        assert output.reason is FinishReason.DEADLINE
+        assert 3 <= len(output.tokens) <= 8
+
+
+def test_a_deadline_does_not_end_a_sample_twice():
+    loop = make_loop(async_scheduling=False)
+    loop.add(make_request("a", 5, 20, deadline=8.0, n=2))
+    loop.step()
+    loop.step()
+    loop.scheduler.abort("a", 1)
+    loop.outputs["a"][1].reason = FinishReason.ABORT
+    loop.drain()
+    assert loop.outputs["a"][0].reason is FinishReason.DEADLINE
+
+
+def test_the_deadline_of_an_earlier_request_does_not_end_a_later_one_of_its_name():
+    loop = make_loop()
+    loop.run(make_request("a", 5, 2, deadline=50.0))
+    loop.now = 48.0
+    assert len(loop.run(make_request("a", 5, 20))[0][0]) == 20
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_abort_frees_everything_within_two_steps(steps, n):
+    loop = make_loop(max_num_seqs=2, max_num_batched_tokens=18)
+    loop.add(make_request("a", 44, 30, n=n))
+    for _ in range(steps):
+        loop.step()
+    loop.abort("a")
+    loop.step()
+    loop.step()
+    assert not loop.busy
+    loop.check_idle()
+
+
+def test_aborting_what_is_not_there_does_nothing():
+    loop = make_loop()
+    loop.scheduler.abort("nobody")
+    loop.run(make_request("a", 5))
+    loop.scheduler.abort("a")
+    assert not loop.busy
+
+
+# ---- policies
+
+
+def finish_order(loop: Loop) -> list[str]:
+    order: list[str] = []
+    while loop.busy:
+        loop.step()
+        order += [name for name in loop.outputs if name not in order and name not in loop.live]
+    return order
+
+
+def test_priority_serves_the_lower_number_first_and_equals_by_arrival():
+    loop = make_loop(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=17)
+    for name, priority in (("a", 2), ("b", 0), ("c", 1), ("d", 0)):
+        loop.add(make_request(name, 5, 3, priority=priority))
+    assert finish_order(loop) == ["b", "d", "c", "a"]
+
+
+def test_priority_takes_the_slot_of_one_that_runs():
+    loop = make_loop(scheduling_policy="priority", max_num_seqs=1, max_num_batched_tokens=17)
+    loop.add(make_request("slow", 5, 30, priority=1))
+    for _ in range(4):
+        loop.step()
+    loop.add(make_request("urgent", 5, 3, priority=0))
+    assert finish_order(loop) == ["urgent", "slow"]
+    assert len(loop.outputs["slow"][0].tokens) == 30
+
+
+def test_fair_serves_a_tenant_that_comes_late_before_the_flood_is_over():
+    ends = {}
+    for policy in ("fcfs", "fair"):
+        loop = make_loop(scheduling_policy=policy, max_num_seqs=2, max_num_batched_tokens=18)
+        for number in range(30):
+            loop.add(make_request(f"flood{number}", 60, 8, tenant="flood", cache_salt=str(number)))
+        loop.step()
+        loop.add(make_request("late", 5, 4, tenant="late"))
+        ends[policy] = finish_order(loop).index("late")
+    assert ends["fcfs"] == 30
+    assert ends["fair"] <= 18, "no more than two quanta of 512 tokens and two costs of 68 come before"
+
+
+# ---- drafts
+
+
+class Guess:
+    """Proposes what follows in the undisturbed run, wrong from the draft of index ``wrong`` on."""
+
+    def __init__(self, wrong: int) -> None:
+        self.wrong = wrong
+        self.truth: list[int] = []
+
+    def propose(self, history: np.ndarray, limit: int) -> np.ndarray:
+        start = len(history)
+        assert history.tolist() == self.truth[:start]
+        drafts = np.array(self.truth[start : start + limit], np.int32)
+        drafts[self.wrong :] = (drafts[self.wrong :] + 1) % EOS
+        return drafts
+
+
+def guessing_loop(wrong: int, *, prompt: int = 12, most: int = 21, **changes) -> tuple[Loop, Guess]:
+    guess = Guess(wrong)
+    loop = make_loop(speculative="ngram", num_speculative_tokens=4, **{"rows": 8, **changes})
+    loop.scheduler._drafter = guess
+    loop.add(make_request("a", prompt, most))
+    guess.truth = tokens_of(loop, "a")
+    return loop, guess
+
+
+@pytest.mark.parametrize(("wrong", "steps"), [(0, 21), (1, 11), (2, 7), (4, 5)])
+def test_accepted_drafts_save_steps_and_rejected_ones_do_no_harm(wrong, steps):
+    loop, _ = guessing_loop(wrong, async_scheduling=False)
+    loop.drain()
+    assert loop.steps == steps, "each step yields the drafts that came true and one token more"
+    assert len(loop.outputs["a"][0].tokens) == 21
+
+
+def test_drafts_use_idle_rows_only():
+    loop, _ = guessing_loop(4, rows=0, async_scheduling=False)  # three rows: two idle ones
+    loop.step()
+    loop.add(make_request("b", 12, 6, seed=5, presence_penalty=1.0))
+    plan = loop.step()
+    assert rows(plan) == [("a", 14), ("a", 15), ("b", 11)]
+    loop.drain()
+
+
+def test_there_are_no_drafts_beyond_the_last_token():
+    loop, _ = guessing_loop(4, most=3, async_scheduling=False)
+    assert rows(loop.step()) == [("a", 11), ("a", 12), ("a", 13)]
+    loop.drain()
+
+
+def test_a_sequence_with_sampler_state_has_one_row_a_step():
+    loop = make_loop(speculative="ngram", rows=8)
+    loop.add(make_request("a", (1, 2, 3) * 6, 12, presence_penalty=1.0))
+    while loop.busy:
+        assert len(loop.step().decodes) <= 1
+    loop.check_idle()
+
+
+def test_a_draft_never_makes_anybody_give_way():
+    loop, _ = guessing_loop(4, prompt=10, num_pages=4, max_model_len=32, async_scheduling=False)
+    loop.add(make_request("b", 9, 6, seed=5, presence_penalty=1.0, cache_salt="b"))
+    assert rows(loop.step()) == [("a", 9), ("a", 10), ("a", 11), ("a", 12), ("a", 13)]
+    plan = loop.step()
+    assert rows(plan) == [("a", 14), ("a", 15), ("b", 8)], "16 needs a page, and all four are taken"
+    assert not plan.parked
+    plan = loop.step()
+    assert ids(parked.sequence for parked in plan.parked) == ["b"], "now it is a token that is due"
+    assert rows(plan)[0] == ("a", 16)
+    loop.drain()
+
+
+def test_the_ngram_drafter_drafts():
+    loop = make_loop(speculative="ngram", rows=8)
+    loop.run(make_request("a", (1, 2, 3, 4) * 6, 40), make_request("b", (1, 2, 3, 4) * 6, 40, seed=3))
+    stats = loop.scheduler.stats.snapshot()
+    assert stats.draft_tokens > 0
+    assert loop.steps < 80
+
+
+# ---- several steps on the device
+
+
+def test_the_device_runs_several_steps_alone_when_nobody_waits():
+    loop = make_loop(multi_step=4, async_scheduling=False)
+    loop.add(make_request("a", 9, 11))
+    assert [loop.step().steps for _ in range(4)] == [1, 4, 4, 2]
+    assert not loop.busy
+
+
+def test_the_device_stops_early_when_a_sequence_ends():
+    loop = make_loop(multi_step=4, async_scheduling=False)
+    request, length = eos_request(loop, 6)
+    loop.add(request)
+    loop.add(make_request("b", 5, 30))
+    loop.drain()
+    assert loop.device.computed["decode"] == length + 30
+
+
+def test_one_step_only_while_somebody_waits_or_a_prompt_advances():
+    loop = make_loop(multi_step=4, max_num_seqs=2, max_num_batched_tokens=18, async_scheduling=False)
+    loop.add(make_request("a", 5, 20))
+    loop.step()
+    loop.add(make_request("b", 60, 20))
+    while loop.scheduler.running == 2 and not rows(loop.step())[1:]:
+        assert loop.plan.steps == 1
+    loop.add(make_request("c", 5, 20))
+    assert loop.step().steps == 1
+    loop.drain()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_no_more_steps_than_pages(asynchronous):
+    loop = make_loop(
+        multi_step=8, num_pages=4, max_model_len=32, async_scheduling=asynchronous, enable_prefix_caching=False
+    )
+    loop.run(make_request("a", 9, 20), make_request("b", 9, 20))
+    assert len(loop.outputs["b"][0].tokens) == 20
+
+
+# ---- static batching
+
+
+def test_static_batching_admits_nobody_until_all_have_ended():
+    loop = make_loop(batching="static", max_num_seqs=2, max_num_batched_tokens=18)
+    for number in range(5):
+        loop.add(make_request(str(number), 9, 4 + 3 * number))
+    groups = []
+    while loop.busy:
+        before = loop.scheduler.running
+        if admitted := ids(loop.step().admitted):
+            if not before:
+                groups.append([])
+            groups[-1] += admitted
+    assert groups == [["0", "1"], ["2", "3"], ["4"]]
+
+
+# ---- leaks
+
+
+def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind():
+    rng = random.Random(7)
+    loop = make_loop(max_num_seqs=8, max_num_batched_tokens=40, num_pages=32, host_pages=4)
+    for number in range(10_000):
+        n = 2 if rng.random() < 0.1 else 1
+        loop.add(make_request(str(number), rng.randrange(1, 12), rng.randrange(1, 4), n=n, seed=number))
+        if rng.random() < 0.3:
+            loop.abort(rng.choice(list(loop.live)[-8:]))
+        while len(loop.scheduler._queue) > 4:
+            loop.step()
+        for name in [name for name in loop.outputs if name not in loop.live][:-32]:
+            del loop.outputs[name]
+    loop.drain()
+    assert loop.kv.usage().held == 0
+    assert loop.scheduler._requests == {}
+    assert not loop.scheduler._running
+    assert not len(loop.scheduler._queue)
+    assert not loop.scheduler._filled
+
+
+def test_no_sequence_outlives_its_request():
+    loop = make_loop(speculative="ngram", rows=6)
+    for number in range(50):
+        loop.add(make_request(str(number), 20, 6, n=2, deadline=1000.0 if number % 2 else None))
+    for number in range(0, 50, 3):
+        loop.abort(str(number))
+    loop.drain()
+    loop.outputs.clear()
+    loop.device._owners.clear()
+    loop.device._last.clear()
+    loop.plan = None
+    gc.collect()
+    assert sum(isinstance(thing, Sequence) for thing in gc.get_objects()) == 0

@@ -1,0 +1,392 @@
+"""A device that is nothing but arithmetic. No jax.
+
+A token's place in the KV pool holds a 64-bit number: a hash of the token, of the class of program that computed it and
+of all numbers that its attention reads, through the block table, at that moment. A row's answer is a hash of what it
+reads. So a wrong page, a stale table, a missed copy, a bad swap, the remains of a rejected draft, or a prompt token
+that ran in another program than is due changes the answer. `FakeModel.alone` computes the same numbers for one request
+by itself, without pages; every read is compared with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.buckets import rule_size
+from jaxinfer.engine.plan import DecodePlan, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.sequence import Sequence
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob, needs_sampler_state
+
+VOCAB, EOS = 11, 10
+DECODE = -1  # the class of the decode program
+MAX_LENGTH = 512
+_MASK = 2**64 - 1
+_WEIGHTS = np.random.default_rng(0).integers(2**64, size=MAX_LENGTH, dtype=np.uint64) | np.uint64(1)
+_FACTORS = _WEIGHTS.tolist()
+
+
+def mix(*parts: int) -> int:
+    """A hash of integers, 64 bits."""
+    value = 0x9E3779B97F4A7C15
+    for part in parts:
+        value = ((value ^ part) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+        value ^= value >> 31
+    return value
+
+
+class Chain:
+    """Numbers of consecutive tokens, each a function of what the window of each group lets it see.
+
+    Args:
+        position: of the first token to be fed.
+        context: by group, the numbers of all tokens before it that it sees.
+    """
+
+    def __init__(self, windows: tuple[int | None, ...], position: int = 0, context: list[np.ndarray] | None = None):
+        context = context or [np.zeros(0, np.uint64) for _ in windows]
+        self._windows, self._first = windows, position
+        self.position = position
+        self._old = [numbers.tolist() for numbers in context]
+        self.new: list[list[int]] = [[] for _ in windows]
+        weights = _WEIGHTS[:position]
+        self._sums = [int((numbers * weights[position - len(numbers) :]).sum()) for numbers in context]
+
+    def feed(self, token: int, klass: int) -> int:
+        """Add a token; the hash of all that it sees, itself included."""
+        at = self.position
+        for group, window in enumerate(self._windows):
+            if window is not None and (gone := at - window) >= 0:
+                self._sums[group] -= _FACTORS[gone] * self._number(group, gone)
+        seen = mix(sum(self._sums) & _MASK, token, at, klass + 1)
+        for group in range(len(self._windows)):
+            number = mix(seen, group)
+            self.new[group].append(number)
+            self._sums[group] += _FACTORS[at] * number
+        self.position = at + 1
+        return mix(seen, sum(self._sums) & _MASK)
+
+    def _number(self, group: int, position: int) -> int:
+        """0 for one that was out of sight before the first token."""
+        if position >= self._first:
+            return self.new[group][position - self._first]
+        index = position - self._first + len(self._old[group])
+        return self._old[group][index] if index >= 0 else 0
+
+
+class Alone(NamedTuple):
+    """A sample computed by itself: its tokens with the prompt, the numbers of those that were fed, by group, and the
+    log probabilities of all but the first token."""
+
+    tokens: list[int]
+    numbers: list[np.ndarray]
+    logprobs: list[float]
+    reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeModel:
+    """The arithmetic. ``classes`` of prefill sizes as the scheduler knows them; under ``relaxed`` the numbers do not
+    depend on the program."""
+
+    windows: tuple[int | None, ...] = (None,)
+    sizes: tuple[int, ...] = (8, 16)
+    classes: tuple[tuple[int, int], ...] = ((8, 0), (16, 1))
+    relaxed: bool = False
+
+    @functools.cached_property
+    def class_of(self) -> dict[int, int]:
+        return dict.fromkeys(self.sizes, 0) if self.relaxed else dict(self.classes)
+
+    def due(self, request: Request, position: int) -> int:
+        """The class of the program that a token belongs in."""
+        end = len(request.prompt_token_ids) - 1
+        if self.relaxed or position >= end:
+            return 0 if self.relaxed else DECODE
+        wants = request.params.prompt_logprobs is not None
+        return self.class_of[self.sizes[-1] if wants else rule_size(position, end, self.sizes)]
+
+    def answer(self, request: Request, index: int, position: int, seen: int, state: int) -> tuple[int, float]:
+        """The token that a row samples, and its log probability. Every second one can be guessed by an n-gram."""
+        value = mix(seen, request.params.seed or 0, index, state)
+        if value % 17 == 0:
+            return EOS, float(value >> 44)
+        return (position * 3 % 5 if value % 16 < 12 else value % VOCAB), float(value >> 44)
+
+    def first_state(self, request: Request) -> int:
+        """What the sampler keeps of a request before it generates."""
+        return mix(*request.prompt_token_ids) if needs_sampler_state(request) else 0
+
+    def next_state(self, request: Request, state: int, token: int) -> int:
+        return mix(state, token) if needs_sampler_state(request) else 0
+
+    def alone(self, request: Request, index: int) -> Alone:
+        chain, state = Chain(self.windows), self.first_state(request)
+        tokens, logprobs = list(request.prompt_token_ids), []
+        prompt, reason = len(tokens), None
+        while reason is None:
+            at = chain.position
+            seen = chain.feed(tokens[at], self.due(request, at))
+            if at + 1 < prompt:
+                logprobs.append(float(seen >> 44))
+                continue
+            token, logprob = self.answer(request, index, at, seen, state)
+            state = self.next_state(request, state, token)
+            tokens.append(token)
+            logprobs.append(logprob)
+            reason = _reason(request, token, len(tokens) - prompt)
+        return Alone(tokens, [np.array(numbers, np.uint64) for numbers in chain.new], logprobs, reason)
+
+
+def _reason(request: Request, token: int, generated: int) -> FinishReason | None:
+    if token in request.stop_token_ids and generated >= request.params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if generated == request.params.max_tokens else None
+
+
+class Launched(NamedTuple):
+    result: StepResult
+
+
+class FakeDevice:
+    """Executes plans as they are launched, in the documented order, and refuses what a plan must not contain.
+
+    Args:
+        alone: the undisturbed run of a sample, with which each read is compared.
+        running: the sequences that hold pages, by slot, as the host knows them at a launch.
+    """
+
+    def __init__(
+        self,
+        model: FakeModel,
+        engine: ResolvedEngine,
+        tables: np.ndarray,
+        alone: Callable[[Sequence], Alone],
+        running: Callable[[], Mapping[int, Sequence]],
+    ) -> None:
+        self._model, self._engine, self._live_tables = model, engine, tables
+        self._alone, self._running = alone, running
+        shape = (len(model.windows), engine.num_pages, engine.page_size)
+        self._numbers = np.zeros(shape, np.uint64)
+        self._notes = np.zeros(shape, np.int64)  # who wrote: arrival, position and class
+        self._host: dict[int, list[tuple[np.ndarray, np.ndarray] | None]] = {}
+        self._owners: dict[int, Sequence] = {}
+        self._states: dict[int, int] = {}
+        self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
+        self.computed = {"prefill": 0, "decode": 0}  # tokens
+        self.moved = {"exports": 0, "copies": 0, "imports": 0}
+
+    def launch(self, plan: StepPlan) -> Launched | None:
+        """What the runner's launch does; like it, an empty plan launches nothing."""
+        if not plan:
+            return None
+        self._tables = self._live_tables.copy()
+        self._move(plan)
+        self._seat(plan)
+        self._holders = self._count_holders()
+        self._check(plan)
+        prompt_logprobs = [self._prefill(prefill) for prefill in plan.prefills]
+        tokens, logprobs = self._decode(plan)
+        return Launched(StepResult(plan, tokens, logprobs, prompt_logprobs))
+
+    # ---- moves and slots
+
+    def _move(self, plan: StepPlan) -> None:
+        for source, host in plan.exports:
+            self._host[host] = [None if page < 0 else self._page(group, page) for group, page in enumerate(source)]
+        written: set[tuple[int, int]] = set()
+        for copy in plan.copies:
+            assert not written & set(enumerate(copy.source)), "a copy reads what a copy of the same step wrote"
+            for group, (source, target) in enumerate(zip(copy.source, copy.target, strict=True)):
+                if source >= 0 and target >= 0:
+                    self._put(group, target, self._page(group, source))
+                    written.add((group, target))
+        for host, target in plan.imports:
+            for group, page in enumerate(target):
+                if page >= 0:
+                    content = self._host[host][group]
+                    assert content is not None, f"host page {host} has nothing of group {group}"
+                    self._put(group, page, content)
+        for name in self.moved:
+            self.moved[name] += len(getattr(plan, name))
+
+    def _page(self, group: int, page: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._numbers[group, page].copy(), self._notes[group, page].copy()
+
+    def _put(self, group: int, page: int, content: tuple[np.ndarray, np.ndarray]) -> None:
+        self._numbers[group, page], self._notes[group, page] = content
+
+    def _seat(self, plan: StepPlan) -> None:
+        for sequence, slot in plan.parked:
+            assert self._owners.pop(slot) is sequence, "a slot is parked that another sequence has"
+            if sequence.stateful and sequence.swapped is not None:
+                sequence.sampler_state = self._states[slot]
+        taken = [sequence.slot for sequence in plan.admitted]
+        assert len(set(taken)) == len(taken), "two sequences were given one slot"
+        for sequence in plan.admitted:
+            saved, sequence.sampler_state = sequence.sampler_state, None
+            self._owners[sequence.slot] = sequence
+            self._states[sequence.slot] = (
+                self._model.first_state(sequence.request) if saved is None else int(saved)  # type: ignore[call-overload]
+            )
+
+    # ---- what a plan must keep to
+
+    def _check(self, plan: StepPlan) -> None:
+        budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
+        assert sum(prefill.chunk.size for prefill in plan.prefills) <= budget, "over the token budget"
+        rows = [row.row for row in plan.decodes]
+        assert len(set(rows)) == len(rows), "a row is used twice"
+        assert all(0 <= row < self._engine.rows for row in rows), "a row that the program does not have"
+        reach: dict[int, int] = {}
+        for prefill in plan.prefills:
+            sequence, chunk = prefill.sequence, prefill.chunk
+            assert self._owners.get(sequence.slot) is sequence, "a prompt runs in a slot that is not its own"
+            assert chunk.start == reach.get(id(sequence), chunk.start), "chunks of a prompt are out of order"
+            assert 0 < chunk.length <= chunk.size, f"{chunk} has no room for its tokens"
+            assert chunk.start + chunk.length <= sequence.prefill_end, f"{chunk} goes beyond the prompt"
+            assert prefill.logprobs == (sequence.params.prompt_logprobs is not None)
+            reach[id(sequence)] = chunk.start + chunk.length
+        self._check_rows(plan, reach)
+
+    def _check_rows(self, plan: StepPlan, reach: dict[int, int]) -> None:
+        before: dict[int, int] = {}
+        for row in plan.decodes:
+            sequence, first = row.sequence, id(row.sequence) not in before
+            assert self._owners.get(sequence.slot) is sequence, "a row of a sequence whose slot is another's"
+            assert reach.get(id(sequence), sequence.prefill_end) == sequence.prefill_end, (
+                "decodes before its prompt ends"
+            )
+            assert sequence.prefill_end <= row.position < sequence.final_length, "a position that has no row"
+            assert (row.row == sequence.slot) == first, "the first row of a sequence is its slot"
+            assert first or row.position == before[id(sequence)] + 1, "rows of a sequence are out of order"
+            assert first or row.token >= 0, "a draft row without a token"
+            assert first or not sequence.stateful, "a draft row of a sequence with sampler state"
+            before[id(sequence)] = row.position
+        assert plan.steps == 1 or len(before) == len(plan.decodes), "drafts in a run of several steps"
+        assert 1 <= plan.steps <= max(1, self._engine.multi_step)
+
+    def _count_holders(self) -> np.ndarray:
+        """By group and page, how many running sequences have it in their tables."""
+        holders = np.zeros(self._numbers.shape[:2], np.int32)
+        for slot, sequence in self._running().items():
+            last = -(-sequence.capacity // self._engine.page_size)
+            for group, window in enumerate(self._model.windows):
+                first = 0 if window is None else max(0, sequence.scheduled - window + 1) // self._engine.page_size
+                np.add.at(holders[group], self._tables[group, slot, first:last], 1)
+        return holders
+
+    # ---- reading and writing through the tables
+
+    def _context(self, sequence: Sequence, position: int, *, compare: bool) -> list[np.ndarray]:
+        """By group, the numbers before ``position`` that a query there sees."""
+        size, context = self._engine.page_size, []
+        for group, window in enumerate(self._model.windows):
+            first = 0 if window is None else max(0, position - window + 1)
+            pages = self._tables[group, sequence.slot, first // size : -(-position // size)]
+            at = slice(first % size, first % size + position - first)
+            numbers = self._numbers[group, pages].reshape(-1)[at]
+            if compare:
+                want = self._alone(sequence).numbers[group][first:position]
+                if not np.array_equal(numbers[: len(want)], want):
+                    self._explain(sequence, group, first, numbers, want, self._notes[group, pages].reshape(-1)[at])
+            context.append(numbers)
+        return context
+
+    def _explain(
+        self, sequence: Sequence, group: int, first: int, got: np.ndarray, want: np.ndarray, notes: np.ndarray
+    ) -> None:
+        wrong = int(np.flatnonzero(got[: len(want)] != want)[0])
+        arrival, position, klass = _unpack(int(notes[wrong]))
+        raise AssertionError(
+            f"sample {sequence.index} of {sequence.request.request_id} (arrival {sequence.arrival}, slot "
+            f"{sequence.slot}, prompt of {len(sequence.prompt)}) reads at position {first + wrong} of group {group} "
+            f"what arrival {arrival} wrote at position {position} in class {klass}; "
+            f"due is class {self._model.due(sequence.request, first + wrong)}"
+        )
+
+    def _write(self, sequence: Sequence, start: int, numbers: list[list[int]], klass: int) -> None:
+        size, count = self._engine.page_size, len(numbers[0])
+        at = np.arange(start, start + count)
+        assert start + count <= sequence.capacity, "a token without a page"
+        for group, new in enumerate(numbers):
+            pages = self._tables[group, sequence.slot, at // size]
+            assert (self._holders[group, pages] == 1).all(), "a page is written that another sequence holds"
+            self._numbers[group, pages, at % size] = new
+            self._notes[group, pages, at % size] = _pack(sequence.arrival, at, klass)
+
+    # ---- programs
+
+    def _prefill(self, plan: PrefillPlan) -> list[PositionLogprobs]:
+        sequence, (start, length, size) = plan.sequence, plan.chunk
+        klass = self._model.class_of[size]
+        chain = Chain(self._model.windows, start, self._context(sequence, start, compare=True))
+        prompt = sequence.prompt
+        seen = [chain.feed(token, klass) for token in prompt[start : start + length]]
+        self._write(sequence, start, chain.new, klass)
+        self.computed["prefill"] += length
+        if not plan.logprobs:
+            return []
+        return [position_logprobs(prompt[start + i + 1], float(value >> 44)) for i, value in enumerate(seen)]
+
+    def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[list[PositionLogprobs | None]]]:
+        tokens: list[list[int]] = [[] for _ in plan.decodes]
+        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in plan.decodes]
+        untrue: set[int] = set()  # sequences in which a draft of this step is wrong
+        for step in range(plan.steps):
+            stops = False
+            for index, row in enumerate(plan.decodes):
+                row = row if step == 0 else row._replace(position=row.position + step, token=-1)
+                token, logprob = self._row(row, untrue)
+                tokens[index].append(token)
+                logprobs[index].append(
+                    None if row.sequence.params.logprobs is None else position_logprobs(token, logprob)
+                )
+                generated = row.position - row.sequence.prefill_end + 1
+                stops |= _reason(row.sequence.request, token, generated) is FinishReason.STOP
+            if stops:
+                break
+        return tokens, logprobs
+
+    def _row(self, row: DecodePlan, untrue: set[int]) -> tuple[int, float]:
+        sequence, position = row.sequence, row.position
+        token, known = self._input(row), self._alone(sequence).tokens
+        if position < len(known) and token != known[position]:
+            assert row.row != sequence.slot, f"position {position} is fed {token}, not {known[position]}"
+            untrue.add(id(sequence))
+        context = self._context(sequence, position, compare=id(sequence) not in untrue)
+        chain = Chain(self._model.windows, position, context)
+        klass = 0 if self._model.relaxed else DECODE
+        seen = chain.feed(token, klass)
+        self._write(sequence, position, chain.new, klass)
+        self.computed["decode"] += 1
+        state = self._states[sequence.slot]
+        sampled, logprob = self._model.answer(sequence.request, sequence.index, position, seen, state)
+        if row.row == sequence.slot:
+            self._states[row.row] = self._model.next_state(sequence.request, state, sampled)
+            self._last[row.row] = sequence, position, sampled
+        return sampled, logprob
+
+    def _input(self, row: DecodePlan) -> int:
+        if row.token >= 0:
+            return row.token
+        owner, position, token = self._last[row.sequence.slot]
+        assert owner is row.sequence, "the token that the slot sampled last is another sequence's"
+        assert position == row.position - 1, "the token that the slot sampled last is not the one before"
+        return token
+
+
+def _pack(arrival: int, positions: np.ndarray, klass: int) -> np.ndarray:
+    return (arrival << 24) | (positions << 8) | (klass + 1)
+
+
+def _unpack(note: int) -> tuple[int, int, int]:
+    return note >> 24, note >> 8 & 0xFFFF, (note & 0xFF) - 1
+
+
+def position_logprobs(token: int, logprob: float) -> PositionLogprobs:
+    return PositionLogprobs(TokenLogprob(token, logprob, 1), ())

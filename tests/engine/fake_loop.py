@@ -1,0 +1,198 @@
+"""An engine's loop around the scheduler and a device of arithmetic. What comes out is compared as it comes. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.plan import StepPlan
+from jaxinfer.engine.preemption import Costs
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.sequence import Sequence
+from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.spec import NgramDrafter
+from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SamplingParams, SequenceDelta
+from tests.engine.fake_device import EOS, Alone, FakeDevice, FakeModel, Launched, position_logprobs
+
+SWAP = Costs(swap_page=0.0, prefill_token=1.0, decode_step=1.0)
+RECOMPUTE = Costs(swap_page=1e9, prefill_token=0.0, decode_step=0.0)
+
+
+@dataclasses.dataclass
+class Output:
+    """What has come out of one sample."""
+
+    request: Request
+    want: Alone
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reason: FinishReason | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+
+    def take(self, delta: SequenceDelta, now: float) -> None:
+        """Add a delta, which must be the continuation of the undisturbed run."""
+        assert self.reason is None, f"a delta after the end: {delta}"
+        before = len(self.request.prompt_token_ids) + len(self.tokens)
+        after = before + len(delta.token_ids)
+        assert delta.token_ids == self.want.tokens[before:after], f"{delta} is not {self.want.tokens[before:after]}"
+        if self.request.params.logprobs is not None:
+            wanted = zip(self.want.tokens[before:after], self.want.logprobs[before - 1 : after - 1], strict=True)
+            assert delta.logprobs == [position_logprobs(*pair) for pair in wanted]
+        self._take_prompt(delta)
+        self.tokens += delta.token_ids
+        self.reason = delta.finish_reason
+        if self.reason is FinishReason.DEADLINE:
+            assert self.request.deadline is not None
+            assert self.request.deadline <= now
+        else:
+            assert self.reason == (self.want.reason if after == len(self.want.tokens) else None)
+
+    def _take_prompt(self, delta: SequenceDelta) -> None:
+        if self.request.params.prompt_logprobs is None or self.tokens or not delta.token_ids:
+            assert delta.prompt_logprobs is None
+            return
+        prompt = self.request.prompt_token_ids
+        wanted = zip(prompt[1:], self.want.logprobs, strict=False)
+        assert delta.prompt_logprobs == [None, *(position_logprobs(*pair) for pair in wanted)]
+
+
+class Loop:
+    """Scheduler, cache manager and device, stepped as the engine steps them; ``now`` is their clock."""
+
+    def __init__(self, engine: ResolvedEngine, model: FakeModel, costs: Costs | None = None) -> None:
+        self.engine, self.model, self.now, self.steps = engine, model, 0.0, 0
+        self.kv = KVManager(_kv_config(engine, model))
+        self.scheduler = Scheduler(
+            engine,
+            self.kv,
+            dict(model.classes),
+            drafter=NgramDrafter(engine.prompt_lookup_min, engine.prompt_lookup_max) if engine.speculative else None,
+            costs=costs,
+            clock=lambda: self.now,
+        )
+        self.device = FakeDevice(model, engine, self.kv.tables, self._alone, lambda: self.scheduler._running)
+        self.outputs: dict[str, list[Output]] = {}
+        self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
+        self.plan = StepPlan()
+        self._pending: Launched | None = None
+
+    def _alone(self, sequence: Sequence) -> Alone:
+        return self.outputs[sequence.request.request_id][sequence.index].want
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_work or self._pending is not None
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        wants = (self.model.alone(request, index) for index in range(request.params.n))
+        self.outputs[request.request_id] = [Output(request, want) for want in wants]
+        self.live[request.request_id] = self.steps
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self.scheduler.abort(request_id, index)
+        for number, output in enumerate(self.outputs[request_id]):
+            if index in (None, number) and output.reason is None:
+                output.reason = FinishReason.ABORT
+        self._settle(request_id)
+
+    def step(self) -> StepPlan:
+        """One step, with every check that there is."""
+        self.now += 1.0
+        self.steps += 1
+        self.plan = self.scheduler.plan()
+        launched = self.device.launch(self.plan)
+        if not self.engine.async_scheduling:
+            self._pending = launched
+        deltas = self.scheduler.commit(self._pending.result if self._pending else None)
+        self._pending = launched if self.engine.async_scheduling else None
+        assert len({(delta.request_id, delta.index) for delta in deltas}) == len(deltas), "two deltas of a sample"
+        for delta in deltas:
+            self.outputs[delta.request_id][delta.index].take(delta, self.now)
+            self._settle(delta.request_id)
+        self.scheduler.check()
+        return self.plan
+
+    def _settle(self, request_id: str) -> None:
+        if all(output.reason is not None for output in self.outputs[request_id]):
+            self.live.pop(request_id, None)
+
+    def drain(self, limit: int = 5000) -> None:
+        """Step until nothing is left."""
+        for _ in range(limit):
+            if not self.busy:
+                break
+            self.step()
+        assert not self.busy, f"somebody starves: {self.live}"
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """Everybody got an end, and nobody holds anything."""
+        assert not self.live
+        usage = self.kv.usage()
+        assert usage.held == 0
+        assert usage.free + usage.cached == usage.total
+        assert self.scheduler.stats.snapshot().replay_mismatches == 0
+
+    def run(self, *requests: Request) -> list[list[list[int]]]:
+        """Add requests and drain; the tokens of all samples, in the order of the requests."""
+        for request in requests:
+            self.add(request)
+        self.drain()
+        return [[output.tokens for output in self.outputs[request.request_id]] for request in requests]
+
+
+def _kv_config(engine: ResolvedEngine, model: FakeModel) -> KVConfig:
+    return KVConfig(
+        pages=engine.num_pages,
+        page_size=engine.page_size,
+        slots=engine.rows,
+        width=engine.table_width,
+        windows=model.windows,
+        host_pages=engine.host_pages,
+        prefix_caching=engine.enable_prefix_caching,
+    )
+
+
+def make_loop(
+    *,
+    windows: tuple[int | None, ...] = (None,),
+    classes: tuple[int, ...] = (0, 1),
+    host_pages: int = 0,
+    rows: int = 0,
+    costs: Costs | None = None,
+    **changes: Any,
+) -> Loop:
+    """A loop of three slots and 24 pages of 8 tokens, but for what is said otherwise.
+
+    Args:
+        classes: of the prefill sizes, in order.
+        rows: of the decode program, if more than slots.
+    """
+    config = {
+        "max_num_seqs": 3,
+        "page_size": 8,
+        "num_pages": 24,
+        "max_model_len": 128,
+        "prefill_sizes": (8, 16),
+        "max_num_batched_tokens": 19,
+        **changes,
+    }
+    cache = CacheSpec(tuple(LayerSpec(window) for window in windows), kv_heads=1, head_dim=8)
+    engine = resolve(EngineConfig(**config), cache, max_position=128, itemsize=4)
+    engine = dataclasses.replace(engine, host_pages=host_pages, rows=max(rows, engine.rows))
+    pairs = tuple(zip(engine.prefill_sizes, classes, strict=True))
+    model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed")
+    return Loop(engine, model, costs)
+
+
+def make_request(
+    name: str, prompt: int | tuple[int, ...], most: int = 8, *, stops: bool = False, **changes: Any
+) -> Request:
+    """A request of ``most`` tokens for a prompt (its tokens, or how many of the usual ones)."""
+    tokens = tuple((7 * i + i // 5) % 9 for i in range(prompt)) if isinstance(prompt, int) else prompt
+    fields = {field.name for field in dataclasses.fields(Request)}
+    own = {key: value for key, value in changes.items() if key in fields}
+    params = {key: value for key, value in changes.items() if key not in fields}
+    sampling = SamplingParams(**{"seed": 0, "max_tokens": most, **params})
+    return Request(name, tokens, sampling, frozenset({EOS}) if stops else frozenset(), **own)
