@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, Programs, StepState
-from jaxinfer.sampling import SlotParams
+from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
+from jaxinfer.sampling import SlotParams, SlotState
 
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -21,50 +22,97 @@ _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 @dataclasses.dataclass(frozen=True)
 class CompiledPrograms:
-    """Executables by name; ``prefill`` by chunk size and lanes."""
+    """Executables, named as in `step.Programs`; ``prefill`` by chunk size and lanes.
+
+    ``decode_many`` is None unless several steps may run without the host.
+    """
 
     decode: Callable[..., Any]
+    decode_many: Callable[..., Any] | None
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
     prefill_logprobs: Callable[..., Any]
     admit: Callable[..., Any]
+    keep: Callable[..., Any]
+    resume: Callable[..., Any]
+    copy: Callable[..., Any]
+    export: Callable[..., Any]
+    restore: Callable[..., Any]
+
+
+class _Job(NamedTuple):
+    """A function, the arguments that it will be called with, and which of them is donated."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donate: int | None
 
 
 def compile_programs(
-    programs: Programs, engine: ResolvedEngine, params: Any, slots: SlotParams, state: StepState
+    programs: Programs, engine: ResolvedEngine, params: Any, slots: SlotParams, state: StepState, groups: int = 1
 ) -> CompiledPrograms:
-    """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
+    """Lower one after the other (tracing holds the interpreter lock), compile in threads.
+
+    Args:
+        groups: of the cache (`CacheSpec.groups`).
+    """
     sharding = jax.tree.leaves(state)[0].sharding
     params, slots, state = (_abstract(tree) for tree in (params, slots, state))
-
-    def lower(function: Callable, *arguments: Any, donate: int) -> Any:
-        outputs = jax.tree.map(lambda _: sharding, jax.eval_shape(function, *arguments))
-        jitted = jax.jit(function, donate_argnums=donate, out_shardings=outputs)
-        return jitted.lower(*arguments)
-
-    largest, vocab = engine.prefill_sizes[-1], state.slots.counts.shape[1]
-    lowered = {
-        "decode": lower(programs.decode, params, slots, state, _decode_batch(engine), donate=2),
-        "prefill_logprobs": lower(
-            programs.prefill_logprobs, params, state, _prefill_batch(engine, largest, 1), _ints(largest), donate=1
-        ),
-        "admit": lower(
-            programs.admit, state, _ints(), _array((vocab,), jnp.bool_), _array((vocab,), jnp.float32), donate=0
-        ),
+    shapes = _Shapes(engine, groups)
+    jobs = {
+        **_computing(programs, shapes, params, slots, state),
+        **_keeping(programs, shapes, state),
+        **{
+            f"prefill_{size}x{lanes}": _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1)
+            for size, lanes in shapes.prefills
+        },
     }
-    prefills = sorted({*((size, 1) for size in engine.prefill_sizes), *engine.wide_prefills})
-    for size, lanes in prefills:
-        batch = _prefill_batch(engine, size, lanes)
-        lowered[f"prefill_{size}x{lanes}"] = lower(programs.prefill, params, state, batch, donate=1)
+    done = _compile({name: _lower(job, sharding) for name, job in jobs.items()}, sharding)
+    prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in shapes.prefills}
+    return CompiledPrograms(prefill=prefill, **{"decode_many": None, **done})
+
+
+def _computing(
+    programs: Programs, shapes: _Shapes, params: Any, slots: SlotParams, state: StepState
+) -> dict[str, _Job]:
+    largest, batch = shapes.engine.prefill_sizes[-1], shapes.decode()
+    prompt = (params, state, shapes.prefill(largest, 1), _ints(largest))
+    jobs = {
+        "decode": _Job(programs.decode, (params, slots, state, batch), 2),
+        "prefill_logprobs": _Job(programs.prefill_logprobs, prompt, 1),
+    }
+    if shapes.engine.multi_step > 1 and batch.owners is None:
+        jobs["decode_many"] = _Job(programs.decode_many, (params, slots, state, batch, _ints()), 2)
+    return jobs
+
+
+def _keeping(programs: Programs, shapes: _Shapes, state: StepState) -> dict[str, _Job]:
+    """Programs that move state and compute nothing."""
+    vocab = state.slots.counts.shape[1]
+    one = SlotState(*(_array((1, *x.shape[1:]), x.dtype) for x in state.slots))
+    one = jax.tree.map(lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding), one, state.slots)
+    copies, moved = _ints(shapes.groups, COPIES), _ints(shapes.groups, TRANSFER_PAGES)
+    page = (TRANSFER_PAGES, len(state.pools), *state.pools[0].data.shape[1:])
+    return {
+        "admit": _Job(programs.admit, (state, _ints(), _array((vocab,), jnp.bool_), _array((vocab,), jnp.float32)), 0),
+        "keep": _Job(programs.keep, (state, _ints()), None),
+        "resume": _Job(programs.resume, (state, _ints(), one), 0),
+        "copy": _Job(programs.copy, (state, copies, copies), 0),
+        "export": _Job(programs.export, (state, moved), None),
+        "restore": _Job(programs.restore, (state, _array(page, state.pools[0].data.dtype), moved), 0),
+    }
+
+
+def _lower(job: _Job, sharding: jax.sharding.Sharding) -> Any:
+    outputs = jax.tree.map(lambda _: sharding, jax.eval_shape(job.function, *job.arguments))
+    jitted = jax.jit(job.function, donate_argnums=job.donate, out_shardings=outputs)
+    return jitted.lower(*job.arguments)
+
+
+def _compile(lowered: Mapping[str, Any], sharding: Any) -> dict[str, Any]:
     options = _GPU_OPTIONS if sharding.mesh.devices.flat[0].platform == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
         jobs = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
-        done = {name: job.result() for name, job in jobs.items()}
-    return CompiledPrograms(
-        decode=done["decode"],
-        prefill={(size, lanes): done[f"prefill_{size}x{lanes}"] for size, lanes in prefills},
-        prefill_logprobs=done["prefill_logprobs"],
-        admit=done["admit"],
-    )
+        return {name: job.result() for name, job in jobs.items()}
 
 
 def _abstract(tree: Any) -> Any:
@@ -79,10 +127,22 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return _array(shape, np.int32)
 
 
-def _decode_batch(engine: ResolvedEngine) -> DecodeBatch:
-    rows = _ints(engine.rows)
-    return DecodeBatch(rows, rows, rows, _ints(engine.rows, engine.table_width))
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """Of what the host hands to the programs."""
 
+    engine: ResolvedEngine
+    groups: int
 
-def _prefill_batch(engine: ResolvedEngine, size: int, lanes: int) -> PrefillBatch:
-    return PrefillBatch(_ints(lanes, size), _ints(lanes), _ints(lanes), _ints(lanes, engine.table_width))
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
+
+    def decode(self) -> DecodeBatch:
+        rows = _ints(self.engine.rows)
+        tables = _ints(self.groups, self.engine.rows, self.engine.table_width)
+        return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
+
+    def prefill(self, size: int, lanes: int) -> PrefillBatch:
+        tables = _ints(self.groups, lanes, self.engine.table_width)
+        return PrefillBatch(_ints(lanes, size), _ints(lanes), _ints(lanes), tables)

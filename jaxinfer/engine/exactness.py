@@ -1,78 +1,265 @@
-"""Proof, before READY, that chunks may share a program: the same bits for a chunk alone and among others."""
+"""Proof, before READY, of which programs give equal bits: then one may stand in for another.
+
+Whether sums are taken in the same order in two programs is a property of the programs, not of the data: random tokens
+would show a difference in a good part of the elements. Nothing is assumed of a platform: where bits differ, the other
+program is not used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.step import PrefillBatch, StepState
+from jaxinfer.engine.compiled import CompiledPrograms
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
+from jaxinfer.kv.transfer import TRANSFER_PAGES
+from jaxinfer.sampling import HostSlots, Sampled, SamplingLimits, SlotParams
+from jaxinfer.types import Request, SamplingParams
 
 # Rounding to 16 bits hides most differences of a last bit in float32, so that more elements must be seen to be sure.
 _ELEMENTS = {4: 1, 2: 4_000_000}
 _ROUNDS = 8
 
-Prefill = Callable[[Any, StepState, PrefillBatch], StepState]
+# A piece is begun again at a third of it: neither at its start nor, in general, at that of a page.
+_AGAIN = 3
+
+_Table = Int32[np.ndarray, "groups 1 width"]
 
 
-def proved_lanes(
-    prefill: Mapping[tuple[int, int], Prefill], engine: ResolvedEngine, params: Any, state: StepState, vocab: int
-) -> tuple[dict[int, int], StepState]:
-    """Chunks per wide program, by size, of those programs that give the bits of the narrow one.
+class Proofs:
+    """Runs probes on the engine's own programs and state. Pages and sampler state that it touches hold no meaning after.
 
-    Whether a row's sums are taken in the same order at another row count is a property of the two programs, not of the
-    data: random tokens would show it in a good part of the elements. The first and the last lane are compared, in all
-    layers, for a first chunk and for one with context. Nothing is assumed of a platform: where bits differ, the wide
-    program is not used.
+    Args:
+        groups: of the cache.
+
+    ``state`` must be taken back when the probes are done: the programs were given the one that came in.
     """
-    rng, lanes = np.random.default_rng(0), {}
-    enough = _ELEMENTS[state.pools[0].data.dtype.itemsize]
-    for size, count in engine.wide_prefills:
-        seen, same = 0, True
+
+    def __init__(
+        self, run: CompiledPrograms, engine: ResolvedEngine, params: Any, state: StepState, groups: int = 1
+    ) -> None:
+        self.state = state
+        self._run, self._engine, self._params, self._groups = run, engine, params, groups
+        self._vocab = state.slots.counts.shape[1]
+        self._rng = np.random.default_rng(0)
+        self._enough = _ELEMENTS[state.pools[0].data.dtype.itemsize]
+        self._per_token = state.pools[0].data[0, :, :, 0].size * len(state.pools)
+
+    # ---- chunks that share a program
+
+    def lanes(self) -> dict[int, int]:
+        """Chunks per wide program, by size, of those programs that give the bits of the narrow one.
+
+        The first and the last lane are compared, in all layers, for a first chunk and for one with context.
+        """
+        return {size: count for size, count in self._engine.wide_prefills if self._wide_agrees(size, count)}
+
+    def _wide_agrees(self, size: int, lanes: int) -> bool:
+        seen = 0
         for _ in range(_ROUNDS):
-            batches = _probes(rng, engine, size, count, vocab)
-            state, same, compared = _compare(prefill[size, count], prefill[size, 1], params, state, batches)
-            seen += compared
-            if not same or seen >= enough:
+            batches = self._wide_probes(size, lanes)
+            for batch in batches:
+                self._prefill(batch)
+            want = self._outer_bits(batches)
+            for batch in batches:
+                for lane in (0, lanes - 1):
+                    self._prefill(_lane(batch, lane))
+            if not _equal(want, self._outer_bits(batches)):
+                return False
+            seen += sum(int(batch.lengths[[0, -1]].sum()) for batch in batches) * self._per_token
+            if seen >= self._enough:
                 break
-        if same:
-            lanes[size] = count
-    return lanes, state
+        return True
 
+    def _wide_probes(self, size: int, lanes: int) -> list[PrefillBatch]:
+        """Random tokens in every lane, each of another length and with pages of its own."""
+        width = self._engine.table_width
+        tables = np.arange(lanes * width, dtype=np.int32).reshape(lanes, width)
+        lengths = (size - np.arange(lanes) % size).astype(np.int32)
+        tokens = self._tokens(2 * lanes * size).reshape(2, lanes, size)
+        return [
+            PrefillBatch(tokens[i], np.full(lanes, start, np.int32), lengths, self._for_groups(tables))
+            for i, start in enumerate(self._starts(size))
+        ]
 
-def _probes(rng: np.random.Generator, engine: ResolvedEngine, size: int, lanes: int, vocab: int) -> list[PrefillBatch]:
-    """Random tokens in every lane, each of another length and with pages of its own: chunks at the start, and further
-    on where the context has room."""
-    tables = np.arange(lanes * engine.table_width, dtype=np.int32).reshape(lanes, -1)
-    lengths = (size - np.arange(lanes) % size).astype(np.int32)
-    room, later = engine.table_width * engine.page_size, engine.prefill_sizes[-1]
-    return [
-        PrefillBatch(
-            rng.integers(vocab, size=(lanes, size), dtype=np.int32), np.full(lanes, start, np.int32), lengths, tables
+    def _outer_bits(self, batches: list[PrefillBatch]) -> list[np.ndarray]:
+        return [
+            self._bits(batch.tables[0, lane], int(batch.starts[lane]), int(batch.lengths[lane]))
+            for batch in batches
+            for lane in (0, len(batch.starts) - 1)
+        ]
+
+    # ---- prefill sizes
+
+    def classes(self) -> dict[int, int]:
+        """A number for each prefill size: equal numbers for programs with equal bits.
+
+        A piece of a prompt is run whole in the one and the other, and its end once more in either, as after a cache
+        hit: at the start of a prompt, and with context.
+        """
+        sizes, numbers = self._engine.prefill_sizes, dict[int, int]()
+        for number, size in enumerate(sizes):
+            alike = (other for other in dict.fromkeys(sizes[:number]) if numbers[other] == sizes.index(other))
+            numbers[size] = next((numbers[other] for other in alike if self._sizes_agree(other, size)), number)
+        return numbers
+
+    def class_tokens(self) -> int:
+        """Prompt tokens that `classes` runs at most: what it costs."""
+        sizes = self._engine.prefill_sizes
+        pairs = [(small, large) for at, large in enumerate(sizes) for small in sizes[:at]]
+        return sum(4 * (small + large) * self._rounds(2 * small) for small, large in pairs)
+
+    def _rounds(self, tokens: int) -> int:
+        return min(_ROUNDS, -(-self._enough // (tokens * self._per_token)))
+
+    def _sizes_agree(self, small: int, large: int) -> bool:
+        return all(
+            self._pieces_agree(start, small, (small, large))
+            for _ in range(self._rounds(2 * small))
+            for start in self._starts(small)
         )
-        for start in ([0, later] if later + size <= room else [0])
+
+    def _pieces_agree(self, start: int, length: int, sizes: tuple[int, ...]) -> bool:
+        """Whether one piece gets the same bits in programs of all ``sizes``, whole and in two parts."""
+        tokens, bits = self._tokens(length), list[np.ndarray]()
+        for size in sizes:
+            for begin in (0, length // _AGAIN):
+                self._prefill(self._chunk(tokens[begin:], start + begin, size))
+                bits.append(self._bits(np.arange(self._engine.table_width, dtype=np.int32), start, length))
+        return _equal(bits[1:], [bits[0]] * len(bits[1:]))
+
+    def _chunk(self, tokens: np.ndarray, start: int, size: int) -> PrefillBatch:
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        table = np.arange(self._engine.table_width, dtype=np.int32)[None]
+        return PrefillBatch(
+            padded, np.array([start], np.int32), np.array([len(tokens)], np.int32), self._for_groups(table)
+        )
+
+    # ---- several decode steps at once
+
+    def multi_step(self, limits: SamplingLimits) -> bool:
+        """Whether ``decode_many`` gives what as many calls of ``decode`` give: tokens, log probabilities, all bits of keys
+        and values. Rows use every feature of the sampler."""
+        many, sharding = self._run.decode_many, self.state.last_tokens.sharding
+        if many is None:
+            return False
+        slots = jax.device_put(_every_feature(self._engine.rows, limits, self._vocab), sharding)
+        kept = jax.tree.map(np.asarray, self.state.slots)
+        steps, tokens = self._engine.multi_step, 0
+        for _ in range(_ROUNDS):
+            batch = self._decode_probe()
+            self.state, together, ran = many(self._params, slots, self.state, batch, np.int32(steps))
+            want = [*jax.tree.leaves(jax.tree.map(np.asarray, together)), *self._rows_bits(batch)]
+            self.state = self.state._replace(slots=jax.device_put(kept, sharding))
+            got = self._one_by_one(slots, batch, int(ran))
+            self.state = self.state._replace(slots=jax.device_put(kept, sharding))
+            got_all = [*(_padded(x, steps) for x in jax.tree.leaves(got)), *self._rows_bits(batch)]
+            if not _equal(want, got_all):
+                return False
+            tokens += int(ran) * int((batch.positions >= 0).sum())
+            if tokens * self._per_token >= self._enough:
+                break
+        return True
+
+    def _decode_probe(self) -> DecodeBatch:
+        """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
+        engine = self._engine
+        rows, room = engine.rows, engine.table_width * engine.page_size
+        start = max(0, min(engine.page_size, room) - engine.multi_step // 2 - 1)
+        need = min(-(-(start + engine.multi_step) // engine.page_size), engine.table_width)
+        tables = np.zeros((rows, engine.table_width), np.int32)
+        active = np.arange(rows) < engine.num_pages // need
+        tables[:, :need] = np.arange(rows * need).reshape(rows, need) * active[:, None]
+        positions = np.where(active, start, -1).astype(np.int32)
+        return DecodeBatch(self._tokens(rows), positions, np.zeros(rows, np.int32), self._for_groups(tables))
+
+    def _one_by_one(self, slots: SlotParams, batch: DecodeBatch, steps: int) -> Sampled:
+        each, active = list[Sampled](), batch.positions >= 0
+        for step in range(steps):
+            now = batch._replace(
+                tokens=batch.tokens if step == 0 else np.full_like(batch.tokens, -1),
+                positions=np.where(active, batch.positions + step, -1).astype(np.int32),
+                generated=batch.generated + np.int32(step),
+            )
+            self.state, sampled = self._run.decode(self._params, slots, self.state, now)
+            each.append(jax.tree.map(np.asarray, sampled))
+        return jax.tree.map(lambda *steps: np.stack(steps), *each)
+
+    def _rows_bits(self, batch: DecodeBatch) -> list[np.ndarray]:
+        end = batch.positions.max() + self._engine.multi_step
+        return [
+            self._bits(batch.tables[0, row], 0, min(int(end), self._engine.table_width * self._engine.page_size))
+            for row in np.flatnonzero(batch.positions >= 0)
+        ]
+
+    # ---- what all probes need
+
+    def _starts(self, size: int) -> list[int]:
+        """Where chunks of this size are tried: at the start, and further on where the context has room."""
+        room, later = self._engine.table_width * self._engine.page_size, self._engine.prefill_sizes[-1]
+        return [0, later] if later + size <= room else [0]
+
+    def _tokens(self, count: int) -> Int32[np.ndarray, " count"]:
+        return self._rng.integers(self._vocab, size=count, dtype=np.int32)
+
+    def _for_groups(self, tables: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(tables, (self._groups, *tables.shape)).copy()
+
+    def _prefill(self, batch: PrefillBatch) -> None:
+        lanes, size = batch.tokens.shape
+        self.state = self._run.prefill[size, lanes](self._params, self.state, batch)
+
+    def _bits(self, table: np.ndarray, start: int, length: int) -> UInt8[np.ndarray, "tokens bytes"]:
+        """The bytes of keys and values of ``length`` tokens from ``start``, in all layers."""
+        page = self._engine.page_size
+        ids = table[start // page : -(-(start + length) // page)]
+        whole = self._page_bytes(ids)
+        return whole[start % page :][:length]
+
+    def _page_bytes(self, ids: np.ndarray) -> np.ndarray:
+        """Slots of pages one after another, each with its bytes in all layers."""
+        parts = []
+        for at in range(0, len(ids), TRANSFER_PAGES):
+            some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
+            some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
+            parts.append(np.asarray(self._run.export(self.state, some))[: len(ids[at:])])
+        pages = np.moveaxis(np.concatenate(parts), 4, 1)
+        return np.ascontiguousarray(pages).view(np.uint8).reshape(len(ids) * self._engine.page_size, -1)
+
+
+def _lane(batch: PrefillBatch, lane: int) -> PrefillBatch:
+    one = slice(lane, lane + 1)
+    return PrefillBatch(batch.tokens[one], batch.starts[one], batch.lengths[one], batch.tables[:, one])
+
+
+def _padded(steps: np.ndarray, count: int) -> np.ndarray:
+    return np.concatenate([steps, np.zeros((count - len(steps), *steps.shape[1:]), steps.dtype)])
+
+
+def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    """By bytes: a NaN equals itself, and 0 is not -0."""
+    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+def _every_feature(rows: int, limits: SamplingLimits, vocab: int) -> SlotParams:
+    """Parameters of rows that between them use all of the sampler."""
+    mixtures: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 1},
+        {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 1.2, "top_k": min(40, vocab), "min_p": 0.01, "logprobs": 1},
+        {"temperature": 1.0, "logit_bias": {0: 3.0}, "logprobs": 1},
     ]
+    host = HostSlots(rows, limits)
+    for row in range(rows):
+        params = SamplingParams(seed=row, **mixtures[row % len(mixtures)])
+        host.set(row, dataclasses.replace(_PROBE, params=params))
+    return host.snapshot()
 
 
-def _compare(
-    wide: Prefill, narrow: Prefill, params: Any, state: StepState, batches: list[PrefillBatch]
-) -> tuple[StepState, bool, int]:
-    """Whether the narrow program leaves the bits of the wide one in the pages of the outer lanes, and in how many
-    elements."""
-    ends = (0, len(batches[0].starts) - 1)
-    pages = np.concatenate([batches[0].tables[lane] for lane in ends])
-    for batch in batches:
-        state = wide(params, state, batch)
-    want = _bits(state, pages)
-    for batch in batches:
-        for lane in ends:
-            state = narrow(params, state, PrefillBatch(*(part[lane : lane + 1] for part in batch)))
-    same = all(np.array_equal(a, b) for a, b in zip(want, _bits(state, pages), strict=True))
-    return state, same, sum(part.size // state.pools[0].data.dtype.itemsize for part in want)
-
-
-def _bits(state: StepState, pages: np.ndarray) -> list[np.ndarray]:
-    """The bytes of these pages, one array a layer."""
-    return [np.asarray(pool.data[pages]).view(np.uint8) for pool in state.pools]
+_PROBE = Request("probe", (0,), SamplingParams())

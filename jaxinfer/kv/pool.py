@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.types import CacheSpec, LayerSpec
-from pallas_kernels import kv_write, paged_attention
+from pallas_kernels import kv_copy, kv_write, paged_attention
 
 
 class LayerPool(NamedTuple):
@@ -26,45 +26,68 @@ def new_pools(spec: CacheSpec, pages: int, page_size: int, dtype: jnp.dtype) -> 
 
 
 class DecodeAttend(NamedTuple):
-    """`Attend` for rows of one token each: row r stands at ``positions[r]`` of the sequence with ``tables[r]``.
+    """`Attend` for rows of one token each: row r stands at ``positions[r]`` of the sequence with ``tables[:, r]``.
 
-    A row at position -1 is padding: it writes nothing and attends to nothing.
+    A row at position -1 is padding: it writes nothing and attends to nothing. Rows may be consecutive positions of one
+    sequence: all write before any attends.
+
+    ``groups`` are the cache's, one table for each.
     """
 
-    tables: Int[Array, "rows width"]
+    groups: tuple[LayerSpec, ...]
+    tables: Int[Array, "groups rows width"]
     positions: Int[Array, " rows"]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
     ) -> tuple[jax.Array, LayerPool]:
-        pages, page = cache.data.shape[0], cache.data.shape[3]
+        pages, page, table = cache.data.shape[0], cache.data.shape[3], self.tables[self.groups.index(layer)]
         at = jnp.maximum(self.positions, 0)
-        own = jnp.take_along_axis(self.tables, (at // page)[:, None], axis=1)[:, 0]
+        own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
         data = kv_write.write_rows(cache.data, k, v, jnp.where(self.positions >= 0, own, pages), at % page)
-        mixed = paged_attention.decode(q, data, self.tables, self.positions + 1, scale=scale, window=layer.window)
+        mixed = paged_attention.decode(q, data, table, self.positions + 1, scale=scale, window=layer.window)
         return mixed, cache._replace(data=data)
 
 
 class PrefillAttend(NamedTuple):
-    """`Attend` for chunks, one a lane: ``lengths`` tokens from ``starts``, multiples of the page size.
+    """`Attend` for chunks, one a lane: ``lengths`` tokens from ``starts``, which may lie within a page.
 
     The rows are the lanes' tokens one lane after another, all padded to one size. A lane of length 0 writes nothing.
-    Lanes may be consecutive chunks of one sequence: all write before any attends.
+    Lanes may be consecutive chunks of one sequence that share no page: all write before any attends.
     """
 
-    tables: Int[Array, "lanes width"]
+    groups: tuple[LayerSpec, ...]
+    tables: Int[Array, "groups lanes width"]
     starts: Int[Array, " lanes"]
     lengths: Int[Array, " lanes"]
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
     ) -> tuple[jax.Array, LayerPool]:
-        (pages, _, _, page, _), (lanes, width) = cache.data.shape, self.tables.shape
+        (lanes, _), table = self.tables.shape[1:], self.tables[self.groups.index(layer)]
         q, k, v = (x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:]) for x in (q, k, v))
-        index = jnp.arange(-(-q.shape[1] // page))
-        at = jnp.minimum(self.starts[:, None] // page + index, width - 1)
-        own = jnp.take_along_axis(self.tables, at, axis=1)
-        data = kv_write.write_pages(cache.data, k, v, jnp.where(index * page < self.lengths[:, None], own, pages))
+        pages, offsets = self._written(table, k.shape[1], cache)
+        data = kv_write.write_pages(cache.data, k, v, pages, offsets)
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
-        mixed = paged_attention.prefill(q, data, self.tables, self.starts, ends, scale=scale, window=layer.window)
+        mixed = paged_attention.prefill(q, data, table, self.starts, ends, scale=scale, window=layer.window)
         return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)
+
+    def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
+        """The pages that hold tokens of each lane, out of range where there is none, and the slot of the first token."""
+        (pages, _, _, page, _), width = cache.data.shape, table.shape[1]
+        index, offsets = jnp.arange(-(-chunk // page) + 1), self.starts % page
+        at = self.starts[:, None] // page + index
+        own = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
+        holds = (self.lengths > 0)[:, None] & (at * page < (self.starts + self.lengths)[:, None])
+        return jnp.where(holds, own, pages), offsets
+
+
+def copy_pages(
+    spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]
+) -> list[LayerPool]:
+    """Pages to other pages in every layer, each group by its own ids; a target beyond the pool is dropped."""
+
+    def copied(pool: LayerPool, group: int) -> LayerPool:
+        return pool._replace(data=kv_copy.copy_pages(pool.data, source[group], target[group]))
+
+    return [copied(pool, spec.groups.index(layer)) for pool, layer in zip(pools, spec.layers, strict=True)]

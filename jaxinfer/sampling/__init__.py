@@ -2,7 +2,16 @@
 
 from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs
 from jaxinfer.sampling.sample import Sampled, sample
-from jaxinfer.sampling.slots import HostSlots, SlotParams, SlotState, admit, neutral_slots, new_state
+from jaxinfer.sampling.slots import (
+    HostSlots,
+    SlotParams,
+    SlotState,
+    admit,
+    keep_slot,
+    neutral_slots,
+    new_state,
+    resume_slot,
+)
 from jaxinfer.validate import SamplingLimits
 
 __all__ = [
@@ -13,8 +22,10 @@ __all__ = [
     "SlotParams",
     "SlotState",
     "admit",
+    "keep_slot",
     "neutral_slots",
     "new_state",
     "prompt_logprobs",
+    "resume_slot",
     "sample",
 ]

@@ -28,21 +28,26 @@ def sample(
     generated: Int32[Array, " rows"],
     active: Bool[Array, " rows"],
     max_logprobs: int,
+    own: Bool[Array, " rows"] | None = None,
 ) -> tuple[Sampled, SlotState]:
-    """Choose the next token of every slot.
+    """Choose the next token of every row.
 
     Args:
-        logits: any float type; all arithmetic is float32. Row ``i`` belongs to slot ``i``.
+        logits: any float type; all arithmetic is float32.
+        slots: the parameters of each row.
+        state: of slot ``i`` at row ``i``.
         positions: absolute position of the token that is chosen.
         generated: how many tokens the slot has generated before this one.
         active: rows that decode in this step; others leave their state as it is and have no meaningful token.
         max_logprobs: static width of the reported most likely tokens.
+        own: active rows that use the parameters of their own slot, whose state advances (default: all active ones).
+            The others must use no feature that reads the state: see `jaxinfer.types.needs_sampler_state`.
     """
     raw = logits.astype(jnp.float32)
     processed = process(raw, slots, state, generated, active)
     tokens = select(processed, slots, positions, active)
     logprobs = wanted_logprobs(raw, tokens, active & slots.logprobs, max_logprobs)
-    return Sampled(tokens, logprobs), _advance(state, tokens, active)
+    return Sampled(tokens, logprobs), _advance(state, tokens, active if own is None else own)
 
 
 def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:

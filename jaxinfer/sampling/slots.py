@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from jaxinfer.types import Request
@@ -112,6 +113,16 @@ def admit(
     )
 
 
+def keep_slot(state: SlotState, slot: Int[Array, ""]) -> SlotState:
+    """A copy of one slot's state, as the state of one row."""
+    return SlotState(*(lax.dynamic_slice_in_dim(x, slot, 1) for x in state))
+
+
+def resume_slot(state: SlotState, slot: Int[Array, ""], kept: SlotState) -> SlotState:
+    """The state with one slot as it was when `keep_slot` copied it, there or in another slot."""
+    return SlotState(*(lax.dynamic_update_slice_in_dim(x, row, slot, 0) for x, row in zip(state, kept, strict=True)))
+
+
 class HostSlots:
     """The host's copy of ``SlotParams``: written one slot at a time, handed out as snapshots."""
 
@@ -158,14 +169,6 @@ class HostSlots:
         if self._snapshot is None:
             self._snapshot = SlotParams(*(array.copy() for array in self._params))
         return self._snapshot
-
-    @staticmethod
-    def needs_state(request: Request) -> bool:
-        """Whether the sampler reads the slot's row of ``SlotState``, so that ``admit`` must come first."""
-        params = request.params
-        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        long_words = any(len(ids) > 1 for ids in request.bad_words_ids)
-        return penalties != (0.0, 0.0, 1.0) or long_words or _has_bias(request)
 
     @staticmethod
     def state_rows(

@@ -23,13 +23,15 @@ def write_pages(
     k: Float[Array, "lanes chunk kv_heads head_dim"],
     v: Float[Array, "lanes chunk kv_heads head_dim"],
     pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
 ) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """Chunks that start at a page's first slot: whole pages are overwritten, out-of-range ones are dropped.
+    """Chunks, each from slot ``offsets`` of the first of its ``pages`` on; what falls on a page out of range is dropped.
 
-    Slots behind the chunk's last token hold zeros or the keys of padding rows: the sequence's length masks them.
+    ``written`` pages must hold the chunk at every offset that occurs.
     """
-    page, extra = pool.shape[3], pages.shape[1] * pool.shape[3] - k.shape[1]
-    both = jnp.stack([k, v]).astype(pool.dtype)
-    both = jnp.pad(both, ((0, 0), (0, 0), (0, extra), (0, 0), (0, 0)))
-    both = both.reshape(2, pages.size, page, *k.shape[2:])
-    return pool.at[pages.reshape(-1)].set(jnp.transpose(both, (1, 0, 3, 2, 4)), mode="drop")
+    # Token by token: on a CPU as fast as page by page, since that would have to shift the chunk to the pages' borders.
+    lanes, chunk, page = *k.shape[:2], pool.shape[3]
+    at = offsets[:, None] + jnp.arange(chunk)
+    own = jnp.take_along_axis(pages, at // page, axis=1)
+    k, v = (x.reshape(lanes * chunk, *x.shape[2:]) for x in (k, v))
+    return write_rows(pool, k, v, own.reshape(-1), (at % page).reshape(-1))

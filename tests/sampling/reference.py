@@ -7,7 +7,7 @@ import numpy as np
 import scipy.stats
 
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams, SlotState, admit, neutral_slots, new_state
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.types import Request, SamplingParams, needs_sampler_state
 
 LIMITS = SamplingLimits(max_stop_ids=4, max_bad_words=4, max_bad_word_tokens=3, max_logprobs=5)
 ADMIT = jax.jit(admit)
@@ -82,7 +82,7 @@ def slots_and_state(rows: list[Row], indices: list[int] | None = None) -> tuple[
     state = new_state(len(rows), vocab, LIMITS)
     for slot, row in enumerate(rows):
         host.set(slot, row.request, indices[slot] if indices else 0)
-        if HostSlots.needs_state(row.request):
+        if needs_sampler_state(row.request):
             state = ADMIT(state, np.int32(slot), *HostSlots.state_rows(row.request, vocab))
         counts = np.bincount(row.output, minlength=vocab)
         recent = ([-1] * LIMITS.max_bad_word_tokens + list(row.output))[-LIMITS.max_bad_word_tokens + 1 :]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import HostSlots, SamplingLimits, admit, neutral_slots, new_state
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.types import Request, SamplingParams, needs_sampler_state
 
 LIMITS = SamplingLimits(max_stop_ids=4, max_bad_words=3, max_bad_word_tokens=3, max_logprobs=5)
 FULL = Request(
@@ -101,7 +101,7 @@ def test_an_unresolved_seed_is_an_error() -> None:
 )
 def test_needs_state(asked: dict, words: tuple[tuple[int, ...], ...], needed: bool) -> None:
     request = Request("r", (1,), SamplingParams(**asked), bad_words_ids=words)
-    assert HostSlots.needs_state(request) is needed
+    assert needs_sampler_state(request) is needed
 
 
 def test_admission_resets_one_slot() -> None:

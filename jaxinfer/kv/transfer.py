@@ -1,0 +1,117 @@
+"""Pages that leave the device and come back: preempted sequences, and cached prefixes that were evicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.kv.moves import Copy
+from jaxinfer.kv.pool import LayerPool
+from jaxinfer.types import CacheSpec
+
+TRANSFER_PAGES = 4
+"""Pages that one call of the export and restore programs moves: few, as a single page costs as much."""
+
+COPIES = 8
+"""Pages that one call of the copy program takes."""
+
+
+def export_pages(
+    spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
+) -> Float[Array, "pages layers 2 kv_heads page head_dim"]:
+    """The bytes of pages in all layers, each group by its own ids, page after page."""
+    layers = zip(pools, spec.layers, strict=True)
+    return jnp.stack([pool.data.at[source[spec.groups.index(layer)]].get(mode="clip") for pool, layer in layers], 1)
+
+
+def import_pages(
+    spec: CacheSpec,
+    pools: list[LayerPool],
+    pages: Float[Array, "pages layers 2 kv_heads page head_dim"],
+    target: Int[Array, "groups pages"],
+) -> list[LayerPool]:
+    """What `export_pages` gave, into other pages; a target beyond the pool is dropped."""
+
+    def with_pages(pool: LayerPool, layer: int) -> LayerPool:
+        ids = target[spec.groups.index(spec.layers[layer])]
+        return pool._replace(data=pool.data.at[ids].set(pages[:, layer], mode="drop"))
+
+    return [with_pages(pool, layer) for layer, pool in enumerate(pools)]
+
+
+class _Arriving(NamedTuple):
+    """A page that is on its way: entry ``index`` of an array that the device fills."""
+
+    array: jax.Array
+    index: int
+
+
+class HostPages:
+    """Host memory for pages of all layers. Memory is taken page by page, when a page is first used, and kept.
+
+    What comes from the device arrives later: `put` does not wait, `settle` and `take` do.
+    """
+
+    def __init__(self, spec: CacheSpec, host_pages: int, page_size: int, dtype: jnp.dtype) -> None:
+        self._shape = (len(spec.layers), *spec.pool_shape(1, page_size)[1:])
+        self._total, self._dtype = host_pages, np.dtype(dtype)
+        self._pages: dict[int, np.ndarray] = {}
+        self._arriving: dict[int, _Arriving] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken so far."""
+        return len(self._pages) * math.prod(self._shape) * self._dtype.itemsize
+
+    def put(self, pages: Sequence[int], array: Float[Array, "pages layers 2 kv_heads page head_dim"]) -> None:
+        """Host page ``pages[i]`` is what ``array[i]`` will be; what it held before is void.
+
+        Raises:
+            IndexError: a page is beyond ``host_pages``.
+        """
+        for index, page in enumerate(pages):
+            if not 0 <= page < self._total:
+                raise IndexError(f"host page {page} of {self._total}")
+            self._arriving[page] = _Arriving(array, index)
+        array.copy_to_host_async()
+
+    def settle(self, pages: Sequence[int]) -> None:
+        """Wait for these pages and let go of the device's copy."""
+        for page in pages:
+            if (arriving := self._arriving.pop(page, None)) is not None:
+                if page not in self._pages:
+                    self._pages[page] = np.empty(self._shape, self._dtype)
+                self._pages[page][...] = np.asarray(arriving.array)[arriving.index]
+
+    def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray, "room layers 2 kv_heads page head_dim"]:
+        """A copy of these pages in an array of ``room`` entries, those behind them arbitrary.
+
+        Raises:
+            KeyError: nothing was ever put into a page.
+        """
+        self.settle(pages)
+        taken = np.empty((room, *self._shape), self._dtype)
+        for index, page in enumerate(pages):
+            taken[index] = self._pages[page]
+        return taken
+
+
+def batches_of_copies(copies: Sequence[Copy], most: int = COPIES) -> Iterator[list[Copy]]:
+    """Copies, in order, in batches that may read all their sources before they write any target."""
+    batch: list[Copy] = []
+    written: set[tuple[int, int]] = set()
+    for copy in copies:
+        target = {(group, page) for group, page in enumerate(copy.target) if page >= 0}
+        if len(batch) == most or not written.isdisjoint([*enumerate(copy.source), *target]):
+            yield batch
+            batch, written = [], set()
+        batch.append(copy)
+        written |= target
+    if batch:
+        yield batch
