@@ -197,7 +197,7 @@ class FairQueue:
 
     A sequence costs the tokens that it may still have computed: those known and not computed, and those it may
     generate, as if nothing were cached and it ran to its ``max_tokens``. The cost is taken when it is pushed. A tenant
-    of whom nobody waits loses what it saved, and comes back at the end of the round.
+    of whom nobody waits loses what it saved; one that comes has its first turn at the end of the next round.
 
     So while a sequence that costs c is its tenant's head, each other tenant gets less than c + 2 quanta + the cost of
     its own dearest sequence. Rounds in which nobody can be served are skipped, not walked through, so the

@@ -12,6 +12,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
+# A longest match this near is taken without a look at the rest: sequences in a loop have thousands of candidates.
+_RECENT = 256
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -40,15 +43,17 @@ class NgramDrafter:
     def propose(self, history: Int32[np.ndarray, " tokens"], limit: int) -> Int32[np.ndarray, " drafts"]:
         """The tokens after that occurrence; O(tokens). A guess may run into itself, as a match in LZ77 does, so a
         history that ends in a loop is continued for ``limit`` tokens, however short the loop."""
-        end = self._occurrence(history)
-        if end is None:
+        n, end = self._occurrence(history[-_RECENT:])
+        if n < self.max_n and len(history) > _RECENT:
+            n, end = self._occurrence(history)
+        if not n:
             return history[:0]
-        period = len(history) - end
-        return history[end + np.arange(max(limit, 0)) % period]
+        follows = history[-end:]
+        return follows[np.arange(max(limit, 0)) % end]
 
-    def _occurrence(self, history: Int32[np.ndarray, " tokens"]) -> int | None:
-        """Where the suffix's earlier occurrence ends: the index of the token that followed it."""
-        length, ends, found = len(history), np.arange(0), None
+    def _occurrence(self, history: Int32[np.ndarray, " tokens"]) -> tuple[int, int]:
+        """The length of the longest suffix that occurred before (0: none) and how many tokens ago it last ended."""
+        length, ends, found = len(history), np.arange(0), (0, 0)
         for n in range(1, min(self.max_n, length - 1) + 1):
             if n == 1:
                 ends = np.flatnonzero(history[:-1] == history[-1]) + 1
@@ -58,5 +63,5 @@ class NgramDrafter:
             if not ends.size:
                 break
             if n >= self.min_n:
-                found = int(ends[-1])
+                found = (n, length - int(ends[-1]))
         return found

@@ -1,0 +1,69 @@
+"""The n-gram drafter says exactly what a naive search says."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.spec import Drafter, NgramDrafter
+
+
+def naive(history: list[int], min_n: int, max_n: int, limit: int) -> list[int]:
+    """Longest suffix first, latest occurrence first; tokens copied one by one."""
+    for n in range(max_n, min_n - 1, -1):
+        for start in range(len(history) - n - 1, -1, -1):
+            if len(history) > n and history[start : start + n] == history[-n:]:
+                known = list(history)
+                for source in range(start + n, start + n + limit):
+                    known.append(known[source])
+                return known[len(history) :]
+    return []
+
+
+@given(
+    history=st.lists(st.integers(0, 2), max_size=24) | st.lists(st.integers(0, 9), max_size=40),
+    lengths=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
+    limit=st.integers(0, 6),
+    recent=st.sampled_from([2, 6, 256]),
+)
+def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: int, recent: int) -> None:
+    drafter = NgramDrafter(min_n=lengths[0], max_n=lengths[1])
+    with mock.patch("jaxinfer.spec.ngram._RECENT", recent):
+        drafts = drafter.propose(np.array(history, np.int32), limit)
+    assert drafts.dtype == np.int32
+    assert drafts.tolist() == naive(history, *lengths, limit)
+
+
+@pytest.mark.parametrize(
+    ("history", "limit", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2], 4, [3, 9, 1, 2]),
+        ([1, 2, 5, 1, 2, 6, 1, 2], 1, [6]),  # the latest occurrence
+        ([7, 1, 2, 5, 8, 1, 2, 6, 7, 1, 2], 1, [5]),  # a longer match goes before a later one
+        ([4, 4, 4], 5, [4, 4, 4, 4, 4]),  # a loop goes on for as long as is asked
+        ([1, 2, 3, 4], 4, []),
+        ([1, 9, 1], 4, []),  # one token is shorter than min_n
+        ([1, 2], 4, []),
+        ([1], 4, []),
+        ([], 4, []),
+        ([1, 2, 3, 1, 2], 0, []),
+    ],
+)
+def test_what_is_proposed(history: list[int], limit: int, expected: list[int]) -> None:
+    drafter: Drafter = NgramDrafter()
+    assert drafter.propose(np.array(history, np.int32), limit).tolist() == expected
+
+
+def test_the_history_is_left_alone() -> None:
+    history = np.array([1, 2, 3, 1, 2], np.int32)
+    drafts = NgramDrafter().propose(history, 2)
+    drafts[:] = 0
+    assert history.tolist() == [1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("lengths", [(0, 2), (3, 2), (-1, -1)])
+def test_impossible_lengths_are_refused(lengths: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"min_n = {lengths[0]} and max_n = {lengths[1]}"):
+        NgramDrafter(*lengths)
