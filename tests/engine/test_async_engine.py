@@ -1,0 +1,611 @@
+"""`AsyncEngine` over an engine whose tokens are known beforehand and whose steps the test lets through."""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError, _merged
+from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SamplingParams, SequenceDelta
+
+SLOTS, CHUNK, QUEUE = 8, 4, 2000
+
+
+@dataclasses.dataclass
+class Sample:
+    """One sample on its way: ``left`` prompt tokens to prefill, ``made`` tokens given out."""
+
+    request: Request
+    index: int
+    left: int
+    made: int = 0
+
+
+class FakeEngine:
+    """Eight slots, first come first served, four prompt tokens a step; a page for each sample that has a slot.
+
+    ``gated``: a step waits until the test allows it.
+    """
+
+    def __init__(self, *, gated: bool = False) -> None:
+        self.waiting: list[Sample] = []
+        self.running: list[Sample] = []
+        self.steps = 0
+        self.fault: BaseException | None = None
+        self._gate = threading.Semaphore(0) if gated else None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def pages(self) -> int:
+        return len(self.running)
+
+    def allow(self, steps: int) -> None:
+        assert self._gate is not None
+        for _ in range(steps):
+            self._gate.release()
+
+    def open_gate(self) -> None:
+        self.allow(10**4)
+
+    def add(self, request: Request) -> Request:
+        if request.request_id in {s.request.request_id for s in (*self.waiting, *self.running)}:
+            raise RequestError(f"request_id={request.request_id!r} is in use")
+        if len(self.waiting) >= QUEUE:
+            raise QueueFullError("too many wait")
+        request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=7))
+        self.waiting += [Sample(request, i, len(request.prompt_token_ids) - 1) for i in range(request.params.n)]
+        return request
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        def stays(sample: Sample) -> bool:
+            return sample.request.request_id != request_id or index not in (None, sample.index)
+
+        self.waiting, self.running = [list(filter(stays, samples)) for samples in (self.waiting, self.running)]
+
+    def step(self) -> list[SequenceDelta]:
+        if self._gate is not None and not self._gate.acquire(timeout=5):
+            raise AssertionError("the test let no step through")
+        if self.fault is not None:
+            raise self.fault
+        self.steps += 1
+        deltas = [delta for sample in self.running if (delta := self._advance(sample)) is not None]
+        ended = {(delta.request_id, delta.index) for delta in deltas if delta.finish_reason is not None}
+        self.running = [s for s in self.running if (s.request.request_id, s.index) not in ended]
+        room = SLOTS - len(self.running)
+        self.running, self.waiting = self.running + self.waiting[:room], self.waiting[room:]
+        return deltas
+
+    def _advance(self, sample: Sample) -> SequenceDelta | None:
+        if sample.left > 0:
+            sample.left -= CHUNK
+            return None
+        token = expected(sample.request, sample.index)[sample.made]
+        sample.made += 1
+        reason = FinishReason.LENGTH if sample.made == sample.request.params.max_tokens else None
+        return SequenceDelta(sample.request.request_id, sample.index, [token], [], reason)
+
+    def stats(self):
+        raise NotImplementedError
+
+    def reset_prefix_cache(self) -> int:
+        return 3
+
+    def check(self) -> None:
+        if len(self.running) > SLOTS:
+            raise AssertionError("more run than there are slots")
+
+
+def make_request(name: str, prompt: int = 3, tokens: int = 5, n: int = 1) -> Request:
+    ids = tuple(range(1, prompt + 1))
+    return Request(name, ids, SamplingParams(max_tokens=tokens, n=n))
+
+
+def expected(request: Request, index: int) -> list[int]:
+    first = 1000 * (index + 1) + 7 * len(request.prompt_token_ids) + sum(request.request_id.encode())
+    return [first + k for k in range(request.params.max_tokens or 0)]
+
+
+async def collect(served: AsyncEngine, request: Request, deltas: int | None = None) -> dict[int, list[int]]:
+    """Tokens by sample; of the first ``deltas`` only, if given."""
+    tokens: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
+    stream = served.generate(request)
+    async for delta in stream:
+        tokens[delta.index] += delta.token_ids
+        if deltas is not None:
+            deltas -= 1
+            if deltas == 0:
+                break
+    await stream.aclose()
+    return tokens
+
+
+def whole(request: Request) -> dict[int, list[int]]:
+    return {index: expected(request, index) for index in range(request.params.n)}
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        await asyncio.sleep(0.001)
+
+
+def nothing_is_left(served: AsyncEngine, fake: FakeEngine) -> bool:
+    return not served._streams and not fake.has_work and served._inbox.empty()
+
+
+# ---- what clients get
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_gets_every_token_of_every_sample(n):
+    async def main():
+        fake, request = FakeEngine(), make_request("a", n=n)
+        async with AsyncEngine(fake) as served:
+            assert await collect(served, request) == whole(request)
+            assert nothing_is_left(served, fake)
+
+    asyncio.run(main())
+
+
+def test_a_submitted_stream_knows_its_resolved_request():
+    async def main():
+        async with AsyncEngine(FakeEngine()) as served, await served.submit(make_request("a")) as stream:
+            assert stream.request.params.seed == 7
+            assert [token async for delta in stream for token in delta.token_ids] == expected(stream.request, 0)
+
+    asyncio.run(main())
+
+
+def test_a_thousand_clients():
+    async def main():
+        fake = FakeEngine()
+        requests = [make_request(f"r{i}", prompt=1 + i % 9, tokens=1 + i % 5) for i in range(1000)]
+        async with AsyncEngine(fake) as served:
+            got = await asyncio.gather(*(collect(served, request) for request in requests))
+            assert got == [whole(request) for request in requests]
+            assert nothing_is_left(served, fake)
+
+    asyncio.run(main())
+
+
+def test_two_event_loops_in_two_threads_interleave():
+    fake = FakeEngine(gated=True)
+    served = AsyncEngine(fake)
+    served.start()
+    requests = [[make_request(f"{loop}-{i}", tokens=6) for i in range(20)] for loop in "ab"]
+    got: dict[int, list] = {}
+
+    def client(number: int) -> None:
+        async def main():
+            got[number] = await asyncio.gather(*(collect(served, request) for request in requests[number]))
+
+        asyncio.run(main())
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    fake.open_gate()
+    for thread in threads:
+        thread.join(10)
+    assert got == {number: [whole(request) for request in requests[number]] for number in (0, 1)}
+    asyncio.run(served.stop())
+
+
+def test_what_a_slow_client_has_not_fetched_is_one_delta():
+    async def main():
+        fake, request = FakeEngine(gated=True), make_request("a", prompt=1, tokens=40, n=2)
+        async with AsyncEngine(fake) as served, await served.submit(request) as stream:
+            fake.allow(31)  # the first one only gives out the slots
+            await until(lambda: fake.steps == 31)
+            fake.open_gate()
+            await until(lambda: not fake.has_work)
+            await asyncio.sleep(0.01)
+            deltas = [delta async for delta in stream]
+        assert sorted((d.index, d.token_ids, d.finish_reason) for d in deltas) == [
+            (index, expected(request, index), FinishReason.LENGTH) for index in (0, 1)
+        ]
+
+    asyncio.run(main())
+
+
+def test_a_slow_client_does_not_hold_up_another():
+    async def main():
+        fake, slow, quick = FakeEngine(), make_request("slow", tokens=50), make_request("quick", tokens=50)
+        async with AsyncEngine(fake) as served, await served.submit(slow) as stream:
+            assert await collect(served, quick) == whole(quick)
+            assert [token async for delta in stream for token in delta.token_ids] == expected(slow, 0)
+
+    asyncio.run(main())
+
+
+# ---- refusals
+
+
+def test_a_refused_request_is_an_error_at_once_and_disturbs_nobody():
+    async def main():
+        fake, request = FakeEngine(gated=True), make_request("a")
+        async with AsyncEngine(fake) as served:
+            first = asyncio.create_task(collect(served, request))
+            await until(lambda: served._streams)
+            twin = asyncio.create_task(served.submit(request))
+            await asyncio.sleep(0.01)
+            fake.open_gate()
+            with pytest.raises(RequestError, match="in use"):
+                await twin
+            assert await first == whole(request)
+            assert await collect(served, request) == whole(request)  # the id is free again
+
+    asyncio.run(main())
+
+
+def test_a_full_queue_is_told_to_the_client():
+    async def main():
+        fake = FakeEngine(gated=True)
+        fake.waiting = [Sample(make_request(f"w{i}"), 0, 2) for i in range(QUEUE + SLOTS)]
+        served = AsyncEngine(fake)
+        served.start()
+        task = asyncio.create_task(served.submit(make_request("a")))
+        await asyncio.sleep(0.01)
+        fake.allow(1)
+        with pytest.raises(QueueFullError, match="too many wait"):
+            await task
+        fake.waiting = fake.waiting[:SLOTS]
+        fake.open_gate()
+        await served.stop()
+
+    asyncio.run(main())
+
+
+# ---- leaving early
+
+
+@pytest.mark.parametrize("stage", ["queued", "prefilling", "decoding", "ended"])
+@pytest.mark.parametrize("how", ["abort", "cancel", "aclose"])
+def test_an_abort_at_any_stage_frees_everything_within_two_steps(stage, how):
+    steps = {"queued": 0, "prefilling": 3, "decoding": 12, "ended": 10**4}[stage]
+
+    async def main():
+        fake, request = FakeEngine(gated=True), make_request("a", prompt=20, tokens=30, n=2)
+        async with AsyncEngine(fake) as served:
+            stream = await served.submit(request)
+            fake.allow(steps)
+            await until(lambda: fake.steps == steps or not fake.has_work)
+            before = fake.steps
+            reasons: list = []
+
+            async def read():
+                async for delta in stream:
+                    reasons.append(delta.finish_reason)
+
+            reader = asyncio.create_task(read())
+            await asyncio.sleep(0.01)
+            if how == "abort":
+                ending = asyncio.create_task(served.abort("a"))
+            elif how == "cancel":
+                reader.cancel()
+                ending = asyncio.create_task(stream.aclose())
+            else:
+                ending = asyncio.create_task(stream.aclose())
+            await asyncio.sleep(0.01)
+            fake.allow(2)  # it may be inside a step, which was let through before the abort came
+            await until(lambda: nothing_is_left(served, fake))
+            assert fake.steps <= before + 2
+            await ending
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+            if how == "abort":
+                ends = [reason for reason in reasons if reason is not None]
+                assert ends == [FinishReason.LENGTH if stage == "ended" else FinishReason.ABORT] * 2
+            fake.open_gate()
+
+    asyncio.run(main())
+
+
+def test_one_sample_can_be_aborted():
+    async def main():
+        fake, request = FakeEngine(gated=True), make_request("a", prompt=1, tokens=9, n=2)
+        async with AsyncEngine(fake) as served, await served.submit(request) as stream:
+            fake.allow(3)
+            ending = asyncio.create_task(served.abort("a", 0))
+            await asyncio.sleep(0.01)
+            fake.open_gate()
+            await ending
+            tokens: dict[int, list[int]] = {0: [], 1: []}
+            reasons = {}
+            async for delta in stream:
+                tokens[delta.index] += delta.token_ids
+                reasons[delta.index] = delta.finish_reason
+        assert reasons == {0: FinishReason.ABORT, 1: FinishReason.LENGTH}
+        assert tokens[1] == expected(request, 1)
+        assert tokens[0] == expected(request, 0)[: len(tokens[0])]
+        assert len(tokens[0]) < 9
+
+    asyncio.run(main())
+
+
+def test_an_unknown_id_is_no_error():
+    async def main():
+        async with AsyncEngine(FakeEngine()) as served:
+            await served.abort("nobody")
+
+    asyncio.run(main())
+
+
+def test_a_client_cancelled_before_its_request_was_taken_leaves_nothing():
+    async def main():
+        fake = FakeEngine(gated=True)
+        async with AsyncEngine(fake) as served:
+            first = asyncio.create_task(collect(served, make_request("first")))
+            await until(lambda: served._streams)  # and now the thread stands in a step
+            late = asyncio.create_task(collect(served, make_request("late")))
+            await asyncio.sleep(0.01)
+            late.cancel()
+            await asyncio.sleep(0.01)
+            fake.open_gate()
+            await first
+            await until(lambda: nothing_is_left(served, fake))
+
+    asyncio.run(main())
+
+
+def test_a_client_cancelled_after_its_request_was_taken_and_before_it_heard_so_leaves_nothing():
+    async def main():
+        fake = FakeEngine()
+        async with AsyncEngine(fake) as served:
+            task = asyncio.create_task(served.submit(make_request("a", tokens=10**6)))
+            await asyncio.sleep(0)
+            time.sleep(0.05)  # the loop stands, the engine's thread does not
+            assert served._streams
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: nothing_is_left(served, fake))
+
+    asyncio.run(main())
+
+
+def test_a_break_out_of_the_loop_aborts():
+    async def main():
+        fake = FakeEngine()
+        async with AsyncEngine(fake) as served:
+            async for _ in served.generate(make_request("a", tokens=10**6)):
+                break  # the generator is closed by the loop when nothing refers to it
+            await until(lambda: nothing_is_left(served, fake))
+
+    asyncio.run(main())
+
+
+def test_a_client_whose_loop_was_closed_is_forgotten():
+    fake = FakeEngine(gated=True)
+    served = AsyncEngine(fake)
+    served.start()
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(served.submit(make_request("a", tokens=10**6)))
+    loop.close()
+    fake.open_gate()
+    asyncio.run(until(lambda: nothing_is_left(served, fake)))
+    asyncio.run(served.stop())
+
+
+def test_streams_are_not_kept():
+    async def main():
+        async with AsyncEngine(FakeEngine()) as served:
+            stream = await served.submit(make_request("a"))
+            seen = weakref.ref(stream)
+            async with stream:
+                async for _ in stream:
+                    pass
+            del stream
+            await served.check()
+            await asyncio.sleep(0)
+            gc.collect()
+            assert seen() is None
+
+    asyncio.run(main())
+
+
+# ---- faults
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_in_a_step_reaches_every_client_and_every_later_call():
+    async def main():
+        fake = FakeEngine(gated=True)
+        served = AsyncEngine(fake)
+        served.start()
+        tasks = [asyncio.create_task(collect(served, make_request(f"r{i}"))) for i in range(20)]
+        await until(lambda: served._streams)
+        fake.fault = ZeroDivisionError("in the step")
+        fake.open_gate()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+            assert "in the step" in str(result)
+            assert isinstance(result.__cause__, ZeroDivisionError)
+        for call in (collect(served, make_request("late")), served.stats(), served.abort("r0"), served.check()):
+            with pytest.raises(EngineDeadError) as raised:
+                await call
+            assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        with pytest.raises(EngineDeadError):
+            served.stats_now(1.0)
+        await served.stop()
+        assert not served._streams
+        assert served._inbox.empty()
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tokens_that_came_before_the_fault_are_not_lost():
+    async def main():
+        fake, request = FakeEngine(gated=True), make_request("a", prompt=1, tokens=9)
+        served = AsyncEngine(fake)
+        served.start()
+        stream = await served.submit(request)
+        fake.allow(4)
+        await until(lambda: fake.steps == 4)
+        fake.fault = ZeroDivisionError()
+        fake.open_gate()
+        await served.stop()
+        assert (await anext(stream)).token_ids == expected(request, 0)[:3]
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_fault_in_a_call_reaches_its_caller_too():
+    async def main():
+        fake = FakeEngine()
+        served = AsyncEngine(fake)
+        served.start()
+        with pytest.raises(EngineDeadError) as raised:
+            await served.stats()
+        assert isinstance(raised.value.__cause__, NotImplementedError)
+        await served.stop()
+
+    asyncio.run(main())
+
+
+# ---- life
+
+
+def test_before_the_start_and_after_the_stop_calls_are_refused():
+    async def main():
+        served = AsyncEngine(FakeEngine())
+        with pytest.raises(EngineDeadError, match="not started"):
+            await served.submit(make_request("a"))
+        await served.stop()  # nothing to do
+        served.start()
+        with pytest.raises(EngineDeadError, match="started before"):
+            served.start()
+        assert await served.reset_prefix_cache() == 3
+        await served.stop()
+        await served.stop()
+        with pytest.raises(EngineDeadError, match="was stopped"):
+            await collect(served, make_request("a"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_stop_drains_or_aborts_and_refuses_new_requests(drain):
+    async def main():
+        fake, requests = FakeEngine(gated=True), [make_request(f"r{i}", tokens=20) for i in range(12)]
+        served = AsyncEngine(fake)
+        served.start()
+        fake.allow(8)
+        tasks = [asyncio.create_task(collect(served, request)) for request in requests]
+        await until(lambda: fake.steps == 8)
+        stopping = asyncio.create_task(served.stop(drain=drain))
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(served.submit(make_request("late")))
+        await asyncio.sleep(0.01)
+        fake.open_gate()
+        with pytest.raises(EngineDeadError, match="stopp"):
+            await late
+        got = await asyncio.gather(*tasks)
+        await stopping
+        if drain:
+            assert got == [whole(request) for request in requests]
+        else:
+            assert all(0 <= len(tokens[0]) < 20 for tokens in got)
+            assert fake.steps <= 10
+        assert nothing_is_left(served, fake)
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_sleeps_and_wakes_at_once():
+    async def main():
+        fake = FakeEngine()
+        async with AsyncEngine(fake) as served:
+            await collect(served, make_request("a"))
+            steps, cpu = fake.steps, time.process_time()
+            await asyncio.sleep(0.3)
+            assert fake.steps == steps
+            assert time.process_time() - cpu < 0.1
+            start = time.perf_counter()
+            await collect(served, make_request("b"))
+            assert time.perf_counter() - start < 0.1
+
+    asyncio.run(main())
+
+
+# ---- properties
+
+deltas_of_one_sample = st.lists(
+    st.tuples(st.lists(st.integers(0, 99), max_size=4), st.booleans()), min_size=1, max_size=8
+)
+
+
+@given(deltas_of_one_sample)
+def test_merged_deltas_lose_nothing(parts):
+    deltas = [SequenceDelta("a", 0, list(tokens), []) for tokens, _ in parts]
+    deltas[-1].finish_reason, deltas[-1].stop_reason = FinishReason.STOP, 5
+    deltas[0].prompt_logprobs = [None]
+    merged, *rest = deltas
+    for delta in rest:
+        merged = _merged(merged, delta)
+    assert merged.token_ids == [token for tokens, _ in parts for token in tokens]
+    assert (merged.finish_reason, merged.stop_reason) == (FinishReason.STOP, 5)
+    assert merged.prompt_logprobs == [None]
+
+
+clients = st.lists(
+    st.tuples(
+        st.integers(1, 12),  # prompt tokens
+        st.integers(1, 8),  # output tokens
+        st.integers(1, 3),  # samples
+        st.sampled_from(["read", "leave", "cancel", "abort"]),
+        st.integers(1, 10),  # deltas before it leaves
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(clients)
+def test_whoever_leaves_whenever_others_get_their_tokens_and_nothing_is_left(plans):
+    async def client(served: AsyncEngine, name: str, plan) -> None:
+        prompt, tokens, n, how, after = plan
+        request = make_request(name, prompt, tokens, n)
+        if how == "cancel":
+            task = asyncio.create_task(collect(served, request))
+            for _ in range(after):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return
+        if how == "abort":
+            task = asyncio.create_task(collect(served, request))
+            await asyncio.sleep(after * 1e-4)
+            await served.abort(name)
+            got = await task
+        else:
+            got = await collect(served, request, deltas=None if how == "read" else after)
+        for index, mine in got.items():
+            assert mine == expected(request, index)[: len(mine)]
+        assert how != "read" or got == whole(request)
+
+    async def main() -> None:
+        fake = FakeEngine()
+        async with AsyncEngine(fake) as served:
+            await asyncio.gather(*(client(served, f"r{i}", plan) for i, plan in enumerate(plans)))
+            await served.check()
+            assert nothing_is_left(served, fake)
+
+    asyncio.run(main())
