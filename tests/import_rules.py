@@ -62,8 +62,11 @@ NO_JAX = (
     "jaxinfer.kv.blocks",
     "jaxinfer.kv.manager",
     "jaxinfer.kv.radix",
+    "jaxinfer.spec",
+    "jaxinfer.engine.queues",
     "jaxinfer.engine.scheduler",
     "jaxinfer.engine.sequence",
+    "jaxinfer.engine.stats",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

@@ -1,0 +1,177 @@
+"""What Prometheus reads: parsed by its own client."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxinfer.engine.stats import EngineStats, StatsRecorder
+from jaxinfer.kv.manager import KVUsage
+from jaxinfer.serve.metrics import EngineCollector, render
+from jaxinfer.types import FinishReason
+from tests.engine.test_stats import Clock, Fake
+
+MODEL = {"model_name": 'a "quoted" model'}
+
+# vLLM's names, as its production metrics page lists them.
+VLLM = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "num_requests_waiting_by_reason": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "num_preemptions": "counter",
+    "request_success": "counter",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram",
+}
+OWN = {
+    "kv_cache_pages": "gauge",
+    "kv_cache_host_pages": "gauge",
+    "replayed_tokens": "counter",
+    "replay_mismatches": "counter",
+    "engine_steps": "counter",
+    "compilations": "counter",
+    "engine_step_seconds": "histogram",
+}
+
+
+def busy() -> EngineStats:
+    """Different numbers everywhere, so that none can stand for another."""
+    clock = Clock()
+    recorder = StatsRecorder(clock)
+    sequence = Fake()
+    recorder.queued(sequence)
+    clock.now += 0.25
+    recorder.scheduled(sequence)
+    clock.now += 0.5
+    recorder.emitted([sequence.emit(1)])
+    clock.now += 8.0
+    recorder.emitted([sequence.emit(16)])
+    clock.now += 1.0
+    recorder.finished(sequence.end(FinishReason.DEADLINE))
+    recorder.prefix(31, 29)
+    recorder.drafted(23)
+    recorder.accepted(19)
+    recorder.replayed(True)
+    recorder.replayed(False)
+    for _ in range(5):
+        recorder.preempted("swap")
+    recorder.step(0.125)
+    usage = KVUsage(total=16, free=1, cached=3, held=12, host_total=11, host_used=4)
+    return recorder.snapshot(running=7, waiting={"slot": 8, "pages": 5}, kv=usage, compilations=6)
+
+
+def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """By name and labels; the label that all have is checked and left out."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            assert MODEL.items() <= sample.labels.items()
+            key = sample.name.removeprefix("jaxinfer:"), frozenset(sample.labels.items() - MODEL.items())
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def scraped() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return samples(render(busy, MODEL["model_name"]))
+
+
+def test_names_and_kinds() -> None:
+    families = {f.name: f for f in text_string_to_metric_families(render(busy, "m").decode())}
+    assert {name: f.type for name, f in families.items()} == {f"jaxinfer:{n}": kind for n, kind in (VLLM | OWN).items()}
+    assert all(f.documentation.endswith(".") for f in families.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "value"),
+    [
+        ("num_requests_running", "", 7),
+        ("num_requests_waiting", "", 13),
+        ("num_requests_waiting_by_reason", "reason=slot", 8),
+        ("num_requests_waiting_by_reason", "reason=pages", 5),
+        ("kv_cache_usage_perc", "", 0.75),
+        ("kv_cache_pages", "state=free", 1),
+        ("kv_cache_pages", "state=cached", 3),
+        ("kv_cache_pages", "state=held", 12),
+        ("kv_cache_host_pages", "state=free", 7),
+        ("kv_cache_host_pages", "state=used", 4),
+        ("prefix_cache_queries_total", "", 31),
+        ("prefix_cache_hits_total", "", 29),
+        ("prompt_tokens_total", "", 3),
+        ("generation_tokens_total", "", 17),
+        ("num_preemptions_total", "kind=swap", 5),
+        ("num_preemptions_total", "kind=recompute", 0),
+        ("request_success_total", "finished_reason=deadline", 1),
+        ("request_success_total", "finished_reason=stop", 0),
+        ("spec_decode_num_draft_tokens_total", "", 23),
+        ("spec_decode_num_accepted_tokens_total", "", 19),
+        ("replayed_tokens_total", "", 2),
+        ("replay_mismatches_total", "", 1),
+        ("engine_steps_total", "", 1),
+        ("compilations_total", "", 6),
+        ("time_to_first_token_seconds_sum", "", 0.75),
+        ("time_to_first_token_seconds_count", "", 1),
+        ("inter_token_latency_seconds_sum", "", 8.0),
+        ("inter_token_latency_seconds_count", "", 16),
+        ("e2e_request_latency_seconds_sum", "", 9.75),
+        ("request_queue_time_seconds_sum", "", 0.25),
+        ("engine_step_seconds_sum", "", 0.125),
+    ],
+)
+def test_values(scraped, name: str, label: str, value: float) -> None:
+    labels = frozenset([tuple(label.split("="))] if label else [])
+    assert scraped[name, labels] == value
+
+
+def test_buckets_are_cumulative(scraped) -> None:
+    name = "inter_token_latency_seconds_bucket"
+    buckets = {dict(labels)["le"]: value for (n, labels), value in scraped.items() if n == name}
+    assert (buckets["0.2"], buckets["0.5"], buckets["500.0"], buckets["+Inf"]) == (0, 16, 16, 16)
+    assert list(buckets.values()) == sorted(buckets.values())
+
+
+def test_an_engine_without_a_cache_has_no_usage() -> None:
+    names = {name for name, _ in samples(render(StatsRecorder().snapshot, MODEL["model_name"]))}
+    assert "num_requests_running" in names
+    assert "kv_cache_usage_perc" not in names
+    empty = KVUsage(total=0, free=0, cached=0, held=0, host_total=0, host_used=0)
+    text = render(lambda: StatsRecorder().snapshot(kv=empty), MODEL["model_name"])
+    assert samples(text)["kv_cache_usage_perc", frozenset()] == 0
+
+
+def test_registering_does_not_ask_the_engine() -> None:
+    def unready() -> EngineStats:
+        raise AssertionError("nobody scraped")
+
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(unready, "m"))
+    with pytest.raises(AssertionError, match="nobody scraped"):
+        list(registry.collect())
+
+
+def test_over_http() -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(busy, MODEL["model_name"]))
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as response:
+            assert samples(response.read())["num_requests_running", frozenset()] == 7
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+    assert not any(t is thread for t in threading.enumerate())
