@@ -123,5 +123,7 @@ class BlockPool[Owner]:
                 raise AssertionError(f"page {page} has {refs} references and owner {owner}, but free: {page in free}")
             if (page in self._cached) != (not refs and owner is not None):
                 raise AssertionError(f"page {page}: {refs} references, owner {owner}, cached: {page in self._cached}")
-        if self.free + self.held + self.cached != self.total or self.held != sum(count > 0 for count in expected.values()):
+        if self.free + self.held + self.cached != self.total or self.held != sum(
+            count > 0 for count in expected.values()
+        ):
             raise AssertionError(f"{self.free} free + {self.held} held + {self.cached} cached != {self.total} pages")

@@ -210,9 +210,7 @@ class KVManager:
         source.sealed = max(source.sealed, full)
         held = self._new(firsts, cursor, published)
         held.sealed = full
-        held.pages = [
-            [-1] * first + pages[first:full] for first, pages in zip(firsts, source.pages, strict=True)
-        ]
+        held.pages = [[-1] * first + pages[first:full] for first, pages in zip(firsts, source.pages, strict=True)]
         for group in self._groups:
             for page in held.pages[group]:
                 self._store.hold(group, page)
@@ -307,8 +305,8 @@ class KVManager:
     def take_moves(self) -> tuple[list[Export], list[Copy], list[Import]]:
         """The moves since the last call: the device runs all exports, then all copies, then all imports, then the step.
 
-        No page is the target of two moves of one call, and a copy means what its source held before the moves: copies may
-        run in order or all at once.
+        No page is the target of two moves of one call, and a copy means what its source held before the moves: copies
+        may run in order or all at once.
         """
         return self._store.moves.take(self._store.host)
 

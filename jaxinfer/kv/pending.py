@@ -53,7 +53,9 @@ class PendingMoves:
 
     def take(self, host: BlockPool[Node]) -> tuple[list[Export], list[Copy], list[Import]]:
         """The moves of this batch, and begin the next. Exports to host pages that are free again are left out."""
-        kept = [Export(source, at) for at, source in self._exports.items() if host.refs(at) or host.owner(at) is not None]
+        kept = [
+            Export(source, at) for at, source in self._exports.items() if host.refs(at) or host.owner(at) is not None
+        ]
         taken = kept, self._copies, self._imports
         for pool, page in reversed(self._pins):  # children were pinned after their parents and are evicted first
             pool.drop(page)

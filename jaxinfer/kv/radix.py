@@ -1,8 +1,8 @@
 """The tree of cached pages: what is known by its tokens. No jax.
 
-A radix tree whose edges are whole pages (after RadixAttention, Zheng et al. 2024): a node stands for a page of tokens in
-the context of all pages above it. Its key holds the tokens and a *code*, which says which programs computed them, since
-equal tokens from other programs may have other bits.
+A radix tree whose edges are whole pages (after RadixAttention, Zheng et al. 2024): a node stands for a page of tokens
+in the context of all pages above it. Its key holds the tokens and a *code*, which says which programs computed them,
+since equal tokens from other programs may have other bits.
 """
 
 from __future__ import annotations

@@ -123,30 +123,37 @@ class PageStore:
 
         What is only on the host is imported. First everything is held, so that no page is evicted for another one.
         """
-        missing: list[tuple[Node, list[int]]] = []
-        for index, node in enumerate(nodes):
-            wanted = [group for group, first in enumerate(firsts) if index >= first]
-            for group in wanted:
+        wanted = [[group for group, first in enumerate(firsts) if index >= first] for index in range(len(nodes))]
+        for node, groups in zip(nodes, wanted, strict=True):
+            for group in groups:
                 self.hold(group, node.pages[group])
-            absent = [group for group in wanted if node.pages[group] < 0]
-            if absent:
-                self.moves.pin(self.host, node.host)
-                missing.append((node, absent))
-        for node, absent in missing:
-            self._load(node, absent)
+        self._load_missing(nodes, wanted)
         return [
             [-1] * min(first, len(nodes)) + [node.pages[group] for node in nodes[first:]]
             for group, first in enumerate(firsts)
         ]
+
+    def _load_missing(self, nodes: Sequence[Node], wanted: list[list[int]]) -> None:
+        absent = [
+            [group for group in groups if node.pages[group] < 0] for node, groups in zip(nodes, wanted, strict=True)
+        ]
+        if not any(absent):
+            return
+        for node, groups, gone in zip(nodes, wanted, absent, strict=True):
+            # Also what is there: until the batch has run, no node may be exported half and none lose its parent.
+            for group in set(groups).difference(gone):
+                self.moves.pin(self.pools[group], node.pages[group])
+            if gone:
+                self.moves.pin(self.host, node.host)
+        for node, gone in zip(nodes, absent, strict=True):
+            if gone:
+                self._load(node, gone)
 
     def _load(self, node: Node, groups: list[int]) -> None:
         target = [-1] * len(self.pools)
         for group in groups:
             page = target[group] = node.pages[group] = self.take(group)
             self.pools[group].assign(page, node)
-        for group, page in enumerate(node.pages):
-            if page >= 0 and group not in groups:
-                self.moves.pin(self.pools[group], page)  # the node must not be exported before it is whole
         self.moves.import_page(node.host, tuple(target), self.pools)
 
     def donor_source(self, node: Node) -> Pages | int | None:

@@ -1,5 +1,7 @@
 """Random lives of sequences against a device that holds bytes: every slot always reads back exactly its own tokens."""
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from tests.kv.fake_device import FakeDevice, FakeSequence
 PAGE, PAGES, SLOTS, WIDTH = 4, 14, 4, 8
 # Few beginnings, so that most prompts meet pages of others, whole or in part.
 BEGINNINGS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 3), (1, 1, 2), (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6)]
+PICK = st.integers(0, SLOTS - 1)
 TAILS = st.lists(st.integers(1, 2), min_size=1, max_size=6)
 
 
@@ -27,9 +30,6 @@ class Cache(RuleBasedStateMachine):
     def slot(self) -> int | None:
         free = set(range(SLOTS)) - {sequence.slot for sequence in self.running}
         return min(free, default=None)
-
-    def choose(self, data, of: list[FakeSequence]) -> FakeSequence:
-        return of[data.draw(st.integers(0, len(of) - 1))]
 
     @precondition(lambda self: len(self.running) < SLOTS)
     @rule(
@@ -54,9 +54,9 @@ class Cache(RuleBasedStateMachine):
         self.running.append(new)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), count=st.integers(1, 9), token=st.integers(1, 2))
-    def advance(self, data, count, token):
-        sequence = self.choose(data, self.running)
+    @rule(pick=PICK, count=st.integers(1, 9), token=st.integers(1, 2))
+    def advance(self, pick, count, token):
+        sequence = self.running[pick % len(self.running)]
         length = min(sequence.scheduled + count, WIDTH * PAGE)
         before = self.kv.usage()
         if not self.kv.extend(sequence.slot, length):
@@ -66,21 +66,21 @@ class Cache(RuleBasedStateMachine):
         sequence.scheduled = length
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def publish(self, data):
-        sequence = self.choose(data, self.running)
+    @rule(pick=PICK)
+    def publish(self, pick):
+        sequence = self.running[pick % len(self.running)]
         self.kv.publish(sequence.slot, sequence.keys, sequence.codes, sequence.launched)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def slide(self, data):
-        sequence = self.choose(data, self.running)
+    @rule(pick=PICK)
+    def slide(self, pick):
+        sequence = self.running[pick % len(self.running)]
         self.kv.slide(sequence.slot, sequence.launched)
 
     @precondition(lambda self: self.running and len(self.running) < SLOTS)
-    @rule(data=st.data(), back=st.integers(0, 5), tail=TAILS)
-    def fork(self, data, back, tail):
-        parent = self.choose(data, self.running)
+    @rule(pick=PICK, back=st.integers(0, 5), tail=TAILS)
+    def fork(self, pick, back, tail):
+        parent = self.running[pick % len(self.running)]
         length = max(parent.launched - back, 0)
         slot, before = self.slot(), self.kv.usage()
         if not self.kv.fork(parent.slot, slot, length):
@@ -92,16 +92,16 @@ class Cache(RuleBasedStateMachine):
         self.running.append(child)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def release(self, data):
-        sequence = self.choose(data, self.running)
+    @rule(pick=PICK)
+    def release(self, pick):
+        sequence = self.running[pick % len(self.running)]
         self.kv.release(sequence.slot)
         self.running.remove(sequence)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def swap_out(self, data):
-        sequence = self.choose(data, self.running)
+    @rule(pick=PICK)
+    def swap_out(self, pick):
+        sequence = self.running[pick % len(self.running)]
         before = self.kv.usage()
         sequence.swapped = self.kv.swap_out(sequence.slot, sequence.launched)
         if sequence.swapped is None:
@@ -112,9 +112,9 @@ class Cache(RuleBasedStateMachine):
         sequence.slot, sequence.scheduled = -1, sequence.launched
 
     @precondition(lambda self: self.swapped and len(self.running) < SLOTS)
-    @rule(data=st.data())
-    def swap_in(self, data):
-        sequence = self.choose(data, self.swapped)
+    @rule(pick=PICK)
+    def swap_in(self, pick):
+        sequence = self.swapped[pick % len(self.swapped)]
         slot = self.slot()
         if not self.kv.swap_in(slot, sequence.swapped):
             return
@@ -123,14 +123,32 @@ class Cache(RuleBasedStateMachine):
         self.running.append(sequence)
 
     @precondition(lambda self: self.swapped)
-    @rule(data=st.data())
-    def drop(self, data):
-        sequence = self.choose(data, self.swapped)
+    @rule(pick=PICK)
+    def drop(self, pick):
+        sequence = self.swapped[pick % len(self.swapped)]
         self.swapped.remove(sequence)
         self.kv.drop(sequence.swapped)
 
-    @rule()
-    def reset(self):
+    @precondition(lambda self: len(self.running) < SLOTS)
+    @rule(beginning=st.sampled_from(BEGINNINGS), tail=TAILS, more=st.integers(0, 9), stay=st.booleans())
+    def serve(self, beginning, tail, more, stay):
+        """The common life at one go: what several rules must do in the right order."""
+        known = len(self.running)
+        self.admit(beginning, tail, 1, 0, b"", len(beginning) + len(tail))
+        if len(self.running) == known:
+            return
+        self.step()
+        self.publish(known)
+        self.advance(known, more + 1, 1)
+        if not stay:
+            self.step()
+            self.publish(known)
+            self.release(known)
+
+    @rule(sure=st.integers(0, 5))
+    def reset(self, sure):
+        if sure:
+            return
         self.kv.reset_prefix_cache()
         assert self.kv.usage().cached == 0
 
@@ -167,10 +185,56 @@ def test_every_slot_reads_back_its_own_tokens(windows, host_pages, caching):
     class Configured(Cache):
         config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages, caching)
 
-    examples = 40 if caching else 10
+    examples = 25 if caching else 10
     run_state_machine_as_test(
         Configured,
         settings=settings(
             max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+# Rules and how often a long life takes them: more of what fills the cache than a shrinkable example has.
+WEIGHTS = {"serve": 6, "admit": 4, "advance": 6, "publish": 4, "step": 6, "release": 3, "slide": 2, "fork": 2}
+RARE = {"swap_out": 1, "swap_in": 2, "drop": 0.2, "reset": 0.02}
+
+
+def _arguments(rng: random.Random) -> dict[str, dict]:
+    tail = [rng.randint(1, 2) for _ in range(rng.randint(1, 6))]
+    prompt = {"beginning": rng.choice(BEGINNINGS), "tail": tail}
+    pick = {"pick": rng.randrange(SLOTS)}
+    salt, kind = rng.choice([b"", b"", b"other"]), rng.randint(0, 1)
+    return {
+        "serve": {**prompt, "more": rng.randint(0, 9), "stay": rng.random() < 0.4},
+        "admit": {**prompt, "prompt": rng.randint(0, 4), "kind": kind, "salt": salt, "chunk": rng.randint(1, 12)},
+        "advance": {**pick, "count": rng.randint(1, 9), "token": rng.randint(1, 2)},
+        "fork": {**pick, "back": rng.randint(0, 5), "tail": tail},
+        "reset": {"sure": 0},
+        "step": {},
+    } | dict.fromkeys(["publish", "release", "slide", "swap_out", "swap_in", "drop"], pick)
+
+
+def _allowed(machine: Cache, name: str) -> bool:
+    free = len(machine.running) < SLOTS
+    if name in ("swap_in", "drop"):
+        return bool(machine.swapped) and free
+    if name in ("serve", "admit"):
+        return free
+    return bool(machine.running) and (free or name != "fork")
+
+
+@pytest.mark.parametrize("windows", [(None,), (8,), (None, 6), (5, 11)], ids=str)
+@pytest.mark.parametrize("host_pages", [0, 3, 9])
+@pytest.mark.parametrize("steps", [400, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_long_life(windows, host_pages, steps):
+    class Configured(Cache):
+        config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages)
+
+    machine, rng = Configured(), random.Random(repr((windows, host_pages, steps)))
+    rules = WEIGHTS | RARE
+    for _ in range(steps):
+        (name,) = rng.choices(list(rules), list(rules.values()))
+        if name in ("step", "reset") or _allowed(machine, name):
+            getattr(machine, name)(**_arguments(rng)[name])
+            machine.accounted_for()
+    machine.teardown()
