@@ -189,24 +189,25 @@ class StatsRecorder:
         first token as 0 seconds after it: so the latencies of a sequence add up to the time from its first to its
         last token, however they were produced.
         """
-        now = self._clock()
+        now, generated = self._clock(), 0
         gaps: list[float] = []
         counts: list[int] = []
         for sequence in sequences:
-            times = sequence.times
-            total = sequence.generated
-            new, times.tokens = total - times.tokens, total
-            if new < 1:
+            times, total = sequence.times, sequence.generated
+            new = total - times.tokens
+            if not new:
                 continue
-            self._counters.generated_tokens += new
-            if times.last_token is None:
+            generated += new
+            last, times.tokens, times.last_token = times.last_token, total, now
+            if last is None:
                 self._first_token(times, now)
-                new -= 1
-            gaps.append((now - (times.last_token or now)) / max(new, 1))
+                last, new = now, new - 1
+            gaps.append(now - last)
             counts.append(new)
-            times.last_token = now
+        self._counters.generated_tokens += generated
         if gaps:
-            self._gaps.observe_many(np.array(gaps), np.array(counts))
+            times_each = np.array(counts)
+            self._gaps.observe_many(np.array(gaps) / np.maximum(times_each, 1), times_each)
 
     def finished(self, sequence: Timed) -> None:
         """It ended, with its ``finish_reason``, wherever it was."""
