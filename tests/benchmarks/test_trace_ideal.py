@@ -57,6 +57,11 @@ def test_azure_scaled_so_that_the_longest_fits(azure: list[TraceRequest]) -> Non
     assert lengths(trace) == [(30, 10), (6, 1), (1, 20)]
 
 
+def test_whole_numbers_stay_whole(azure: list[TraceRequest]) -> None:
+    assert 100 * 0.29 < 29
+    assert lengths(scale_azure(azure, 400, scale=0.29))[0] == (87, 29)
+
+
 def test_azure_scaled_as_asked_drops_what_is_too_long(azure: list[TraceRequest]) -> None:
     trace = scale_azure(azure, 250, scale=1.0)
     assert lengths(trace) == [(60, 1), (1, 200)]
