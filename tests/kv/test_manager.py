@@ -1,60 +1,542 @@
-"""Pages are never lost, never held twice."""
+"""What each call of the manager does, one behaviour a test; `test_kv_machine.py` proves that the bytes are right."""
 
+import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from jaxinfer.kv.blocks import BlockPool, OutOfPagesError
-from jaxinfer.kv.manager import KVManager
+from jaxinfer.kv.manager import KVConfig, KVManager, KVUsage
+from jaxinfer.kv.moves import Copy, Export, Import
+from tests.kv.fake_device import FakeDevice, FakeSequence
 
-PAGES, PAGE, ROWS, WIDTH = 12, 16, 4, 6
-
-
-class Slots(RuleBasedStateMachine):
-    taken = Bundle("taken")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kv = KVManager(PAGES, PAGE, ROWS, WIDTH)
-        self.free_slots = list(range(ROWS))
-
-    @rule(target=taken, tokens=st.integers(1, WIDTH * PAGE))
-    def reserve(self, tokens):
-        if not self.free_slots or not self.kv.has_room(tokens):
-            return multiple()
-        before = self.kv.free_pages
-        slot = self.free_slots.pop()
-        self.kv.reserve(slot, tokens)
-        assert before - self.kv.free_pages == -(-tokens // PAGE)
-        return slot
-
-    @rule(slot=consumes(taken))
-    def release(self, slot):
-        self.kv.release(slot)
-        self.free_slots.append(slot)
-
-    @invariant()
-    def accounted_for(self):
-        self.kv.check()
+PAGE = 4
+PROMPT = list(range(10, 27))  # four pages and a token
 
 
-TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+def manager(pages: int = 16, **settings) -> KVManager:
+    return KVManager(KVConfig(pages=pages, page_size=PAGE, slots=4, width=8, **settings))
 
 
-def test_running_out_takes_nothing():
-    pool = BlockPool(3)
-    pool.allocate(2)
-    with pytest.raises(OutOfPagesError, match="2 pages asked for, 1 of 3 are free"):
-        pool.allocate(2)
-    assert pool.free == 1
-    pool.check()
+def sequence(tokens=PROMPT, prompt: int | None = None, salt: bytes = b"", kind: int = 0) -> FakeSequence:
+    return FakeSequence(salt, list(tokens), len(tokens) if prompt is None else prompt, kind, PAGE)
 
 
-def test_a_page_cannot_be_released_twice():
-    pool = BlockPool(3)
-    pages = pool.allocate(1)
-    pool.release(pages)
-    with pytest.raises(AssertionError, match="nobody holds it"):
-        pool.release(pages)
+def match(kv: KVManager, new: FakeSequence, limit: int | None = None):
+    return kv.match(new.keys, new.codes, len(new.tokens) - 1 if limit is None else limit)
+
+
+def serve(kv: KVManager, slot: int, new: FakeSequence) -> list[int]:
+    """Compute a whole sequence and publish it; its pages in the first group."""
+    assert kv.admit(slot, match(kv, new), len(new.tokens))
+    kv.take_moves()
+    kv.publish(slot, new.keys, new.codes, len(new.tokens))
+    kv.check()
+    return kv.tables[0, slot, : kv.pages_for(len(new.tokens))].tolist()
+
+
+def served(kv: KVManager, new: FakeSequence) -> list[int]:
+    pages = serve(kv, 3, new)
+    kv.release(3)
+    return pages
+
+
+# ---- room
+
+
+def test_pages_on_demand():
+    kv = manager(pages=3)
+    assert kv.admit(0, None, 5)
+    assert kv.usage() == KVUsage(total=3, free=1, cached=0, held=2, host_total=0, host_used=0)
+    assert kv.extend(0, 8)
+    assert kv.available == 1, "the page was there"
+    assert kv.extend(0, 9)
+    assert not kv.extend(0, 13)
+    assert kv.available == 0
+    assert len(set(kv.tables[0, 0, :3])) == 3
+    kv.release(0)
+    assert kv.available == 3
+
+
+def test_no_room_changes_nothing():
+    kv = manager(pages=3)
+    assert kv.admit(0, None, 5)
+    before = kv.usage()
+    assert not kv.admit(1, None, 8)
+    assert not kv.extend(0, 13)
+    assert kv.usage() == before
+    kv.check()
+    assert kv.admit(1, None, 4), "the slot is still empty"
+
+
+def test_extend_many_tells_who_has_pages():
+    kv = manager()
+    assert kv.admit(2, None, 8)
+    enough = kv.extend_many(np.array([2, 2, 0]), np.array([8, 9, 1]))
+    assert enough.tolist() == [True, False, False]
+    kv.release(2)
+    assert not kv.extend_many(np.array([2]), np.array([1])).any()
+
+
+def test_a_slot_is_filled_once_and_a_table_has_a_width():
+    kv = manager()
+    assert kv.admit(0, None, 4)
+    with pytest.raises(AssertionError, match="slot 0 is in use"):
+        kv.admit(0, None, 4)
+    with pytest.raises(ValueError, match="33 tokens need 9 pages, a sequence can have 8"):
+        kv.extend(0, 33)
+
+
+# ---- hits
+
+
+def test_a_prompt_that_was_served_is_found():
+    kv = manager()
+    pages = served(kv, sequence())
+    assert kv.usage().cached == 4, "the fifth page is not full"
+    again = sequence()
+    hit = match(kv, again)
+    assert hit.tokens == 16
+    assert kv.usage().held == 0, "a match holds nothing"
+    assert kv.admit(0, hit, 17)
+    assert kv.tables[0, 0, :4].tolist() == pages[:4]
+    assert kv.usage().held == 5
+    kv.check()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        sequence(salt=b"tenant"),
+        sequence(kind=1),
+        sequence(prompt=0),
+        sequence([9, *PROMPT[1:]]),
+    ],
+    ids=["namespace", "class", "decoded", "tokens"],
+)
+def test_what_differs_is_not_found(other):
+    kv = manager()
+    served(kv, sequence())
+    assert match(kv, other).tokens == 0
+
+
+def test_the_limit_bounds_the_match():
+    kv = manager()
+    served(kv, sequence())
+    assert [match(kv, sequence(), limit).tokens for limit in (0, 3, 4, 7, 8, 99)] == [0, 3, 4, 7, 8, 16]
+
+
+def test_nothing_is_found_with_the_cache_off():
+    kv = manager(prefix_caching=False)
+    served(kv, sequence())
+    assert match(kv, sequence()).tokens == 0
+    assert kv.usage().free == 16
+
+
+def test_the_head_of_a_page_is_copied():
+    kv = manager()
+    pages = served(kv, sequence())
+    new = sequence([*PROMPT[:6], 1, 2, 3])
+    hit = match(kv, new)
+    assert hit.tokens == 6
+    assert kv.admit(0, hit, 9)
+    own = int(kv.tables[0, 0, 1])
+    assert own not in pages[:4], "only the last page, which is not full, was free"
+    assert kv.take_moves() == ([], [Copy((pages[1],), (own,))], [])
+    assert match(kv, sequence()).tokens == 16, "the donor is still there"
+    kv.check()
+
+
+def test_a_donor_gives_its_own_page_where_there_is_no_other():
+    kv = manager(pages=3)
+    served(kv, sequence(PROMPT[:12]))
+    new = sequence([*PROMPT[:6], 1, 2, 3, 4, 5, 6])
+    hit = match(kv, new)
+    assert hit.tokens == 6
+    assert kv.admit(0, hit, 12)
+    _, (copy,), _ = kv.take_moves()
+    assert copy.source[0] in kv.tables[0, 0, :3]
+    assert kv.usage().held == 3
+    kv.check()
+
+
+def test_a_match_is_refused_after_an_eviction():
+    kv = manager(pages=5)
+    served(kv, sequence())
+    hit = match(kv, sequence())
+    assert kv.admit(0, None, 20)
+    with pytest.raises(AssertionError, match="evicted since the match"):
+        kv.admit(1, hit, 17)
+
+
+def test_equal_pages_become_one():
+    kv = manager()
+    first, second = sequence(), sequence()
+    assert kv.admit(0, None, 17)
+    assert kv.admit(1, None, 17)
+    kv.take_moves()
+    kv.publish(0, first.keys, first.codes, 17)
+    assert kv.usage().held == 10
+    kv.publish(1, second.keys, second.codes, 17)
+    assert kv.usage().held == 6
+    assert kv.tables[0, 0, :4].tolist() == kv.tables[0, 1, :4].tolist()
+    assert kv.tables[0, 0, 4] != kv.tables[0, 1, 4]
+    kv.check()
+
+
+def test_publishing_goes_on_where_it_stopped():
+    kv = manager()
+    new = sequence(PROMPT[:6])
+    assert kv.admit(0, None, 6)
+    kv.publish(0, new.keys, new.codes, 6)
+    assert match(kv, sequence()).tokens == 4
+    new.feed(PROMPT[6:12])
+    assert kv.extend(0, 12)
+    kv.publish(0, new.keys, new.codes, 12)
+    assert kv.match(new.keys, new.codes, 12).tokens == 12
+    kv.check()
+
+
+# ---- who gives way
+
+
+def test_the_longest_unused_is_evicted_leaves_first():
+    kv = manager(pages=5)
+    old, young = sequence(PROMPT[:8]), sequence(range(50, 58))
+    served(kv, old)
+    served(kv, young)
+    for evicted, found in [(0, 8), (1, 4), (2, 0)]:
+        assert kv.match(old.keys, old.codes, 8).tokens == found, evicted
+        assert kv.match(young.keys, young.codes, 8).tokens == 8
+        assert kv.extend(0, 4 * (evicted + 2)) if evicted else kv.admit(0, None, 8)
+    assert kv.match(young.keys, young.codes, 8).tokens == 4
+
+
+def test_a_hit_makes_young_again():
+    kv = manager(pages=4)
+    old, young = sequence(PROMPT[:8]), sequence(range(50, 58))
+    served(kv, old)
+    served(kv, young)
+    assert kv.admit(0, kv.match(old.keys, old.codes, 8), 8)
+    kv.release(0)
+    assert kv.admit(0, None, 8)
+    assert kv.match(old.keys, old.codes, 8).tokens == 8
+    assert kv.match(young.keys, young.codes, 8).tokens == 0
+
+
+def test_what_a_slot_uses_is_never_evicted():
+    kv = manager(pages=6)
+    new = sequence()
+    serve(kv, 0, new)
+    assert kv.available == 1
+    assert not kv.admit(1, None, 8)
+    assert kv.admit(1, None, 4)
+    assert kv.match(new.keys, new.codes, 16).tokens == 16
+
+
+def test_reset_forgets_what_nobody_uses():
+    kv = manager(host_pages=2)
+    served(kv, sequence(range(50, 58)))
+    serve(kv, 0, sequence())
+    assert kv.reset_prefix_cache() == 2
+    assert kv.usage().cached == 0
+    assert match(kv, sequence()).tokens == 16
+    assert match(kv, sequence(range(50, 58))).tokens == 0
+    kv.check()
+
+
+# ---- forks
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_shares_full_pages_and_copies_the_rest(caching):
+    kv = manager(prefix_caching=caching)
+    serve(kv, 0, sequence(PROMPT[:10]))
+    assert kv.fork(0, 1, 10)
+    parent, child = kv.tables[0, :2, :3].tolist()
+    assert parent[:2] == child[:2]
+    assert kv.take_moves() == ([], [Copy((parent[2],), (child[2],))], [])
+    assert kv.usage().held == 4
+    kv.check()
+    kv.release(0)
+    assert kv.usage().held == 3
+    kv.check()
+
+
+def test_a_fork_needs_no_page_at_the_end_of_one():
+    kv = manager(pages=2)
+    serve(kv, 0, sequence(PROMPT[:8]))
+    assert kv.fork(0, 1, 8)
+    assert kv.take_moves() == ([], [], [])
+    assert not kv.extend(1, 9)
+    kv.check()
+
+
+def test_a_page_that_is_not_computed_yet_is_not_copied():
+    kv = manager()
+    assert kv.admit(0, None, 6)
+    assert not kv.fork(0, 1, 6)
+    assert kv.fork(0, 1, 4), "full pages are shared, not copied"
+    kv.take_moves()
+    assert kv.fork(0, 2, 6)
+
+
+def test_a_child_publishes_on_from_its_parent():
+    kv = manager()
+    parent = sequence(PROMPT[:9])
+    serve(kv, 0, parent)
+    assert kv.fork(0, 1, 9)
+    child = sequence(PROMPT)
+    assert kv.extend(1, 17)
+    kv.publish(1, child.keys, child.codes, 17)
+    assert match(kv, sequence()).tokens == 16
+    kv.check()
+
+
+# ---- windows
+
+
+def test_pages_that_no_query_sees_are_freed():
+    kv = manager(windows=(None, 6))
+    assert kv.admit(0, None, 16)
+    kv.slide(0, 8)  # sees 3..8
+    assert kv.usage().held == 4
+    assert [pool.held for pool in kv._store.pools] == [4, 4]
+    kv.slide(0, 9)  # sees 4..9
+    assert [pool.held for pool in kv._store.pools] == [4, 3]
+    assert kv.tables[1, 0, 0] == 0
+    kv.slide(0, 16)  # sees 11..16
+    assert [pool.held for pool in kv._store.pools] == [4, 2]
+    kv.check()
+
+
+def test_a_windowed_sequence_runs_in_few_pages():
+    kv = manager(pages=3, windows=(6,))
+    new = sequence([])
+    assert kv.admit(0, None, 1)
+    for length in range(1, 32):
+        new.feed([1])
+        kv.publish(0, new.keys, new.codes, length)
+        kv.slide(0, length)
+        assert kv.extend(0, length + 1)
+        kv.check()
+
+
+def test_a_hit_needs_only_what_the_windows_show():
+    kv = manager(pages=8, windows=(None, 6))
+    new = sequence()
+    serve(kv, 0, new)
+    kv.slide(0, 17)
+    assert kv.extend(0, 28)
+    kv.release(0)
+    windowed = kv._store.pools[1]
+    while windowed.free < 6:
+        kv._store._evict(1)  # the pages that slid out were let go first
+    assert match(kv, new).tokens == 16
+    assert match(kv, new, 12).tokens == 0, "the window before token 12 is lost"
+    assert kv.admit(0, match(kv, new), 17)
+    assert [pool.held for pool in kv._store.pools] == [5, 3]
+    assert kv.tables[1, 0, :2].tolist() == [0, 0]
+    kv.check()
+
+
+def test_a_child_is_refused_what_its_parent_let_go():
+    kv = manager(windows=(6,))
+    serve(kv, 0, sequence())
+    kv.slide(0, 17)
+    assert not kv.fork(0, 1, 9)
+    assert kv.fork(0, 1, 17)
+    kv.check()
+
+
+# ---- the host
+
+
+def test_a_swapped_sequence_comes_back():
+    kv = manager(host_pages=5)
+    device = FakeDevice(kv)
+    new = sequence()
+    assert kv.admit(0, None, 17)
+    kv.take_moves()
+    new.slot, new.scheduled = 0, 17
+    device.compute(new, [new])
+    swapped = kv.swap_out(0, 17)
+    assert swapped is not None
+    assert kv.usage() == KVUsage(total=16, free=16, cached=0, held=0, host_total=5, host_used=5)
+    kv.check()
+    assert kv.admit(1, None, 32), "the pages are free in the same step"
+    assert kv.swap_in(2, swapped)
+    exports, _, imports = moves = kv.take_moves()
+    assert [len(exports), len(imports)] == [5, 5]
+    device.move(*moves)
+    new.slot = 2
+    device.verify(new)
+    assert kv.usage().host_used == 0
+    kv.check()
+
+
+def test_too_little_host_memory_swaps_nothing():
+    kv = manager(host_pages=4)
+    serve(kv, 0, sequence())
+    before = kv.usage()
+    assert kv.swap_out(0, 17) is None
+    assert kv.usage() == before
+    assert kv.take_moves() == ([], [], [])
+
+
+def test_bytes_that_are_still_to_come_are_not_swapped():
+    kv = manager(host_pages=9)
+    assert kv.admit(0, None, 8)
+    assert kv.swap_out(0, 8) is None
+    kv.take_moves()
+    assert kv.swap_out(0, 8) is not None
+
+
+def test_a_sequence_that_ends_outside_frees_its_host_pages():
+    kv = manager(host_pages=5)
+    serve(kv, 0, sequence())
+    swapped = kv.swap_out(0, 17)
+    kv.drop(swapped)
+    assert kv.usage().host_used == 0
+    assert kv.take_moves()[0] == [], "nobody wants the bytes any more"
+    with pytest.raises(KeyError):
+        kv.drop(swapped)
+
+
+def test_evicted_pages_come_back_from_the_host():
+    kv = manager(pages=4, host_pages=4)
+    new = sequence(PROMPT[:16])
+    pages = served(kv, new)
+    assert kv.admit(0, None, 16)
+    exports, _, _ = kv.take_moves()
+    assert [move.source for move in exports] == [(page,) for page in reversed(pages)]
+    kv.release(0)
+    hit = kv.match(new.keys, new.codes, 16)
+    assert hit.tokens == 16
+    assert kv.admit(0, hit, 16)
+    _, _, imports = kv.take_moves()
+    hosts = {move.source[0]: move.host for move in exports}
+    table = kv.tables[0, 0].tolist()
+    assert imports == [Import(hosts[old], (table[index],)) for index, old in enumerate(pages)]
+    kv.check()
+
+
+def test_what_is_on_the_host_already_is_not_exported_again():
+    kv = manager(pages=2, host_pages=4)
+    new = sequence(PROMPT[:8])
+    served(kv, new)
+    for exported in (2, 0):
+        assert kv.admit(0, None, 8)
+        assert len(kv.take_moves()[0]) == exported
+        kv.release(0)
+        assert kv.admit(0, kv.match(new.keys, new.codes, 8), 8)
+        assert len(kv.take_moves()[2]) == 2
+        kv.release(0)
+
+
+def test_the_head_of_a_page_on_the_host_is_imported():
+    kv = manager(pages=4, host_pages=4)
+    served(kv, sequence(PROMPT[:16]))
+    assert kv.admit(0, None, 12)
+    kv.take_moves()
+    kv.release(0)
+    new = sequence([*PROMPT[:6], 1, 2, 3])
+    assert kv.match(new.keys, new.codes, 8).tokens == 6
+    assert kv.admit(0, kv.match(new.keys, new.codes, 8), 9)
+    _, copies, imports = kv.take_moves()
+    assert copies == []
+    assert [move.target for move in imports] == [(int(kv.tables[0, 0, 1]),)]
+    assert kv.match(sequence().keys, sequence().codes, 16).tokens == 16, "the donor is still there"
+    kv.check()
+
+
+def test_swapping_takes_host_pages_from_the_cache():
+    kv = manager(pages=4, host_pages=2)
+    cached = sequence(PROMPT[:8])
+    served(kv, cached)
+    assert kv.admit(0, None, 16)
+    assert kv.usage().host_used == 2
+    kv.take_moves()
+    assert kv.swap_out(0, 4) is not None
+    assert kv.match(cached.keys, cached.codes, 8).tokens == 4
+    assert kv.usage().host_used == 2
+    kv.check()
+
+
+def test_the_oldest_on_the_host_gives_way_to_a_newer():
+    kv = manager(pages=2, host_pages=2)
+    old, young = sequence(PROMPT[:8]), sequence(range(50, 58))
+    served(kv, old)
+    served(kv, young)
+    assert kv.match(old.keys, old.codes, 8).tokens == 8
+    assert kv.admit(0, None, 8)
+    assert kv.match(old.keys, old.codes, 8).tokens == 0
+    assert kv.match(young.keys, young.codes, 8).tokens == 8
+    exports = kv.take_moves()[0]
+    assert len(exports) == len({move.host for move in exports}) == 2
+    kv.check()
+
+
+def test_an_export_holds_all_groups():
+    kv = manager(pages=2, host_pages=2, windows=(None, 6))
+    served(kv, sequence(PROMPT[:4]))
+    table = kv.tables[:, 3, 0].tolist()
+    assert kv.admit(0, None, 8)
+    assert kv.take_moves()[0] == [Export(tuple(table), 0)]
+
+
+# ---- the check itself
+
+
+def _lost_reference(kv):
+    kv._slots[0].pages[0].pop()
+    kv._counts[0] -= 1
+
+
+def _wrong_table(kv):
+    kv.tables[0, 0, 1] += 1
+
+
+def _shared_writable(kv):
+    kv._slots[1].sealed = 0
+
+
+def _unknown_to_the_tree(kv):
+    next(kv._store.tree.nodes()).pages[0] = 15
+
+
+def _pins(kv):
+    kv._slots[0].cursor = None
+
+
+def _window_gap(kv):
+    kv._slots[0].firsts[0] = 1
+
+
+def _host_page_lost(kv):
+    kv._swapped.clear()
+
+
+def _wrong_count(kv):
+    kv._counts[0] += 1
+
+
+def _parent_first(kv):
+    kv._store.pools[0].touch(kv._store.pools[0].oldest())
+
+
+DAMAGE = [
+    _lost_reference, _wrong_table, _shared_writable, _unknown_to_the_tree, _pins, _window_gap, _host_page_lost,
+    _wrong_count, _parent_first,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_check_sees(damage):
+    kv = manager(host_pages=8)
+    serve(kv, 0, sequence())
+    assert kv.fork(0, 1, 17)
+    served(kv, sequence(range(50, 58)))
+    serve(kv, 2, sequence(range(30, 36)))
+    assert kv.swap_out(2, 6) is not None
+    kv.check()
+    damage(kv)
+    with pytest.raises(AssertionError):
+        kv.check()
