@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, Programs, StepState
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
-from jaxinfer.sampling import SlotParams, SlotState
+from jaxinfer.sampling import SlotParams
 
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
@@ -37,6 +38,11 @@ class CompiledPrograms:
     copy: Callable[..., Any]
     export: Callable[..., Any]
     restore: Callable[..., Any]
+
+    def temporaries(self) -> int:
+        """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
+        widest = self.prefill[max(self.prefill, key=math.prod)]
+        return max(map(temporary_bytes, (self.decode, self.prefill_logprobs, widest)))
 
 
 class _Job(NamedTuple):
@@ -71,6 +77,27 @@ def compile_programs(
     return CompiledPrograms(prefill=prefill, **{"decode_many": None, **done})
 
 
+def compile_largest(
+    programs: Programs, engine: ResolvedEngine, params: Any, slots: SlotParams, state: StepState, groups: int = 1
+) -> list[Any]:
+    """The executables that use most memory while they run: the widest decode and prefill programs.
+
+    All arguments may be abstract: arrays are only asked for shape, dtype and sharding.
+    """
+    sharding, shapes = jax.tree.leaves(state)[0].sharding, _Shapes(engine, groups)
+    jobs = _computing(programs, shapes, params, slots, state)
+    jobs.pop("decode_many", None)  # one step needs as much as several, the results aside
+    size, lanes = max(shapes.prefills, key=math.prod)
+    jobs["prefill"] = _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1)
+    return list(_compile({name: _lower(job, sharding) for name, job in jobs.items()}, sharding).values())
+
+
+def temporary_bytes(executable: Any) -> int:
+    """Device memory that a compiled program uses beside its arguments, as XLA has planned it."""
+    plan = executable.memory_analysis()
+    return plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+
+
 def _computing(
     programs: Programs, shapes: _Shapes, params: Any, slots: SlotParams, state: StepState
 ) -> dict[str, _Job]:
@@ -88,8 +115,7 @@ def _computing(
 def _keeping(programs: Programs, shapes: _Shapes, state: StepState) -> dict[str, _Job]:
     """Programs that move state and compute nothing."""
     vocab = state.slots.counts.shape[1]
-    one = SlotState(*(_array((1, *x.shape[1:]), x.dtype) for x in state.slots))
-    one = jax.tree.map(lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding), one, state.slots)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), state.slots)
     copies, moved = _ints(shapes.groups, COPIES), _ints(shapes.groups, TRANSFER_PAGES)
     page = (TRANSFER_PAGES, len(state.pools), *state.pools[0].data.shape[1:])
     return {

@@ -8,6 +8,7 @@ program is not used.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -18,26 +19,27 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.compiled import CompiledPrograms
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
 from jaxinfer.kv.transfer import TRANSFER_PAGES
-from jaxinfer.sampling import HostSlots, Sampled, SamplingLimits, SlotParams
+from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.types import Request, SamplingParams
 
-# Rounding to 16 bits hides most differences of a last bit in float32, so that more elements must be seen to be sure.
-_ELEMENTS = {4: 1, 2: 4_000_000}
-_ROUNDS = 8
+# Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
+# elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
+# rounds is too small to be worth a proof.
+_ELEMENTS = {4: 1, 2: 1_000_000}
+_ROUNDS = 32
 
-# A piece is begun again at a third of it: neither at its start nor, in general, at that of a page.
-_AGAIN = 3
-
-_Table = Int32[np.ndarray, "groups 1 width"]
+# Probes cut a piece at a third of a size: in general not where a page begins.
+_FIRST = 3
 
 
 class Proofs:
-    """Runs probes on the engine's own programs and state. Pages and sampler state that it touches hold no meaning after.
+    """Runs probes on the engine's own programs and state. What is in the pools means nothing afterwards.
 
     Args:
         groups: of the cache.
 
-    ``state`` must be taken back when the probes are done: the programs were given the one that came in.
+    Attributes:
+        state: to be taken back after each probe: the programs were given the one that came in.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Proofs:
         self._vocab = state.slots.counts.shape[1]
         self._rng = np.random.default_rng(0)
         self._enough = _ELEMENTS[state.pools[0].data.dtype.itemsize]
+        self._room = engine.table_width * engine.page_size
         self._per_token = state.pools[0].data[0, :, :, 0].size * len(state.pools)
 
     # ---- chunks that share a program
@@ -60,8 +63,9 @@ class Proofs:
         return {size: count for size, count in self._engine.wide_prefills if self._wide_agrees(size, count)}
 
     def _wide_agrees(self, size: int, lanes: int) -> bool:
-        seen = 0
-        for _ in range(_ROUNDS):
+        probes = self._wide_probes(size, lanes)
+        rounds = self._rounds(sum(int(batch.lengths[[0, -1]].sum()) for batch in probes))
+        for _ in range(rounds if rounds <= _ROUNDS else 0):
             batches = self._wide_probes(size, lanes)
             for batch in batches:
                 self._prefill(batch)
@@ -71,16 +75,13 @@ class Proofs:
                     self._prefill(_lane(batch, lane))
             if not _equal(want, self._outer_bits(batches)):
                 return False
-            seen += sum(int(batch.lengths[[0, -1]].sum()) for batch in batches) * self._per_token
-            if seen >= self._enough:
-                break
-        return True
+        return rounds <= _ROUNDS
 
     def _wide_probes(self, size: int, lanes: int) -> list[PrefillBatch]:
         """Random tokens in every lane, each of another length and with pages of its own."""
         width = self._engine.table_width
         tables = np.arange(lanes * width, dtype=np.int32).reshape(lanes, width)
-        lengths = (size - np.arange(lanes) % size).astype(np.int32)
+        lengths = (min(size, self._room) - np.arange(lanes) % size).clip(1).astype(np.int32)
         tokens = self._tokens(2 * lanes * size).reshape(2, lanes, size)
         return [
             PrefillBatch(tokens[i], np.full(lanes, start, np.int32), lengths, self._for_groups(tables))
@@ -99,39 +100,56 @@ class Proofs:
     def classes(self) -> dict[int, int]:
         """A number for each prefill size: equal numbers for programs with equal bits.
 
-        A piece of a prompt is run whole in the one and the other, and its end once more in either, as after a cache
-        hit: at the start of a prompt, and with context.
+        A piece of a prompt is run whole in the larger program, in parts in the smaller one, and its end once more in
+        the larger one, as after a cache hit; at the start of a prompt, and with context.
         """
         sizes, numbers = self._engine.prefill_sizes, dict[int, int]()
         for number, size in enumerate(sizes):
-            alike = (other for other in dict.fromkeys(sizes[:number]) if numbers[other] == sizes.index(other))
-            numbers[size] = next((numbers[other] for other in alike if self._sizes_agree(other, size)), number)
+            provable = self._rounds(self._piece_tokens(size)) <= _ROUNDS
+            firsts = [other for place, other in enumerate(sizes[:number]) if numbers[other] == place and provable]
+            numbers[size] = next((numbers[other] for other in firsts if self._sizes_agree(other, size)), number)
         return numbers
 
-    def class_tokens(self) -> int:
-        """Prompt tokens that `classes` runs at most: what it costs."""
-        sizes = self._engine.prefill_sizes
-        pairs = [(small, large) for at, large in enumerate(sizes) for small in sizes[:at]]
-        return sum(4 * (small + large) * self._rounds(2 * small) for small, large in pairs)
+    def resumes(self, classes: dict[int, int]) -> bool:
+        """Whether a chunk may begin anywhere, as after a cache hit, in a size that `classes` found like no other."""
+        numbers = list(classes.values())
+        return all(self._sizes_agree(size, size) for size, number in classes.items() if numbers.count(number) == 1)
 
-    def _rounds(self, tokens: int) -> int:
-        return min(_ROUNDS, -(-self._enough // (tokens * self._per_token)))
+    def class_tokens(self) -> int:
+        """Prompt tokens that `classes` and `resumes` run at most: what they cost."""
+        sizes = self._engine.prefill_sizes
+        pairs = [(small, large) for at, large in enumerate(sizes) for small in sizes[: at + 1]]
+        return sum(2 * (3 * large + 2 * small) * self._piece_rounds(large) for small, large in pairs)
+
+    def _piece_rounds(self, size: int) -> int:
+        return min(_ROUNDS, self._rounds(self._piece_tokens(size)))
+
+    def _piece_tokens(self, size: int) -> int:
+        """Tokens that a round of probes sees."""
+        return sum(min(size, self._room - start) for start in self._starts(size))
 
     def _sizes_agree(self, small: int, large: int) -> bool:
         return all(
-            self._pieces_agree(start, small, (small, large))
-            for _ in range(self._rounds(2 * small))
-            for start in self._starts(small)
+            self._pieces_agree(start, small, large)
+            for _ in range(self._piece_rounds(large))
+            for start in self._starts(large)
         )
 
-    def _pieces_agree(self, start: int, length: int, sizes: tuple[int, ...]) -> bool:
-        """Whether one piece gets the same bits in programs of all ``sizes``, whole and in two parts."""
-        tokens, bits = self._tokens(length), list[np.ndarray]()
-        for size in sizes:
-            for begin in (0, length // _AGAIN):
-                self._prefill(self._chunk(tokens[begin:], start + begin, size))
-                bits.append(self._bits(np.arange(self._engine.table_width, dtype=np.int32), start, length))
-        return _equal(bits[1:], [bits[0]] * len(bits[1:]))
+    def _pieces_agree(self, start: int, small: int, large: int) -> bool:
+        table = np.arange(self._engine.table_width, dtype=np.int32)
+        tokens = self._tokens(min(large, self._room - start))
+        ends = [*range(max(1, small // _FIRST), len(tokens), small), len(tokens)]
+        runs = [
+            [(0, len(tokens), large)],
+            [(begin, end, small) for begin, end in itertools.pairwise([0, *ends])],
+            [(len(tokens) // _FIRST, len(tokens), large)],
+        ]
+        bits = []
+        for run in runs:
+            for begin, end, size in run:
+                self._prefill(self._chunk(tokens[begin:end], start + begin, size))
+            bits.append(self._bits(table, start, len(tokens)))
+        return _equal(bits[1:], [bits[0], bits[0]])
 
     def _chunk(self, tokens: np.ndarray, start: int, size: int) -> PrefillBatch:
         padded = np.zeros((1, size), np.int32)
@@ -144,66 +162,70 @@ class Proofs:
     # ---- several decode steps at once
 
     def multi_step(self, limits: SamplingLimits) -> bool:
-        """Whether ``decode_many`` gives what as many calls of ``decode`` give: tokens, log probabilities, all bits of keys
-        and values. Rows use every feature of the sampler."""
-        many, sharding = self._run.decode_many, self.state.last_tokens.sharding
-        if many is None:
+        """Whether ``decode_many`` gives what as many calls of ``decode`` give: tokens, log probabilities, and all bits
+        of keys and values. Rows use every feature of the sampler."""
+        if self._run.decode_many is None:
             return False
-        slots = jax.device_put(_every_feature(self._engine.rows, limits, self._vocab), sharding)
-        kept = jax.tree.map(np.asarray, self.state.slots)
-        steps, tokens = self._engine.multi_step, 0
-        for _ in range(_ROUNDS):
-            batch = self._decode_probe()
-            self.state, together, ran = many(self._params, slots, self.state, batch, np.int32(steps))
-            want = [*jax.tree.leaves(jax.tree.map(np.asarray, together)), *self._rows_bits(batch)]
-            self.state = self.state._replace(slots=jax.device_put(kept, sharding))
-            got = self._one_by_one(slots, batch, int(ran))
-            self.state = self.state._replace(slots=jax.device_put(kept, sharding))
-            got_all = [*(_padded(x, steps) for x in jax.tree.leaves(got)), *self._rows_bits(batch)]
-            if not _equal(want, got_all):
+        slots = self._on_device(_every_feature(self._engine.rows, limits, self._vocab))
+        kept, batch = jax.tree.map(np.asarray, self.state.slots), self._decode_probe()
+        tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
+        for _ in range(min(_ROUNDS, self._rounds(tokens))):
+            batch, probes = self._decode_probe(), list[list[np.ndarray]]()
+            for run in (self._at_once, self._one_by_one):
+                self.state = self.state._replace(slots=self._on_device(kept))
+                probes.append([*run(slots, batch), *self._rows_bits(batch)])
+            if not _equal(*probes):
                 return False
-            tokens += int(ran) * int((batch.positions >= 0).sum())
-            if tokens * self._per_token >= self._enough:
-                break
         return True
+
+    def _at_once(self, slots: SlotParams, batch: DecodeBatch) -> list[np.ndarray]:
+        assert self._run.decode_many is not None
+        steps = np.int32(self._engine.multi_step)
+        self.state, sampled, ran = self._run.decode_many(self._params, slots, self.state, batch, steps)
+        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self.state.last_tokens)]
+
+    def _one_by_one(self, slots: SlotParams, batch: DecodeBatch) -> list[np.ndarray]:
+        each, steps = list[list[np.ndarray]](), self._engine.multi_step
+        for step in range(steps):
+            now = batch._replace(
+                tokens=batch.tokens if step == 0 else np.full_like(batch.tokens, -1),
+                positions=np.where(batch.positions >= 0, batch.positions + step, -1).astype(np.int32),
+                generated=batch.generated + np.int32(step),
+            )
+            self.state, sampled = self._run.decode(self._params, slots, self.state, now)
+            each.append([np.asarray(x) for x in jax.tree.leaves(sampled)])
+        sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
+        return [*sampled, np.asarray(steps, np.int32), np.asarray(self.state.last_tokens)]
 
     def _decode_probe(self) -> DecodeBatch:
         """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
         engine = self._engine
-        rows, room = engine.rows, engine.table_width * engine.page_size
-        start = max(0, min(engine.page_size, room) - engine.multi_step // 2 - 1)
-        need = min(-(-(start + engine.multi_step) // engine.page_size), engine.table_width)
-        tables = np.zeros((rows, engine.table_width), np.int32)
-        active = np.arange(rows) < engine.num_pages // need
-        tables[:, :need] = np.arange(rows * need).reshape(rows, need) * active[:, None]
+        start = max(0, min(engine.page_size, self._room - engine.multi_step) - engine.multi_step // 2)
+        need = -(-(start + engine.multi_step) // engine.page_size)
+        active = np.arange(engine.rows) < engine.num_pages // need
+        tables = np.zeros((engine.rows, engine.table_width), np.int32)
+        tables[:, :need] = np.arange(engine.rows * need).reshape(-1, need) * active[:, None]
         positions = np.where(active, start, -1).astype(np.int32)
-        return DecodeBatch(self._tokens(rows), positions, np.zeros(rows, np.int32), self._for_groups(tables))
-
-    def _one_by_one(self, slots: SlotParams, batch: DecodeBatch, steps: int) -> Sampled:
-        each, active = list[Sampled](), batch.positions >= 0
-        for step in range(steps):
-            now = batch._replace(
-                tokens=batch.tokens if step == 0 else np.full_like(batch.tokens, -1),
-                positions=np.where(active, batch.positions + step, -1).astype(np.int32),
-                generated=batch.generated + np.int32(step),
-            )
-            self.state, sampled = self._run.decode(self._params, slots, self.state, now)
-            each.append(jax.tree.map(np.asarray, sampled))
-        return jax.tree.map(lambda *steps: np.stack(steps), *each)
+        generated = np.zeros(engine.rows, np.int32)
+        return DecodeBatch(self._tokens(engine.rows), positions, generated, self._for_groups(tables))
 
     def _rows_bits(self, batch: DecodeBatch) -> list[np.ndarray]:
-        end = batch.positions.max() + self._engine.multi_step
-        return [
-            self._bits(batch.tables[0, row], 0, min(int(end), self._engine.table_width * self._engine.page_size))
-            for row in np.flatnonzero(batch.positions >= 0)
-        ]
+        end = int(batch.positions.max()) + self._engine.multi_step
+        return [self._bits(batch.tables[0, row], 0, end) for row in np.flatnonzero(batch.positions >= 0)]
 
     # ---- what all probes need
 
+    def _rounds(self, tokens: int) -> int:
+        """How often as many tokens must be probed."""
+        return -(-self._enough // (tokens * self._per_token))
+
     def _starts(self, size: int) -> list[int]:
         """Where chunks of this size are tried: at the start, and further on where the context has room."""
-        room, later = self._engine.table_width * self._engine.page_size, self._engine.prefill_sizes[-1]
-        return [0, later] if later + size <= room else [0]
+        later = self._engine.prefill_sizes[-1]
+        return [0, later] if later + size <= self._room else [0]
+
+    def _on_device(self, tree: Any) -> Any:
+        return jax.device_put(tree, self.state.last_tokens.sharding)
 
     def _tokens(self, count: int) -> Int32[np.ndarray, " count"]:
         return self._rng.integers(self._vocab, size=count, dtype=np.int32)
@@ -236,10 +258,6 @@ class Proofs:
 def _lane(batch: PrefillBatch, lane: int) -> PrefillBatch:
     one = slice(lane, lane + 1)
     return PrefillBatch(batch.tokens[one], batch.starts[one], batch.lengths[one], batch.tables[:, one])
-
-
-def _padded(steps: np.ndarray, count: int) -> np.ndarray:
-    return np.concatenate([steps, np.zeros((count - len(steps), *steps.shape[1:]), steps.dtype)])
 
 
 def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:

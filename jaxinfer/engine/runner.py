@@ -3,39 +3,70 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import itertools
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.buckets import group_chunks
 from jaxinfer.engine.compiled import compile_programs
-from jaxinfer.engine.exactness import proved_lanes
-from jaxinfer.engine.scheduler import PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.sequence import Sequence
+from jaxinfer.engine.exactness import Proofs
+from jaxinfer.engine.measure import measure_costs
+from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
+from jaxinfer.engine.sequence import Sequence as Sample
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, make_programs
+from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.pool import new_pools
+from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
-from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, new_state
-from jaxinfer.types import ParamSpec, PositionLogprobs, TokenLogprob
+from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
+from jaxinfer.types import ParamSpec
+
+# Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
+_CPU_OPERATIONS = 300_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step on its way: the plan and arrays that will hold its results."""
+    """A step on its way: the plan and arrays that will hold its results.
+
+    ``ran`` is how many steps were taken, None if the decode program ran once.
+    """
 
     plan: StepPlan
     sampled: Sampled | None
+    ran: jax.Array | None
     prompt: list[Logprobs | None]
 
 
 class Runner:
-    """Owns all device memory of an engine. ``tables`` is the scheduler's, read at each launch."""
+    """Owns all device memory of an engine, and the pages in host memory.
 
-    def __init__(self, model: Model, engine: ResolvedEngine, limits: SamplingLimits, tables: np.ndarray) -> None:
+    Args:
+        tables: the KV manager's, read at each launch.
+
+    Attributes:
+        classes: a number for each prefill size; equal numbers: programs with equal bits.
+        resumes: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken for
+            granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
+        multi_step: most decode steps of one plan.
+        costs: of swapping and of computing again, measured.
+        temporaries: bytes that the hungriest program uses while it runs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        engine: ResolvedEngine,
+        limits: SamplingLimits,
+        tables: Int32[np.ndarray, "groups slots width"],
+    ) -> None:
         self._engine, self._tables, self._vocab = engine, tables, model.config.vocab_size
         mesh = make_mesh()
         self._everywhere = replicated(mesh)
@@ -49,9 +80,14 @@ class Runner:
         self._host_slots = HostSlots(engine.rows, limits)
         self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
         self._state = self._new_state(model, limits)
-        programs = make_programs(model, engine.max_logprobs)
-        self._run = compile_programs(programs, engine, self._params, self._slots, self._state)
-        self._lanes, self._state = proved_lanes(self._run.prefill, engine, self._params, self._state, self._vocab)
+        self._host_pages = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
+        programs, self._groups = make_programs(model, engine.max_logprobs, engine.multi_step), tables.shape[0]
+        self._run = compile_programs(programs, engine, self._params, self._slots, self._state, self._groups)
+        self.temporaries = self._run.temporaries()
+        self._prove(limits)
+        self._state, self.costs = measure_costs(
+            self._run, engine, self._params, self._slots, self._state, self._groups, self._decode_batch([])
+        )
 
     def _new_state(self, model: Model, limits: SamplingLimits) -> StepState:
         engine = self._engine
@@ -62,37 +98,104 @@ class Runner:
         )
         return jax.device_put(state, self._everywhere)
 
+    def _prove(self, limits: SamplingLimits) -> None:
+        """Find out which programs may stand in for which."""
+        engine = self._engine
+        proofs = Proofs(self._run, engine, self._params, self._state, self._groups)
+        self._lanes = proofs.lanes()
+        exact, classes, resumes = engine.exactness == "exact", _each_alone(engine.prefill_sizes), True
+        if exact and engine.enable_prefix_caching and self._affordable(proofs.class_tokens()):
+            classes = proofs.classes()
+            resumes = proofs.resumes(classes)
+        self.classes: dict[int, int] = classes
+        self.resumes: bool = resumes
+        several = self._run.decode_many is not None and (not exact or proofs.multi_step(limits))
+        self.multi_step: int = engine.multi_step if several else 1
+        self._state = proofs.state
+
+    def _affordable(self, tokens: int) -> bool:
+        on_cpu = self._everywhere.mesh.devices.flat[0].platform == "cpu"
+        operations = 2 * tokens * sum(leaf.size for leaf in jax.tree.leaves(self._params))
+        return not on_cpu or operations <= _CPU_OPERATIONS
+
+    # ---- a step
+
     def launch(self, plan: StepPlan) -> Launched | None:
         """Start a step without waiting for it. Programs run in the order of their launch."""
         if not plan:
             return None
+        self._export(plan.exports)
+        self._copy(plan.copies)
+        self._import(plan.imports)
+        self._park(plan.parked)
         self._admit(plan.admitted)
         prompt = self._prefills(plan.prefills)
-        sampled = self._decode(plan) if plan.decodes else None
-        return Launched(plan, sampled, prompt)
+        sampled, ran = self._decode(plan) if plan.decodes else (None, None)
+        return Launched(plan, sampled, ran, prompt)
 
     def read(self, launched: Launched | None) -> StepResult | None:
         """Wait for a step and bring its results to the host."""
         if launched is None:
             return None
-        plan = launched.plan
+        plan, sampled = launched.plan, launched.sampled
+        self._host_pages.settle([export.host for export in plan.exports])
         prompt = [
-            [] if result is None else _prompt_logprobs(prefill, result)
+            [] if result is None else prompt_logprobs(prefill, result)
             for prefill, result in zip(plan.prefills, launched.prompt, strict=True)
         ]
-        if launched.sampled is None:
+        if sampled is None:
             return StepResult(plan, [], [], prompt)
-        tokens = np.asarray(launched.sampled.tokens)[[row.sequence.slot for row in plan.decodes]].tolist()
-        return StepResult(plan, tokens, _row_logprobs(plan, launched.sampled), prompt)
+        steps = None if launched.ran is None else int(np.asarray(launched.ran))
+        tokens = row_tokens(plan.decodes, sampled, steps)
+        return StepResult(plan, tokens, row_logprobs(plan.decodes, sampled, tokens, steps), prompt)
 
-    def _admit(self, admitted: list[Sequence]) -> None:
+    # ---- pages
+
+    def _export(self, exports: list[Export]) -> None:
+        for some in itertools.batched(exports, TRANSFER_PAGES):
+            source = self._ids((export.source for export in some), TRANSFER_PAGES)
+            self._host_pages.put([export.host for export in some], self._run.export(self._state, source))
+
+    def _copy(self, copies: list[Copy]) -> None:
+        for some in itertools.batched(copies, COPIES):
+            source, target = (self._ids((copy[side] for copy in some), COPIES) for side in (0, 1))
+            self._state = self._run.copy(self._state, source, target)
+
+    def _import(self, imports: list[Import]) -> None:
+        for some in itertools.batched(imports, TRANSFER_PAGES):
+            pages = self._host_pages.take([one.host for one in some], TRANSFER_PAGES)
+            target = self._ids((one.target for one in some), TRANSFER_PAGES)
+            self._state = self._run.restore(self._state, pages, target)
+
+    def _ids(self, pages: Iterable[Pages], room: int) -> Int32[np.ndarray, "groups room"]:
+        """Page ids by group. Where there is no page the id is beyond the pool: nothing is written there."""
+        ids = np.full((self._groups, room), self._engine.num_pages, np.int32)
+        for index, each in enumerate(pages):
+            ids[:, index] = each
+        return np.where(ids < 0, self._engine.num_pages, ids)
+
+    # ---- slots
+
+    def _park(self, parked: list[Parked]) -> None:
+        """What comes back from the host goes on where it was; what is computed again begins anew."""
+        for sequence, slot in parked:
+            if sequence.stateful and sequence.swapped is not None:
+                sequence.sampler_state = self._run.keep(self._state, np.int32(slot))
+
+    def _admit(self, admitted: list[Sample]) -> None:
         for sequence in admitted:
+            slot = np.int32(sequence.slot)
             self._host_slots.set(sequence.slot, sequence.request, sequence.index)
-            if self._host_slots.needs_state(sequence.request):
+            kept, sequence.sampler_state = sequence.sampler_state, None
+            if isinstance(kept, SlotState):
+                self._state = self._run.resume(self._state, slot, kept)
+            elif sequence.stateful:
                 prompt, bias = self._host_slots.state_rows(sequence.request, self._vocab)
-                self._state = self._run.admit(self._state, np.int32(sequence.slot), prompt, bias)
+                self._state = self._run.admit(self._state, slot, prompt, bias)
         if admitted:
             self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
+
+    # ---- prompts
 
     def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
         """Launch all chunks, several in one program where there is a wide one for their size."""
@@ -115,53 +218,42 @@ class Runner:
 
     def _prefill_batch(self, plans: list[PrefillPlan], size: int, lanes: int) -> PrefillBatch:
         tokens, (starts, lengths) = np.zeros((lanes, size), np.int32), np.zeros((2, lanes), np.int32)
-        tables = np.zeros((lanes, self._engine.table_width), np.int32)
+        tables = np.zeros((self._groups, lanes, self._engine.table_width), np.int32)
         for lane, plan in enumerate(plans):
             starts[lane], lengths[lane], _ = start, length, _ = plan.chunk
             tokens[lane, :length] = plan.sequence.prompt[start : start + length]
-            tables[lane] = self._tables[plan.sequence.slot]
+            tables[:, lane] = self._tables[:, plan.sequence.slot]
         return PrefillBatch(tokens, starts, lengths, tables)
 
-    def _decode(self, plan: StepPlan) -> Sampled:
-        tokens, positions, generated = np.full((3, self._engine.rows), -1, np.int32)
-        slots = [row.sequence.slot for row in plan.decodes]
-        tokens[slots] = [row.token for row in plan.decodes]
-        positions[slots] = [row.position for row in plan.decodes]
-        generated[slots] = [row.position - row.sequence.prefill_end for row in plan.decodes]
-        batch = DecodeBatch(tokens, positions, generated, self._tables.copy())
-        self._state, sampled = self._run.decode(self._params, self._slots, self._state, batch)
-        for array in jax.tree.leaves(sampled if _wants_logprobs(plan) else sampled.tokens):
+    # ---- decode rows
+
+    def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
+        batch, ran = self._decode_batch(plan.decodes), None
+        if plan.steps > 1:
+            assert self._run.decode_many is not None
+            steps = np.int32(plan.steps)
+            self._state, sampled, ran = self._run.decode_many(self._params, self._slots, self._state, batch, steps)
+        else:
+            self._state, sampled = self._run.decode(self._params, self._slots, self._state, batch)
+        for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
             array.copy_to_host_async()
-        return sampled
+        return sampled, ran
+
+    def _decode_batch(self, plans: Sequence[DecodePlan]) -> DecodeBatch:
+        """The rows of a step; those without a plan are idle."""
+        engine = self._engine
+        tokens, positions, generated = np.full((3, engine.rows), -1, np.int32)
+        rows = [plan.row for plan in plans]
+        tokens[rows] = [plan.token for plan in plans]
+        positions[rows] = [plan.position for plan in plans]
+        generated[rows] = [plan.position - plan.sequence.prefill_end for plan in plans]
+        if engine.speculative is None:
+            return DecodeBatch(tokens, positions, generated, self._tables.copy())
+        owners = np.arange(engine.rows, dtype=np.int32)
+        owners[rows] = [plan.sequence.slot for plan in plans]
+        return DecodeBatch(tokens, positions, generated, self._tables[:, owners], owners)
 
 
-def _wants_logprobs(plan: StepPlan) -> bool:
-    return any(row.sequence.params.logprobs is not None for row in plan.decodes)
-
-
-def _row_logprobs(plan: StepPlan, sampled: Sampled) -> list[PositionLogprobs | None]:
-    if not _wants_logprobs(plan):
-        return [None] * len(plan.decodes)
-    host: Any = jax.tree.map(np.asarray, sampled)
-    return [
-        None
-        if row.sequence.params.logprobs is None
-        else _position(
-            host.logprobs, row.sequence.slot, int(host.tokens[row.sequence.slot]), row.sequence.params.logprobs
-        )
-        for row in plan.decodes
-    ]
-
-
-def _prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
-    host, (start, length, _) = jax.tree.map(np.asarray, result), plan.chunk
-    prompt, top = plan.sequence.prompt, plan.sequence.params.prompt_logprobs
-    assert top is not None
-    return [_position(host, row, prompt[start + row + 1], top) for row in range(length)]
-
-
-def _position(host: Logprobs, row: int, token: int, top: int) -> PositionLogprobs:
-    chosen = TokenLogprob(token, float(host.logprob[row]), int(host.rank[row]))
-    ids, values = host.top_ids[row, :top].tolist(), host.top_logprobs[row, :top].tolist()
-    best = (TokenLogprob(i, value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), start=1))
-    return PositionLogprobs(chosen, tuple(best))
+def _each_alone(sizes: Sequence[int]) -> dict[int, int]:
+    """Every prefill size a class of its own."""
+    return {size: number for number, size in enumerate(sizes)}

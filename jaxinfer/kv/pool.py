@@ -73,7 +73,7 @@ class PrefillAttend(NamedTuple):
         return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)
 
     def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
-        """The pages that hold tokens of each lane, out of range where there is none, and the slot of the first token."""
+        """Pages that hold tokens of each lane, out of range where there is none, and the slot of the first token."""
         (pages, _, _, page, _), width = cache.data.shape, table.shape[1]
         index, offsets = jnp.arange(-(-chunk // page) + 1), self.starts % page
         at = self.starts[:, None] // page + index

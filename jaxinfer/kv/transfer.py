@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.kv.moves import Copy
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.types import CacheSpec
 
@@ -46,10 +45,10 @@ def import_pages(
 
 
 class _Arriving(NamedTuple):
-    """A page that is on its way: entry ``index`` of an array that the device fills."""
+    """A page that is on its way: entry ``place`` of an array that the device fills."""
 
     array: jax.Array
-    index: int
+    place: int
 
 
 class HostPages:
@@ -75,10 +74,10 @@ class HostPages:
         Raises:
             IndexError: a page is beyond ``host_pages``.
         """
-        for index, page in enumerate(pages):
+        for place, page in enumerate(pages):
             if not 0 <= page < self._total:
                 raise IndexError(f"host page {page} of {self._total}")
-            self._arriving[page] = _Arriving(array, index)
+            self._arriving[page] = _Arriving(array, place)
         array.copy_to_host_async()
 
     def settle(self, pages: Sequence[int]) -> None:
@@ -87,7 +86,7 @@ class HostPages:
             if (arriving := self._arriving.pop(page, None)) is not None:
                 if page not in self._pages:
                     self._pages[page] = np.empty(self._shape, self._dtype)
-                self._pages[page][...] = np.asarray(arriving.array)[arriving.index]
+                self._pages[page][...] = np.asarray(arriving.array)[arriving.place]
 
     def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray, "room layers 2 kv_heads page head_dim"]:
         """A copy of these pages in an array of ``room`` entries, those behind them arbitrary.
@@ -100,18 +99,3 @@ class HostPages:
         for index, page in enumerate(pages):
             taken[index] = self._pages[page]
         return taken
-
-
-def batches_of_copies(copies: Sequence[Copy], most: int = COPIES) -> Iterator[list[Copy]]:
-    """Copies, in order, in batches that may read all their sources before they write any target."""
-    batch: list[Copy] = []
-    written: set[tuple[int, int]] = set()
-    for copy in copies:
-        target = {(group, page) for group, page in enumerate(copy.target) if page >= 0}
-        if len(batch) == most or not written.isdisjoint([*enumerate(copy.source), *target]):
-            yield batch
-            batch, written = [], set()
-        batch.append(copy)
-        written |= target
-    if batch:
-        yield batch

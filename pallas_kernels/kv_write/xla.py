@@ -25,7 +25,7 @@ def write_pages(
     pages: Int[Array, "lanes written"],
     offsets: Int[Array, " lanes"],
 ) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """Chunks, each from slot ``offsets`` of the first of its ``pages`` on; what falls on a page out of range is dropped.
+    """Chunks, each from slot ``offsets`` of the first of its ``pages`` on; a token on a page out of range is dropped.
 
     ``written`` pages must hold the chunk at every offset that occurs.
     """
