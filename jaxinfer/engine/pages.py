@@ -27,12 +27,18 @@ class SequencePages:
         wants = sequence.params.prompt_logprobs is not None
         return next_chunk(start, sequence.prefill_end, self._sizes, self._classes, largest_only=wants)
 
-    def extend(self, sequence: Sequence, length: int) -> bool:
-        """Pages for the first ``length`` tokens, never more than the sequence can need. False: there is no room."""
+    def extend(self, sequence: Sequence, length: int, *, slide: bool = False) -> bool:
+        """Pages for the first ``length`` tokens, never more than the sequence can need. False: there is no room.
+
+        ``slide`` lets go of what no window shows any more. Not in a step that computes several prompt chunks or known
+        tokens of the sequence already: their queries are still to be launched. A row that is launched and not read may
+        have to be taken back, so the last known token keeps what it sees.
+        """
         length = min(length, sequence.final_length)
         if length <= sequence.capacity:
             return True
-        self._kv.slide(sequence.slot, sequence.scheduled)
+        if slide:
+            self._kv.slide(sequence.slot, min(sequence.scheduled, len(sequence.tokens) - 1))
         if not self._kv.extend(sequence.slot, length):
             return False
         sequence.capacity = self._kv.pages_for(length) * self._page
@@ -63,6 +69,7 @@ class SequencePages:
         length = sequence.prefill_end
         if self._kv.available < 1 + spare or not self._kv.fork(leader.slot, slot, length):
             return None
+        sequence.prompt_logprobs = leader.prompt_logprobs
         return self._placed(sequence, length, length)
 
     def _admit(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:

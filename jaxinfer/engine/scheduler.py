@@ -154,14 +154,13 @@ class Scheduler:
         self._publish()
         self._batch_runs = self._batch_runs and bool(self._running)
         parked = self._grow()
+        outranked = [] if parked or self._batch_runs else self._outrank()
         prefills, budget = self._prompts(parked)
         # Not in a step that throws somebody out: what was freed is for those that run.
-        crowded = bool(parked)
-        self._outrank(parked)
-        admitted = [] if crowded or self._batch_runs else self._admit(budget, prefills)
+        admitted = [] if parked or self._batch_runs else self._admit(budget, prefills)
         decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
         self._release_followers([*(plan.sequence for plan in prefills), *admitted])
-        return StepPlan(*self._kv.take_moves(), parked, admitted, prefills, decodes, steps)
+        return StepPlan(*self._kv.take_moves(), [*parked, *outranked], admitted, prefills, decodes, steps)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -209,7 +208,9 @@ class Scheduler:
         parked: list[Parked] = []
         short = [s for s in self._running.values() if s.capacity <= s.scheduled and not s.prefilling]
         for sequence in sorted(short, key=self._queue.rank):
-            while sequence.status is Status.RUNNING and not self._pages.extend(sequence, sequence.scheduled + 1):
+            while sequence.status is Status.RUNNING:
+                if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
+                    break
                 parked.append(self._preempt(self._last()))
         return parked
 
@@ -243,7 +244,8 @@ class Scheduler:
         before = len(plans)
         while sequence.prefilling:
             chunk = self._pages.next_chunk(sequence, sequence.scheduled)
-            if chunk.size > budget or not self._pages.extend(sequence, sequence.scheduled + chunk.length):
+            end, first = sequence.scheduled + chunk.length, len(plans) == before
+            if chunk.size > budget or not self._pages.extend(sequence, end, slide=first):
                 break
             budget -= chunk.size
             sequence.scheduled += chunk.length
@@ -252,18 +254,19 @@ class Scheduler:
             self._filled.append(sequence)
         return budget
 
-    def _outrank(self, parked: list[Parked]) -> None:
+    def _outrank(self) -> list[Parked]:
         """Under the priority policy a waiting request takes the slot of one of lower priority."""
         first = self._queue.peek()
-        if self._engine.scheduling_policy != "priority" or first is None or self._free_slots or parked:
-            return
+        if self._engine.scheduling_policy != "priority" or first is None or self._free_slots:
+            return []
         last = self._last()
-        if first.request.priority < last.request.priority:
-            parked.append(self._preempt(last))
+        return [self._preempt(last)] if first.request.priority < last.request.priority else []
 
     def _admit(self, budget: int, plans: list[PrefillPlan]) -> list[Sequence]:
         admitted: list[Sequence] = []
         while self._free_slots and (sequence := self._queue.peek()) is not None:
+            if sequence.leader in self._filled:
+                break  # what it will share is computed in this very step
             slot, spare, swapped = self._free_slots[0], len(self._running), sequence.swapped is not None
             cached = self._pages.place(sequence, slot, budget, spare)
             if cached is None:
@@ -317,7 +320,7 @@ class Scheduler:
         if rows and not prefills and not len(self._queue):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
         known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
-        if known or not all(self._pages.extend(row.sequence, row.position + steps) for row in rows):
+        if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
             steps = 1
         for row in rows:
             row.sequence.scheduled += steps - 1
@@ -333,8 +336,9 @@ class Scheduler:
             sequence = row.sequence
             if sequence.stateful or row.token < 0:
                 continue
+            newest = sequence.generated > 0 and row.position == len(sequence.tokens) - 1
             for token in self._proposals(sequence, len(idle)):
-                if not self._pages.extend(sequence, sequence.scheduled + 1):
+                if not self._pages.extend(sequence, sequence.scheduled + 1, slide=newest):
                     break
                 planned.append(DecodePlan(sequence, idle.pop(), sequence.scheduled, token))
                 sequence.scheduled += 1
