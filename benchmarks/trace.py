@@ -2,7 +2,7 @@
 
     python benchmarks/trace.py azure                                     replay at once, as fast as it goes
     python benchmarks/trace.py azure --speed 20                          arrivals as recorded, 20 times as fast
-    python benchmarks/trace.py azure --compare static --max-num-seqs 32  continuous and static batching, in turns
+    python benchmarks/trace.py azure --compare static --every 20         continuous and static batching, in turns
     python benchmarks/trace.py mooncake --compare cache                  prefix hits against an LRU simulation
     python benchmarks/trace.py mooncake --compare cache --model none     the same at the recorded lengths, no model
 
@@ -70,7 +70,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="demo", help="demo, a folder, or none: scheduler and pages alone, time by a formula")
     add("--dtype", default="float32", help="of the model (default float32)")
     add("--traces", type=pathlib.Path, default=_folder(), help="folder of the files")
-    add("--requests", type=int, help="the first so many of the file (default: all)")
+    add("--every", type=int, default=1, help="each so many-th request of the file (default 1)")
+    add("--requests", type=int, help="the first so many of those (default: all)")
     add("--scale", type=float, help="azure: lengths times this (default: so that the longest fits)")
     add("--block-tokens", type=int, help="mooncake: tokens of a block (default: 16; with --model none 512)")
     add("--speed", type=float, help="arrivals so many times as fast as recorded (default: all at once)")
@@ -125,7 +126,7 @@ def read(options: argparse.Namespace, max_len: int | None, block_tokens: int) ->
     path = options.traces / FILES[options.trace]
     if not path.is_file():
         raise TraceError(f"there is no {path}: put the trace there, or name its folder with --traces")
-    requests = (read_azure if options.trace == "azure" else read_mooncake)(path)[: options.requests]
+    requests = (read_azure if options.trace == "azure" else read_mooncake)(path)[:: options.every][: options.requests]
     longest = max_len or sum(max(getattr(r, part) for r in requests) for part in ("prompt_len", "output_len"))
     if options.trace == "azure":
         return scale_azure(requests, longest, options.scale)

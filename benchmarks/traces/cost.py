@@ -66,7 +66,8 @@ class Steady:
     def top_up(self) -> None:
         """Replace what has ended."""
         scheduler = self.server.scheduler
-        for _ in range(self._load.sequences + self._load.waiting - scheduler.running - scheduler.waiting):
+        present = scheduler.running + sum(scheduler.waiting.values())
+        for _ in range(self._load.sequences + self._load.waiting - present):
             self.server.add(next(self._requests))
 
 
@@ -101,8 +102,8 @@ def row(load: Load, steps: int) -> dict[str, Any]:
     """Figures of ``steps`` steps, in seconds."""
     steady = Steady(load)
     server = steady.server
-    server.plan_seconds.clear()
-    server.commit_seconds.clear()
+    for seconds in (server.plan_seconds, server.commit_seconds, server.cpu_seconds):
+        seconds.clear()
     with watched_gc() as pauses:
         for _ in range(steps):
             steady.step()
@@ -114,6 +115,7 @@ def row(load: Load, steps: int) -> dict[str, Any]:
         "plan": _spread(plan),
         "commit": _spread(commit),
         "step": _spread(plan + commit),
+        "cpu": _spread(np.asarray(server.cpu_seconds)),
         "gc": {"collections": pauses.count, "longest": pauses.longest},
     }
 
@@ -132,7 +134,8 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a line for each row, milliseconds."""
-    heads = ["running", "waiting", "plan", "commit", "step median", "p99", "max", "us a sequence", "longest gc"]
+    heads = ["running", "waiting", "plan", "commit", "step median", "p99", "max"]
+    heads += ["CPU median", "CPU p99", "us a sequence", "longest gc"]
     lines = [heads, ["---"] * len(heads), *map(_line, rows)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -140,6 +143,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _line(item: Mapping[str, Any]) -> list[str]:
     step = item["step"]
     seconds = (item["plan"]["median"], item["commit"]["median"], step["median"], step["p99"], step["max"])
+    seconds += (item["cpu"]["median"], item["cpu"]["p99"])
     return [
         str(item["sequences"]),
         str(item["waiting"]),

@@ -121,9 +121,9 @@ def default_path(result: Mapping[str, Any], folder: pathlib.Path) -> pathlib.Pat
     options = result["options"]
     if doubts(result) or options["requests"] is not None:
         return None
-    words = ("trace", options["trace"], options["compare"] or "replay", options["model"])
+    words = ("trace", options["trace"], options["compare"] or "replay", pathlib.Path(options["model"]).name)
     seqs = f"{options['max_num_seqs']}-seqs"
-    name = "-".join([machine.slug(word) for word in words] + [seqs, machine.slug(result["machine"]["cpu"])])
+    name = "-".join(machine.slug(word) for word in (*words, seqs, result["machine"]["cpu"]))
     return folder / f"{name}-{result['date'][:10]}.json"
 
 
