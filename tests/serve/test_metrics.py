@@ -157,7 +157,7 @@ def test_registering_does_not_ask_the_engine() -> None:
     def unready() -> EngineStats:
         raise AssertionError("nobody scraped")
 
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)  # as the client's own one is
     registry.register(EngineCollector(unready, "m"))
     with pytest.raises(AssertionError, match="nobody scraped"):
         list(registry.collect())

@@ -1,5 +1,6 @@
 """The n-gram drafter says exactly what a naive search says."""
 
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -22,6 +23,15 @@ def naive(history: list[int], min_n: int, max_n: int, limit: int) -> list[int]:
     return []
 
 
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 3), (2, 4)])
+def test_same_as_a_naive_search_for_every_short_history(lengths: tuple[int, int]) -> None:
+    drafter = NgramDrafter(*lengths)
+    for length in range(8):
+        for history in itertools.product(range(3), repeat=length):
+            drafts = drafter.propose(np.array(history, np.int32), 3)
+            assert drafts.tolist() == naive(list(history), *lengths, 3), history
+
+
 @given(
     history=st.lists(st.integers(0, 2), max_size=24) | st.lists(st.integers(0, 9), max_size=40),
     lengths=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
@@ -36,6 +46,7 @@ def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: i
     assert drafts.tolist() == naive(history, *lengths, limit)
 
 
+@pytest.mark.parametrize("recent", [7, 256])
 @pytest.mark.parametrize(
     ("history", "limit", "expected"),
     [
@@ -51,9 +62,10 @@ def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: i
         ([1, 2, 3, 1, 2], 0, []),
     ],
 )
-def test_what_is_proposed(history: list[int], limit: int, expected: list[int]) -> None:
+def test_what_is_proposed(history: list[int], limit: int, expected: list[int], recent: int) -> None:
     drafter: Drafter = NgramDrafter()
-    assert drafter.propose(np.array(history, np.int32), limit).tolist() == expected
+    with mock.patch("jaxinfer.spec.ngram._RECENT", recent):
+        assert drafter.propose(np.array(history, np.int32), limit).tolist() == expected
 
 
 def test_the_history_is_left_alone() -> None:
