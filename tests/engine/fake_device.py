@@ -158,6 +158,7 @@ class FakeDevice:
     Args:
         alone: the undisturbed run of a sample, with which each read is compared.
         running: the sequences that hold pages, by slot, as the host knows them at a launch.
+        cached: whether a page of a group is in the prefix cache.
     """
 
     def __init__(
@@ -167,9 +168,10 @@ class FakeDevice:
         tables: np.ndarray,
         alone: Callable[[Sequence], Alone],
         running: Callable[[], Mapping[int, Sequence]],
+        cached: Callable[[int, int], bool],
     ) -> None:
         self._model, self._engine, self._live_tables = model, engine, tables
-        self._alone, self._running = alone, running
+        self._alone, self._running, self._cached = alone, running, cached
         shape = (len(model.windows), engine.num_pages, engine.page_size)
         self._numbers = np.zeros(shape, np.uint64)
         self._notes = np.zeros(shape, np.int64)  # who wrote: arrival, position and class
@@ -187,7 +189,7 @@ class FakeDevice:
         self._tables = self._live_tables.copy()
         self._move(plan)
         self._seat(plan)
-        self._holders = self._count_holders()
+        self._holders = self._count_holders(plan)
         self._check(plan)
         prompt_logprobs = [self._prefill(prefill) for prefill in plan.prefills]
         tokens, logprobs = self._decode(plan)
@@ -270,13 +272,16 @@ class FakeDevice:
         assert plan.steps == 1 or len(before) == len(plan.decodes), "drafts in a run of several steps"
         assert 1 <= plan.steps <= max(1, self._engine.multi_step)
 
-    def _count_holders(self) -> np.ndarray:
-        """By group and page, how many running sequences have it in their tables."""
+    def _count_holders(self, plan: StepPlan) -> np.ndarray:
+        """By group and page, how many running sequences have it in their tables, as far as they still look at it."""
         holders = np.zeros(self._numbers.shape[:2], np.int32)
+        starts = {id(row.sequence): row.position for row in reversed(plan.decodes)}
+        starts |= {id(prefill.sequence): prefill.chunk.start for prefill in reversed(plan.prefills)}
         for slot, sequence in self._running().items():
             last = -(-sequence.capacity // self._engine.page_size)
+            start = starts.get(id(sequence), sequence.scheduled)
             for group, window in enumerate(self._model.windows):
-                first = 0 if window is None else max(0, sequence.scheduled - window + 1) // self._engine.page_size
+                first = 0 if window is None else max(0, start - window + 1) // self._engine.page_size
                 np.add.at(holders[group], self._tables[group, slot, first:last], 1)
         return holders
 
@@ -315,7 +320,10 @@ class FakeDevice:
         assert start + count <= sequence.capacity, "a token without a page"
         for group, new in enumerate(numbers):
             pages = self._tables[group, sequence.slot, at // size]
-            assert (self._holders[group, pages] == 1).all(), "a page is written that another sequence holds"
+            holders = self._holders[group, pages]
+            assert (holders > 0).all(), "a page is written that the sequence does not hold"
+            assert (holders == 1).all(), "a page is written that another sequence holds"
+            assert not any(self._cached(group, page) for page in set(pages.tolist())), "a cached page is written"
             self._numbers[group, pages, at % size] = new
             self._notes[group, pages, at % size] = _pack(sequence.arrival, at, klass)
 

@@ -70,7 +70,15 @@ class Loop:
             costs=costs,
             clock=lambda: self.now,
         )
-        self.device = FakeDevice(model, engine, self.kv.tables, self._alone, lambda: self.scheduler._running)
+        pools = self.kv._store.pools
+        self.device = FakeDevice(
+            model,
+            engine,
+            self.kv.tables,
+            self._alone,
+            running=lambda: self.scheduler._running,
+            cached=lambda group, page: pools[group].owner(page) is not None,
+        )
         self.outputs: dict[str, list[Output]] = {}
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()

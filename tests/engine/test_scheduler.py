@@ -543,7 +543,7 @@ def test_static_batching_admits_nobody_until_all_have_ended():
 # ---- leaks
 
 
-def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind():
+def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(unchecked):
     rng = random.Random(7)
     loop = make_loop(max_num_seqs=8, max_num_batched_tokens=40, num_pages=32, host_pages=4)
     for number in range(10_000):

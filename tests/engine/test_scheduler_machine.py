@@ -1,0 +1,280 @@
+"""The proof of the scheduler without a model: random requests, aborts, deadlines and resets in random configurations.
+
+After every step: all pages and slots accounted for, nothing written that others hold, every read and every token equal
+to the request's undisturbed run, and nobody waiting longer than a bound that is computed when the request comes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from jaxinfer.engine.queues import make_queue
+from jaxinfer.types import QueueFullError, Request
+from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
+
+LENGTH, QUANTUM, MOST_LIVE = 48, 32, 12
+TENANTS = ("a", "b", "c")
+Choose = Callable[..., Any]  # one of its arguments
+
+
+# ---- what is drawn
+
+
+def draw_config(choose: Choose) -> dict[str, Any]:
+    """Settings of `make_loop`, most of them awkward."""
+    sizes, classes = choose(
+        ((4, 8), (0, 1)), ((8, 16), (0, 0)), ((4, 8, 16), (0, 1, 1)), ((2, 8, 16), (0, 0, 1)), ((16,), (0,))
+    )
+    page, slots = choose(4, 8), choose(1, 2, 3, 4)
+    width = LENGTH // page
+    speculative = choose(None, None, "ngram")
+    return {
+        "prefill_sizes": sizes,
+        "classes": classes,
+        "page_size": page,
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": sizes[-1] + slots + choose(0, 0, 5, 40),
+        "max_model_len": LENGTH,
+        "num_pages": width + choose(0, 0, 1, 3, 2 * width),
+        "windows": choose((None,), (None,), (8,), (None, 12), (5, None, 20)),
+        "host_pages": choose(0, 3, 16),
+        "enable_prefix_caching": choose(True, True, False),
+        "costs": choose(SWAP, RECOMPUTE, None),
+        "scheduling_policy": choose("fcfs", "fcfs", "priority", "fair"),
+        "async_scheduling": choose(True, True, False),
+        "batching": choose("continuous", "continuous", "continuous", "static"),
+        "exactness": choose("exact", "exact", "relaxed"),
+        "speculative": speculative,
+        "rows": slots + choose(0, 1, 5),
+        "multi_step": 1 if speculative else choose(1, 1, 2, 5),
+        "max_waiting_requests": choose(None, None, 6),
+    }
+
+
+def draw_request(choose: Choose, name: str, now: float) -> Request:
+    """Prompts begin alike in one of three ways, some are short and some repeat themselves."""
+    length = choose(1, 2, 5, 8, 9, 14, 17, 24, 33, 40)
+    shared = min(choose(0, 4, 7, 8, 16, 24, 33), length)
+    family, own = choose(2, 3, 7), choose(0, 1, 2, 3, 4)
+    prompt = tuple((family * i) % 9 for i in range(shared)) + tuple((own * i + own) % 9 for i in range(length - shared))
+    return make_request(
+        name,
+        prompt,
+        choose(*(most for most in (1, 2, 5, 9, 20, 40) if most <= LENGTH - length)),
+        stops=choose(True, False),
+        n=choose(1, 1, 1, 2, 4),
+        seed=choose(0, 1, 2),
+        logprobs=choose(None, 0),
+        prompt_logprobs=choose(None, None, None, 0),
+        presence_penalty=choose(0.0, 0.0, 1.0),
+        priority=choose(0, 1, 2),
+        tenant=choose(*TENANTS),
+        cache_salt=choose("", "", "salt"),
+        deadline=choose(None, None, None, now + 3.0, now + 30.0),
+    )
+
+
+# ---- how long a request may take
+
+
+def cost(request: Request, sizes: tuple[int, ...]) -> int:
+    """Steps in which all samples of a request are computed from nothing, one after another, if they come first.
+
+    A step computes a chunk or a token; twice as many where every other step waits for the host, and a few around.
+    """
+    chunks = -(-len(request.prompt_token_ids) // sizes[-1]) + 1
+    return request.params.n * (2 * (chunks + request.params.max_tokens) + 4)
+
+
+class World:
+    """A loop and the latest step at which each request of it must be done."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.loop: Loop = make_loop(**config)
+        self.policy = config["scheduling_policy"]
+        self.bounds: dict[str, float] = {}
+        self.count = 0
+        self.worst = 0.0  # the largest part of a bound that was used
+        if self.policy == "fair":
+            self.loop.scheduler._queue = make_queue("fair", quantum=QUANTUM)
+
+    @property
+    def live(self) -> list[str]:
+        return list(self.loop.live)
+
+    def add(self, choose: Choose) -> None:
+        request = draw_request(choose, str(self.count), self.loop.now)
+        self.count += 1
+        before = [self.loop.outputs[name][0].request for name in self.live]
+        try:
+            self.loop.add(request)
+        except QueueFullError:
+            assert len(self.loop.scheduler._queue) >= 6
+            return
+        self.bounds[request.request_id] = self.loop.steps + self._bound(request, before)
+
+    def _bound(self, request: Request, before: list[Request]) -> float:
+        """Steps within which a request is done.
+
+        fcfs: the earliest of those that run always goes on, so all that came before take at most their costs one after
+        another. Before each gets its slots, those that run and came later may have to end.
+        fair: `FairQueue` says what each other tenant may get in between; a token takes two steps at most.
+        """
+        if self.policy == "priority":
+            return float("inf")
+        sizes, slots = self.loop.engine.prefill_sizes, self.loop.engine.max_num_seqs
+        dearest = 2 * LENGTH + 12
+        if self.policy == "fcfs":
+            return sum(cost(other, sizes) + slots * dearest for other in [*before, request])
+        own = [other for other in before if other.tenant == request.tenant] + [request]
+        tokens = sum(other.params.n * LENGTH for other in own)
+        others = (len(TENANTS) - 1) * (tokens + 2 * QUANTUM + LENGTH)
+        return 4 * others + sum(cost(other, sizes) + slots * dearest for other in [*before, request])
+
+    def abort(self, name: str, index: int | None) -> None:
+        samples = self.loop.outputs[name]
+        self.loop.abort(name, None if index is None else index % len(samples))
+
+    def step(self) -> None:
+        self.loop.step()
+        for name, since in self.loop.live.items():
+            age, allowed = self.loop.steps - since, self.bounds[name] - since
+            assert age <= allowed, f"request {name} starves: {age} steps"
+            self.worst = max(self.worst, age / allowed)
+        if len(self.loop.outputs) > 4 * MOST_LIVE:
+            for name in [name for name in self.loop.outputs if name not in self.loop.live]:
+                del self.loop.outputs[name]
+
+    def drain(self) -> None:
+        while self.loop.busy:
+            self.step()
+            assert self.loop.steps < 10**7
+        self.loop.check_idle()
+
+
+# ---- with hypothesis
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(data=st.data())
+    def start(self, data):
+        self.world = World(draw_config(_chooser(data)))
+
+    @precondition(lambda self: len(self.world.live) < MOST_LIVE)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def add(self, data, count):
+        for _ in range(count):
+            self.world.add(_chooser(data))
+
+    @rule(count=st.integers(1, 9))
+    def step(self, count):
+        for _ in range(count):
+            self.world.step()
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data(), index=st.none() | st.integers(0, 3))
+    def abort(self, data, index):
+        self.world.abort(data.draw(st.sampled_from(self.world.live)), index)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.world.loop.kv.reset_prefix_cache()
+        self.world.loop.scheduler.check()
+
+    @rule(seconds=st.sampled_from([1.0, 10.0]))
+    def pass_time(self, seconds):
+        self.world.loop.now += seconds
+
+    @rule()
+    def drain(self):
+        self.world.drain()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+def _chooser(data) -> Choose:
+    return lambda *options: data.draw(st.sampled_from(options))
+
+
+def test_machine(unchecked):
+    run_state_machine_as_test(
+        SchedulerMachine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None)
+    )
+
+
+# ---- many steps, faster
+
+
+def drive(seed: int, steps: int) -> dict[str, float]:
+    """Random episodes of a few hundred steps until there were ``steps`` in all; what happened, counted.
+
+    Raises AssertionError with the seed and the episode: `run_episode` repeats it.
+    """
+    counts: dict[str, float] = dict.fromkeys(("steps", "worst", "requests"), 0)
+    episode = 0
+    while counts["steps"] < steps:
+        try:
+            world = run_episode(seed, episode)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, episode {episode}: {error}") from error
+        _count(counts, world)
+        episode += 1
+    return counts
+
+
+def run_episode(seed: int, episode: int, steps: int = 250) -> World:
+    rng = random.Random(f"{seed} {episode}")
+
+    def choose(*options):
+        return rng.choice(options)
+
+    world = World(draw_config(choose))
+    load = choose(0.1, 0.3, 0.7)
+    for _ in range(steps):
+        while len(world.live) < MOST_LIVE and rng.random() < load:
+            world.add(choose)
+        if world.live and rng.random() < 0.03:
+            world.abort(choose(*world.live), choose(None, 0, 1))
+        if rng.random() < 0.01:
+            world.loop.kv.reset_prefix_cache()
+        world.step()
+    world.drain()
+    return world
+
+
+def _count(counts: dict[str, float], world: World) -> None:
+    loop = world.loop
+    stats = loop.scheduler.stats.snapshot()
+    happened = {
+        "steps": loop.steps,
+        "requests": world.count,
+        **{f"preempted by {kind}": number for kind, number in stats.preemptions.items()},
+        **{f"ended by {reason}": number for reason, number in stats.finished.items()},
+        **{name: getattr(stats, name) for name in ("prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens")},
+        **loop.device.moved,
+    }
+    for name, number in happened.items():
+        counts[name] = counts.get(name, 0) + number
+    counts["worst"] = max(counts["worst"], world.worst)
+
+
+def check_that_everything_happened(counts: dict[str, float]) -> None:
+    assert all(counts.values()), f"something never happened: {counts}"
+
+
+def test_ten_thousand_steps(unchecked):
+    check_that_everything_happened(drive(seed=random.randrange(10**6), steps=10_000))
+
+
+@pytest.mark.slow
+def test_a_million_steps(unchecked):
+    check_that_everything_happened(drive(seed=random.randrange(10**6), steps=1_000_000))
