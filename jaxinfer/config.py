@@ -10,6 +10,9 @@ from jaxinfer.types import CacheSpec
 # Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
 _BATCHED_TOKENS = 2048
 
+# The pool's default bound where nobody has looked how much memory there is.
+_KV_CACHE_BYTES = 4 << 30
+
 
 class EngineConfigError(ValueError):
     """An engine setting that cannot be served. The message names the setting and the value."""
@@ -24,9 +27,11 @@ class EngineConfig:
         max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
         max_num_batched_tokens: prompt and decode tokens per step (default: 2048, or a full chunk and all rows if more).
         page_size: tokens per KV page, a power of two.
-        num_pages: size of the KV pool (default: room for max_num_seqs sequences of max_model_len, as far as
-            ``kv_cache_bytes`` allows).
-        kv_cache_bytes: bound on the default size of the pool.
+        num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
+            max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
+        kv_cache_bytes: bound on the default size of the pool (default: none on a GPU, 4 GiB on a CPU).
+        memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
+            programs may take together.
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
             multiple of it, and the tail of a prompt in the smallest size that holds it.
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together where that is
@@ -53,7 +58,8 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     page_size: int = 64
     num_pages: int | None = None
-    kv_cache_bytes: int = 4 << 30
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = 0.9
     prefill_sizes: tuple[int, ...] = (32, 128, 256)
     max_prefill_rows: int | None = None
     max_logprobs: int = 20
@@ -197,6 +203,8 @@ def _require_simple(config: EngineConfig) -> None:
     both = f"and speculative = {config.speculative} exclude each other: drafts need the host at every step"
     _require(config.speculative is None or config.multi_step == 1, "multi_step", config.multi_step, both)
     _require(config.swap_space_gib >= 0, "swap_space_gib", config.swap_space_gib, "must not be negative")
+    share = config.memory_utilization
+    _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
 
 
@@ -238,5 +246,6 @@ def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int
         what = f"must hold one sequence of max_model_len ({width} pages)"
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
         return config.num_pages
-    affordable = config.kv_cache_bytes // cache.bytes_per_page(config.page_size, itemsize)
+    bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+    affordable = bound // cache.bytes_per_page(config.page_size, itemsize)
     return max(width, min(width * config.max_num_seqs, affordable))

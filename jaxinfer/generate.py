@@ -11,13 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxinfer.config import EngineConfigError
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.flags import add_engine_flags, engine_settings
 from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
-from jaxinfer.loading import DTYPES, LOADING_ERRORS, load_model
+from jaxinfer.loading import DTYPES, LOADING_ERRORS
 from jaxinfer.stats import Clock, measured_bandwidth, report
 from jaxinfer.types import RequestError, SamplingParams
 
 ERRORS = (*LOADING_ERRORS, EngineConfigError, RequestError)
+
+# Here --seed is the request's own (the engine's is where unset seeds of requests come from).
+_NO_FLAGS = ("seed",)
 
 _DEFAULT_PROMPT = "Once upon a time"
 
@@ -45,13 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="print as it generates")
     out.add_argument("--json", action="store_true", help="one JSON object a prompt, one a line")
     out.add_argument("--stats", action="store_true", help="TTFT, TPOT, tokens/s and share of the bandwidth limit")
-    engine = parser.add_argument_group("engine")
+    engine = parser.add_argument_group("engine (--max-num-seqs: by default as many as asked for)")
     engine.add_argument("--dtype", choices=DTYPES, default="auto")
-    engine.add_argument("--max-model-len", type=int, help="longest prompt plus output, in tokens")
-    engine.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default: as many as asked for)")
-    engine.add_argument("--num-pages", type=int, help="pages of the KV pool")
     engine.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
     engine.add_argument("--compilation-cache-dir", help='where compiled programs are kept ("" keeps none)')
+    add_engine_flags(engine, skip=_NO_FLAGS)
     _add_sampling(parser.add_argument_group("sampling (defaults: what the checkpoint recommends)"))
     return parser
 
@@ -99,10 +101,10 @@ def _sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
 
 def _make_llm(args: argparse.Namespace, sequences: int) -> LLM:
     return LLM(
-        load_model(args.model, args.dtype, check_finite=args.check_finite),
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs or sequences,
-        num_pages=args.num_pages,
+        args.model,
+        args.dtype,
+        config=EngineConfig(**{"max_num_seqs": sequences, **engine_settings(args, skip=_NO_FLAGS)}),
+        check_finite=args.check_finite,
         compilation_cache_dir=args.compilation_cache_dir,
     )
 

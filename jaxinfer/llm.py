@@ -13,7 +13,8 @@ import jax
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.engine.engine import Engine
-from jaxinfer.loading import load_model
+from jaxinfer.engine.memory import plan_engine
+from jaxinfer.loading import abstract_model, load_model
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt
 from jaxinfer.text.output import OutputText
@@ -78,11 +79,15 @@ class LLM:
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
         dtype: see `load_model`; for a `Model`, "auto" keeps its own.
-        max_model_len, max_num_seqs, ...: see `EngineConfig`.
+        config: the engine's settings.
+        settings: fields of `EngineConfig` by name, on top of ``config``: max_model_len, max_num_seqs, num_pages, ...
+        check_finite: refuse weights with NaN or infinity.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, EngineConfigError: one sentence that says what is wrong.
+        CheckpointError, ConfigError, TokenizerError, EngineConfigError: one sentence that says what is wrong. What does
+            not fit into memory is refused before the weights are loaded.
+        TypeError: ``settings`` has a name that `EngineConfig` does not know.
     """
 
     def __init__(
@@ -90,32 +95,20 @@ class LLM:
         model: str | Model,
         dtype: str = "auto",
         *,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 8,
-        max_num_batched_tokens: int | None = None,
-        page_size: int = EngineConfig.page_size,
-        num_pages: int | None = None,
-        max_logprobs: int = EngineConfig.max_logprobs,
-        prefill_sizes: Sequence[int] = EngineConfig.prefill_sizes,
-        max_prefill_rows: int | None = None,
-        seed: int | None = None,
+        config: EngineConfig | None = None,
+        check_finite: bool = False,
         compilation_cache_dir: str | None = None,
         show_progress: bool = True,
+        **settings: Any,
     ) -> None:
         use_compilation_cache(compilation_cache_dir)
-        self.model = _load(model, dtype, show_progress)
-        config = EngineConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            page_size=page_size,
-            num_pages=num_pages,
-            max_logprobs=max_logprobs,
-            prefill_sizes=tuple(prefill_sizes),
-            max_prefill_rows=max_prefill_rows,
-            seed=seed,
-        )
-        self.engine = Engine(self.model, config, jax.default_backend())
+        platform = jax.default_backend()
+        config = _with_settings(config or EngineConfig(), settings)
+        loaded = _as_dtype(model, dtype) if isinstance(model, Model) else None
+        plan = plan_engine(loaded or abstract_model(str(model), dtype), config, platform)
+        self.model = loaded or load_model(str(model), dtype, check_finite=check_finite, show_progress=show_progress)
+        self.engine = Engine(self.model, dataclasses.replace(config, num_pages=plan.pages), platform)
+        plan.require(self.engine.temporaries)
         resolved = self.engine.config
         self._intake = Intake(
             self.model.tokenizer, self.model.config.vocab_size, resolved.max_model_len, self.engine.limits
@@ -210,9 +203,12 @@ def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]
     return fields
 
 
-def _load(model: str | Model, dtype: str, show_progress: bool) -> Model:
-    if isinstance(model, str):
-        return load_model(model, dtype, show_progress=show_progress)
+def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+    lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    return dataclasses.replace(config, **{**settings, **lists})
+
+
+def _as_dtype(model: Model, dtype: str) -> Model:
     if dtype == "auto":
         return model
     return model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params))
@@ -233,7 +229,7 @@ class _Run:
         self, engine: Engine, tokenizer: Tokenizer | None, prompts: Sequence[Prompt], requests: Sequence[Request]
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
-        resolved = [engine.add(request) for request in requests]
+        resolved = _add_all(engine, requests)
         self._position = {request.request_id: i for i, request in enumerate(resolved)}
         self.outputs = [_empty_output(p, request) for p, request in zip(prompts, resolved, strict=True)]
         self._requests = resolved
@@ -303,6 +299,19 @@ class _Run:
 
     def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")
+
+
+def _add_all(engine: Engine, requests: Sequence[Request]) -> list[Request]:
+    """All or none."""
+    added: list[Request] = []
+    try:
+        for request in requests:
+            added.append(engine.add(request))
+    except RequestError:
+        for request in added:
+            engine.abort(request.request_id)
+        raise
+    return added
 
 
 def _empty_output(prompt: Prompt, request: Request) -> RequestOutput:

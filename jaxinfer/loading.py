@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import ConfigError
@@ -18,7 +19,7 @@ from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, refuse_quantised
 from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.load import Progress
+from jaxinfer.weights.load import Progress, checkpoint_dtype
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.source import locate
 
@@ -53,6 +54,33 @@ def load_model(name: str, dtype: str = "auto", *, check_finite: bool = False, sh
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
     """
+    folder, abstract = _describe(name, dtype)
+    specs = abstract.family.param_specs(abstract.config)
+    tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+    with loading_bar() if show_progress else contextlib.nullcontext() as progress:
+        params = _load(folder, specs, str(abstract.dtype), progress, check_finite, tied=abstract.config.tied)
+    generation = folder / "generation_config.json"
+    return abstract.replace(
+        params=params,
+        tokenizer=tokenizer,
+        chat_template=template,
+        generation_config=read_json_object(generation) if generation.exists() else {},
+    )
+
+
+def abstract_model(name: str, dtype: str = "auto") -> Model:
+    """The model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
+
+    Args:
+        name, dtype: see `load_model`.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence that says what is wrong.
+    """
+    return _describe(name, dtype)[1]
+
+
+def _describe(name: str, dtype: str) -> tuple[pathlib.Path, Model]:
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
     folder = model_folder(name)
@@ -60,21 +88,13 @@ def load_model(name: str, dtype: str = "auto", *, check_finite: bool = False, sh
     refuse_quantised(config_json)
     family = family_for(config_json)
     config = family.config(config_json)
-    specs = family.param_specs(config)
-    tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
-    with loading_bar() if show_progress else contextlib.nullcontext() as progress:
-        params = _load(folder, specs, dtype, progress, check_finite, tied=config.tied)
-    generation = folder / "generation_config.json"
-    return Model(
-        module=family.module(config),
-        params=params,
-        config=config,
-        family=family,
-        name=name,
-        tokenizer=tokenizer,
-        chat_template=template,
-        generation_config=read_json_object(generation) if generation.exists() else {},
+    stored = jnp.dtype(checkpoint_dtype(folder) if dtype == "auto" else dtype)
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, stored),
+        family.param_specs(config),
+        is_leaf=lambda x: isinstance(x, ParamSpec),
     )
+    return folder, Model(module=family.module(config), params=params, config=config, family=family, name=name)
 
 
 def _load(

@@ -31,6 +31,7 @@ STOREY = {
     "serve": 7,
     # the doors, in the order in which they open one another
     "loading": 8,
+    "flags": 8,
     "llm": 9,
     "stats": 10,
     "generate": 11,

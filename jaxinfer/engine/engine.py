@@ -31,7 +31,7 @@ class Engine:
     """
 
     def __init__(self, model: Model, config: EngineConfig, platform: str) -> None:
-        self.config = _resolve(model, config, platform)
+        self.config = resolve_for(model, config, platform)
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
         self._kv = _new_kv(model, self.config)
         self._runner = Runner(model, self.config, self.limits, self._kv.tables)
@@ -96,6 +96,10 @@ class Engine:
             compilations=self._compiled.count,
         )
 
+    def temporaries(self) -> int:
+        """Bytes of device memory that the hungriest program uses while it runs."""
+        return self._runner.temporaries()
+
     def reset_prefix_cache(self) -> int:
         """Forget every cached page that no sequence uses; how many those were."""
         return self._kv.reset_prefix_cache()
@@ -105,7 +109,12 @@ class Engine:
         self._scheduler.check()
 
 
-def _resolve(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
+def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
+    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a platform.
+
+    Raises:
+        EngineConfigError: a setting cannot be served.
+    """
     # XLA:CPU runs one-row bfloat16 products twenty times slower than two-row ones.
     min_rows = 2 if platform == "cpu" and model.dtype != jnp.float32 else 1
     return resolve(

@@ -57,7 +57,6 @@ class Runner:
             granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
         multi_step: most decode steps of one plan.
         costs: of swapping and of computing again, measured.
-        temporaries: bytes that the hungriest program uses while it runs.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Runner:
         self._host_pages = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
         programs, self._groups = make_programs(model, engine.max_logprobs, engine.multi_step), tables.shape[0]
         self._run = compile_programs(programs, engine, self._params, self._slots, self._state, self._groups)
-        self.temporaries = self._run.temporaries()
         self._prove(limits)
         self._state, self.costs = measure_costs(
             self._run, engine, self._params, self._slots, self._state, self._groups, self._decode_batch([])
@@ -112,6 +110,10 @@ class Runner:
         several = self._run.decode_many is not None and (not exact or proofs.multi_step(limits))
         self.multi_step: int = engine.multi_step if several else 1
         self._state = proofs.state
+
+    def temporaries(self) -> int:
+        """Bytes of device memory that the hungriest program uses while it runs."""
+        return self._run.temporaries()
 
     def _affordable(self, tokens: int) -> bool:
         on_cpu = self._everywhere.mesh.devices.flat[0].platform == "cpu"

@@ -1,0 +1,209 @@
+"""Does it fit, and how large is the pool: answered from config.json, before weights are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
+from jaxinfer.engine.compiled import compile_largest, temporary_bytes
+from jaxinfer.engine.engine import resolve_for
+from jaxinfer.engine.step import StepState, make_programs
+from jaxinfer.kv.pool import new_pools
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
+from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
+from jaxinfer.types import ParamSpec
+
+# A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
+_INDEXABLE = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The share of a device's memory that an engine may take, in bytes.
+
+    ``total`` is what the device has, ``used`` what others hold of it already.
+    """
+
+    total: int
+    utilization: float
+    used: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return int(self.total * self.utilization) - self.used
+
+    def __str__(self) -> str:
+        others = f" - {_size(self.used)} in use" if self.used else ""
+        return f"{self.utilization:.2f} x {_size(self.total)}{others} (memory_utilization)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes that an engine needs: those of its weights, of the sampler's state, of one page of the KV pool over all
+    layers, and of what programs use while they run (None: not known yet)."""
+
+    weights: int
+    sampler: int
+    page: int
+    temporaries: int | None = None
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.sampler + (self.temporaries or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """What was decided: ``pages`` in the pool."""
+
+    needs: Needs
+    budget: Budget
+    pages: int
+
+    def require(self, temporaries: Callable[[], int]) -> None:
+        """Check what the compiled programs use, unless the plan knew it; ``temporaries`` finds out.
+
+        Raises:
+            EngineConfigError: the pool of the plan does not fit beside that; the message holds the sum.
+        """
+        if self.needs.temporaries is None:
+            needs = dataclasses.replace(self.needs, temporaries=temporaries())
+            _require_fit(needs, self.budget, self.pages, f"a pool of {self.pages} pages")
+
+
+def plan_memory(needs: Needs, budget: Budget, *, length: int, width: int, asked: int | None, most: int) -> MemoryPlan:
+    """The size of the pool. Arithmetic only.
+
+    Args:
+        length, width: tokens of the longest sequence and its pages: the least that a pool must hold.
+        asked: pages that the user wants; None: as many as fit, but not more than ``most``.
+
+    Raises:
+        EngineConfigError: it does not fit; the message holds the sum.
+    """
+    purpose = f"1 sequence of {length} tokens ({width} pages)" if asked is None else f"num_pages = {asked}"
+    _require_fit(needs, budget, width if asked is None else asked, purpose)
+    room = (budget.bytes - needs.fixed) // needs.page
+    return MemoryPlan(needs, budget, asked or max(width, min(room, most)))
+
+
+def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str) -> None:
+    total = needs.fixed + pages * needs.page
+    if total <= budget.bytes:
+        return
+    parts = {"weights": needs.weights, "temporaries": needs.temporaries, "sampler state": needs.sampler}
+    terms = [f"{name} {_size(size)}" for name, size in parts.items() if size]
+    raise EngineConfigError(
+        f"{' + '.join([*terms, f'{purpose} {_size(pages * needs.page)}'])} = {_size(total)} > {budget}"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 20 else f"{count / 2**20:.1f} MiB"
+
+
+# ---- what jax knows
+
+
+def plan_engine(model: Model, config: EngineConfig, platform: str) -> MemoryPlan:
+    """Size the pool of an engine, for a model whose parameters may be abstract (`jax.ShapeDtypeStruct`).
+
+    On an accelerator all memory that is left goes to the pool (within ``kv_cache_bytes``, if that is given), and XLA
+    says what the largest programs need: they are compiled for that, nothing is allocated. On a CPU the default pool is
+    bounded (`jaxinfer.config.resolve`); unless it takes all there is, the programs are asked when they are compiled
+    anyway, through `MemoryPlan.require`.
+
+    Raises:
+        EngineConfigError: a setting cannot be served, or it does not fit.
+    """
+    engine = resolve_for(model, config, platform)
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
+    held = weights if isinstance(jax.tree.leaves(model.params)[0], jax.Array) else 0
+    page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize)
+    state = _abstract_state(model, engine)
+    sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots))
+    decide = functools.partial(
+        plan_memory,
+        budget=device_budget(make_mesh().devices.flat[0], config.memory_utilization, held),
+        length=engine.max_model_len,
+        width=engine.table_width,
+        asked=config.num_pages,
+        most=engine.num_pages if platform == "cpu" else _most_pages(model, config, page),
+    )
+    if platform == "cpu":
+        plan = decide(Needs(weights, sampler, page))
+        if plan.pages == engine.num_pages:
+            return plan
+    return decide(Needs(weights, sampler, page, _temporaries(model, engine, state)))
+
+
+def device_budget(device: Any, utilization: float, held: int) -> Budget:
+    """What a device offers. ``held`` bytes of what is in use are the engine's own weights, and counted there.
+
+    A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now.
+    """
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return Budget(stats["bytes_limit"], utilization, max(0, stats["bytes_in_use"] - held))
+    return Budget(available_memory() + held, utilization)
+
+
+def available_memory(proc: pathlib.Path = pathlib.Path("/proc"), groups: pathlib.Path = pathlib.Path("/sys")) -> int:
+    """Bytes of main memory that can be had without swapping; in a container not more than its limit."""
+    limit = groups / "fs/cgroup/memory.max"
+    bounds = [int(text) for text in [_read(limit).strip()] if text.isdigit()]
+    fields = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line)
+    if "MemAvailable" in fields:
+        return min([int(fields["MemAvailable"].split()[0]) * 1024, *bounds])
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *bounds])
+
+
+def _read(path: pathlib.Path) -> str:
+    """The text of a system's file; empty where the system has none."""
+    return path.read_text() if path.is_file() else ""
+
+
+def _most_pages(model: Model, config: EngineConfig, page: int) -> int:
+    bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size))
+    return bound if config.kv_cache_bytes is None else min(bound, config.kv_cache_bytes // page)
+
+
+def _temporaries(model: Model, engine: ResolvedEngine, state: StepState) -> int:
+    mesh, limits = make_mesh(), SamplingLimits(max_logprobs=engine.max_logprobs)
+    specs = model.family.param_specs(model.config)
+    params = jax.tree.map(
+        lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec)),
+        specs,
+        model.params,
+        is_leaf=lambda x: isinstance(x, ParamSpec),
+    )
+    slots = _placed(HostSlots(engine.rows, limits).snapshot())
+    programs = make_programs(model, engine.max_logprobs, engine.multi_step)
+    largest = compile_largest(programs, engine, params, slots, state, len(model.cache_spec.groups))
+    return max(temporary_bytes(program) for program in largest)
+
+
+def _abstract_state(model: Model, engine: ResolvedEngine) -> StepState:
+    limits = SamplingLimits(max_logprobs=engine.max_logprobs)
+
+    def make() -> StepState:
+        pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
+        slots = new_state(engine.rows, model.config.vocab_size, limits)
+        return StepState(pools, jnp.zeros((engine.rows,), jnp.int32), slots)
+
+    return _placed(jax.eval_shape(make))
+
+
+def _placed(tree: Any) -> Any:
+    everywhere = replicated(make_mesh())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)

@@ -1,0 +1,78 @@
+"""Command-line flags made of a configuration's fields: name, type, default and help stand in the dataclass alone."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxinfer.config import EngineConfig
+
+_SWITCHES = {"on": True, "off": False}
+
+
+def add_engine_flags(group: argparse._ArgumentGroup, skip: Collection[str] = ()) -> None:
+    """A flag for each field of `EngineConfig` but those in ``skip``; what is not given is None.
+
+    ``enable_x`` becomes ``--enable-x`` and ``--no-enable-x``, any other truth value takes ``on`` or ``off``.
+    """
+    kinds, helps = typing.get_type_hints(EngineConfig), attribute_docs(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if field.name not in skip:
+            described = _help(helps.get(field.name, ""), field.default)
+            group.add_argument(_flag(field.name), default=None, help=described, **_kind(field.name, kinds[field.name]))
+
+
+def engine_settings(args: argparse.Namespace, skip: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of `EngineConfig` that were given on the command line."""
+    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name not in skip]
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """What the "Attributes:" section of a class's docstring says of each name, each in one line."""
+    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    docs: dict[str, str] = {}
+    for entry in re.split(r"\n(?=    \S)", section):
+        names, colon, text = entry.partition(":")
+        if colon:
+            docs |= {name.strip(): " ".join(text.split()) for name in names.split(",")}
+    return docs
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _help(text: str, default: object) -> str:
+    """With the default, unless the text speaks of it. argparse takes % for its own."""
+    plain = text.replace("``", "").replace("%", "%%")
+    if default is None or "default" in plain:
+        return plain
+    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    return f"{plain} (default: {shown})"
+
+
+def _kind(name: str, kind: Any) -> Mapping[str, Any]:
+    """argparse's options for a value of type ``kind``; None in a union only means that it may be left out."""
+    if isinstance(kind, types.UnionType):
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+    if kind is bool:
+        if name.startswith("enable_"):
+            return {"action": argparse.BooleanOptionalAction}
+        return {"type": _switch, "metavar": "on|off"}
+    if typing.get_origin(kind) is tuple:
+        return {"type": typing.get_args(kind)[0], "nargs": "+"}
+    return {"type": kind}
+
+
+def _switch(text: str) -> bool:
+    if text not in _SWITCHES:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off")
+    return _SWITCHES[text]
