@@ -1,11 +1,11 @@
-"""The XLA path of paged attention and the pool writes against the plain equation."""
+"""The XLA path of paged attention against the plain equation."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import kv_write, paged_attention
+from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention import reference
 
 SCALE = 0.3
@@ -34,7 +34,7 @@ def test_decode_equals_the_equation(kv_heads, group, head_dim, page, window):
 
 
 @pytest.mark.parametrize("window", [None, 5, 300])
-@pytest.mark.parametrize("chunks", [[(0, 1)], [(0, 32), (256, 32), (0, 0)], [(448, 20), (64, 17)]])
+@pytest.mark.parametrize("chunks", [[(0, 1)], [(0, 32), (256, 32), (0, 0)], [(448, 20), (64, 17)], [(37, 32), (3, 9)]])
 def test_prefill_equals_the_equation(chunks, window):
     page, chunk, lanes = 32, 32, len(chunks)
     pool, q = _pool(2, 50, 2, page, 16), _queries(3, lanes, chunk, 6, 16)
@@ -72,28 +72,3 @@ def test_foreign_pages_do_not_matter():
     poisoned = pool.at[jnp.array([0, 1, 2, 4, 6, 7])].set(1e3).at[5, :, :, 4:].set(-1e3)
     got = paged_attention.decode(q, poisoned, tables, lengths, scale=SCALE)
     np.testing.assert_array_equal(got, want)
-
-
-def test_write_rows_and_drop():
-    pool = _pool(8, 4, 2, 16, 8)
-    k, v = _queries(9, 3, 2, 8), _queries(10, 3, 2, 8)
-    got = kv_write.write_rows(pool, k, v, jnp.array([2, 4, 0]), jnp.array([15, 3, 1]))
-    want = np.array(pool)
-    for row, (page, offset) in enumerate([(2, 15), (4, 3), (0, 1)]):
-        if page < 4:
-            want[page, 0, :, offset], want[page, 1, :, offset] = k[row], v[row]
-    np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("chunk", [8, 16, 32])
-def test_write_pages_and_drop(chunk):
-    pool = _pool(8, 6, 2, 16, 8)
-    k, v = _queries(9, 2, chunk, 2, 8), _queries(10, 2, chunk, 2, 8)
-    pages = np.array([[3, 6], [0, 5]])[:, : -(-chunk // 16)]
-    got = np.asarray(kv_write.write_pages(pool, k, v, jnp.array(pages)))
-    n = min(chunk, 16)
-    for lane, page in enumerate((3, 0)):
-        np.testing.assert_array_equal(got[page, 0, :, :n], np.swapaxes(k[lane, :n], 0, 1))
-        np.testing.assert_array_equal(got[page, 1, :, :n], np.swapaxes(v[lane, :n], 0, 1))
-    untouched = [1, 2, 4] if chunk == 32 else [1, 2, 4, 5]
-    np.testing.assert_array_equal(got[untouched], pool[np.array(untouched)])
