@@ -77,7 +77,7 @@ def draw_request(choose: Choose, name: str, now: float) -> Request:
         priority=choose(0, 1, 2),
         tenant=choose(*TENANTS),
         cache_salt=choose("", "", "salt"),
-        deadline=choose(None, None, None, now + 3.0, now + 30.0),
+        deadline=choose(*[None] * 8, now + 3.0, now + 30.0),
     )
 
 
@@ -124,19 +124,19 @@ class World:
         """Steps within which a request is done.
 
         fcfs: the earliest of those that run always goes on, so all that came before take at most their costs one after
-        another. Before each gets its slots, those that run and came later may have to end.
+        another. Later ones may have come in while further samples of a request were held back for its prompt.
         fair: `FairQueue` says what each other tenant may get in between; a token takes two steps at most.
         """
         if self.policy == "priority":
             return float("inf")
         sizes, slots = self.loop.engine.prefill_sizes, self.loop.engine.max_num_seqs
-        dearest = 2 * LENGTH + 12
+        those = [*before, request]
+        later = slots * (2 * LENGTH + 12) * (1 + sum(other.params.n > 1 for other in those))
         if self.policy == "fcfs":
-            return sum(cost(other, sizes) + slots * dearest for other in [*before, request])
-        own = [other for other in before if other.tenant == request.tenant] + [request]
-        tokens = sum(other.params.n * LENGTH for other in own)
+            return later + sum(cost(other, sizes) for other in those)
+        tokens = sum(other.params.n * LENGTH for other in those if other.tenant == request.tenant)
         others = (len(TENANTS) - 1) * (tokens + 2 * QUANTUM + LENGTH)
-        return 4 * others + sum(cost(other, sizes) + slots * dearest for other in [*before, request])
+        return later + 2 * others + sum(cost(other, sizes) for other in those)
 
     def abort(self, name: str, index: int | None) -> None:
         samples = self.loop.outputs[name]
