@@ -1,0 +1,100 @@
+"""How a step reads and writes pools: groups, chunks from within a page, several rows of one sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, new_pools
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.types import CacheSpec, LayerSpec
+
+HEADS, KV_HEADS, DIM, PAGE, WIDTH = 4, 2, 8, 16, 6
+LENGTH = 75
+GROUPS = (LayerSpec(), LayerSpec(20))
+TABLES = np.array([[3, 9, 1, 12, 5, 0], [8, 2, 13, 4, 7, 11]], np.int32)  # one sequence, by group
+
+
+def tokens(seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return tuple(
+        jnp.asarray(rng.standard_normal((LENGTH, heads, DIM), np.float32)) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+
+def pool() -> LayerPool:
+    return new_pools(CacheSpec((LayerSpec(),), KV_HEADS, DIM), 14, PAGE, jnp.dtype("float32"))[0]
+
+
+def prefilled(layer: LayerSpec, cuts: list[int], size: int = 40) -> tuple[np.ndarray, LayerPool]:
+    """The whole sequence in chunks that begin at ``cuts``."""
+    cache, parts = pool(), []
+    q, k, v = tokens()
+    for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
+        attend = PrefillAttend(GROUPS, jnp.asarray(TABLES[:, None]), jnp.array([start]), jnp.array([end - start]))
+        padded = [
+            jnp.pad(x[start:end], ((0, size - end + start), (0, 0), (0, 0)), constant_values=9) for x in (q, k, v)
+        ]
+        mixed, cache = attend(*padded, cache, layer, 0.3)
+        parts.append(np.asarray(mixed)[: end - start])
+    return np.concatenate(parts), cache
+
+
+@pytest.mark.parametrize("layer", GROUPS)
+@pytest.mark.parametrize("cuts", [[0, 32, 64], [0, 5, 45], [0, 16, 17, 50], [0, 40]])
+def test_chunks_from_anywhere_give_contiguous_attention(layer, cuts):
+    got, _ = prefilled(layer, cuts)
+    want, _ = causal_attend(*tokens(), None, layer, 0.3)
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_each_group_has_its_own_pages():
+    for group, layer in enumerate(GROUPS):
+        _, cache = prefilled(layer, [0, 40])
+        written = np.flatnonzero(np.asarray(cache.data).any(axis=(1, 2, 3, 4)))
+        assert sorted(written) == sorted(TABLES[group, : -(-LENGTH // PAGE)])
+
+
+def test_padding_rows_write_on_no_page_of_others():
+    """A chunk of 3 tokens from slot 14 of a page ends on the next one; 37 more rows are padding."""
+    q, k, v = (jnp.pad(x[:3], ((0, 37), (0, 0), (0, 0)), constant_values=9) for x in tokens())
+    attend = PrefillAttend(GROUPS, jnp.asarray(TABLES[:, None]), jnp.array([14]), jnp.array([3]))
+    _, cache = attend(q, k, v, pool(), GROUPS[0], 0.3)
+    data = np.asarray(cache.data)
+    assert set(np.flatnonzero(data.any(axis=(1, 2, 3, 4)))) == {3, 9}
+    assert not data[3, :, :, :14].any()
+    np.testing.assert_array_equal(data[9, 0, :, 0], k[2])
+
+
+def test_a_lane_of_length_0_writes_nothing():
+    q, k, v = (x[:40] for x in tokens())
+    attend = PrefillAttend(GROUPS, jnp.asarray(TABLES[:, None]), jnp.array([5]), jnp.array([0]))
+    _, cache = attend(q, k, v, pool(), GROUPS[0], 0.3)
+    assert not np.asarray(cache.data).any()
+
+
+@pytest.mark.parametrize("layer", GROUPS)
+def test_rows_of_one_sequence_see_one_another(layer):
+    """Four rows at positions p .. p+3 in one step give the bits of four steps, whatever rows they are."""
+    q, k, v = tokens()
+    step = jax.jit(
+        lambda q, k, v, tables, positions, cache: DecodeAttend(GROUPS, tables, positions)(q, k, v, cache, layer, 0.3)
+    )
+    rows = 6
+    tables = np.repeat(TABLES[:, None], rows, axis=1)
+    start = [30, 31, 32, 33]
+    _, before = prefilled(layer, [0, 40])
+    mixed, single = [], before
+    for at in start:
+        positions = np.full(rows, -1, np.int32)
+        positions[0] = at
+        one, single = step(
+            *(jnp.broadcast_to(x[at], (rows, *x.shape[1:])) for x in (q, k, v)), tables, positions, single
+        )
+        mixed.append(one[0])
+    places, positions = [3, 0, 5, 2], np.full(rows, -1, np.int32)
+    positions[places] = start
+    at = np.maximum(positions, 0)
+    together, cache = step(q[at], k[at], v[at], tables, positions, before)
+    np.testing.assert_array_equal(np.asarray(together)[places], np.stack(mixed))
+    np.testing.assert_array_equal(cache.data, single.data)
