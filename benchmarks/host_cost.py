@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.traces import cost, record
+from benchmarks.traces import cost, record, runner_cost
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     result = measure(options)
     print(cost.table(result["rows"]))
+    if result["runner"] is not None:
+        print("\n" + runner_cost.describe(result["runner"]))
     print("\n".join(["", *cost.summary(result), *record.doubts(result)]))
     if options.out is not None:
         record.keep(result, options.out)
@@ -61,12 +63,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     quiet = record.Quiet()
     loads = [cost.Load(running, waiting, options.set) for waiting in options.waiting for running in options.sequences]
     rows = [cost.row(load, options.steps) for load in loads]
-    return record.base(options, 1, quiet.others(1)) | {"rows": rows, "verdicts": cost.verdicts(rows)}
+    runner = runner_cost.row(cost.Load(cost.GOAL_AT, 0, options.set), options.steps) if options.runner else None
+    found = {"rows": rows, "verdicts": cost.verdicts(rows), "runner": runner}
+    return record.base(options, 1, quiet.others(1)) | found
 
 
 def profile(options: argparse.Namespace) -> None:
     """Print where steps of 256 sequences spend their time."""
-    steady, profiler = cost.Steady(cost.Load(cost.GOAL_AT, max(options.waiting), options.set)), cProfile.Profile()
+    load, profiler = cost.Load(cost.GOAL_AT, max(options.waiting), options.set), cProfile.Profile()
+    steady = cost.Steady(load, cost.without_device(load))
     for _ in range(options.steps):
         steady.top_up()
         profiler.enable()

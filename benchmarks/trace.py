@@ -37,6 +37,7 @@ from benchmarks.traces.load import (
 )
 from benchmarks.traces.real import RealServer
 from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.loading import load_model
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
@@ -140,6 +141,7 @@ def _without_model(options: argparse.Namespace) -> Setup:
 
 
 def _with_model(options: argparse.Namespace) -> Setup:
+    use_compilation_cache(None)
     model = load_model(options.model, options.dtype, show_progress=False)
     trace = read(options, options.max_model_len or model.config.max_position, 16)
     return _setup(options, trace, model.config.vocab_size, lambda config: RealServer(model, config))

@@ -8,12 +8,13 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.traces.fake import FakeServer, resolved
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.types import Request, SamplingParams
 
 MAX_LEN = 2048
@@ -50,11 +51,22 @@ class Requests:
         return Request(str(next(self._numbers)), tuple(prompt.tolist()), params)
 
 
+class Schedules(Protocol):
+    """What can be put under a load."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self) -> object: ...
+
+
 class Steady:
     """A server under a load, warm: sequences are at all stages of their lives."""
 
-    def __init__(self, load: Load) -> None:
-        self.server = FakeServer(resolved(load.config, MAX_LEN))
+    def __init__(self, load: Load, server: Schedules) -> None:
+        self.server = server
         self._load, self._requests = load, Requests()
         for _ in range(OUTPUTS[1] + 2 * load.sequences):  # until those that began together have ended
             self.step()
@@ -69,6 +81,11 @@ class Steady:
         present = scheduler.running + sum(scheduler.waiting.values())
         for _ in range(self._load.sequences + self._load.waiting - present):
             self.server.add(next(self._requests))
+
+
+def without_device(load: Load) -> FakeServer:
+    """Scheduler and pages alone."""
+    return FakeServer(resolved(load.config, MAX_LEN))
 
 
 @dataclasses.dataclass
@@ -100,8 +117,8 @@ def watched_gc() -> Iterator[Pauses]:
 
 def row(load: Load, steps: int) -> dict[str, Any]:
     """Figures of ``steps`` steps, in seconds."""
-    steady = Steady(load)
-    server = steady.server
+    server = without_device(load)
+    steady = Steady(load, server)
     for seconds in (server.plan_seconds, server.commit_seconds, server.cpu_seconds):
         seconds.clear()
     with watched_gc() as pauses:
@@ -112,15 +129,15 @@ def row(load: Load, steps: int) -> dict[str, Any]:
         "sequences": load.sequences,
         "waiting": load.waiting,
         "steps": steps,
-        "plan": _spread(plan),
-        "commit": _spread(commit),
-        "step": _spread(plan + commit),
-        "cpu": _spread(np.asarray(server.cpu_seconds)),
+        "plan": spread(plan),
+        "commit": spread(commit),
+        "step": spread(plan + commit),
+        "cpu": spread(np.asarray(server.cpu_seconds)),
         "gc": {"collections": pauses.count, "longest": pauses.longest},
     }
 
 
-def _spread(seconds: np.ndarray) -> dict[str, float]:
+def spread(seconds: np.ndarray) -> dict[str, float]:
     return {"median": float(np.median(seconds)), "p99": float(np.percentile(seconds, 99)), "max": float(seconds.max())}
 
 

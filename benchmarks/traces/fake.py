@@ -58,7 +58,7 @@ class FakeServer:
         self.kv = KVManager(config)
         # Each prefill size a class of its own: the most cautious answer that a device can give.
         classes = {size: number for number, size in enumerate(engine.prefill_sizes)}
-        self.scheduler = Scheduler(engine, self.kv, classes, clock=self.now)
+        self.scheduler: Scheduler = Scheduler(engine, self.kv, classes, clock=self.now)
         self.plan_seconds: list[float] = []
         self.commit_seconds: list[float] = []
         self.cpu_seconds: list[float] = []

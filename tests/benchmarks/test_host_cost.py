@@ -38,12 +38,14 @@ def test_verdicts() -> None:
 
 
 def test_the_load_is_steady() -> None:
-    steady = cost.Steady(cost.Load(8, 20))
+    load = cost.Load(8, 20)
+    server = cost.without_device(load)
+    steady = cost.Steady(load, server)
     for _ in range(50):
         steady.step()
-        scheduler = steady.server.scheduler
+        scheduler = server.scheduler
         assert (scheduler.running, sum(scheduler.waiting.values())) in [(8, 20), (7, 20), (8, 19), (7, 21), (8, 18)]
-    lengths = {len(sequence.tokens) for sequence in steady.server.scheduler._running.values()}
+    lengths = {len(sequence.tokens) for sequence in server.scheduler._running.values()}
     assert len(lengths) > 4
 
 
@@ -66,3 +68,13 @@ def test_the_command(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out.splitlines()
     assert len({line.count("|") for line in printed[:6]}) == 1
     assert printed[2].startswith("| 4 | 0 | ")
+
+
+@pytest.mark.slow
+def test_the_runner_with_programs_that_do_nothing(tmp_path: pathlib.Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--sequences", "4", "--waiting", "0", "--steps", "20", "--runner", "--out", str(out)]
+    assert host_cost.main(arguments) == 0
+    found = json.loads(out.read_text())["runner"]
+    assert found["sequences"] == 256
+    assert 0 < found["launch"]["median"] < found["runner"]["median"]

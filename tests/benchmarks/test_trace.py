@@ -133,6 +133,7 @@ def test_with_a_model(traces: pathlib.Path, tiny: pathlib.Path) -> None:
     assert result["outstanding"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["static", "exactness", "async", "multi-step"])
 def test_comparisons_with_a_model(traces: pathlib.Path, tiny: pathlib.Path, mode: str) -> None:
     result = run(traces, "azure", "--model", str(tiny), "--set", "prefill_sizes=[16]", "--compare", mode)
@@ -140,6 +141,7 @@ def test_comparisons_with_a_model(traces: pathlib.Path, tiny: pathlib.Path, mode
     assert all(runs[0]["output_tokens"] == sum(OUTPUTS) for runs in result["runs"].values())
 
 
+@pytest.mark.slow
 def test_a_warm_prefix_with_a_model(traces: pathlib.Path, tiny: pathlib.Path) -> None:
     result = run(
         traces,
