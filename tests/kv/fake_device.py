@@ -113,3 +113,16 @@ class FakeDevice:
             for at in range(first, sequence.launched):
                 found = self.pages[group][table[at // self.size]][at % self.size]
                 assert found == sequence.expected[at], f"group {group}: position {at} of {sequence.launched} is wrong"
+
+
+def check_order(kv: KVManager) -> None:
+    """In a group without a window: no page is cached without the one above it, which is evicted later."""
+    for group in (group for group, window in enumerate(kv.config.windows) if window is None):
+        pool = kv._store.pools[group]
+        order = {page: index for index, page in enumerate(pool.eviction_order())}
+        for node in kv._store.tree.nodes():
+            if node.pages[group] < 0 or node.parent.parent is None:
+                continue
+            above, below = node.parent.pages[group], node.pages[group]
+            assert above >= 0, f"page {below} cannot be found without the one above it"
+            assert above not in order or order.get(below, len(order)) < order[above], f"{above} goes before {below}"

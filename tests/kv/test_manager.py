@@ -290,6 +290,35 @@ def test_a_child_publishes_on_from_its_parent():
     kv.check()
 
 
+def test_a_child_cannot_publish_what_is_known_under_another_key():
+    kv = manager()
+    serve(kv, 0, sequence(PROMPT[:8]))
+    assert kv.fork(0, 1, 8)
+    other = sequence(PROMPT[:8], salt=b"tenant")
+    kv.publish(1, other.keys, other.codes, 8)
+    assert match(kv, other).tokens == 0
+    kv.check()
+
+
+def test_nothing_is_found_below_a_page_that_is_lost():
+    kv = manager(pages=6)
+    known = sequence(PROMPT[:4])
+    serve(kv, 2, known)
+    new = sequence(PROMPT[:8])
+    assert kv.admit(0, None, 8)
+    kv.take_moves()
+    assert kv.fork(0, 1, 8)  # holds the first page that slot 0 gives up for the known one
+    kv.publish(0, new.keys, new.codes, 8)
+    kv.release(0)
+    kv.release(2)
+    assert kv.match(new.keys, new.codes, 8).tokens == 8
+    assert kv.admit(3, None, 16)
+    assert kv.match(new.keys, new.codes, 8).tokens == 0
+    kv.publish(1, new.keys, new.codes, 8)
+    assert kv.match(new.keys, new.codes, 8).tokens == 8
+    kv.check()
+
+
 # ---- windows
 
 
@@ -474,6 +503,52 @@ def test_the_oldest_on_the_host_gives_way_to_a_newer():
     kv.check()
 
 
+def test_what_was_evicted_last_stays_longest_on_the_host():
+    kv = manager(pages=2, host_pages=2)
+    first, second = sequence(PROMPT[:4]), sequence(range(50, 54))
+    served(kv, first)
+    served(kv, second)
+
+    def fill(*found):
+        for slot, one in enumerate(found):
+            assert kv.admit(slot, kv.match(one.keys, one.codes, 4), 4)
+        kv.take_moves()
+        for slot in range(len(found)):
+            kv.release(slot)
+
+    assert kv.admit(0, None, 8)
+    kv.take_moves()
+    kv.release(0)
+    fill(second, first)  # both are back, and on the host too
+    fill(first)
+    assert kv.admit(0, None, 8)  # evicts the second, then the first; nothing is exported
+    assert kv.take_moves()[0] == []
+    third = sequence(range(70, 74))
+    kv.release(0)
+    served(kv, third)
+    assert kv.admit(0, None, 8)
+    assert kv.match(second.keys, second.codes, 4).tokens == 0
+    assert kv.match(first.keys, first.codes, 4).tokens == 4
+
+
+def test_a_page_that_is_on_its_way_is_not_swapped():
+    kv = manager(pages=8, host_pages=8)
+    new = sequence(PROMPT[:8])
+    served(kv, new)
+    assert kv.admit(0, None, 32)
+    kv.take_moves()
+    kv.release(0)
+    assert kv.admit(0, None, 8)  # computes what is on the host
+    kv.take_moves()
+    assert kv.admit(1, kv.match(new.keys, new.codes, 8), 8)
+    kv.publish(0, new.keys, new.codes, 8)
+    assert kv.tables[0, 0, :2].tolist() == kv.tables[0, 1, :2].tolist()
+    assert kv.swap_out(0, 8) is None
+    kv.take_moves()
+    assert kv.swap_out(0, 8) is not None
+    kv.check()
+
+
 def test_an_export_holds_all_groups():
     kv = manager(pages=2, host_pages=2, windows=(None, 6))
     served(kv, sequence(PROMPT[:4]))
@@ -518,13 +593,9 @@ def _wrong_count(kv):
     kv._counts[0] += 1
 
 
-def _parent_first(kv):
-    kv._store.pools[0].touch(kv._store.pools[0].oldest())
-
-
 DAMAGE = [
     _lost_reference, _wrong_table, _shared_writable, _unknown_to_the_tree, _pins, _window_gap, _host_page_lost,
-    _wrong_count, _parent_first,
+    _wrong_count,
 ]  # fmt: skip
 
 
