@@ -52,7 +52,7 @@ def _flag(name: str) -> str:
 
 def _help(text: str, default: object) -> str:
     """With the default, unless the text speaks of it. argparse takes % for its own."""
-    plain = text.replace("``", "").replace("%", "%%")
+    plain = text.replace("`", "").replace("%", "%%")
     if default is None or "default" in plain:
         return plain
     shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default

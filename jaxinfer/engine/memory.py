@@ -120,8 +120,8 @@ def plan_engine(model: Model, config: EngineConfig, platform: str) -> MemoryPlan
 
     On an accelerator all memory that is left goes to the pool (within ``kv_cache_bytes``, if that is given), and XLA
     says what the largest programs need: they are compiled for that, nothing is allocated. On a CPU the default pool is
-    bounded (`jaxinfer.config.resolve`); unless it takes all there is, the programs are asked when they are compiled
-    anyway, through `MemoryPlan.require`.
+    bounded (`jaxinfer.config.resolve`); where all that leaves half of the memory, the programs are asked when they are
+    compiled anyway, through `MemoryPlan.require`.
 
     Raises:
         EngineConfigError: a setting cannot be served, or it does not fit.
@@ -132,19 +132,23 @@ def plan_engine(model: Model, config: EngineConfig, platform: str) -> MemoryPlan
     page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize)
     state = _abstract_state(model, engine)
     sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots))
+    budget = device_budget(make_mesh().devices.flat[0], config.memory_utilization, held)
+    most = engine.num_pages if platform == "cpu" else _most_pages(model, config, page)
     decide = functools.partial(
         plan_memory,
-        budget=device_budget(make_mesh().devices.flat[0], config.memory_utilization, held),
+        budget=budget,
         length=engine.max_model_len,
         width=engine.table_width,
         asked=config.num_pages,
-        most=engine.num_pages if platform == "cpu" else _most_pages(model, config, page),
+        most=most,
     )
-    if platform == "cpu":
-        plan = decide(Needs(weights, sampler, page))
-        if plan.pages == engine.num_pages:
-            return plan
-    return decide(Needs(weights, sampler, page, _temporaries(model, engine, state)))
+    plan = decide(Needs(weights, sampler, page))
+    if platform == "cpu" and 2 * (plan.needs.fixed + plan.pages * page) <= budget.bytes:
+        return plan
+    # More pages allow wider programs.
+    roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
+    temporaries = _temporaries(model, resolve_for(model, roomy, platform), state)
+    return decide(Needs(weights, sampler, page, temporaries))
 
 
 def device_budget(device: Any, utilization: float, held: int) -> Budget:

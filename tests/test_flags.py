@@ -1,0 +1,100 @@
+"""Flags of the command line, made of `EngineConfig`."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.flags import add_engine_flags, attribute_docs, engine_settings
+
+FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
+
+
+def parse(*arguments: str, skip: tuple[str, ...] = ()) -> dict[str, object]:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser.add_argument_group("engine"), skip)
+    return engine_settings(parser.parse_args(arguments), skip)
+
+
+def test_what_is_not_given_is_left_to_the_configuration():
+    assert parse() == {}
+    assert EngineConfig(**parse()) == EngineConfig()
+
+
+EVERY = {
+    "max_model_len": (["--max-model-len", "128"], 128),
+    "max_num_seqs": (["--max-num-seqs", "3"], 3),
+    "max_num_batched_tokens": (["--max-num-batched-tokens", "512"], 512),
+    "page_size": (["--page-size", "16"], 16),
+    "num_pages": (["--num-pages", "99"], 99),
+    "kv_cache_bytes": (["--kv-cache-bytes", "1000"], 1000),
+    "memory_utilization": (["--memory-utilization", "0.5"], 0.5),
+    "prefill_sizes": (["--prefill-sizes", "16", "64"], (16, 64)),
+    "max_prefill_rows": (["--max-prefill-rows", "64"], 64),
+    "max_logprobs": (["--max-logprobs", "0"], 0),
+    "enable_prefix_caching": (["--no-enable-prefix-caching"], False),
+    "swap_space_gib": (["--swap-space-gib", "0"], 0.0),
+    "scheduling_policy": (["--scheduling-policy", "fair"], "fair"),
+    "max_waiting_requests": (["--max-waiting-requests", "7"], 7),
+    "max_waiting_tokens": (["--max-waiting-tokens", "70"], 70),
+    "async_scheduling": (["--async-scheduling", "off"], False),
+    "batching": (["--batching", "static"], "static"),
+    "multi_step": (["--multi-step", "4"], 4),
+    "speculative": (["--speculative", "ngram"], "ngram"),
+    "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),
+    "prompt_lookup_min": (["--prompt-lookup-min", "1"], 1),
+    "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
+    "exactness": (["--exactness", "relaxed"], "relaxed"),
+    "seed": (["--seed", "5"], 5),
+}
+
+
+def test_every_field_is_tried_below():
+    assert sorted(EVERY) == sorted(FIELDS)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_flag_sets_its_field_and_no_other(field):
+    arguments, value = EVERY[field]
+    settings = parse(*arguments)
+    assert settings == {field: value}
+    assert type(settings[field]) is type(value)
+    assert getattr(EngineConfig(**settings), field) == value
+
+
+def test_switches_go_both_ways():
+    assert parse("--enable-prefix-caching") == {"enable_prefix_caching": True}
+    assert parse("--async-scheduling", "on") == {"async_scheduling": True}
+
+
+@pytest.mark.parametrize("arguments", [["--async-scheduling", "maybe"], ["--page-size", "x"], ["--no-such-flag"]])
+def test_a_value_of_the_wrong_kind_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(*arguments)
+    assert left.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_skipped_field_has_no_flag(capsys):
+    assert parse("--page-size", "16", skip=("seed",)) == {"page_size": 16}
+    with pytest.raises(SystemExit):
+        parse("--seed", "5", skip=("seed",))
+    assert "--seed" in capsys.readouterr().err
+
+
+def test_every_flag_is_explained(capsys):
+    docs = attribute_docs(EngineConfig)
+    assert sorted(docs) == sorted(FIELDS)
+    assert all(docs.values())
+    assert docs["max_waiting_tokens"] == docs["max_waiting_requests"]
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser.add_argument_group("engine"))
+    shown = " ".join(parser.format_help().split())
+    assert "tokens per KV page, a power of two. (default: 64)" in shown
+    assert "Off: for debugging. (default: on)" in shown
+    assert "`" not in shown
+
+
+def test_a_class_without_documentation_has_flags_without_help():
+    assert attribute_docs(type("Bare", (), {})) == {}
