@@ -502,6 +502,18 @@ def test_the_device_stops_early_when_a_sequence_ends():
     assert loop.device.computed["decode"] == length + 30
 
 
+def test_who_runs_several_steps_is_planned_again_when_they_are_read():
+    loop = make_loop(multi_step=4)
+    request, _ = eos_request(loop, 6)
+    loop.add(request)
+    loop.add(make_request("b", 5, 30))
+    before = 1
+    while loop.busy:
+        plan = loop.step()
+        assert before == 1 or not plan.decodes
+        before = plan.steps
+
+
 def test_one_step_only_while_somebody_waits_or_a_prompt_advances():
     loop = make_loop(multi_step=4, max_num_seqs=2, max_num_batched_tokens=18, async_scheduling=False)
     loop.add(make_request("a", 5, 20))
@@ -546,6 +558,7 @@ def test_static_batching_admits_nobody_until_all_have_ended():
 def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(unchecked):
     rng = random.Random(7)
     loop = make_loop(max_num_seqs=8, max_num_batched_tokens=40, num_pages=32, host_pages=4)
+    objects = []
     for number in range(10_000):
         n = 2 if rng.random() < 0.1 else 1
         loop.add(make_request(str(number), rng.randrange(1, 12), rng.randrange(1, 4), n=n, seed=number))
@@ -555,12 +568,23 @@ def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(unchecked
             loop.step()
         for name in [name for name in loop.outputs if name not in loop.live][:-32]:
             del loop.outputs[name]
-    loop.drain()
+        if number in (4_999, 9_999):
+            loop.drain()
+            objects.append(things_alive(loop))
     assert loop.kv.usage().held == 0
     assert loop.scheduler._requests == {}
     assert not loop.scheduler._running
     assert not len(loop.scheduler._queue)
     assert not loop.scheduler._filled
+    assert abs(objects[1] - objects[0]) < 100, "what is alive does not grow with what has been served"
+
+
+def things_alive(loop: Loop) -> int:
+    """Objects that the garbage collector knows while nothing runs."""
+    loop.outputs.clear()
+    loop.kv.reset_prefix_cache()
+    gc.collect()
+    return len(gc.get_objects())
 
 
 def test_no_sequence_outlives_its_request():
