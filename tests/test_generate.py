@@ -10,8 +10,10 @@ import sys
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.generate import main
 from jaxinfer.loading import load_model, model_folder
+from jaxinfer.types import RequestError
 
 FAST = ["--max-model-len", "128", "--temperature", "0", "--max-tokens", "12"]
 
@@ -59,6 +61,43 @@ def test_json_gives_one_object_a_prompt(capsys):
             assert len(sample["logprobs"]) == len(sample["token_ids"])
             assert sample["finish_reason"] in ("length", "stop")
             assert {"token_id", "logprob", "rank", "decoded_token"} == sample["logprobs"][0][0].keys()
+
+
+def test_engine_flags_reach_the_engine(monkeypatch):
+    seen = {}
+
+    def make(model, dtype, *, config, check_finite, compilation_cache_dir):
+        seen.update(model=model, config=config, cache=compilation_cache_dir)
+        raise RequestError("enough")
+
+    monkeypatch.setattr("jaxinfer.generate.LLM", make)
+    flags = [
+        "--page-size",
+        "16",
+        "--no-enable-prefix-caching",
+        "--async-scheduling",
+        "off",
+        "--memory-utilization",
+        "0.5",
+    ]
+    assert main(["--model", "demo-draft", "--prompt", "A", "--prompt", "B", "--compilation-cache-dir", "", *flags]) == 2
+    assert seen == {
+        "model": "demo-draft",
+        "cache": "",
+        "config": EngineConfig(
+            max_num_seqs=2,
+            page_size=16,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            memory_utilization=0.5,
+        ),
+    }
+
+
+def test_other_modes_give_the_same_text(capsys):
+    want = run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST)
+    modes = ["--async-scheduling", "off", "--batching", "static", "--no-enable-prefix-caching", "--swap-space-gib", "0"]
+    assert run(capsys, "--model", "demo-draft", "--prompt", "ROMEO:", *FAST, *modes) == want
 
 
 def test_a_prompt_file_and_stdin(capsys, tmp_path, monkeypatch):
@@ -169,6 +208,8 @@ def test_a_bad_folder_is_one_sentence_and_exit_code_2(capsys, folder, spoil, wor
         (["--max-tokens", "0"], ["max_tokens", "0"]),
         (["--logprobs", "1000"], ["logprobs", "1000"]),
         (["--max-model-len", "100000"], ["max_model_len", "100000"]),
+        (["--scheduling-policy", "lifo"], ["scheduling_policy", "lifo", "fcfs"]),
+        (["--num-pages", "1000000000"], ["num_pages", "1000000000", "GiB", "memory_utilization"]),
         (["--prompt-file", "no/such/file"], ["no/such/file"]),
         (["--model", "no/such/folder/at/all"], ["no/such/folder/at/all"]),
     ],

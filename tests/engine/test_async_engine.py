@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError, _merged
+from jaxinfer.llm import LLM
 from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SamplingParams, SequenceDelta
+from tests.fakes import random_model
 
 SLOTS, CHUNK, QUEUE = 8, 4, 2000
 
@@ -609,3 +611,31 @@ def test_whoever_leaves_whenever_others_get_their_tokens_and_nothing_is_left(pla
             assert nothing_is_left(served, fake)
 
     asyncio.run(main())
+
+
+# ---- with a model
+
+
+def test_a_model_serves_clients_as_llm_does():
+    llm = LLM(random_model(num_hidden_layers=1), max_num_seqs=3, prefill_sizes=(16,), page_size=16, max_model_len=96)
+    prompts = [[1 + i, 2, 3 + i] * (1 + 2 * (i % 4)) for i in range(12)]
+    params = [SamplingParams(seed=i, max_tokens=4 + i, n=1 + i % 2, logprobs=2 if i % 3 else None) for i in range(12)]
+    want = llm.generate(prompts, params)
+
+    async def main():
+        requests = [Request(f"r{i}", tuple(prompts[i]), params[i]) for i in range(12)]
+        async with AsyncEngine(llm.engine) as served:
+            leaver = asyncio.create_task(
+                collect(served, Request("leaver", (5,) * 40, SamplingParams(max_tokens=50)), 3)
+            )
+            got = await asyncio.gather(*(collect(served, request) for request in requests))
+            await leaver
+            await served.check()
+            stats = await served.stats()
+            assert await served.reset_prefix_cache() > 0
+            return got, stats
+
+    got, stats = asyncio.run(main())
+    assert got == [{sample.index: sample.token_ids for sample in output.outputs} for output in want]
+    assert (stats.running, sum(stats.waiting.values()), stats.kv.held) == (0, 0, 0)
+    assert not llm.engine.has_work

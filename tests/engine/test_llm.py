@@ -1,14 +1,16 @@
 """`LLM` as its users call it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.config import EngineConfigError
+from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.compilations import count_compilations
-from jaxinfer.llm import LLM
-from jaxinfer.types import RequestError, SamplingParams
+from jaxinfer.llm import LLM, _with_settings
+from jaxinfer.types import QueueFullError, RequestError, SamplingParams
 from tests.fakes import mixed_params, random_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
@@ -139,11 +141,40 @@ def test_bad_requests_disturb_nobody(llm, prompt, params, message):
         ({"num_pages": 2}, "num_pages = 2 must hold one sequence"),
         ({"max_num_batched_tokens": 100}, "max_num_batched_tokens = 100"),
         ({"prefill_sizes": (32, 16)}, "prefill_sizes"),
+        ({"memory_utilization": 0.0}, "memory_utilization = 0.0"),
+        ({"memory_utilization": 1.5}, "memory_utilization = 1.5"),
+        ({"memory_utilization": 1e-9}, "weights .* sequence of 256 tokens .*memory_utilization"),
+        ({"num_pages": 10**9}, "num_pages = 1000000000 .* GiB .*memory_utilization"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy = lifo must be one of fcfs, priority, fair"),
+        ({"exactness": "mostly"}, "exactness = mostly"),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_max = 2"),
+        ({"swap_space_gib": -1.0}, "swap_space_gib = -1.0"),
     ],
 )
 def test_bad_settings_name_the_setting(changes, message):
     with pytest.raises(EngineConfigError, match=message):
         LLM(random_model(), compilation_cache_dir="", **changes)
+
+
+def test_an_unknown_setting_is_an_error():
+    with pytest.raises(TypeError, match="max_sequences"):
+        LLM(random_model(), compilation_cache_dir="", max_sequences=3)
+
+
+def test_settings_stand_above_the_configuration():
+    base = EngineConfig(max_num_seqs=3, max_model_len=64, page_size=16)
+    config = _with_settings(base, {"max_num_seqs": 2, "prefill_sizes": [16]})
+    assert config == EngineConfig(max_num_seqs=2, max_model_len=64, page_size=16, prefill_sizes=(16,))
+
+
+def test_a_full_queue_takes_all_prompts_or_none(llm, monkeypatch):
+    scheduler = llm.engine._scheduler
+    limited = dataclasses.replace(scheduler._engine, max_waiting_requests=2)
+    monkeypatch.setattr(scheduler, "_engine", limited)
+    with pytest.raises(QueueFullError, match="max_waiting_requests = 2"):
+        llm.generate([[1], [2], [3]], GREEDY)
+    assert not llm.engine.has_work
+    assert len(llm.generate([[1], [2]], GREEDY)) == 2
 
 
 def test_an_interrupted_run_leaves_nothing_behind(llm):
