@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,11 +40,6 @@ class Setup:
     pool_share: float = 0.25
     prefix_len: int = 1024
 
-    def serve(self, server: Server, number: int, outstanding: int | None = None) -> Replayed:
-        """Round ``number``."""
-        incoming = arrivals(self.trace, self.vocab, self.seed + number, self.speed)
-        return replay(server, incoming, outstanding=outstanding or self.outstanding)
-
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
@@ -59,19 +54,32 @@ class Goal:
 
 
 def static_batching(setup: Setup) -> dict[str, Any]:
-    """Continuous over static batching, as a share of what the lengths allow."""
-    changes = {"continuous": {"batching": "continuous"}, "static": {"batching": "static"}}
-    record = in_turns(setup, changes)
-    outputs = [request.output_len for request in setup.trace.requests]
-    bound = BatchingBound.of(outputs, setup.config.max_num_seqs)
-    ratio = record["ratio"]["median"]
-    return record | {
+    """Continuous over static batching, as a share of what the lengths allow. Prompts cost both the same; what is left
+    without them is told apart by serving the prompts alone."""
+    servers = _open(setup, {"continuous": {"batching": "continuous"}, "static": {"batching": "static"}})
+    requests = tuple(dataclasses.replace(request, output_len=1) for request in setup.trace.requests)
+    prompts = Way(servers["continuous"], dataclasses.replace(setup.trace, requests=requests), seed=_OTHER_PROMPTS)
+    ways = {name: Way(server, setup.trace) for name, server in servers.items()}
+    runs = _turns(setup, ways | {"prompts alone": prompts}, setup.outstanding)
+    bound = BatchingBound.of([request.output_len for request in setup.trace.requests], setup.config.max_num_seqs)
+    ratio, decoding = _ratio(runs["continuous"], runs["static"]), _decoding_ratio(runs)
+    return {
+        "ratio": dataclasses.asdict(ratio),
+        "runs": _figures(runs),
         "bound": bound.ratio,
         "bound_of_a_run_that_ends": bound.ratio_here,
-        "share_of_a_run_that_ends": ratio / bound.ratio_here,
-        "steps_ratio": record["runs"]["static"][0]["steps"] / record["runs"]["continuous"][0]["steps"],
-        "verdict": Goal(0.85).judge(ratio / bound.ratio),
+        "share_of_a_run_that_ends": ratio.median / bound.ratio_here,
+        "decoding_ratio": decoding,
+        "decoding_share": decoding / bound.ratio,
+        "steps_ratio": runs["static"][0].steps / runs["continuous"][0].steps,
+        "verdict": Goal(0.85).judge(ratio.median / bound.ratio),
     }
+
+
+def _decoding_ratio(runs: Mapping[str, list[Replayed]]) -> float:
+    """Seconds of static over continuous batching, those of the prompts taken off both."""
+    rounds = zip(runs["continuous"], runs["static"], runs["prompts alone"], strict=True)
+    return statistics.median((b.seconds - p.seconds) / (a.seconds - p.seconds) for a, b, p in rounds)
 
 
 def exactness(setup: Setup) -> dict[str, Any]:
@@ -95,23 +103,48 @@ def multi_step(setup: Setup) -> dict[str, Any]:
 def in_turns(
     setup: Setup, changes: Mapping[str, Mapping[str, Any]], *, outstanding: int | None = None
 ) -> dict[str, Any]:
-    """Rounds in which two servers take turns, the first one being first in every other round, on prompts that are new
-    in each round and the same for both. The ratio of output tokens a second is taken round by round.
+    """Two servers beside each other; the ratio of their output tokens a second is taken round by round.
 
     Args:
         changes: settings of the first server, whose rate is divided by the second's, and of the second.
     """
-    servers = {name: setup.open(dataclasses.replace(setup.config, **change)) for name, change in changes.items()}
-    runs: dict[str, list[Replayed]] = {name: [] for name in servers}
+    ways = {name: Way(server, setup.trace) for name, server in _open(setup, changes).items()}
+    runs = _turns(setup, ways, outstanding or setup.outstanding)
+    return {"ratio": dataclasses.asdict(_ratio(*runs.values())), "runs": _figures(runs)}
+
+
+class Way(NamedTuple):
+    """What takes its turn in each round: a server, and what it serves."""
+
+    server: Server
+    trace: Trace
+    seed: int = 0  # of its prompts; equal ones are equal prompts
+
+
+_OTHER_PROMPTS = 1 << 20  # a seed that no round reaches
+
+
+def _open(setup: Setup, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Server]:
+    return {name: setup.open(dataclasses.replace(setup.config, **change)) for name, change in changes.items()}
+
+
+def _turns(setup: Setup, ways: Mapping[str, Way], outstanding: int | None) -> dict[str, list[Replayed]]:
+    """Rounds with new prompts, in every other one in reversed order."""
+    runs: dict[str, list[Replayed]] = {name: [] for name in ways}
     for number in range(setup.rounds):
-        order = list(servers) if number % 2 == 0 else list(servers)[::-1]
-        for name in order:
-            runs[name].append(setup.serve(servers[name], number, outstanding))
-    first, second = ([run.rate for run in runs[name]] for name in servers)
-    return {
-        "ratio": dataclasses.asdict(ratios(first, second)),
-        "runs": {name: [run.figures() for run in each] for name, each in runs.items()},
-    }
+        for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
+            way = ways[name]
+            incoming = arrivals(way.trace, setup.vocab, setup.seed + way.seed + number, setup.speed)
+            runs[name].append(replay(way.server, incoming, outstanding=outstanding))
+    return runs
+
+
+def _ratio(first: list[Replayed], second: list[Replayed]) -> Spread:
+    return ratios([run.rate for run in first], [run.rate for run in second])
+
+
+def _figures(runs: Mapping[str, list[Replayed]]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [run.figures() for run in each] for name, each in runs.items()}
 
 
 def against_lru(setup: Setup) -> dict[str, Any]:
@@ -128,14 +161,14 @@ def against_lru(setup: Setup) -> dict[str, Any]:
     if not ideal.hits:
         raise TraceError(f"the prompts of the {trace.name} trace share no page: nothing to compare")
     server = setup.open(dataclasses.replace(setup.config, num_pages=pages, swap_space_gib=0.0))
-    served = setup.serve(server, 0)
+    runs = _turns(dataclasses.replace(setup, rounds=1), {"served": Way(server, trace)}, setup.outstanding)
     return {
         "unique_pages": unique,
         "pool_pages": pages,
         "lru": dataclasses.asdict(ideal) | {"rate": ideal.rate},
         "lru_without_limit": dataclasses.asdict(unlimited) | {"rate": unlimited.rate},
-        "runs": {"served": [served.figures()]},
-        "verdict": Goal(0.90).judge(served.counters.hits / ideal.hits),
+        "runs": _figures(runs),
+        "verdict": Goal(0.90).judge(runs["served"][0].counters.hits / ideal.hits),
     }
 
 
@@ -176,9 +209,5 @@ MODES: Mapping[str, Callable[[Setup], dict[str, Any]]] = {
 
 def plain(setup: Setup) -> dict[str, Any]:
     """The trace as it is, round by round."""
-    server = setup.open(setup.config)
-    runs = [setup.serve(server, number) for number in range(setup.rounds)]
-    return {
-        "rate": dataclasses.asdict(Spread.of([run.rate for run in runs])),
-        "runs": {"served": [r.figures() for r in runs]},
-    }
+    runs = _turns(setup, {"served": Way(setup.open(setup.config), setup.trace)}, setup.outstanding)
+    return {"rate": dataclasses.asdict(Spread.of([run.rate for run in runs["served"]])), "runs": _figures(runs)}

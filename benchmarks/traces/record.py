@@ -97,6 +97,8 @@ def _comparison(result: Mapping[str, Any]) -> list[str]:
         "bound_of_a_run_that_ends",
         "share_of_a_run_that_ends",
         "steps_ratio",
+        "decoding_ratio",
+        "decoding_share",
         "unique_pages",
         "pool_pages",
     )

@@ -97,7 +97,14 @@ def test_static_batching_on_a_perfect_server_is_its_bound() -> None:
     assert result["share_of_a_run_that_ends"] == pytest.approx(1.0)
     assert result["verdict"]["figure"] == pytest.approx(bound.ratio_here / bound.ratio)
     assert result["verdict"]["reached"]
-    assert len(result["runs"]["static"]) == 3
+    assert {name: len(runs) for name, runs in result["runs"].items()} == {
+        "continuous": 3,
+        "static": 3,
+        "prompts alone": 3,
+    }
+    alone, whole, static = (result["runs"][name][0] for name in ("prompts alone", "continuous", "static"))
+    assert (alone["output_tokens"], alone["seconds"]) == (8, 4.0)  # eight requests of a token, two at a time
+    assert result["decoding_ratio"] == pytest.approx((static["seconds"] - 4.0) / (whole["seconds"] - 4.0))
 
 
 def test_turns_alternate_and_each_round_has_new_prompts() -> None:
