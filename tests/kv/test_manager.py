@@ -5,7 +5,7 @@ import pytest
 
 from jaxinfer.kv.manager import KVConfig, KVManager, KVUsage
 from jaxinfer.kv.moves import Copy, Export, Import
-from tests.kv.fake_device import FakeDevice, FakeSequence
+from tests.kv.fake_device import FakeDevice, FakeSequence, check_order
 
 PAGE = 4
 PROMPT = list(range(10, 27))  # four pages and a token
@@ -292,9 +292,10 @@ def test_a_child_publishes_on_from_its_parent():
 
 def test_a_child_cannot_publish_what_is_known_under_another_key():
     kv = manager()
-    serve(kv, 0, sequence(PROMPT[:8]))
+    known, other = sequence(PROMPT[:8]), sequence(PROMPT[:8], salt=b"tenant")
+    assert kv.admit(0, None, 8)
     assert kv.fork(0, 1, 8)
-    other = sequence(PROMPT[:8], salt=b"tenant")
+    kv.publish(0, known.keys, known.codes, 8)
     kv.publish(1, other.keys, other.codes, 8)
     assert match(kv, other).tokens == 0
     kv.check()
@@ -529,6 +530,51 @@ def test_what_was_evicted_last_stays_longest_on_the_host():
     assert kv.admit(0, None, 8)
     assert kv.match(second.keys, second.codes, 4).tokens == 0
     assert kv.match(first.keys, first.codes, 4).tokens == 4
+
+
+def test_a_better_copy_replaces_the_one_on_the_host():
+    kv = manager(host_pages=4, windows=(None, 6))
+    new = sequence(PROMPT[:8])
+    for whole in (False, True):
+        served(kv, new)
+        if not whole:
+            kv._store._evict(1), kv._store._evict(1)  # the window's pages alone
+        kv._store._evict(0), kv._store._evict(0)
+        assert [move.source[1] >= 0 for move in kv.take_moves()[0]] == [whole] * 2
+        assert kv.match(new.keys, new.codes, 8).tokens == (8 if whole else 0)
+        kv.check()
+
+
+def test_a_path_on_its_way_stays_whole():
+    kv = manager(pages=4, host_pages=8)
+    new = sequence(PROMPT[:12])
+    served(kv, new)
+    assert kv.admit(0, None, 12)  # evicts the last two pages
+    kv.take_moves()
+    kv.release(0)
+    assert kv.admit(0, kv.match(new.keys, new.codes, 12), 12)
+    kv.release(0)
+    assert not kv.admit(0, None, 8), "one page is free, the path waits for its bytes"
+    assert len(kv.take_moves()[2]) == 2
+    assert kv.admit(0, None, 8)
+    assert kv.match(new.keys, new.codes, 12).tokens == 12
+    kv.check()
+
+
+def test_a_leaf_is_evicted_first_also_if_it_came_with_its_parent():
+    kv = manager(pages=2, host_pages=2)
+    new = sequence(PROMPT[:8])
+    served(kv, new)
+    assert kv.admit(0, None, 8)
+    kv.take_moves()
+    kv.release(0)
+    assert kv.admit(0, kv.match(new.keys, new.codes, 8), 8)
+    first = int(kv.tables[0, 0, 0])
+    kv.release(0)
+    kv.take_moves()
+    assert kv.admit(0, None, 4)
+    assert kv.tables[0, 0, 0] != first
+    check_order(kv)
 
 
 def test_a_page_that_is_on_its_way_is_not_swapped():
