@@ -13,7 +13,9 @@ from tests.fakes import random_model
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def engine(request) -> Engine:
-    config = EngineConfig(max_num_seqs=4, page_size=16, num_pages=1031, max_model_len=96, prefill_sizes=(16, 32))
+    config = EngineConfig(
+        max_num_seqs=4, page_size=16, num_pages=1031, max_model_len=96, prefill_sizes=(16, 32), multi_step=3
+    )
     return Engine(random_model(request.param), config, "cpu")
 
 
@@ -21,7 +23,12 @@ def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:
     run = engine._runner._run
     return {
         "decode": run.decode,
+        "decode_many": run.decode_many,
         "logprobs": run.prefill_logprobs,
+        "copy": run.copy,
+        "restore": run.restore,
+        "admit": run.admit,
+        "resume": run.resume,
         **{f"prefill {n}": p for n, p in run.prefill.items()},
     }
 

@@ -1,10 +1,16 @@
-"""Chunks that share a program, and the proof that it changes no bit."""
+"""Programs that stand in for others, and the proof that this changes no bit."""
+
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.engine.exactness import proved_lanes
+from jaxinfer.engine.compiled import CompiledPrograms
+from jaxinfer.engine.exactness import Proofs
+from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.step import StepState
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams
 from tests.engine.test_invariance import bits, prompts_of
@@ -35,22 +41,113 @@ def test_prompts_together_give_the_bits_of_prompts_alone():
     assert together == [bits(narrow.generate([prompt], params)[0]) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("spoil", "proved"), [(None, {64: 4, 128: 2}), (64, {128: 2}), (128, {64: 4})])
-def test_a_program_with_other_bits_is_not_used(spoil, proved):
-    """A last bit in one element of the last lane is enough."""
-    runner = demo_engine().engine._runner
+SPOILED_LANES = [(None, {64: 4, 128: 2}), ((64, 4), {128: 2}), ((128, 2), {64: 4})]
+SPOILED_CLASSES = [(None, {64: 0, 128: 0}), ((64, 1), {64: 0, 128: 1}), ((128, 1), {64: 0, 128: 1})]
 
-    def spoiled(params, state, batch):
-        state, page = program(params, state, batch), int(batch.tables[-1, 0])
-        pool = state.pools[-1]
-        data = jnp.nextafter(pool.data[page, 1, 0, 0, 0], jnp.inf)
-        data = jax.device_put(pool.data.at[page, 1, 0, 0, 0].set(data), pool.data.sharding)
-        return state._replace(pools=[*state.pools[:-1], pool._replace(data=data)])
 
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return demo_engine().engine._runner
+
+
+def proofs_with(runner: Runner, **changes: Any) -> Proofs:
+    """Proofs on a runner's programs, some of them replaced."""
+    run = dataclasses.replace(runner._run, **changes)
+    return Proofs(run, runner._engine, runner._params, runner._state)
+
+
+def nudged(state: StepState, page: int, slot: int = 0) -> StepState:
+    """A last bit of one element of the last layer is another."""
+    pool = state.pools[-1]
+    data = jnp.nextafter(pool.data[page, 1, 0, slot, 0], jnp.inf)
+    data = jax.device_put(pool.data.at[page, 1, 0, slot, 0].set(data), pool.data.sharding)
+    return state._replace(pools=[*state.pools[:-1], pool._replace(data=data)])
+
+
+def spoiled(runner: Runner, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
+    """The prefill programs, one of which gets a bit of its last lane wrong."""
     programs = dict(runner._run.prefill)
-    if spoil is not None:
-        key = next(key for key in programs if key[0] == spoil and key[1] > 1)
+    if key is not None:
         program = programs[key]
-        programs[key] = spoiled
-    lanes, _ = proved_lanes(programs, runner._engine, runner._params, runner._state, runner._vocab)
-    assert lanes == proved
+
+        def wrong(params, state, batch):
+            page = batch.tables[0, -1, batch.starts[-1] // runner._engine.page_size]
+            return nudged(program(params, state, batch), int(page))
+
+        programs[key] = wrong
+    return programs
+
+
+@pytest.mark.parametrize(("spoil", "proved"), SPOILED_LANES)
+def test_a_wide_program_with_other_bits_is_not_used(runner, spoil, proved):
+    proofs = proofs_with(runner, prefill=spoiled(runner, spoil))
+    assert proofs.lanes() == proved
+    runner._state = proofs.state
+
+
+@pytest.mark.parametrize(("spoil", "classes"), SPOILED_CLASSES)
+def test_sizes_with_other_bits_are_in_other_classes(runner, spoil, classes):
+    proofs = proofs_with(runner, prefill=spoiled(runner, spoil))
+    assert proofs.classes() == classes
+    runner._state = proofs.state
+
+
+def test_a_program_that_differs_within_a_piece_does_not_resume(runner):
+    """One that is right for whole pieces and wrong for what begins later is found."""
+    program = runner._run.prefill[64, 1]
+
+    def wrong(params, state, batch):
+        state, start = program(params, state, batch), int(batch.starts[0])
+        return nudged(state, int(batch.tables[0, 0, start // 64])) if start % 64 else state
+
+    classes = {64: 0, 128: 1}
+    for prefill, resumes in [(dict(runner._run.prefill), True), ({**runner._run.prefill, (64, 1): wrong}, False)]:
+        proofs = proofs_with(runner, prefill=prefill)
+        assert proofs.resumes(classes) is resumes
+        runner._state = proofs.state
+
+
+def test_a_model_that_shows_too_little_proves_nothing():
+    """Sixteen bits of a tiny model hide differences that are there."""
+    llm = LLM(random_model("bfloat16"), max_num_seqs=4, max_model_len=128, page_size=16, prefill_sizes=(8, 16))
+    assert llm.engine._runner.classes == {8: 0, 16: 1}
+    assert not llm.engine._runner._lanes
+
+
+def test_classes_are_not_looked_for_where_nothing_is_shared():
+    settings = {"max_num_seqs": 2, "max_model_len": 128, "prefill_sizes": (64, 128)}
+    for changes in ({"enable_prefix_caching": False}, {"exactness": "relaxed"}):
+        assert LLM("demo", "float32", **settings, **changes).engine._runner.classes == {64: 0, 128: 1}
+
+
+# ---- several decode steps at once
+
+
+def several(run: CompiledPrograms, change: str) -> Any:
+    """``decode_many`` with something wrong."""
+
+    def wrong(params, slots, state, batch, steps):
+        assert run.decode_many is not None
+        state, sampled, ran = run.decode_many(params, slots, state, batch, steps)
+        if change == "pages":
+            page, slot = divmod(int(batch.positions[1]), 16)
+            state = nudged(state, int(batch.tables[0, 1, page]), slot)
+        if change == "logprobs":
+            better = jnp.nextafter(sampled.logprobs.logprob, jnp.inf)
+            sampled = sampled._replace(logprobs=sampled.logprobs._replace(logprob=better))
+        if change == "tokens":
+            sampled = sampled._replace(tokens=sampled.tokens.at[-1, 1].add(1))
+        return state, sampled, ran
+
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
+    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
+    runner = llm.engine._runner
+    assert runner.multi_step == 5
+    for change in ("nothing", "pages", "logprobs", "tokens"):
+        proofs = proofs_with(runner, decode_many=several(runner._run, change))
+        assert proofs.multi_step(llm.engine.limits) is (change == "nothing"), change
+        runner._state = proofs.state
