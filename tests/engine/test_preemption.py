@@ -191,6 +191,21 @@ def test_with_several_steps_on_the_device(way):
     assert preemptions(loop)[way] > 0
 
 
+def test_known_tokens_are_fed_one_by_one():
+    """What the device sampled again would be as good, unless bits differ."""
+    loop = tight_loop("recompute", multi_step=4, async_scheduling=False, enable_prefix_caching=False)
+    for request in three_that_grow():
+        loop.add(request)
+    replays = 0
+    while loop.busy:
+        known = {name: 6 + len(outputs[0].tokens) for name, outputs in loop.outputs.items()}
+        plan = loop.step()
+        if any(row.position + 1 < known[row.sequence.request.request_id] for row in plan.decodes):
+            replays += 1
+            assert plan.steps == 1
+    assert replays
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("windows", [(8,), (None, 12), (20, None, 5)])
 def test_with_windows(way, windows):
