@@ -15,22 +15,29 @@ class BlockPool[Owner]:
 
     A page with references is *held*. One without is *cached* if it has an owner (its bytes are worth keeping) and
     *free* otherwise. Free pages are handed out last-freed first, so that a small working set stays in caches; cached
-    ones are kept in the order in which their last reference went. All operations are O(1).
+    ones are kept in the order in which their last reference went. All operations are O(1), and pages that were never
+    used cost nothing: a pool of host pages may be large.
     """
 
     def __init__(self, pages: int) -> None:
-        self._free = list(range(pages - 1, -1, -1))
-        self._refs = [0] * pages
-        self._owners: list[Owner | None] = [None] * pages
+        self._total = pages
+        self._free: list[int] = []  # of those that were used before
+        self._refs: list[int] = []
+        self._owners: list[Owner | None] = []
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def total(self) -> int:
+        return self._total
+
+    @property
+    def used(self) -> int:
+        """Pages 0 .. used-1 were handed out at some time."""
         return len(self._refs)
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return self._total - self.used + len(self._free)
 
     @property
     def cached(self) -> int:
@@ -38,12 +45,12 @@ class BlockPool[Owner]:
 
     @property
     def held(self) -> int:
-        return len(self._refs) - len(self._free) - len(self._cached)
+        return self.used - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
         """Pages that can be had: free ones and, by giving up what they hold, cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.free + len(self._cached)
 
     def refs(self, page: int) -> int:
         return self._refs[page]
@@ -57,8 +64,12 @@ class BlockPool[Owner]:
         Raises:
             OutOfPagesError: none is free.
         """
-        if not self._free:
+        if not self.free:
             raise OutOfPagesError(f"none of {self.total} pages is free ({self.held} held, {self.cached} cached)")
+        if not self._free:
+            self._refs.append(0)
+            self._owners.append(None)
+            self._free.append(self.used - 1)
         page = self._free.pop()
         self._refs[page] = 1
         return page
@@ -81,7 +92,7 @@ class BlockPool[Owner]:
 
     def assign(self, page: int, owner: Owner) -> None:
         """Make ``owner`` the one who wants the bytes of a held page kept."""
-        if not self._refs[page] or self._owners[page] is not None:
+        if page >= self.used or not self._refs[page] or self._owners[page] is not None:
             raise AssertionError(f"page {page} is free or has an owner")
         self._owners[page] = owner
 

@@ -218,5 +218,5 @@ def check_tree(store: PageStore) -> None:
 
 
 def _check_owned(pool: BlockPool[Node], known: dict[int, Node]) -> None:
-    if {page: owner for page in range(pool.total) if (owner := pool.owner(page)) is not None} != known:
+    if {page: owner for page in range(pool.used) if (owner := pool.owner(page)) is not None} != known:
         raise AssertionError("the tree and a pool do not agree on which pages are cached")

@@ -1,4 +1,7 @@
-"""200 requests give the same tokens and logprobs, to the last bit, alone and in every mode of serving."""
+"""Requests give the same tokens and logprobs, to the last bit, alone and in every mode of serving.
+
+The slow tier holds 200 requests to it on three models; the fast one 40 on a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +63,18 @@ def preempted(kind: str) -> Callable[[EngineStats], bool]:
 MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
     "full batch": ({}, lambda stats: True),
     "small budget": ({"max_num_batched_tokens": 72}, lambda stats: True),
-    "no prefix cache": ({"enable_prefix_caching": False}, lambda stats: stats.prefix_hits == 0),
+    "no prefix cache": ({"enable_prefix_caching": False}, lambda stats: not stats.kv.cached),
     "recomputed": ({"num_pages": TIGHT, "swap_space_gib": 0}, preempted("recompute")),
     "swapped": ({"num_pages": TIGHT}, preempted("swap")),
     "synchronous": ({"async_scheduling": False}, lambda stats: True),
     "several steps": ({"multi_step": 4}, lambda stats: True),
     "drafts": ({"speculative": "ngram"}, lambda stats: stats.draft_accepted > 0),
     "fair": ({"scheduling_policy": "fair"}, lambda stats: True),
+    "priority": ({"scheduling_policy": "priority"}, lambda stats: True),
+    "one page a step": (
+        {"num_pages": 12, "max_num_batched_tokens": 72},
+        lambda stats: sum(stats.preemptions.values()) > 0,
+    ),
     "static": ({"batching": "static"}, lambda stats: True),
     "drafts, recomputed": (
         {"speculative": "ngram", "num_pages": TIGHT, "swap_space_gib": 0},
@@ -78,7 +86,7 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Model, Requests, list[Any]]:
     model = random_model()
-    requests = make_requests(200, model.config.vocab_size)
+    requests = make_requests(40, model.config.vocab_size)
     return model, requests, alone(model, requests, **SETTINGS)
 
 
@@ -107,12 +115,11 @@ def check_mode(llm: LLM, requests: Requests, expected: list[Any], happened: Call
 def test_the_prefix_cache_is_used(tiny):
     model, requests, _ = tiny
     llm = LLM(model, **SETTINGS, num_pages=ROOMY)
-    run(llm, requests[:40])
-    before = llm.engine.stats()
-    run(llm, requests[:40])
-    after = llm.engine.stats()
-    assert before.prefix_hits > 0
-    assert after.prefix_hits - before.prefix_hits > 2 * before.prefix_hits
+    run(llm, requests)
+    cold = llm.engine.stats().prefix_hits
+    run(llm, requests)
+    warm = llm.engine.stats().prefix_hits - cold
+    assert 0 < 1.5 * cold < warm
 
 
 @pytest.mark.slow

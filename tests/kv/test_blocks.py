@@ -99,6 +99,7 @@ def test_check_sees(damage):
     for _ in range(2):
         pool.assign(pool.take(), "me")
     pool.drop(1)
+    pool.drop(pool.take())
     pool.check({0: 1})
     damage(pool)
     with pytest.raises(AssertionError):
