@@ -243,7 +243,7 @@ class PositionLogprobs(NamedTuple):
     top: tuple[TokenLogprob, ...]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class SequenceDelta:
     """What one step added to one sequence. ``index`` counts the ``n`` samples of a request."""
 
