@@ -153,7 +153,7 @@ def _batch(tables: np.ndarray, context: int) -> DecodeBatch:
     """Every row stands at the last position of its context and feeds what it sampled last."""
     rows = tables.shape[0]
     ints = (np.full((rows,), value, np.int32) for value in (-1, context - 1, 1))
-    return DecodeBatch(*ints, tables)
+    return DecodeBatch(*ints, tables[None])
 
 
 def _time(step: _Step, state: StepState, rows: int, context: int) -> tuple[dict[str, Any], StepState]:
