@@ -233,11 +233,12 @@ class KVManager:
     def publish(self, slot: int, keys: PageKeys, codes: Sequence[int], length: int) -> None:
         """Enter the full pages of the first ``length`` tokens into the tree. What was entered before costs nothing.
 
-        Where the tree knows an equal page, the slot's table takes that one over and its own is freed.
+        Where the tree knows an equal page, the slot's table takes that one over and its own is freed. A slot that was
+        filled in this batch has computed nothing yet: nothing happens.
         """
         held = self._slots[slot]
         end = min(length // self.config.page_size, held.count)
-        if not self.config.prefix_caching or held.published >= end:
+        if not self.config.prefix_caching or held.published >= end or held.born == self._store.moves.batch:
             return
         node = held.cursor or self._store.tree.plant(keys.namespace)
         while held.published < end:

@@ -229,7 +229,7 @@ def _allowed(machine: Cache, name: str) -> bool:
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 6), (5, 11)], ids=str)
 @pytest.mark.parametrize("host_pages", [0, 3, 9])
-@pytest.mark.parametrize("steps", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [300, pytest.param(8_000, marks=pytest.mark.slow)])
 def test_a_long_life(windows, host_pages, steps):
     class Configured(Cache):
         config = KVConfig(PAGES, PAGE, SLOTS, WIDTH, windows, host_pages)
