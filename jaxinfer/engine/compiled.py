@@ -56,7 +56,7 @@ class _Job(NamedTuple):
 def compile_programs(
     programs: Programs, engine: ResolvedEngine, params: Any, slots: SlotParams, state: StepState, groups: int = 1
 ) -> CompiledPrograms:
-    """Lower one after the other (tracing holds the interpreter lock), compile in threads.
+    """Every program that the engine can run.
 
     Args:
         groups: of the cache (`CacheSpec.groups`).
@@ -72,7 +72,7 @@ def compile_programs(
             for size, lanes in shapes.prefills
         },
     }
-    done = _compile({name: _lower(job, sharding) for name, job in jobs.items()}, sharding)
+    done = _compile(jobs, sharding)
     prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in shapes.prefills}
     return CompiledPrograms(prefill=prefill, **{"decode_many": None, **done})
 
@@ -89,7 +89,7 @@ def compile_largest(
     jobs.pop("decode_many", None)  # one step needs as much as several, the results aside
     size, lanes = max(shapes.prefills, key=math.prod)
     jobs["prefill"] = _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1)
-    return list(_compile({name: _lower(job, sharding) for name, job in jobs.items()}, sharding).values())
+    return list(_compile(jobs, sharding).values())
 
 
 def temporary_bytes(executable: Any) -> int:
@@ -128,17 +128,16 @@ def _keeping(programs: Programs, shapes: _Shapes, state: StepState) -> dict[str,
     }
 
 
-def _lower(job: _Job, sharding: jax.sharding.Sharding) -> Any:
-    outputs = jax.tree.map(lambda _: sharding, jax.eval_shape(job.function, *job.arguments))
-    jitted = jax.jit(job.function, donate_argnums=job.donate, out_shardings=outputs)
-    return jitted.lower(*job.arguments)
-
-
-def _compile(lowered: Mapping[str, Any], sharding: Any) -> dict[str, Any]:
+def _compile(jobs: Mapping[str, _Job], sharding: Any) -> dict[str, Any]:
+    """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
+    lowered = {
+        name: jax.jit(job.function, donate_argnums=job.donate, out_shardings=sharding).lower(*job.arguments)
+        for name, job in jobs.items()
+    }
     options = _GPU_OPTIONS if sharding.mesh.devices.flat[0].platform == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
-        jobs = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
-        return {name: job.result() for name, job in jobs.items()}
+        running = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
+        return {name: done.result() for name, done in running.items()}
 
 
 def _abstract(tree: Any) -> Any:

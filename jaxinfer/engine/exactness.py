@@ -25,7 +25,7 @@ from jaxinfer.types import Request, SamplingParams
 # Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
 # elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
 # rounds is too small to be worth a proof.
-_ELEMENTS = {4: 1, 2: 1_000_000}
+_ELEMENTS = {4: 1, 2: 600_000}
 _ROUNDS = 32
 
 # Probes cut a piece at a third of a size: in general not where a page begins.

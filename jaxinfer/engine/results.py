@@ -32,7 +32,8 @@ def row_logprobs(
     if asking:
         places = [rows[index].row for index in asking]
         host = [np.asarray(x)[None] if steps is None else np.asarray(x)[:steps] for x in sampled.logprobs]
-        positions = _positions([np.moveaxis(x[:, places], 1, 0) for x in host])
+        most = max(rows[index].sequence.request.params.logprobs or 0 for index in asking)
+        positions = _positions([np.moveaxis(x[:, places], 1, 0) for x in host], most)
         for index, of_row in zip(asking, positions, strict=True):
             top = rows[index].sequence.request.params.logprobs
             assert top is not None
@@ -45,15 +46,17 @@ def prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprob
     start, length, _ = plan.chunk
     following, top = plan.sequence.prompt[start + 1 : start + length + 1], plan.sequence.params.prompt_logprobs
     assert top is not None
-    (positions,) = _positions([np.asarray(x)[None, :length] for x in result])
+    (positions,) = _positions([np.asarray(x)[None, :length] for x in result], top)
     return [_record(token, top, *at) for token, at in zip(following, positions, strict=True)]
 
 
-def _positions(host: list[np.ndarray]) -> Iterator[list[tuple[float, int, list[int], list[float]]]]:
-    """The fields of `Logprobs` [rows, steps, ...] as rows of steps of their values."""
-    return (list(zip(*row, strict=True)) for row in zip(*(x.tolist() for x in host), strict=True))
+def _positions(fields: list[np.ndarray], top: int) -> Iterator[list[tuple[float, int, list[int], list[float]]]]:
+    """The fields of `Logprobs` [rows, steps, ...] as rows of steps of their values, with the ``top`` best tokens."""
+    logprob, rank, ids, logprobs = fields
+    lists = (x.tolist() for x in (logprob, rank, ids[..., :top], logprobs[..., :top]))
+    return (list(zip(*row, strict=True)) for row in zip(*lists, strict=True))
 
 
 def _record(token: int, top: int, logprob: float, rank: int, ids: list[int], logprobs: list[float]) -> PositionLogprobs:
-    best = zip(ids[:top], logprobs[:top], range(1, top + 1), strict=False)
-    return PositionLogprobs(TokenLogprob(token, logprob, rank), tuple(TokenLogprob(*one) for one in best))
+    best = map(TokenLogprob, ids[:top], logprobs[:top], range(1, top + 1))
+    return PositionLogprobs(TokenLogprob(token, logprob, rank), tuple(best))
