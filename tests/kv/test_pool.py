@@ -92,6 +92,8 @@ def test_rows_of_one_sequence_see_one_another(layer):
             *(jnp.broadcast_to(x[at], (rows, *x.shape[1:])) for x in (q, k, v)), tables, positions, single
         )
         mixed.append(one[0])
+    want, _ = causal_attend(*tokens(), None, layer, 0.3)
+    np.testing.assert_allclose(np.stack(mixed), want[np.array(start)], atol=2e-6)
     places, positions = [3, 0, 5, 2], np.full(rows, -1, np.int32)
     positions[places] = start
     at = np.maximum(positions, 0)
