@@ -142,6 +142,14 @@ class Loop:
         assert usage.free + usage.cached == usage.total
         assert self.scheduler.stats.snapshot().replay_mismatches == 0
 
+    def check_empty(self) -> None:
+        """Once the prefix cache is dropped too, nothing is left on the device or on the host."""
+        self.check_idle()
+        self.kv.reset_prefix_cache()
+        usage = self.kv.usage()
+        assert usage.free == usage.total, f"pages are lost: {usage}"
+        assert usage.host_used == 0, f"host pages are lost: {usage}"
+
     def run(self, *requests: Request) -> list[list[list[int]]]:
         """Add requests and drain; the tokens of all samples, in the order of the requests."""
         for request in requests:

@@ -229,8 +229,7 @@ def test_one_that_was_preempted_may_be_aborted(way):
     loop.abort("c")
     loop.drain()
     assert loop.outputs["c"][0].reason is FinishReason.ABORT
-    loop.kv.reset_prefix_cache()
-    assert loop.kv.usage().host_used == 0
+    loop.check_empty()
 
 
 def test_evicted_prefixes_live_on_the_host_and_come_back():

@@ -64,10 +64,12 @@ def draw_request(choose: Choose, name: str, now: float) -> Request:
     shared = min(choose(0, 4, 7, 8, 16, 24, 33), length)
     family, own = choose(2, 3, 7), choose(0, 1, 2, 3, 4)
     prompt = tuple((family * i) % 9 for i in range(shared)) + tuple((own * i + own) % 9 for i in range(length - shared))
+    most = choose(*(most for most in (1, 2, 5, 9, 20, 40) if most <= LENGTH - length))
     return make_request(
         name,
         prompt,
-        choose(*(most for most in (1, 2, 5, 9, 20, 40) if most <= LENGTH - length)),
+        most,
+        min_tokens=min(most, choose(0, 0, 4)),
         stops=choose(True, False),
         n=choose(1, 1, 1, 2, 4),
         seed=choose(0, 1, 2),
@@ -199,6 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "world"):
             self.world.drain()
+            self.world.loop.check_empty()
 
 
 def _chooser(data) -> Choose:
@@ -248,6 +251,7 @@ def run_episode(seed: int, episode: int, steps: int = 250) -> World:
             world.loop.kv.reset_prefix_cache()
         world.step()
     world.drain()
+    world.loop.check_empty()
     return world
 
 
