@@ -54,7 +54,9 @@ class SequencePages:
         if sequence.swapped is not None:
             return self._swap_in(sequence, slot, spare)
         if leader is not None and leader.status is Status.RUNNING and not (sequence.generated or leader.prefilling):
-            return self._fork(sequence, slot, leader, spare)
+            forked = self._fork(sequence, slot, leader, spare)
+            if forked is not None:
+                return forked  # else perhaps the leader has let go of what slid out of its window
         return self._admit(sequence, slot, budget, spare)
 
     def _swap_in(self, sequence: Sequence, slot: int, spare: int) -> int | None:
