@@ -167,12 +167,12 @@ class Proofs:
         if self._run.decode_many is None:
             return False
         slots = self._on_device(_every_feature(self._engine.rows, limits, self._vocab))
-        kept, batch = jax.tree.map(np.asarray, self.state.slots), self._decode_probe()
+        kept, batch = jax.tree.map(np.array, self.state.slots), self._decode_probe()
         tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
             batch, probes = self._decode_probe(), list[list[np.ndarray]]()
             for run in (self._at_once, self._one_by_one):
-                self.state = self.state._replace(slots=self._on_device(kept))
+                self.state = self.state._replace(slots=self._on_device(jax.tree.map(np.copy, kept)))
                 probes.append([*run(slots, batch), *self._rows_bits(batch)])
             if not _equal(*probes):
                 return False

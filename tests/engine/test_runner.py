@@ -189,11 +189,18 @@ def test_steps_end_where_a_row_ends(bench):
         result = bench.run(decodes=plans, steps=4)
         assert [len(row) for row in result] == [ran, ran]
         assert result[0] == list(tokens[:ran])
-    barred = bench.sequence(1, dataclasses.replace(SAMPLED, min_tokens=3), 8, stop_token_ids=frozenset({stop}))
-    bench.start(barred)
-    (row,) = bench.run(decodes=[DecodePlan(barred, 1, 37, PROMPT[-1])], steps=3)
-    assert len(row) == 3 or row[-1][0] == stop
-    assert row[1][0] != stop
+
+
+def test_what_is_generated_counts_within_a_run_of_steps(bench):
+    """Stop ids are barred for two tokens; then most tokens are one."""
+    params, stops = dataclasses.replace(SAMPLED, min_tokens=2), frozenset(range(60))
+    want = bench.sequence(0, params, stop_token_ids=stops)
+    bench.start(want)
+    (singly,) = bench.generate(3, want)
+    assert [token in stops for token, _ in singly] == [False, False, True]
+    sequence = bench.sequence(1, params, 8, stop_token_ids=stops)
+    bench.start(sequence)
+    assert bench.run(decodes=[DecodePlan(sequence, 1, 37, PROMPT[-1])], steps=4) == [singly]
 
 
 # ---- rows that verify drafts
@@ -247,7 +254,7 @@ def test_a_sequence_goes_on_after_a_swap(bench, params):
     sequence, _ = generated(bench, params, 4)
     exports = [Export(tuple(map(int, bench.tables[:, 0, page])), 5 + page) for page in range(3)]
     sequence.swapped = Swapped((5, 6, 7), (0, 0))
-    other = bench.sequence(0, SAMPLED, 0)
+    other = bench.sequence(0, PENALISED, 0)
     bench.step(exports=exports, parked=[Parked(sequence, 0)], admitted=[other])
     assert (sequence.sampler_state is not None) is sequence.stateful
     bench.start(other)
@@ -274,23 +281,22 @@ def test_a_page_comes_back_in_the_step_that_sent_it(bench):
 
 
 def test_more_pages_than_a_call_moves(bench):
-    rng = np.random.default_rng(1)
-    spoiled = [
-        pool._replace(data=rng.standard_normal(pool.data.shape, np.float32)) for pool in bench.runner._state.pools
-    ]
+    pools, rng = bench.runner._state.pools, np.random.default_rng(1)
+    data = [rng.standard_normal(pool.data.shape, np.float32) for pool in pools]
+    spoiled = [pool._replace(data=new.copy()) for pool, new in zip(pools, data, strict=True)]
     bench.runner._state = bench.runner._state._replace(pools=jax.device_put(spoiled, bench.runner._everywhere))
-    data = [np.asarray(pool.data) for pool in spoiled]
     bench.step(exports=[Export((page, page + 1 if page % 2 else -1), page) for page in range(11)])
     bench.step(copies=[Copy((page, page), (page + 20, page + 21 if page % 2 else -1)) for page in range(11)])
+    want = [new.copy() for new in data]
+    for page in range(11):
+        for layer in range(4) if page % 2 else range(2):
+            want[layer][page + 20 + layer // 2] = data[layer][page]
+    assert equal([pool.data for pool in bench.runner._state.pools], want)
     bench.step(imports=[Import(page, (39 - page, 10 + page if page % 2 else -1)) for page in range(3)])
-    for layer, pool in enumerate(bench.runner._state.pools):
-        want = data[layer].copy()
-        moved = range(11) if layer < 2 else range(1, 11, 2)
-        for page in moved:
-            want[page + 20 + (layer >= 2)] = data[layer][page]
-        for page in range(3) if layer < 2 else (1,):
-            want[39 - page if layer < 2 else 10 + page] = data[layer][page if layer < 2 else page + 1]
-        np.testing.assert_array_equal(pool.data, want)
+    for page in range(3):
+        want[0][39 - page], want[1][39 - page] = data[0][page], data[1][page]
+    want[2][11], want[3][11] = data[2][2], data[3][2]
+    assert equal([pool.data for pool in bench.runner._state.pools], want)
 
 
 def test_a_copied_page_goes_on_as_its_own(bench):
