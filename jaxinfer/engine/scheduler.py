@@ -267,7 +267,9 @@ class Scheduler:
         while self._free_slots and (sequence := self._queue.peek()) is not None:
             if sequence.leader in self._filled:
                 break  # what it will share is computed in this very step
-            slot, spare, swapped = self._free_slots[0], len(self._running), sequence.swapped is not None
+            slot, swapped = self._free_slots[0], sequence.swapped is not None
+            # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
+            spare = sum(other.capacity < other.final_length for other in self._running.values())
             cached = self._pages.place(sequence, slot, budget, spare)
             if cached is None:
                 break

@@ -600,3 +600,15 @@ def test_no_sequence_outlives_its_request():
     loop.plan = None
     gc.collect()
     assert sum(isinstance(thing, Sequence) for thing in gc.get_objects()) == 0
+
+
+def test_pages_for_all_slots_fill_all_slots():
+    """Who holds all the pages it can need leaves none to be kept free for it."""
+    loop = make_loop(num_pages=9, max_model_len=24, max_num_batched_tokens=72 + 3)
+    for name in "ab":
+        loop.add(make_request(name, 17, 8, cache_salt=name))
+    assert rows(loop.step()) == [("a", 16), ("b", 16)], "both hold three pages, their last"
+    loop.add(make_request("c", 17, 8, cache_salt="c"))
+    assert ids(loop.step().admitted) == ["c"]
+    loop.drain()
+    assert not sum(loop.scheduler.stats.snapshot().preemptions.values())
