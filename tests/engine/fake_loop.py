@@ -83,6 +83,7 @@ class Loop:
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()
         self._pending: Launched | None = None
+        self._stalled = 0  # steps in a row in which nothing was launched although there is work
 
     def _alone(self, sequence: Sequence) -> Alone:
         return self.outputs[sequence.request.request_id][sequence.index].want
@@ -109,6 +110,8 @@ class Loop:
         self.now += 1.0
         self.steps += 1
         self.plan = self.scheduler.plan()
+        self._stalled = self._stalled + 1 if self.live and not (self.plan or self._pending) else 0
+        assert self._stalled < 3, f"nobody can go on: {list(self.live)}"
         launched = self.device.launch(self.plan)
         if not self.engine.async_scheduling:
             self._pending = launched

@@ -213,10 +213,30 @@ def test_with_windows(way, windows):
     loop.run(*three_that_grow())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_prompts_that_hold_all_pages_and_cannot_go_on_give_way(way):
-    loop = tight_loop(way, max_num_seqs=3, max_num_batched_tokens=16 + 3)
-    loop.run(*[make_request(name, 44, 4, cache_salt=name) for name in "abc"])
+def test_of_prompts_that_hold_all_pages_and_cannot_go_on_one_gives_way():
+    loop = tight_loop("swap", num_pages=7, scheduling_policy="priority", max_num_batched_tokens=16 + 3)
+    for name in "xy":
+        loop.add(make_request(name, 6, 24, priority=0, cache_salt=name))
+    loop.add(make_request("a", 44, 4, priority=2, cache_salt="a"))
+    while not loop.step().parked:
+        pass
+    assert loop.plan.parked[0].sequence.swapped is not None
+    loop.abort("x")
+    loop.abort("y")
+    loop.add(make_request("b", 44, 4, priority=1, cache_salt="b"))
+    assert [prefill.sequence.request.request_id for prefill in loop.step().prefills] == ["b"]
+    assert loop.kv.usage().held == 4 + 2, "four came back from the host, and neither can have the two that are next"
+    assert parked_in(loop) == ["a"]
+
+
+def test_what_is_computed_again_costs_its_tenant_again():
+    loop = tight_loop("recompute")
+    for request in three_that_grow():
+        loop.add(request)
+    while not loop.step().parked:
+        pass
+    assert {(parked.sequence.scheduled, parked.sequence.capacity) for parked in loop.plan.parked} == {(0, 0)}
+    loop.drain()
 
 
 @pytest.mark.parametrize("way", WAYS)
