@@ -35,6 +35,8 @@ class Engine:
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
         self._kv = _new_kv(model, self.config)
         self._runner = Runner(model, self.config, self.limits, self._kv.tables)
+        if not self._runner.resumes:
+            self._kv.stop_caching()  # a prompt that goes on within a piece would have other bits
         self._scheduler = Scheduler(
             dataclasses.replace(self.config, multi_step=self._runner.multi_step),
             self._kv,

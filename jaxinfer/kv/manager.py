@@ -256,6 +256,10 @@ class KVManager:
         else:
             self._store.tree.prune(node)
 
+    def stop_caching(self) -> None:
+        """From now on no page outlives its sequence. Before anything is admitted."""
+        self.config = dataclasses.replace(self.config, prefix_caching=False)
+
     def reset_prefix_cache(self) -> int:
         """Forget every cached page that nobody uses, on the device and on the host; how many there were."""
         return self._store.clear()
