@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.buckets import Chunk
 from jaxinfer.engine.plan import StepPlan
 from jaxinfer.engine.preemption import Costs
 from jaxinfer.engine.scheduler import Scheduler
@@ -215,3 +217,33 @@ def make_request(
     params = {key: value for key, value in changes.items() if key not in fields}
     sampling = SamplingParams(**{"seed": 0, "max_tokens": most, **params})
     return Request(name, tokens, sampling, frozenset({EOS}) if stops else frozenset(), **own)
+
+
+def eos_request(loop: Loop, least: int, **changes: Any) -> tuple[Request, int]:
+    """A request whose undisturbed run ends by a stop id, and its length of ``least`` to 20 tokens."""
+    for seed in range(1000):
+        request = make_request("eos", 12, 30, stops=True, seed=seed, **changes)
+        want = loop.model.alone(request, 0)
+        if want.reason is FinishReason.STOP and least <= len(want.tokens) - 12 <= 20:
+            return request, len(want.tokens) - 12
+    raise AssertionError("no seed ends so")
+
+
+# ---- what is looked at in a plan
+
+
+def chunks(plan: StepPlan) -> list[tuple[str, Chunk]]:
+    return [(prefill.sequence.request.request_id, prefill.chunk) for prefill in plan.prefills]
+
+
+def rows(plan: StepPlan) -> list[tuple[str, int]]:
+    return [(row.sequence.request.request_id, row.position) for row in plan.decodes]
+
+
+def ids(sequences: Iterable[Sequence]) -> list[str]:
+    return [sequence.request.request_id for sequence in sequences]
+
+
+def tokens_of(loop: Loop, name: str) -> list[int]:
+    """The prompt and all that will be generated."""
+    return loop.outputs[name][0].want.tokens
