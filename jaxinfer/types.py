@@ -245,12 +245,15 @@ class PositionLogprobs(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class SequenceDelta:
-    """What one step added to one sequence. ``index`` counts the ``n`` samples of a request."""
+    """What one step added to one sequence. ``index`` counts the ``n`` samples of a request.
+
+    There is one of each running sequence a step: ``logprobs`` is no list of its own where none were asked for.
+    """
 
     request_id: str
     index: int
     token_ids: list[int]
-    logprobs: list[PositionLogprobs]
+    logprobs: Sequence[PositionLogprobs] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None

@@ -100,5 +100,5 @@ class FakeServer:
 
 
 def _made_up(plan: StepPlan) -> StepResult:
-    tokens, none = [0] * plan.steps, [None] * plan.steps
-    return StepResult(plan, [tokens] * len(plan.decodes), [none] * len(plan.decodes), [[] for _ in plan.prefills])
+    rows = len(plan.decodes)
+    return StepResult(plan, [[0] * plan.steps for _ in range(rows)], [()] * rows, [[] for _ in plan.prefills])

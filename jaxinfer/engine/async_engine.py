@@ -204,7 +204,7 @@ class AsyncEngine:
             return
         self._engine.abort(request_id, index)
         ended = [i for i in stream.running if index in (None, i)]
-        self._deliver([SequenceDelta(request_id, i, [], [], FinishReason.ABORT) for i in ended])
+        self._deliver([SequenceDelta(request_id, i, [], finish_reason=FinishReason.ABORT) for i in ended])
 
     def _forget(self, stream: Stream) -> None:
         request_id = stream.request.request_id
@@ -335,9 +335,9 @@ class _Call:
 def _merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
     """Two deltas of one sample as one. ``first`` is extended: the engine gave it away."""
     first.token_ids.extend(then.token_ids)
-    first.logprobs.extend(then.logprobs)
     return dataclasses.replace(
         first,
+        logprobs=[*first.logprobs, *then.logprobs],
         finish_reason=then.finish_reason,
         stop_reason=then.stop_reason,
         prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,

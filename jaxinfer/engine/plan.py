@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Row
 from typing import NamedTuple
 
 from jaxinfer.engine.buckets import Chunk
@@ -70,11 +71,12 @@ class StepPlan:
 class StepResult:
     """What the device made of a plan.
 
-    ``tokens[i]`` and ``logprobs[i]`` are what decode row i gave, one entry for each of the steps that ran (a
-    logprobs entry is None where the request asked for none); ``prompt_logprobs[i]`` belongs to prefill i.
+    ``tokens[i]`` and ``logprobs[i]`` are what decode row i gave, one entry for each of the steps that ran
+    (``logprobs[i]`` is empty where the request asked for none); ``prompt_logprobs[i]`` belongs to prefill i.
+    Whoever reads the result owns its lists.
     """
 
     plan: StepPlan
     tokens: list[list[int]]
-    logprobs: list[list[PositionLogprobs | None]]
+    logprobs: list[Row[PositionLogprobs]]
     prompt_logprobs: list[list[PositionLogprobs]]

@@ -25,9 +25,9 @@ def row_tokens(rows: Sequence[DecodePlan], sampled: Sampled, steps: int | None) 
 
 def row_logprobs(
     rows: Sequence[DecodePlan], sampled: Sampled, tokens: list[list[int]], steps: int | None
-) -> list[list[PositionLogprobs | None]]:
-    """What belongs to `row_tokens`: None in each place of a row whose request asked for none."""
-    each: list[list[PositionLogprobs | None]] = [[None] * len(tokens[0]) for _ in rows]
+) -> list[Sequence[PositionLogprobs]]:
+    """What belongs to `row_tokens`: nothing for a row whose request asked for none."""
+    each: list[Sequence[PositionLogprobs]] = [()] * len(rows)
     asking = [index for index, row in enumerate(rows) if row.sequence.request.params.logprobs is not None]
     if asking:
         places = [rows[index].row for index in asking]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 import time
+from array import array
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.pages import SequencePages
@@ -121,7 +123,7 @@ class Scheduler:
             request,
             index,
             self._arrivals,
-            tokens=list(prompt),
+            tokens=array("i", prompt),
             keys=PageKeys(request.cache_salt.encode(), self._engine.page_size),
             prefill_end=len(prompt) - 1,
             final_length=len(prompt) + request.params.max_tokens - 1,
@@ -172,16 +174,18 @@ class Scheduler:
             if len(known) == prefill.chunk.start + 1:  # not again after a preemption
                 known.extend(prompt_logprobs)
         emitted: list[Sequence] = []
+        last, several = None, result.plan.steps > 1
+        delta: SequenceDelta | None = None
         for row, tokens, logprobs in zip(result.plan.decodes, result.tokens, result.logprobs, strict=True):
             sequence = row.sequence
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:
                 continue
-            delta = deltas[-1] if emitted and sequence is emitted[-1] else None
-            if result.plan.steps > 1:  # one may have stopped early
+            before = delta if sequence is last else None
+            if several:  # one may have stopped early
                 sequence.scheduled = min(sequence.scheduled, row.position + len(tokens))
-            delta = self._commit_row(row, tokens, logprobs, delta)
-            if delta is not None and not (emitted and sequence is emitted[-1]):
+            last, delta = sequence, self._commit_row(row, tokens, logprobs, before)
+            if delta is not None and before is None:
                 deltas.append(delta)
                 emitted.append(sequence)
         self.stats.emitted(emitted)
@@ -194,7 +198,9 @@ class Scheduler:
             for sequence in list(self._requests.get(request_id, ())):
                 if sequence.finish_reason is None:
                     self._end(sequence, FinishReason.DEADLINE)
-                    self._ended.append(_delta(sequence))
+                    self._ended.append(
+                        SequenceDelta(sequence.request.request_id, sequence.index, [], (), FinishReason.DEADLINE)
+                    )
 
     def _publish(self) -> None:
         """What earlier plans filled was launched: later steps may read it."""
@@ -264,12 +270,14 @@ class Scheduler:
 
     def _admit(self, budget: int, plans: list[PrefillPlan]) -> list[Sequence]:
         admitted: list[Sequence] = []
+        if not self._free_slots or not len(self._queue):
+            return admitted
+        # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
+        spare = sum(other.capacity < other.final_length for other in self._running.values())
         while self._free_slots and (sequence := self._queue.peek()) is not None:
             if sequence.leader in self._filled:
                 break  # what it will share is computed in this very step
             slot, swapped = self._free_slots[0], sequence.swapped is not None
-            # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
-            spare = sum(other.capacity < other.final_length for other in self._running.values())
             cached = self._pages.place(sequence, slot, budget, spare)
             if cached is None:
                 break
@@ -282,6 +290,7 @@ class Scheduler:
             self._running[slot] = sequence
             admitted.append(sequence)
             budget = self._prefill(sequence, budget, plans)
+            spare += sequence.capacity < sequence.final_length
         return admitted
 
     def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
@@ -353,7 +362,7 @@ class Scheduler:
         room = min(idle, sequence.final_length - sequence.scheduled)
         known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
         if known or not room:
-            return known
+            return known.tolist()
         drafts = self._drafter.propose(
             self._pages.keys(sequence).tokens, min(room, self._engine.num_speculative_tokens)
         )
@@ -375,9 +384,9 @@ class Scheduler:
     # ---- results
 
     def _commit_row(
-        self, row: DecodePlan, tokens: list[int], logprobs: list[PositionLogprobs | None], delta: SequenceDelta | None
+        self, row: DecodePlan, tokens: list[int], logprobs: Row[PositionLogprobs], delta: SequenceDelta | None
     ) -> SequenceDelta | None:
-        """What one row adds to its sequence; None if that is nothing."""
+        """What one row adds to its sequence, of which earlier rows gave ``delta``; None if that is nothing."""
         sequence, at = row.sequence, row.position
         known = sequence.tokens
         if row.token >= 0 and (at >= len(known) or known[at] != row.token):
@@ -385,22 +394,18 @@ class Scheduler:
             return delta
         if delta is not None:  # what an earlier row gave is what this one was fed
             self.stats.accepted()
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            at += 1
-            if at < len(known):
-                self.stats.replayed(known[at] == token)
-                continue
-            sequence.append(token)
-            delta = delta or _delta(sequence)
-            if at == sequence.prefill_end + 1 and sequence.params.prompt_logprobs is not None:
-                delta.prompt_logprobs = sequence.prompt_logprobs
-            delta.token_ids.append(token)
-            if logprob is not None:
-                delta.logprobs.append(logprob)
-            if sequence.finish_reason is not None:
-                delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
-                self._retire(sequence)
+        again = len(known) - 1 - at
+        if again:
+            for have, token in zip(known[at + 1 :], tokens, strict=False):
+                self.stats.replayed(have == token)
+            tokens, logprobs = tokens[again:], logprobs[again:]
+            if not tokens:
                 return delta
+        taken = sequence.take(tokens)
+        delta = _added(sequence, delta, tokens[:taken], logprobs[:taken])
+        if sequence.finish_reason is not None:
+            delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
+            self._retire(sequence)
         return delta
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -446,5 +451,15 @@ class Scheduler:
             )
 
 
-def _delta(sequence: Sequence) -> SequenceDelta:
-    return SequenceDelta(sequence.request.request_id, sequence.index, [], [], finish_reason=sequence.finish_reason)
+def _added(
+    sequence: Sequence, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]
+) -> SequenceDelta:
+    """``delta`` with what the sequence has just taken."""
+    if delta is not None:
+        delta.token_ids += tokens
+        delta.logprobs = [*delta.logprobs, *logprobs]
+        return delta
+    delta = SequenceDelta(sequence.request.request_id, sequence.index, tokens, logprobs)
+    if sequence.generated == len(tokens) and sequence.request.params.prompt_logprobs is not None:
+        delta.prompt_logprobs = sequence.prompt_logprobs
+    return delta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from array import array
 
 from jaxinfer.engine.stats import Times
 from jaxinfer.kv.manager import Swapped
@@ -24,7 +25,8 @@ class Status(enum.Enum):
 class Sequence:
     """A prompt and what was generated after it.
 
-    ``tokens`` are those that the host knows: the prompt and what it has read. ``scheduled`` counts the tokens whose
+    ``tokens`` are those that the host knows: the prompt and what it has read (an array, which costs the garbage
+    collector nothing however many requests wait). ``scheduled`` counts the tokens whose
     keys and values are computed, or will be by steps already launched. Tokens before ``prefill_end`` run in prefill
     chunks; the last prompt token and every generated one run as decode rows. ``in_flight`` counts rows that were
     launched and not read.
@@ -35,7 +37,7 @@ class Sequence:
     request: Request
     index: int
     arrival: int
-    tokens: list[int]
+    tokens: array[int]
     keys: PageKeys
     prefill_end: int
     final_length: int  # most tokens that can ever have keys: the last generated one is never fed
@@ -75,11 +77,15 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, token: int) -> None:
-        """Take a generated token and finish if it ends the sequence."""
-        self.tokens.append(token)
-        request = self.request
-        if token in request.stop_token_ids and self.generated >= request.params.min_tokens:
-            self.finish_reason, self.stop_reason = FinishReason.STOP, token
-        elif len(self.tokens) > self.final_length:
-            self.finish_reason = FinishReason.LENGTH
+    def take(self, tokens: list[int]) -> int:
+        """Append generated tokens up to one that ends the sequence; how many were appended."""
+        known, request = self.tokens, self.request
+        for count, token in enumerate(tokens, 1):
+            known.append(token)
+            if token in request.stop_token_ids and self.generated >= request.params.min_tokens:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, token
+                return count
+            if len(known) > self.final_length:
+                self.finish_reason = FinishReason.LENGTH
+                return count
+        return len(tokens)

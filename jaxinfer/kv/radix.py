@@ -8,11 +8,13 @@ since equal tokens from other programs may have other bits.
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 PageKey = tuple[int, bytes]
+Rank = tuple[int, bytes, int]  # class of a code, tokens, code
 _ITEM = np.dtype(np.int32).itemsize
 # Neighbours looked at on either side. More matter only where many pages begin alike and few of them may be used.
 _NEIGHBOURS = 16
@@ -67,6 +69,9 @@ class PageKeys:
 class Node:
     """One page of tokens. Its bytes lie on the device, in a host page, in both, or (windowed groups) nowhere.
 
+    A large cache has as many nodes as pages, and the garbage collector walks over every list and dict that a node
+    has: so most nodes, with one child or none, have none but ``children``.
+
     Attributes:
         pages: the device page in each group, -1: none.
         host: the host page with a copy of the groups in ``stored``, -1: none.
@@ -79,11 +84,11 @@ class Node:
         self.parent = parent
         self.key = key
         self.children: dict[PageKey, Node] = {}
-        self.pages = [-1] * groups
+        self.pages = array("i", [-1]) * groups
         self.host = -1
         self.stored = (False,) * groups
         self.pins = 0
-        self._order: list[tuple[int, bytes, int]] = []  # (class, tokens, code) of the children, sorted
+        self._order: list[Rank] | None = None  # of the children, sorted; None: there never were several
 
     def has(self, group: int) -> bool:
         """Whether the bytes of a group can be had, from the device or from the host."""
@@ -118,8 +123,10 @@ class RadixTree:
 
     def add(self, parent: Node, key: PageKey) -> Node:
         """A new child without pages."""
+        if parent.children:
+            parent._order = self._sorted(parent)
+            bisect.insort(parent._order, self._rank(key))
         node = parent.children[key] = Node(parent, key, self._groups)
-        bisect.insort(parent._order, self._rank(key))
         return node
 
     def prune(self, node: Node) -> None:
@@ -132,8 +139,8 @@ class RadixTree:
                     del self._roots[tokens]
                 return
             del parent.children[node.key]
-            rank = self._rank((code, tokens))
-            del parent._order[bisect.bisect_left(parent._order, rank)]
+            if parent._order is not None:
+                del parent._order[bisect.bisect_left(parent._order, self._rank((code, tokens)))]
             node.parent = None
             node = parent
 
@@ -146,7 +153,7 @@ class RadixTree:
         Under another code of the same class only tokens that prefill computes in both pages count.
         """
         kind, split = divmod(code, self._codes)
-        order = parent._order
+        order = self._sorted(parent)
         at = bisect.bisect_left(order, (kind, tokens))
         best: tuple[Node | None, int] = (None, 0)
         for near in (order[at : at + _NEIGHBOURS], order[max(0, at - _NEIGHBOURS) : at][::-1]):
@@ -174,7 +181,7 @@ class RadixTree:
             if not root.children and not root.pins:
                 raise AssertionError("the root of an empty namespace was left")
         for parent in [*self._roots.values(), *self.nodes()]:
-            if parent._order != sorted(map(self._rank, parent.children)):
+            if self._sorted(parent) != sorted(map(self._rank, parent.children)):
                 raise AssertionError("the order of a node's children is not that of its keys")
             for key, node in parent.children.items():
                 if node.parent is not parent or node.key != key:
@@ -182,7 +189,11 @@ class RadixTree:
                 if node.empty and not node.children and not node.pins:
                     raise AssertionError("a node that leads to nothing was left")
 
-    def _rank(self, key: PageKey) -> tuple[int, bytes, int]:
+    def _sorted(self, parent: Node) -> list[Rank]:
+        """The ranks of a node's children in order."""
+        return list(map(self._rank, parent.children)) if parent._order is None else parent._order
+
+    def _rank(self, key: PageKey) -> Rank:
         return key[0] // self._codes, key[1], key[0]
 
 

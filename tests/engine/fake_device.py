@@ -341,9 +341,9 @@ class FakeDevice:
             return []
         return [position_logprobs(prompt[start + i + 1], float(value >> 44)) for i, value in enumerate(seen)]
 
-    def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[list[PositionLogprobs | None]]]:
+    def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[list[PositionLogprobs]]]:
         tokens: list[list[int]] = [[] for _ in plan.decodes]
-        logprobs: list[list[PositionLogprobs | None]] = [[] for _ in plan.decodes]
+        logprobs: list[list[PositionLogprobs]] = [[] for _ in plan.decodes]
         untrue: set[int] = set()  # sequences in which a draft of this step is wrong
         for step in range(plan.steps):
             stops = False
@@ -351,9 +351,8 @@ class FakeDevice:
                 row = row if step == 0 else row._replace(position=row.position + step, token=-1)
                 token, logprob = self._row(row, untrue)
                 tokens[index].append(token)
-                logprobs[index].append(
-                    None if row.sequence.params.logprobs is None else position_logprobs(token, logprob)
-                )
+                if row.sequence.params.logprobs is not None:
+                    logprobs[index].append(position_logprobs(token, logprob))
                 generated = row.position - row.sequence.prefill_end + 1
                 stops |= _reason(row.sequence.request, token, generated) is FinishReason.STOP
             if stops:

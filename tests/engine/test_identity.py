@@ -126,25 +126,28 @@ def test_the_prefix_cache_is_used(tiny):
 @pytest.mark.parametrize("which", ["demo", "stories260K", "wide"])
 @pytest.mark.parametrize("mode", MODES)
 def test_real_and_wide_models_in_every_mode(which, mode, monkeypatch, request):
-    model, rows = _large(which, request)
-    settings = {**SETTINGS, "max_num_seqs": rows, "page_size": 32, "prefill_sizes": (32, 128)}
+    model, rows = _large(which, request), 64
+    settings = {**SETTINGS, "max_num_seqs": rows, "prefill_sizes": (32, 128)}
     key = f"identity/{which}"
     cache = request.session.__dict__.setdefault("_identity", {})
     if key not in cache:
         requests = make_requests(200, model.config.vocab_size)
         cache[key] = requests, alone(model, requests, **settings)
     requests, expected = cache[key]
-    changes, _ = MODES[mode]
-    pages = {"num_pages": rows * 5} if "num_pages" not in changes else {"num_pages": rows * 2}
+    changes, happened = MODES[mode]
+    scale = rows // SETTINGS["max_num_seqs"]
+    room = {"num_pages": scale * changes.get("num_pages", ROOMY)}
+    if "max_num_batched_tokens" in changes:
+        room["max_num_batched_tokens"] = rows + settings["prefill_sizes"][-1]
     if mode == "swapped":
         monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
-    check_mode(LLM(model, **{**settings, **changes, **pages}), requests, expected, lambda stats: True)
+    check_mode(LLM(model, **{**settings, **changes, **room}), requests, expected, happened)
 
 
-def _large(which: str, request: pytest.FixtureRequest) -> tuple[Model, int]:
+def _large(which: str, request: pytest.FixtureRequest) -> Model:
     from jaxinfer.loading import load_model
 
     if which == "wide":
-        return medium_model("float32"), 64
+        return medium_model("float32")
     name = "demo" if which == "demo" else str(request.getfixturevalue("test_data") / "models/stories260K/hf")
-    return load_model(name, "float32", show_progress=False), 8
+    return load_model(name, "float32", show_progress=False)

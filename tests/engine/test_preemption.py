@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 
@@ -42,7 +43,7 @@ def parked_in(loop: Loop) -> list[str]:
 
 def sequence_of(prompt: int, generated: int) -> Sequence:
     request = make_request("a", prompt, 100)
-    tokens = list(request.prompt_token_ids) + [1] * generated
+    tokens = array("i", [*request.prompt_token_ids, *[1] * generated])
     return Sequence(request, 0, 1, tokens, PageKeys(b"", 8), prompt - 1, prompt + 99)
 
 
@@ -138,7 +139,7 @@ def test_a_replay_that_differs_is_counted_and_what_was_given_out_stands():
     launched.result.tokens[row][0] ^= 1
     loop.scheduler.commit(launched.result)
     assert loop.scheduler.stats.snapshot().replay_mismatches == 1
-    assert sequence.tokens == known
+    assert list(sequence.tokens) == known
 
 
 def test_what_was_computed_may_still_be_found_in_the_cache():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tracemalloc
+from array import array
 from collections.abc import Iterable
 
 import pytest
@@ -31,7 +32,7 @@ def make_sequence(arrival: int, *, tenant: str = "", priority: int = 0, prompt: 
         request,
         0,
         arrival,
-        tokens=[1] * prompt,
+        tokens=array("i", [1]) * prompt,
         keys=PageKeys(b"", 16),
         prefill_end=prompt - 1,
         final_length=prompt + most - 1,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from array import array
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ class Bench:
             request,
             0,
             1,
-            tokens=list(PROMPT),
+            tokens=array("i", PROMPT),
             keys=PageKeys(b"", PAGE),
             prefill_end=len(PROMPT) - 1,
             final_length=len(PROMPT) + 39,
@@ -110,8 +111,9 @@ class Bench:
 
 
 def rows(result: StepResult) -> Rows:
-    """For each row its tokens with their log probabilities."""
-    return [list(zip(*pair, strict=True)) for pair in zip(result.tokens, result.logprobs, strict=True)]
+    """For each row its tokens with their log probabilities, None where none were asked for."""
+    pairs = zip(result.tokens, result.logprobs, strict=True)
+    return [list(zip(tokens, logprobs or [None] * len(tokens), strict=True)) for tokens, logprobs in pairs]
 
 
 def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
@@ -139,13 +141,13 @@ def test_a_row_has_tokens_and_what_was_asked_for(bench):
     bench.start(asking, silent)
     result = bench.step(decodes=[DecodePlan(silent, 2, 37, PROMPT[-1]), DecodePlan(asking, 0, 37, PROMPT[-1])])
     assert result.tokens[0] == result.tokens[1]
-    assert result.logprobs[0] == [None]
+    assert result.logprobs[0] == ()
     (position,) = result.logprobs[1]
     assert position.chosen == position.top[0]
     assert position.chosen.token_id == result.tokens[1][0]
     assert [best.rank for best in position.top] == [1, 2, 3]
     alone = bench.step(decodes=[DecodePlan(silent, 2, 37, PROMPT[-1])])
-    assert (alone.tokens, alone.logprobs) == (result.tokens[:1], [[None]])
+    assert (alone.tokens, alone.logprobs) == (result.tokens[:1], [()])
 
 
 def test_prompt_logprobs_come_with_their_tokens(bench):
