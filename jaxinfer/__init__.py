@@ -7,12 +7,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxinfer.config import EngineConfig
+    from jaxinfer.engine.async_engine import AsyncEngine
     from jaxinfer.llm import LLM, RequestOutput
     from jaxinfer.loading import load_model
     from jaxinfer.models.model import Model
     from jaxinfer.types import RequestError, SamplingParams
 
 _HOMES = {
+    "AsyncEngine": "jaxinfer.engine.async_engine",
+    "EngineConfig": "jaxinfer.config",
     "LLM": "jaxinfer.llm",
     "Model": "jaxinfer.models.model",
     "RequestError": "jaxinfer.types",
@@ -21,7 +25,16 @@ _HOMES = {
     "load_model": "jaxinfer.loading",
 }
 
-__all__ = ["LLM", "Model", "RequestError", "RequestOutput", "SamplingParams", "load_model"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "EngineConfig",
+    "Model",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> object:

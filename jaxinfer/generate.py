@@ -183,7 +183,7 @@ def _print_logprobs(output: CompletionOutput) -> None:
 
 
 def _print_stats(llm: LLM, clock: Clock, outputs: list[RequestOutput]) -> None:
-    print(report(llm.model, clock, outputs, measured_bandwidth()), file=sys.stderr)
+    print(report(llm.model, clock, outputs, measured_bandwidth(), llm.engine.stats()), file=sys.stderr)
 
 
 def _chat(args: argparse.Namespace) -> int:

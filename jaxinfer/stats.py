@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.llm import Delta, RequestOutput
 from jaxinfer.models.model import Model
 
@@ -62,7 +63,7 @@ def bytes_per_step(model: Model, contexts: Sequence[int]) -> int:
     return weights + sum(contexts) * model.cache_spec.bytes_per_page(1, model.dtype.itemsize)
 
 
-def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwidth: float) -> str:
+def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwidth: float, engine: EngineStats) -> str:
     """The lines that ``--stats`` prints."""
     samples = [(len(o.prompt_token_ids), len(c.token_ids)) for o in outputs for c in o.outputs]
     total = sum(count for _, count in samples)
@@ -79,4 +80,17 @@ def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwid
             f"memory bandwidth   {needed / clock.per_token / 1e9:.1f} GB/s of weights and KV read, "
             f"{share:.0%} of the {bandwidth / 1e9:.1f} GB/s measured",
         ]
-    return "\n".join(lines)
+    return "\n".join(lines + _engine_lines(engine))
+
+
+def _engine_lines(stats: EngineStats) -> list[str]:
+    """What the engine did beside computing each token once; nothing is said of what did not happen."""
+    lines = []
+    if stats.prefix_hits:
+        lines.append(f"prefix cache       {stats.prefix_hits} of {stats.prefix_queries} prompt tokens found")
+    if stats.draft_tokens:
+        lines.append(f"draft tokens       {stats.draft_accepted} of {stats.draft_tokens} accepted")
+    if any(stats.preemptions.values()):
+        kinds = ", ".join(f"{count} by {kind}" for kind, count in stats.preemptions.items() if count)
+        lines.append(f"preemptions        {kinds}; {stats.replayed_tokens} tokens computed again")
+    return lines

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,16 @@ def test_a_prompt_file_and_stdin(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Fünf Wörter: "))
     assert run(capsys, "--model", "demo-draft", "--prompt-file", "-", *FAST) == from_file
     assert from_file.startswith("Fünf Wörter: ")
+
+
+def test_stats_tell_what_the_engine_did(capsys):
+    prompt = "First Citizen: speak, speak. First Citizen: speak, speak. First"
+    words = ["--prompt", prompt, "--max-tokens", "60", "--temperature", "0"]
+    assert main(["--model", "demo", "--speculative", "ngram", "--stats", *words]) == 0
+    printed = capsys.readouterr().err
+    accepted, proposed = map(int, re.search(r"draft tokens +(\d+) of (\d+) accepted", printed).groups())
+    assert 0 < accepted <= proposed
+    assert "preemptions" not in printed
 
 
 def test_stats_go_to_stderr(capsys):
