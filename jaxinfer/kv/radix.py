@@ -123,7 +123,7 @@ class RadixTree:
 
     def add(self, parent: Node, key: PageKey) -> Node:
         """A new child without pages."""
-        if parent.children:
+        if parent.children or parent._order is not None:
             parent._order = self._sorted(parent)
             bisect.insort(parent._order, self._rank(key))
         node = parent.children[key] = Node(parent, key, self._groups)
