@@ -16,10 +16,12 @@ PROMPT ?= ROMEO:
 MAX_TOKENS ?= 128
 ARGS ?=
 PARITY ?=
+PROTOC := build/protos/.installed
+GENERATOR := grpcio-tools==1.71.2 setuptools<81
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo test test-fast test-slow test-parity lint format types wheel train-demo bench check-gpu clean
+.PHONY: help demo test test-fast test-slow test-parity lint format types wheel protos protos-check train-demo bench check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +63,17 @@ format: $(DEV) ## ruff: rewrite
 
 types: $(DEV) ## mypy
 	@$(RUN) -m mypy
+
+$(PROTOC): $(BASE) tools/gen_protos.py
+	@$(RUN) -m venv --clear build/protos
+	@build/protos/bin/python -m pip install --quiet --disable-pip-version-check $(foreach word,$(GENERATOR),"$(word)")
+	@touch $@
+
+protos: $(PROTOC) ## generate jaxinfer/v1 and the other messages from protos/
+	@build/protos/bin/python -m tools.gen_protos
+
+protos-check: $(PROTOC) ## are the generated messages those of protos/?
+	@build/protos/bin/python -m tools.gen_protos --check
 
 wheel: $(DEV) ## build dist/jaxinfer-*.whl
 	@rm -rf build dist

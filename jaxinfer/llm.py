@@ -16,7 +16,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import plan_engine
 from jaxinfer.loading import abstract_model, load_model
 from jaxinfer.models.model import Model
-from jaxinfer.text.intake import Intake, Prompt
+from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
 from jaxinfer.text.output import OutputText
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
@@ -192,15 +192,6 @@ class LLM:
         if len(given) != len(prompts):
             raise RequestError(f"sampling_params: {len(given)} given for {len(prompts)} prompts")
         return list(given)
-
-
-def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling fields of generation_config.json; ``do_sample`` false means greedy."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    fields = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
-    if generation_config.get("do_sample") is False:
-        fields["temperature"] = 0.0
-    return fields
 
 
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:

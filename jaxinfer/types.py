@@ -248,6 +248,8 @@ class SequenceDelta:
     """What one step added to one sequence. ``index`` counts the ``n`` samples of a request.
 
     There is one of each running sequence a step: ``logprobs`` is no list of its own where none were asked for.
+    ``cached_tokens`` and ``prompt_logprobs`` are in the first delta that has a token: prompt tokens that were found in
+    the prefix cache when the sequence was first admitted, and what was asked of the prompt.
     """
 
     request_id: str
@@ -257,6 +259,7 @@ class SequenceDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    cached_tokens: int | None = None
 
 
 # --------------------------------------------------------------------------------------------------------------

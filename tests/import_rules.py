@@ -16,6 +16,10 @@ PACKAGES = ("jaxinfer", "pallas_kernels")
 STOREY = {
     "pallas_kernels": 0,
     "types": 0,
+    "v1": 0,  # generated from protos/
+    "internal": 0,
+    "oip": 0,
+    "client": 1,
     "config": 1,
     "validate": 1,
     "quant": 2,
@@ -43,11 +47,16 @@ STOREY = {
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
+WIRE = {"grpc", "google"}
 NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
 # What a room may import besides the standard library. Rooms above the engine: anything that pyproject.toml declares.
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "types": set[str](),
+    "v1": WIRE,
+    "internal": WIRE,
+    "oip": WIRE,
+    "client": WIRE,
     "config": set[str](),
     "validate": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax"},
@@ -60,6 +69,14 @@ NO_JAX = (
     "jaxinfer.validate",
     "jaxinfer.planner",
     "jaxinfer.text",
+    "jaxinfer.client",
+    "jaxinfer.serve.backend",
+    "jaxinfer.serve.calls",
+    "jaxinfer.serve.errors",
+    "jaxinfer.serve.frontend",
+    "jaxinfer.serve.grpc",
+    "jaxinfer.serve.http",
+    "jaxinfer.serve.settings",
     "jaxinfer.kv.blocks",
     "jaxinfer.kv.manager",
     "jaxinfer.kv.radix",

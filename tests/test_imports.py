@@ -10,6 +10,16 @@ import pytest
 
 from tests.import_rules import PACKAGES, violations
 
+IMPORTED_AS = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "protobuf": "google",
+    "googleapis-common-protos": "google",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+    "pyyaml": "yaml",
+}
 DECLARED = {"jax", "flax", "jaxtyping", "numpy", "safetensors", "tokenizers", "rich"}
 
 
@@ -24,7 +34,9 @@ def _write(root: pathlib.Path, files: dict[str, str]) -> None:
 
 def _declared(repo: pathlib.Path) -> set[str]:
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
-    return {re.split(r"[<>=\[; ]", line)[0] for line in project["dependencies"]}
+    lines = project["dependencies"] + project["optional-dependencies"]["bench"]
+    packages = {re.split(r"[<>=\[; ]", line)[0] for line in lines}
+    return {IMPORTED_AS.get(package, package) for package in packages}
 
 
 def test_the_tree_keeps_the_rules(repo: pathlib.Path) -> None:

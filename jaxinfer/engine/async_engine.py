@@ -341,6 +341,7 @@ def _merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
         finish_reason=then.finish_reason,
         stop_reason=then.stop_reason,
         prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+        cached_tokens=then.cached_tokens if first.cached_tokens is None else first.cached_tokens,
     )
 
 

@@ -285,6 +285,8 @@ class Scheduler:
             self._preempted.discard(sequence)
             if not swapped:
                 self.stats.prefix(len(sequence.tokens) - 1, cached)
+            if sequence.cached is None:
+                sequence.cached = min(cached, sequence.prefill_end)
             self.stats.scheduled(sequence)
             sequence.slot, sequence.status = heapq.heappop(self._free_slots), Status.RUNNING
             self._running[slot] = sequence
@@ -460,6 +462,8 @@ def _added(
         delta.logprobs = [*delta.logprobs, *logprobs]
         return delta
     delta = SequenceDelta(sequence.request.request_id, sequence.index, tokens, logprobs)
-    if sequence.generated == len(tokens) and sequence.request.params.prompt_logprobs is not None:
-        delta.prompt_logprobs = sequence.prompt_logprobs
+    if sequence.generated == len(tokens):
+        delta.cached_tokens = sequence.cached
+        if sequence.request.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = sequence.prompt_logprobs
     return delta

@@ -46,6 +46,7 @@ class Sequence:
     scheduled: int = 0
     in_flight: int = 0
     capacity: int = 0  # tokens that its pages hold
+    cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
     codes: list[int] = dataclasses.field(default_factory=list)
     swapped: Swapped | None = None
     prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=lambda: [None])

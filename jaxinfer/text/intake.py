@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, RequestError, SamplingParams
@@ -68,3 +69,12 @@ class Intake:
         if self.tokenizer is None:
             raise RequestError(f"{field} is text, but the model has no tokenizer: pass token ids")
         return self.tokenizer
+
+
+def recommended_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of generation_config.json; ``do_sample`` false means greedy."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    fields = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if generation_config.get("do_sample") is False:
+        fields["temperature"] = 0.0
+    return fields

@@ -30,6 +30,7 @@ class Output:
     tokens: list[int] = dataclasses.field(default_factory=list)
     reason: FinishReason | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    cached_tokens: int | None = None
 
     def take(self, delta: SequenceDelta, now: float) -> None:
         """Add a delta, which must be the continuation of the undisturbed run."""
@@ -41,6 +42,8 @@ class Output:
             wanted = zip(self.want.tokens[before:after], self.want.logprobs[before - 1 : after - 1], strict=True)
             assert delta.logprobs == [position_logprobs(*pair) for pair in wanted]
         self._take_prompt(delta)
+        assert (delta.cached_tokens is None) == bool(self.tokens or not delta.token_ids)
+        self.cached_tokens = delta.cached_tokens if self.cached_tokens is None else self.cached_tokens
         self.tokens += delta.token_ids
         self.reason = delta.finish_reason
         if self.reason is FinishReason.DEADLINE:

@@ -81,6 +81,7 @@ def test_a_prompt_that_is_cached_whole_is_not_computed_again():
     assert (chunks(plan), rows(plan)) == ([], [("b", 32)])
     loop.drain()
     assert (before, loop.device.computed["prefill"]) == (32, 32)
+    assert [loop.outputs[name][0].cached_tokens for name in "ab"] == [0, 32]
     assert loop.scheduler.stats.snapshot().prefix_hits == 32
 
 

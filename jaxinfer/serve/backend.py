@@ -1,0 +1,51 @@
+"""What the front end needs of an engine, wherever it runs. No jax.
+
+`jaxinfer.engine.async_engine.AsyncEngine` is one in this process; `jaxinfer.serve.core.link.CoreLink` is the face of
+one in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol, Self, runtime_checkable
+
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.types import Request, SequenceDelta
+
+
+@runtime_checkable
+class BackendStream(Protocol):
+    """The deltas of one accepted request. Leaving its ``async with`` early aborts the request."""
+
+    @property
+    def request(self) -> Request:
+        """The request with its seed resolved."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[SequenceDelta]:
+        """What a slow reader has not fetched is merged, one delta for each output: nothing is lost."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exception: object) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine that serves many clients."""
+
+    async def submit(self, request: Request) -> BackendStream:
+        """Raises `RequestError` or `QueueFullError` if it is refused, `EngineDeadError` if the engine does not run.
+        The stream raises `EngineDeadError` if it ends by a fault."""
+        ...
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its outputs; its stream gets a last delta with `FinishReason.ABORT`."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def reset_prefix_cache(self) -> int: ...

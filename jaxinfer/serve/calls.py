@@ -1,0 +1,147 @@
+"""What the doors hand to the front end, and what they get back. No jax, no wire format."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxinfer.types import PositionLogprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages for the checkpoint's chat template.
+
+    Attributes:
+        messages: each with a ``role`` and what the template wants besides, usually ``content``.
+        variables: further variables of the template.
+        template: the request's own template, refused unless the server allows it.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template: str | None = None
+
+
+Input = str | Sequence[int] | Conversation
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One generation, as a client asked for it.
+
+    Attributes:
+        sampling: only the fields that the client set, by the names of `SamplingParams`, unchecked; the others get the
+            checkpoint's recommended values (`jaxinfer.text.intake.recommended_sampling`), and ``max_tokens`` all that
+            the context leaves.
+        request_id: None: the front end makes one.
+        timeout: seconds that the client waits from now on, the queue included; None: for ever.
+        tenant: whose request it is, for the fair policy: the name of the API key.
+    """
+
+    prompt: Input
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model: str | None = None
+    request_id: str | None = None
+    add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+    tenant: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class OutputDelta:
+    """What is new of one output. ``finish_reason`` is set in its last one: "stop", "length" or "abort".
+
+    Attributes:
+        index: 0 to n-1.
+        text: whole characters.
+        logprobs: one for each token, if asked for.
+        stop_reason: under "stop", the request's own stop token or stop string that ended it.
+        prompt_logprobs: in the first delta of output 0, if asked for; the first entry is None.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: Sequence[PositionLogprobs] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Tokens. ``completion`` is of all outputs; ``cached`` were found in the prefix cache."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """The tokens of a continuation, each with its log probability and rank; see `PositionLogprobs.chosen`."""
+
+    tokens: Sequence[PositionLogprobs]
+
+    @property
+    def logprob(self) -> float:
+        return sum(position.chosen.logprob for position in self.tokens)
+
+    @property
+    def is_greedy(self) -> bool:
+        return all(position.chosen.rank == 1 for position in self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeLimits:
+    """Bounds on what one request may bring; all of them are told by GetModelInfo.
+
+    Attributes:
+        n: outputs of one request.
+        logprobs: most likely tokens for each position (the engine's `max_logprobs` may be less).
+        stop_strings, stop_characters: how many, and of what length each.
+        stop_token_ids: EOS included.
+        bad_words, logit_bias: entries.
+        prompt_characters: of a text, or of all messages together.
+        message_bytes: of one gRPC message or HTTP body.
+        score_continuations: of one Score call.
+    """
+
+    n: int = 128
+    logprobs: int = 20
+    stop_strings: int = 64
+    stop_characters: int = 1024
+    stop_token_ids: int = 64
+    bad_words: int = 32
+    logit_bias: int = 1024
+    prompt_characters: int = 4 << 20
+    message_bytes: int = 16 << 20
+    score_continuations: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """What the front end knows of the model: it never sees the weights.
+
+    Attributes:
+        name: what clients call it (``--served-model-name``, or the folder's name).
+        defaults: sampling fields that generation_config.json recommends.
+        engine: the engine's resolved settings by name.
+        created: seconds since 1970 at which the server started.
+    """
+
+    name: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    defaults: Mapping[str, Any]
+    engine: Mapping[str, Any]
+    created: int

@@ -1,0 +1,84 @@
+"""What a door can answer instead of a result, once for all doors. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import grpc
+
+from jaxinfer.types import QueueFullError, RequestError
+
+
+class Kind(enum.Enum):
+    """A kind of error: its gRPC status and its HTTP status."""
+
+    INVALID = (grpc.StatusCode.INVALID_ARGUMENT, 400)
+    UNAUTHENTICATED = (grpc.StatusCode.UNAUTHENTICATED, 401)
+    FORBIDDEN = (grpc.StatusCode.PERMISSION_DENIED, 403)
+    NOT_FOUND = (grpc.StatusCode.NOT_FOUND, 404)
+    EXISTS = (grpc.StatusCode.ALREADY_EXISTS, 409)
+    TOO_LARGE = (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
+    QUEUE_FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, 429)
+    CANCELLED = (grpc.StatusCode.CANCELLED, 499)
+    INTERNAL = (grpc.StatusCode.INTERNAL, 500)
+    UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, 503)
+    DEADLINE = (grpc.StatusCode.DEADLINE_EXCEEDED, 504)
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        return self.value[0]
+
+    @property
+    def http(self) -> int:
+        return self.value[1]
+
+
+@dataclasses.dataclass
+class ServeError(Exception):
+    """An answer to one request. Other requests are not concerned.
+
+    Attributes:
+        message: one sentence for the client; under INTERNAL it is opaque and holds an id that the log explains.
+        field: which field of the request is wrong, if one is.
+        retry_after: seconds after which it is worth trying again, if it is.
+    """
+
+    kind: Kind
+    message: str
+    field: str | None = None
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+
+class DuplicateIdError(RequestError):
+    """The request's id is in use."""
+
+
+class DrainingError(RuntimeError):
+    """The server accepts no more requests; the message says so."""
+
+
+def refused(error: RequestError, retry_after: float = 1.0) -> ServeError:
+    """What a refused request is answered. The field is the first word of the message, as everywhere."""
+    match error:
+        case QueueFullError():
+            return ServeError(Kind.QUEUE_FULL, str(error), retry_after=retry_after)
+        case UnknownModelError():
+            return ServeError(Kind.NOT_FOUND, str(error), field="model")
+        case DuplicateIdError():
+            return ServeError(Kind.EXISTS, str(error), field="request_id")
+        case _:
+            return ServeError(Kind.INVALID, str(error), field=_field(str(error)))
+
+
+def _field(message: str) -> str | None:
+    """``top_p=2 must be ...``, ``stop_token_ids: 9 must be ...``, ``prompt_token_ids is empty ...``."""
+    word = message.replace("=", " ").replace(":", " ").replace("[", " ").split(" ", 1)[0]
+    return word if word.replace("_", "").isalnum() and word.islower() else None

@@ -1,0 +1,162 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_id", "output_index")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    output_index: int
+    def __init__(self, request_id: _Optional[str] = ..., output_index: _Optional[int] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Stats(_message.Message):
+    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts")
+    class WaitingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class KvPagesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class FinishedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PreemptionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    running: int
+    waiting: _containers.ScalarMap[str, int]
+    kv_pages: _containers.ScalarMap[str, int]
+    prompt_tokens: int
+    generated_tokens: int
+    finished: _containers.ScalarMap[str, int]
+    preemptions: _containers.ScalarMap[str, int]
+    prefix_queries: int
+    prefix_hits: int
+    draft_tokens: int
+    draft_accepted: int
+    steps: int
+    compilations: int
+    restarts: int
+    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ...) -> None: ...
+
+class WatchStartupRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartupEvent(_message.Message):
+    __slots__ = ("phase", "bytes_done", "bytes_total", "compilations_done", "compilations_total", "message")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[StartupEvent.Phase]
+        STARTING: _ClassVar[StartupEvent.Phase]
+        LOADING_WEIGHTS: _ClassVar[StartupEvent.Phase]
+        COMPILING: _ClassVar[StartupEvent.Phase]
+        CHECKING: _ClassVar[StartupEvent.Phase]
+        READY: _ClassVar[StartupEvent.Phase]
+        FAILED: _ClassVar[StartupEvent.Phase]
+    PHASE_UNSPECIFIED: StartupEvent.Phase
+    STARTING: StartupEvent.Phase
+    LOADING_WEIGHTS: StartupEvent.Phase
+    COMPILING: StartupEvent.Phase
+    CHECKING: StartupEvent.Phase
+    READY: StartupEvent.Phase
+    FAILED: StartupEvent.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    COMPILATIONS_DONE_FIELD_NUMBER: _ClassVar[int]
+    COMPILATIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    phase: StartupEvent.Phase
+    bytes_done: int
+    bytes_total: int
+    compilations_done: int
+    compilations_total: int
+    message: str
+    def __init__(self, phase: _Optional[_Union[StartupEvent.Phase, str]] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., compilations_done: _Optional[int] = ..., compilations_total: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout",)
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    timeout: _duration_pb2.Duration
+    def __init__(self, timeout: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("aborted",)
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    aborted: int
+    def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class FlushPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushPrefixCacheResponse(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
+
+class StartProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartProfileResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileResponse(_message.Message):
+    __slots__ = ("folder",)
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...

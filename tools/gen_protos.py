@@ -1,0 +1,63 @@
+"""Python code from protos/: what is checked in under jaxinfer/.
+
+    make protos          write it
+    make protos-check    fail if what is checked in is not what would be written
+
+Both run in an environment of their own: the generator is an old one, so that clients need no new protobuf (what it
+writes asks for protobuf >= 5.29 and grpcio >= 1.71 and runs with every later one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import pathlib
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from grpc_tools import protoc
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROTOS = ROOT / "protos"
+_INIT = '"""Generated from protos/ by make protos."""\n'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of date")
+    options = parser.parse_args(arguments)
+    made = generate()
+    stale = [name for name, text in made.items() if _present(name) != text]
+    if options.check:
+        for name in stale:
+            print(f"{name} is not what protos/ makes: run make protos")
+        return 1 if stale else 0
+    for name in stale:
+        (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / name).write_text(made[name], encoding="utf-8")
+        print(f"wrote {name}")
+    return 0
+
+
+def generate() -> dict[str, str]:
+    """The generated files by their paths below the root."""
+    sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    well_known = importlib.resources.files("grpc_tools") / "_proto"
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+        if protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *outputs, *sources]):
+            raise SystemExit("protoc failed")
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(folder).rglob("*.py*"))}
+        made = {str(path.relative_to(folder)): text for path, text in texts.items()}
+        return made | {str(path.parent.relative_to(folder) / "__init__.py"): _INIT for path in texts}
+
+
+def _present(name: str) -> str | None:
+    path = ROOT / name
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
