@@ -40,7 +40,7 @@ class Output:
         assert delta.token_ids == self.want.tokens[before:after], f"{delta} is not {self.want.tokens[before:after]}"
         if self.request.params.logprobs is not None:
             wanted = zip(self.want.tokens[before:after], self.want.logprobs[before - 1 : after - 1], strict=True)
-            assert delta.logprobs == [position_logprobs(*pair) for pair in wanted]
+            assert list(delta.logprobs) == [position_logprobs(*pair) for pair in wanted]
         self._take_prompt(delta)
         assert (delta.cached_tokens is None) == bool(self.tokens or not delta.token_ids)
         self.cached_tokens = delta.cached_tokens if self.cached_tokens is None else self.cached_tokens
