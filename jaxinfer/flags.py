@@ -11,27 +11,29 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxinfer.config import EngineConfig
-
 _SWITCHES = {"on": True, "off": False}
 
 
-def add_engine_flags(group: argparse._ArgumentGroup, skip: Collection[str] = ()) -> None:
-    """A flag for each field of `EngineConfig` but those in ``skip``; what is not given is None.
+def add_flags(group: argparse._ArgumentGroup, kind: type, skip: Collection[str] = (), prefix: str = "") -> None:
+    """A flag for each field of the dataclass ``kind`` but those in ``skip``; what is not given is None.
 
-    ``enable_x`` becomes ``--enable-x`` and ``--no-enable-x``, any other truth value takes ``on`` or ``off``.
+    ``enable_x`` becomes ``--enable-x`` and ``--no-enable-x``, and so does a truth value that is false by default; any
+    other takes ``on`` or ``off``. ``prefix``: what all flags begin with.
     """
-    kinds, helps = typing.get_type_hints(EngineConfig), attribute_docs(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
+    types_of, helps = typing.get_type_hints(kind), attribute_docs(kind)
+    for field in dataclasses.fields(kind):
         if field.name not in skip:
             described = _help(helps.get(field.name, ""), field.default)
-            group.add_argument(_flag(field.name), default=None, help=described, **_kind(field.name, kinds[field.name]))
+            options = _kind(field.name, types_of[field.name], field.default)
+            group.add_argument(_flag(prefix + field.name), default=None, help=described, **options)
 
 
-def engine_settings(args: argparse.Namespace, skip: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of `EngineConfig` that were given on the command line."""
-    names = [field.name for field in dataclasses.fields(EngineConfig) if field.name not in skip]
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+def given_settings(
+    args: argparse.Namespace, kind: type, skip: Collection[str] = (), prefix: str = ""
+) -> dict[str, Any]:
+    """The fields of ``kind`` that were given on the command line; see `add_flags`."""
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in skip]
+    given = {name: value for name in names if (value := getattr(args, prefix + name)) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
@@ -59,12 +61,12 @@ def _help(text: str, default: object) -> str:
     return f"{plain} (default: {shown})"
 
 
-def _kind(name: str, kind: Any) -> Mapping[str, Any]:
+def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
     """argparse's options for a value of type ``kind``; None in a union only means that it may be left out."""
     if isinstance(kind, types.UnionType):
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
     if kind is bool:
-        if name.startswith("enable_"):
+        if name.startswith("enable_") or default is False:
             return {"action": argparse.BooleanOptionalAction}
         return {"type": _switch, "metavar": "on|off"}
     if typing.get_origin(kind) is tuple:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.flags import add_engine_flags, engine_settings
+from jaxinfer.flags import add_flags, given_settings
 from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.loading import DTYPES, LOADING_ERRORS
 from jaxinfer.stats import Clock, measured_bandwidth, report
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--dtype", choices=DTYPES, default="auto")
     engine.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
     engine.add_argument("--compilation-cache-dir", help='where compiled programs are kept ("" keeps none)')
-    add_engine_flags(engine, skip=_NO_FLAGS)
+    add_flags(engine, EngineConfig, skip=_NO_FLAGS)
     _add_sampling(parser.add_argument_group("sampling (defaults: what the checkpoint recommends)"))
     return parser
 
@@ -103,7 +103,7 @@ def _make_llm(args: argparse.Namespace, sequences: int) -> LLM:
     return LLM(
         args.model,
         args.dtype,
-        config=EngineConfig(**{"max_num_seqs": sequences, **engine_settings(args, skip=_NO_FLAGS)}),
+        config=EngineConfig(**{"max_num_seqs": sequences, **given_settings(args, EngineConfig, skip=_NO_FLAGS)}),
         check_finite=args.check_finite,
         compilation_cache_dir=args.compilation_cache_dir,
     )

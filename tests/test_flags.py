@@ -6,15 +6,15 @@ import dataclasses
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.flags import add_engine_flags, attribute_docs, engine_settings
+from jaxinfer.flags import add_flags, attribute_docs, given_settings
 
 FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]
 
 
 def parse(*arguments: str, skip: tuple[str, ...] = ()) -> dict[str, object]:
     parser = argparse.ArgumentParser()
-    add_engine_flags(parser.add_argument_group("engine"), skip)
-    return engine_settings(parser.parse_args(arguments), skip)
+    add_flags(parser.add_argument_group("engine"), EngineConfig, skip)
+    return given_settings(parser.parse_args(arguments), EngineConfig, skip)
 
 
 def test_what_is_not_given_is_left_to_the_configuration():
@@ -89,7 +89,7 @@ def test_every_flag_is_explained(capsys):
     assert all(docs.values())
     assert docs["max_waiting_tokens"] == docs["max_waiting_requests"]
     parser = argparse.ArgumentParser()
-    add_engine_flags(parser.add_argument_group("engine"))
+    add_flags(parser.add_argument_group("engine"), EngineConfig)
     shown = " ".join(parser.format_help().split())
     assert "tokens per KV page, a power of two. (default: 64)" in shown
     assert "Off: for debugging. (default: on)" in shown
@@ -98,3 +98,25 @@ def test_every_flag_is_explained(capsys):
 
 def test_a_class_without_documentation_has_flags_without_help():
     assert attribute_docs(type("Bare", (), {})) == {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """A door.
+
+    Attributes:
+        open: whether it is.
+        width: in metres.
+    """
+
+    open: bool = False
+    width: float | None = None
+
+
+def test_a_prefix_keeps_the_flags_of_two_configurations_apart():
+    parser = argparse.ArgumentParser()
+    for prefix in ("front_", "back_"):
+        add_flags(parser.add_argument_group(prefix), Door, prefix=prefix)
+    args = parser.parse_args(["--front-open", "--back-width", "2", "--no-back-open"])
+    assert given_settings(args, Door, prefix="front_") == {"open": True}
+    assert given_settings(args, Door, prefix="back_") == {"open": False, "width": 2.0}
