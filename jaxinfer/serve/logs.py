@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import logging
 import sys
@@ -15,7 +16,7 @@ FORMATS = ("text", "json")
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def configure(form: str, level: str, stream: TextIO = sys.stderr) -> None:
+def configure(form: str, level: str, stream: TextIO | io.TextIOBase = sys.stderr) -> None:
     """Send what the whole process logs to ``stream``; what was configured before is replaced.
 
     Args:
