@@ -1,0 +1,274 @@
+"""An engine without a device: the real scheduler and the real pages, tokens by a rule that can be computed by hand.
+
+Output ``index`` of a request walks along `TEXT`, byte by byte and round and round, from a place that depends on prompt,
+seed and index (`start`). A token is a byte (`FIRST_BYTE` + its value), so characters are split over tokens.
+`expected_tokens`, `expected_text` and `expected_logprobs` say what must come out. No jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.plan import PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
+from jaxinfer.types import CacheSpec, LayerSpec, PositionLogprobs, Request, SequenceDelta, TokenLogprob
+from jaxinfer.validate import SamplingLimits
+
+TEXT = "The naïve fox — 狐 — jumps over 3 lazy dogs. 🦊👩‍🚀 Ça va? " * 3
+BYTES = TEXT.encode()
+BOS, EOS, PAD, FIRST_BYTE = 0, 1, 2, 3
+VOCAB = FIRST_BYTE + 256
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
+)
+
+# Room for 256 sequences and more; a test that wants a crowd says so.
+DEFAULTS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_seqs": 64,
+    "page_size": 16,
+    "num_pages": 4096,
+    "prefill_sizes": (32, 128),
+    "swap_space_gib": 0.0,
+}
+
+
+def start(prompt: Sequence[int], seed: int, index: int) -> int:
+    """Where in `BYTES` an output begins."""
+    return (sum(prompt) + len(prompt) + 7 * seed + 11 * index) % len(BYTES)
+
+
+def expected_token(prompt: Sequence[int], seed: int, index: int, i: int, eos_after: int | None = None) -> int:
+    """Token ``i`` of output ``index``: a byte of the text, or EOS in place ``eos_after``."""
+    if i == eos_after:
+        return EOS
+    return FIRST_BYTE + BYTES[(start(prompt, seed, index) + i) % len(BYTES)]
+
+
+def expected_tokens(
+    prompt: Sequence[int], seed: int, index: int, count: int, eos_after: int | None = None
+) -> list[int]:
+    """The first ``count`` tokens of an output that nothing ends before."""
+    return [expected_token(prompt, seed, index, i, eos_after) for i in range(count)]
+
+
+def expected_text(prompt: Sequence[int], seed: int, index: int, count: int) -> str:
+    """The text of these tokens: a byte that is no character by itself becomes U+FFFD."""
+    return bytes(t - FIRST_BYTE for t in expected_tokens(prompt, seed, index, count)).decode(errors="replace")
+
+
+def expected_logprobs(token: int, position: int, top: int) -> PositionLogprobs:
+    """Of a token at a position of the whole sequence: it is the best one, and those that follow it are next."""
+    best = -(1 + position % 8) / 4
+    ranked = tuple(TokenLogprob((token + k) % VOCAB, best - k / 4, 1 + k) for k in range(top))
+    return PositionLogprobs(TokenLogprob(token, best, 1), ranked)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mischief:
+    """What goes wrong, and how slow it is. Steps count from 1, those of plans that hold nothing are not counted.
+
+    Attributes:
+        seconds: that every step takes.
+        fault_at: this step raises `ZeroDivisionError`.
+        hang_at: this step does not return until `FakeEngine.release` is called.
+        eos_after: every output's token in this place is EOS.
+    """
+
+    seconds: float = 0.0
+    fault_at: int | None = None
+    hang_at: int | None = None
+    eos_after: int | None = None
+
+
+class FakeEngine:
+    """Satisfies `jaxinfer.engine.async_engine.Steps`.
+
+    Args:
+        settings: fields of `EngineConfig`, on top of `DEFAULTS`.
+
+    Attributes:
+        config: as `Engine.config`.
+        limits: as `Engine.limits`.
+        steps: how many plans were run.
+    """
+
+    def __init__(self, mischief: Mischief = Mischief(), **settings: Any) -> None:
+        self.config = resolved(**settings)
+        self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
+        self.steps = 0
+        self._mischief = mischief
+        self._kv = KVManager(_kv_config(self.config))
+        # Each prefill size a class of its own: the most cautious answer that a device can give.
+        classes = {size: number for number, size in enumerate(self.config.prefill_sizes)}
+        self._scheduler = Scheduler(self.config, self._kv, classes)
+        self._pending: StepPlan | None = None
+        self._seeds = itertools.count(1000 if self.config.seed is None else self.config.seed)
+        self._released = threading.Event()
+        self._last_read = time.monotonic()
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or self._pending is not None
+
+    def add(self, request: Request) -> Request:
+        if request.params.seed is None:
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=next(self._seeds)))
+        self._scheduler.add(request)
+        return request
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._scheduler.abort(request_id, index)
+
+    def step(self) -> list[SequenceDelta]:
+        launched = self._scheduler.plan() or None
+        before = self._pending if self.config.async_scheduling else launched
+        deltas = self._scheduler.commit(self._read(before))
+        self._pending = launched if self.config.async_scheduling else None
+        return deltas
+
+    def release(self) -> None:
+        """Let a step that hangs go on."""
+        self._released.set()
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return scheduler.stats.snapshot(
+            running=scheduler.running, waiting=scheduler.waiting, kv=self._kv.usage(), compilations=0
+        )
+
+    def reset_prefix_cache(self) -> int:
+        return self._kv.reset_prefix_cache()
+
+    def check(self) -> None:
+        self._scheduler.check()
+
+    def _read(self, plan: StepPlan | None) -> StepResult | None:
+        if plan is None:
+            return None
+        self.steps += 1
+        if self._mischief.seconds:
+            time.sleep(self._mischief.seconds)
+        if self.steps == self._mischief.hang_at:
+            self._released.wait()
+        if self.steps == self._mischief.fault_at:
+            raise ZeroDivisionError(f"the fake engine's fault in step {self.steps}")
+        now = time.monotonic()
+        self._scheduler.stats.step(now - self._last_read)
+        self._last_read = now
+        return self._made_up(plan)
+
+    def _made_up(self, plan: StepPlan) -> StepResult:
+        tokens, logprobs = [], []
+        for row in plan.decodes:
+            sequence = row.sequence
+            prompt, params = sequence.request.prompt_token_ids, sequence.params
+            assert params.seed is not None
+            first, at = row.position + 1 - len(prompt), row.position + 1
+            new = [
+                expected_token(prompt, params.seed, sequence.index, first + k, self._mischief.eos_after)
+                for k in range(plan.steps)
+            ]
+            tokens.append(new)
+            top = params.logprobs
+            logprobs.append(() if top is None else [expected_logprobs(t, at + k, top) for k, t in enumerate(new)])
+        return StepResult(plan, tokens, logprobs, [_prompt_logprobs(prefill) for prefill in plan.prefills])
+
+
+def _prompt_logprobs(prefill: PrefillPlan) -> list[PositionLogprobs]:
+    top = prefill.sequence.params.prompt_logprobs
+    if not prefill.logprobs or top is None:
+        return []
+    first, prompt = prefill.chunk.start + 1, prefill.sequence.request.prompt_token_ids
+    return [expected_logprobs(prompt[at], at, top) for at in range(first, first + prefill.chunk.length)]
+
+
+def resolved(**settings: Any) -> ResolvedEngine:
+    """What `EngineConfig` settings mean for the fake engine, on top of `DEFAULTS`."""
+    config = EngineConfig(**{**DEFAULTS, **settings})
+    return resolve(config, CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8), max_position=1 << 20, itemsize=4)
+
+
+def _kv_config(engine: ResolvedEngine) -> KVConfig:
+    return KVConfig(
+        pages=engine.num_pages,
+        page_size=engine.page_size,
+        slots=engine.rows,
+        width=engine.table_width,
+        host_pages=engine.host_pages,
+        prefix_caching=engine.enable_prefix_caching,
+    )
+
+
+# ---- what belongs to it
+
+
+def fake_library() -> Library:
+    """Three special tokens and the 256 bytes, no merges."""
+    alphabet = _byte_characters()
+    vocab = {"<s>": BOS, "</s>": EOS, "<pad>": PAD}
+    vocab |= {alphabet[byte]: FIRST_BYTE + byte for byte in range(256)}
+    library = Library(models.BPE(vocab, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["<s>", "</s>", "<pad>"])
+    return library
+
+
+def fake_tokenizer() -> Tokenizer:
+    """A token is a byte; texts get no BOS."""
+    return Tokenizer(LibraryBackend(fake_library()), SpecialIds(bos=BOS, eos=(EOS,), pad=PAD))
+
+
+def fake_template() -> ChatTemplate:
+    """``[user] Hi`` a line, and ``[a] `` for the answer."""
+    return ChatTemplate(TEMPLATE)
+
+
+def fake_card(engine: ResolvedEngine | None = None, name: str = "fake") -> ModelCard:
+    """Of the model that `FakeEngine` serves."""
+    engine = resolved() if engine is None else engine
+    return ModelCard(
+        name=name,
+        architecture="FakeForCausalLM",
+        dtype="float32",
+        max_model_len=engine.max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=[EOS],
+        defaults={},
+        engine=dataclasses.asdict(engine),
+        created=1,
+    )
+
+
+def write_fake_folder(folder: pathlib.Path) -> pathlib.Path:
+    """What `Tokenizer.load` and `ChatTemplate.load` read, in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fake_library().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": false}'
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def _byte_characters() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    rest = (byte for byte in range(256) if byte not in plain)
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + k) for k, byte in enumerate(rest)}
