@@ -40,6 +40,7 @@ class Call:
         request_id: None: the front end makes one.
         timeout: seconds that the client waits from now on, the queue included; None: for ever.
         tenant: whose request it is, for the fair policy: the name of the API key.
+        trace: the W3C headers ``traceparent`` and ``tracestate``, where the client sent them.
     """
 
     prompt: Input
@@ -51,6 +52,7 @@ class Call:
     cache_salt: str = ""
     timeout: float | None = None
     tenant: str = ""
+    trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)

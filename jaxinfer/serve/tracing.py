@@ -1,0 +1,123 @@
+"""A span for each generation, in OpenTelemetry's conventions for generative AI. No jax.
+
+https://opentelemetry.io/docs/specs/semconv/gen-ai/
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from jaxinfer.serve.calls import Call, Conversation, Usage
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.types import Request
+
+HEADERS = ("traceparent", "tracestate")
+
+# Of the request, those that the conventions name.
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
+# The client's doing: no fault of the server.
+_EXPECTED = (Kind.CANCELLED, Kind.INVALID, Kind.NOT_FOUND, Kind.EXISTS)
+
+
+@runtime_checkable
+class Trace(Protocol):
+    """What happens to one generation; each end is told once."""
+
+    def accepted(self, request: Request) -> None: ...
+    def token(self) -> None: ...
+    def finished(self, usage: Usage, reasons: Sequence[str]) -> None: ...
+    def failed(self, error: ServeError) -> None: ...
+
+
+class Tracing:
+    """Makes a `Trace` for each call, and sends the spans in the background.
+
+    Args:
+        endpoint: of an OTLP collector (gRPC), "http://..." for one without TLS; None: nothing is recorded.
+        exporter: in place of one to ``endpoint``.
+    """
+
+    def __init__(self, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
+        if exporter is None and endpoint is not None:
+            exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+        self._provider: TracerProvider | None = None
+        self._tracer: Tracer | None = None
+        if exporter is not None:
+            self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxinfer"}))
+            self._provider.add_span_processor(BatchSpanProcessor(exporter))
+            self._tracer = self._provider.get_tracer("jaxinfer")
+
+    def begin(self, call: Call, model: str) -> Trace:
+        """The trace of a call, a child of the client's own where it sent its context."""
+        if self._tracer is None:
+            return _NOTHING
+        operation = "chat" if isinstance(call.prompt, Conversation) else "text_completion"
+        attributes: dict[str, str] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "jaxinfer",
+            "gen_ai.request.model": call.model or model,
+            "gen_ai.response.model": model,
+        }
+        parent = TraceContextTextMapPropagator().extract(_lower(call.trace))
+        span = self._tracer.start_span(f"{operation} {model}", parent, SpanKind.SERVER, attributes)
+        return _Recorded(span)
+
+    def close(self) -> None:
+        """Send what is recorded and stop."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+class _Recorded:
+    def __init__(self, span: Span) -> None:
+        self._span, self._start, self._first = span, time.monotonic(), True
+
+    def accepted(self, request: Request) -> None:
+        self._span.set_attribute("gen_ai.response.id", request.request_id)
+        for name in _SAMPLING:
+            if (value := getattr(request.params, name)) is not None:
+                self._span.set_attribute(f"gen_ai.request.{name}", value)
+        if request.params.n != 1:
+            self._span.set_attribute("gen_ai.request.choice.count", request.params.n)
+
+    def token(self) -> None:
+        if self._first:
+            self._first = False
+            self._span.add_event("first token")
+            self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._start)
+
+    def finished(self, usage: Usage, reasons: Sequence[str]) -> None:
+        self._span.set_attribute("gen_ai.usage.input_tokens", usage.prompt)
+        self._span.set_attribute("gen_ai.usage.output_tokens", usage.completion)
+        self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached)
+        self._span.set_attribute("gen_ai.response.finish_reasons", list(reasons))
+        self._span.end()
+
+    def failed(self, error: ServeError) -> None:
+        self._span.set_attribute("error.type", error.kind.name.lower())
+        if error.kind not in _EXPECTED:
+            self._span.set_status(StatusCode.ERROR, error.message)
+        self._span.end()
+
+
+class _Nothing:
+    def accepted(self, request: Request) -> None: ...
+    def token(self) -> None: ...
+    def finished(self, usage: Usage, reasons: Sequence[str]) -> None: ...
+    def failed(self, error: ServeError) -> None: ...
+
+
+_NOTHING = _Nothing()
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

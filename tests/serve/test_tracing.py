@@ -1,0 +1,71 @@
+"""Spans of generations, as a collector gets them."""
+
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from jaxinfer.serve.calls import Call, Conversation, Usage
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.tracing import Tracing
+from jaxinfer.types import Request, SamplingParams
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def traced(call, tell):
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter=exporter)
+    tell(tracing.begin(call, "demo"))
+    tracing.close()
+    (span,) = exporter.get_finished_spans()
+    return span
+
+
+def test_a_generation_is_a_child_of_the_clients_span():
+    def tell(trace):
+        trace.accepted(Request("id-1", (1, 2), SamplingParams(temperature=0.5, max_tokens=9, seed=3, n=2)))
+        trace.token()
+        trace.token()
+        trace.finished(Usage(2, 5, 1), ["stop", "length"])
+
+    span = traced(Call(Conversation([]), trace={"TraceParent": PARENT}), tell)
+    assert span.name == "chat demo"
+    assert format(span.context.trace_id, "032x") == PARENT[3:35]
+    assert format(span.parent.span_id, "016x") == PARENT[36:52]
+    wanted = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "demo",
+        "gen_ai.response.id": "id-1",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 1,
+        "gen_ai.response.finish_reasons": ("stop", "length"),
+    }
+    assert wanted.items() <= dict(span.attributes).items()
+    assert [event.name for event in span.events] == ["first token"]
+    assert span.attributes["gen_ai.response.time_to_first_chunk"] >= 0
+    assert span.status.status_code is StatusCode.UNSET
+
+
+def test_a_fault_is_an_error_and_a_refusal_is_not():
+    fault = traced(Call("a"), lambda trace: trace.failed(ServeError(Kind.INTERNAL, "internal error 17")))
+    assert (fault.name, fault.status.status_code) == ("text_completion demo", StatusCode.ERROR)
+    refusal = traced(Call("a"), lambda trace: trace.failed(ServeError(Kind.INVALID, "n=0 must be at least 1")))
+    assert refusal.status.status_code is StatusCode.UNSET
+    assert (fault.attributes["error.type"], refusal.attributes["error.type"]) == ("internal", "invalid")
+
+
+def test_a_context_that_is_none_is_ignored():
+    span = traced(Call("a", trace={"traceparent": "nonsense"}), lambda trace: trace.finished(Usage(1, 1, 0), ["stop"]))
+    assert span.parent is None
+
+
+def test_without_an_endpoint_nothing_is_recorded():
+    tracing = Tracing()
+    trace = tracing.begin(Call("a"), "demo")
+    trace.token()
+    trace.finished(Usage(1, 1, 0), ["stop"])
+    tracing.close()
