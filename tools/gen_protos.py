@@ -21,6 +21,10 @@ from grpc_tools import protoc
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 _INIT = '"""Generated from protos/ by make protos."""\n'
+_SHARED_POOL, _OWN_POOL = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
+# Messages under names that are not ours (`inference.*`): other packages bring them too, and one pool knows each name
+# once. In a pool of their own, both can be in one process.
+_FOREIGN = "oip"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +54,12 @@ def generate() -> dict[str, str]:
         if protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *outputs, *sources]):
             raise SystemExit("protoc failed")
         texts = {path: path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(folder).rglob("*.py*"))}
-        made = {str(path.relative_to(folder)): text for path, text in texts.items()}
+        made = {str(path.relative_to(folder)): _isolated(path, text) for path, text in texts.items()}
         return made | {str(path.parent.relative_to(folder) / "__init__.py"): _INIT for path in texts}
+
+
+def _isolated(path: pathlib.Path, text: str) -> str:
+    return text.replace(_SHARED_POOL, _OWN_POOL) if path.parent.name == _FOREIGN else text
 
 
 def _present(name: str) -> str | None:
