@@ -42,12 +42,14 @@ class ServeError(Exception):
         message: one sentence for the client; under INTERNAL it is opaque and holds an id that the log explains.
         field: which field of the request is wrong, if one is.
         retry_after: seconds after which it is worth trying again, if it is.
+        fault: under INTERNAL, the id in the message.
     """
 
     kind: Kind
     message: str
     field: str | None = None
     retry_after: float | None = None
+    fault: str | None = None
 
     def __str__(self) -> str:
         return self.message
