@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
+import pathlib
+import reprlib
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+import yaml
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.logs import FORMATS, LEVELS
+
+_MAX_FILE_BYTES = 1 << 20
+_SECONDS = ("template", "drain", "slow_reader", "keepalive", "header")
+_PORTS = ("grpc_port", "http_port", "control_port")
 
 
 class ServeConfigError(ValueError):
@@ -78,3 +92,97 @@ class ServeConfig:
     check_finite: bool = False
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+
+
+Settings = Mapping[str, Any]
+
+
+def read_settings(path: pathlib.Path) -> dict[str, Any]:
+    """The settings in a YAML file: fields of `ServeConfig`, with those of ``limits`` and ``engine`` below these names.
+
+    Raises:
+        ServeConfigError: it cannot be read, is larger than 1 MiB, or is not a mapping.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise ServeConfigError(f"--config {path} is larger than {_MAX_FILE_BYTES} bytes")
+        settings = yaml.safe_load(data)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ServeConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise ServeConfigError(f"--config {path} must hold settings by name, not {reprlib.repr(settings)}")
+    return settings
+
+
+def make_config(*layers: Settings) -> ServeConfig:
+    """A configuration from settings by name; later layers go before earlier ones, field by field.
+
+    Raises:
+        ServeConfigError: an unknown name, a value of the wrong type, or one that cannot be served.
+    """
+    merged = _merged(ServeConfig, layers, "")
+    try:
+        config = pydantic.TypeAdapter(ServeConfig).validate_python(merged)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        name, value = ".".join(map(str, first["loc"])), reprlib.repr(first.get("input"))
+        missing = first["type"] == "missing"
+        raise ServeConfigError(f"{name} is not set" if missing else f"{name} = {value}: {first['msg']}") from error
+    _check(config)
+    return config
+
+
+def _merged(kind: type, layers: tuple[Settings, ...], prefix: str) -> dict[str, Any]:
+    """One mapping of the fields of a dataclass, with those of dataclasses in it."""
+    kinds, merged = typing.get_type_hints(kind), dict[str, Any]()
+    for name in dict.fromkeys(name for layer in layers for name in layer):
+        if name not in kinds:
+            raise ServeConfigError(f"{prefix}{name} is not a setting; there are {', '.join(kinds)}")
+        values = [layer[name] for layer in layers if name in layer]
+        if dataclasses.is_dataclass(kinds[name]) and all(isinstance(value, Mapping) for value in values):
+            merged[name] = _merged(kinds[name], tuple(values), f"{prefix}{name}.")
+        else:
+            merged[name] = values[-1]
+    return merged
+
+
+def _check(config: ServeConfig) -> None:
+    for name in _PORTS:
+        port = getattr(config, name)
+        _require(port is None or 0 <= port < 65536, name, port, "must be a port from 0 to 65535")
+    for name in (*(f"{word}_seconds" for word in _SECONDS), "step_timeout", "startup_timeout"):
+        _require(getattr(config, name) > 0, name, getattr(config, name), "must be positive")
+    for name in ("stream_buffer", "max_connections"):
+        _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
+    for name, value in dataclasses.asdict(config.limits).items():
+        _require(value >= 1, f"limits.{name}", value, "must be at least 1")
+    _require(config.log_format in FORMATS, "log_format", config.log_format, f"must be one of {', '.join(FORMATS)}")
+    _require(config.log_level in LEVELS, "log_level", config.log_level, f"must be one of {', '.join(LEVELS)}")
+    both = (config.tls_cert is None) == (config.tls_key is None)
+    _require(both, "tls_cert", config.tls_cert, f"and tls_key = {config.tls_key!r} belong together")
+    has_ca = config.tls_client_ca is not None
+    _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
+    _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
+
+
+def _check_exposure(config: ServeConfig, guarded: bool) -> None:
+    for name in ("host", "control_host"):
+        host = getattr(config, name)
+        what = "is not loopback: set api_keys or tls_client_ca, or insecure where the network is trusted"
+        _require(guarded or _is_loopback(host), name, host, what)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _require(condition: bool, name: str, value: object, what: str) -> None:
+    if not condition:
+        raise ServeConfigError(f"{name} = {reprlib.repr(value)} {what}")

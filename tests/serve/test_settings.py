@@ -1,0 +1,77 @@
+"""Settings of a server, from files and flags."""
+
+import pathlib
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
+
+
+def test_later_layers_go_before_earlier_ones_field_by_field():
+    file = {"model": "demo", "http_port": 8000, "engine": {"max_num_seqs": 4, "page_size": 16}, "limits": {"n": 3}}
+    config = make_config(file, {"http_port": 9000, "engine": {"max_num_seqs": 8}})
+    assert (config.http_port, config.limits.n) == (9000, 3)
+    assert config.engine == EngineConfig(max_num_seqs=8, page_size=16)
+    assert make_config({"model": "demo"}) == ServeConfig(model="demo")
+
+
+def test_lists_become_what_the_field_is():
+    config = make_config({"model": "demo", "engine": {"prefill_sizes": [16, 64]}})
+    assert config.engine.prefill_sizes == (16, 64)
+
+
+REFUSED = [
+    ({}, "model is not set"),
+    ({"model": "demo", "port": 1}, "port is not a setting"),
+    ({"model": "demo", "engine": {"pages": 1}}, "engine.pages is not a setting"),
+    ({"model": "demo", "engine": 5}, "engine = 5"),
+    ({"model": "demo", "http_port": "abc"}, "http_port = 'abc'"),
+    ({"model": "demo", "http_port": 65536}, "http_port = 65536 must be a port"),
+    ({"model": "demo", "grpc_port": -1}, "grpc_port = -1 must be a port"),
+    ({"model": "demo", "drain_seconds": 0}, "drain_seconds = 0"),
+    ({"model": "demo", "step_timeout": -1}, "step_timeout = -1"),
+    ({"model": "demo", "limits": {"n": 0}}, "limits.n = 0 must be at least 1"),
+    ({"model": "demo", "log_format": "xml"}, "log_format = 'xml' must be one of text, json"),
+    ({"model": "demo", "tls_cert": "a.pem"}, "tls_cert = 'a.pem' and tls_key = None belong together"),
+    ({"model": "demo", "tls_client_ca": "a.pem"}, "tls_client_ca = 'a.pem' needs tls_cert"),
+    ({"model": "demo", "host": "0.0.0.0"}, "host = '0.0.0.0' is not loopback"),
+    ({"model": "demo", "host": "example"}, "host = 'example' is not loopback"),
+    ({"model": "demo", "control_host": "::"}, "control_host = '::' is not loopback"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(settings, message):
+    with pytest.raises(ServeConfigError) as refusal:
+        make_config(settings)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_keys(host):
+    assert make_config({"model": "demo", "host": host}).host == host
+
+
+def test_an_open_address_is_allowed_where_someone_guards_it():
+    assert make_config({"model": "demo", "host": "0.0.0.0", "api_keys": "keys.yaml"}).api_keys == "keys.yaml"
+    assert make_config({"model": "demo", "host": "0.0.0.0", "insecure": True}).insecure
+
+
+@pytest.mark.parametrize(
+    "content", ["- a\n- b", "a: [", "\xff\xfe", "!!python/object/apply:os.system [ls]", "x: 1\n" * 300_000]
+)
+def test_a_bad_file_is_refused(tmp_path: pathlib.Path, content):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ServeConfigError, match=r"settings\.yaml"):
+        read_settings(path)
+    with pytest.raises(ServeConfigError, match="cannot be read"):
+        read_settings(tmp_path / "none.yaml")
+
+
+def test_the_deployments_of_the_repository_are_valid(repo):
+    files = sorted((repo / "configs" / "deployments").glob("*.yaml"))
+    assert len(files) >= 2
+    for path in files:
+        make_config(read_settings(path))
