@@ -25,7 +25,7 @@ from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
-from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
+from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState, new_state
 from jaxinfer.types import ParamSpec
 
 # Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
@@ -77,7 +77,8 @@ class Runner:
             is_leaf=lambda x: isinstance(x, ParamSpec),
         )
         self._host_slots = HostSlots(engine.rows, limits)
-        self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
+        self._shown = self._host_slots.snapshot()  # what is on the device as `_slots`
+        self._slots = jax.device_put(self._shown, self._everywhere)
         self._state = self._new_state(model, limits)
         self._host_pages = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
         programs, self._groups = make_programs(model, engine.max_logprobs, engine.multi_step), tables.shape[0]
@@ -195,7 +196,14 @@ class Runner:
                 prompt, bias = self._host_slots.state_rows(sequence.request, self._vocab)
                 self._state = self._run.admit(self._state, slot, prompt, bias)
         if admitted:
-            self._slots = jax.device_put(self._host_slots.snapshot(), self._everywhere)
+            self._put_slots()
+
+    def _put_slots(self) -> None:
+        """Most fields are the same in most requests: what did not change is on the device already."""
+        before, self._shown = self._shown, self._host_slots.snapshot()
+        news = [index for index, (old, new) in enumerate(zip(before, self._shown, strict=True)) if new is not old]
+        put = jax.device_put([self._shown[index] for index in news], self._everywhere)
+        self._slots = self._slots._replace(**{SlotParams._fields[i]: array for i, array in zip(news, put, strict=True)})
 
     # ---- prompts
 
@@ -245,14 +253,14 @@ class Runner:
         """The rows of a step; those without a plan are idle."""
         engine = self._engine
         tokens, positions, generated = np.full((3, engine.rows), -1, np.int32)
-        rows = [plan.row for plan in plans]
-        tokens[rows] = [plan.token for plan in plans]
-        positions[rows] = [plan.position for plan in plans]
-        generated[rows] = [plan.position - plan.sequence.prefill_end for plan in plans]
+        sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), ())
+        rows, fed, given = np.array(columns, np.int32)
+        positions[rows], tokens[rows] = fed, given
+        generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
         if engine.speculative is None:
             return DecodeBatch(tokens, positions, generated, self._tables.copy())
         owners = np.arange(engine.rows, dtype=np.int32)
-        owners[rows] = [plan.sequence.slot for plan in plans]
+        owners[rows] = [sequence.slot for sequence in sequences]
         return DecodeBatch(tokens, positions, generated, self._tables[:, owners], owners)
 
 

@@ -129,7 +129,8 @@ class HostSlots:
     def __init__(self, rows: int, limits: SamplingLimits) -> None:
         self._neutral = neutral_slots(1, limits)
         self._params = neutral_slots(rows, limits)
-        self._snapshot: SlotParams | None = None
+        self._snapshot = neutral_slots(rows, limits)
+        self._written: set[int] = set()  # slots, since the last snapshot
 
     def set(self, slot: int, request: Request, sample_index: int = 0) -> None:
         """Write a validated request's parameters into ``slot``.
@@ -162,12 +163,16 @@ class HostSlots:
         """Make ``slot`` neutral."""
         for mine, neutral in zip(self._params, self._neutral, strict=True):
             mine[slot] = neutral[0]
-        self._snapshot = None
+        self._written.add(slot)
 
     def snapshot(self) -> SlotParams:
-        """Arrays that later writes leave alone; the same object until something is written."""
-        if self._snapshot is None:
-            self._snapshot = SlotParams(*(array.copy() for array in self._params))
+        """Arrays that later writes leave alone; a field that did not change is the array of the last snapshot."""
+        if self._written:
+            slots = list(self._written)
+            pairs = zip(self._params, self._snapshot, strict=True)
+            same = (last if np.array_equal(mine[slots], last[slots]) else mine.copy() for mine, last in pairs)
+            self._snapshot = SlotParams(*same)
+            self._written.clear()
         return self._snapshot
 
     @staticmethod

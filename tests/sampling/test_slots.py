@@ -130,3 +130,21 @@ def test_values_beyond_float32_stay_positive_and_finite(value: float) -> None:
     got = host.snapshot()
     assert np.isfinite([got.temperature, got.repetition, got.top_p]).all()
     assert (got.repetition > 0) & (got.top_p > 0) & (got.top_k > 10**9)
+
+
+def test_only_what_changed_is_a_new_array() -> None:
+    host = HostSlots(3, LIMITS)
+    neutral = host.snapshot()
+    host.set(1, dataclasses.replace(PLAIN, params=dataclasses.replace(PLAIN.params, seed=5, temperature=0.25)))
+    first = host.snapshot()
+    host.set(2, dataclasses.replace(PLAIN, params=dataclasses.replace(PLAIN.params, seed=6, temperature=0.25)))
+    host.set(2, dataclasses.replace(PLAIN, params=dataclasses.replace(PLAIN.params, seed=6, temperature=0.25)))
+    second = host.snapshot()
+    changed = [name for name, a, b in zip(first._fields, first, second, strict=True) if a is not b]
+    assert set(changed) <= {"seed", "temperature", "top_p", "stop_ids", "min_tokens"}
+    assert "seed" in changed
+    assert "bad_words" not in changed
+    for name in changed:
+        assert not np.array_equal(getattr(first, name), getattr(second, name))
+        assert not np.shares_memory(getattr(first, name), getattr(second, name))
+    assert neutral.temperature.tolist() == [0, 0, 0]
