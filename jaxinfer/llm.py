@@ -17,9 +17,9 @@ from jaxinfer.engine.memory import plan_engine
 from jaxinfer.loading import abstract_model, load_model
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
-from jaxinfer.text.output import OutputText
+from jaxinfer.text.output import Output
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
+from jaxinfer.types import PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
 
 
 class Logprob(NamedTuple):
@@ -225,10 +225,9 @@ class _Run:
         self.outputs = [_empty_output(p, request) for p, request in zip(prompts, resolved, strict=True)]
         self._requests = resolved
         self._texts = {
-            (request.request_id, index): OutputText(tokenizer, request.prompt_token_ids, request.params)
+            (request.request_id, index): Output(tokenizer, request)
             for request in resolved
             for index in range(request.params.n)
-            if tokenizer is not None
         }
         self._open = {(request.request_id, index) for request in resolved for index in range(request.params.n)}
 
@@ -246,31 +245,18 @@ class _Run:
 
     def _take(self, delta: SequenceDelta) -> Delta:
         at, key = self._position[delta.request_id], (delta.request_id, delta.index)
-        request, whole = self._requests[at], self.outputs[at]
+        whole = self.outputs[at]
         output = whole.outputs[delta.index]
+        piece = self._texts[key].take(delta)
+        output.text += piece.text
         output.token_ids.extend(delta.token_ids)
         self._take_logprobs(whole, output, delta)
-        text = self._take_text(request, output, delta) if self._tokenizer is not None else ""
-        if delta.finish_reason is not None and output.finish_reason is None:
-            output.finish_reason = str(delta.finish_reason)
-            own = request.params.stop_token_ids or ()
-            output.stop_reason = delta.stop_reason if delta.stop_reason in own else None
-        if output.finish_reason is not None:
+        if piece.finish_reason is not None:
+            output.finish_reason, output.stop_reason = str(piece.finish_reason), piece.stop_reason
             self._open.discard(key)
-        return Delta(at, delta.index, text, delta.token_ids, output.finish_reason)
-
-    def _take_text(self, request: Request, output: CompletionOutput, delta: SequenceDelta) -> str:
-        text = self._texts[delta.request_id, delta.index]
-        pushed = text.push(delta.token_ids, ended_by_token=delta.finish_reason == FinishReason.STOP)
-        new, stop = pushed.text, pushed.stop
-        if stop is None and delta.finish_reason is not None:
-            rest = text.finish()
-            new, stop = new + rest.text, rest.stop
-        if stop is not None:
-            output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop
-            self._engine.abort(delta.request_id, delta.index)
-        output.text += new
-        return new
+            if delta.finish_reason is None:  # a stop string: the engine knows nothing of those
+                self._engine.abort(*key)
+        return Delta(at, delta.index, piece.text, delta.token_ids, output.finish_reason)
 
     def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, delta: SequenceDelta) -> None:
         if delta.prompt_logprobs is not None and whole.prompt_logprobs is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -56,9 +57,9 @@ def validate_request(
         RequestError: the first thing wrong; the message names field and value.
     """
     _check_prompt(prompt_token_ids, vocab_size, max_model_len)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    _check_ids("logit_bias key", params.logit_bias or (), vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    check_token_ids("logit_bias key", params.logit_bias or (), vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     stops = {*stop_token_ids, *(params.stop_token_ids or ())}
     if len(stops) > limits.max_stop_ids:
         _refuse(f"stop_token_ids must hold at most {limits.max_stop_ids} ids, EOS included, not {len(stops)}")
@@ -80,13 +81,18 @@ def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) ->
             f"prompt_token_ids has {len(prompt)} tokens, which leaves no room to generate: "
             f"prompt and output together have at most {max_model_len} (max_model_len)"
         )
-    _check_ids("prompt_token_ids", prompt, vocab_size)
+    check_token_ids("prompt_token_ids", prompt, vocab_size)
 
 
-def _check_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:
+def check_token_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:
+    """Refuses what is no id of the vocabulary.
+
+    Raises:
+        RequestError: the first such; the message names field and value.
+    """
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-            _refuse(f"{field}: {token!r} must be an integer")
+            _refuse(f"{field}: {reprlib.repr(token)} must be an integer")
         if not 0 <= int(token) < vocab_size:
             _refuse(f"{field}: {token} must be a token id from 0 to {vocab_size - 1}")
 
@@ -97,7 +103,7 @@ def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int, limits: Sa
     for word in words:
         if not 0 < len(word) <= limits.max_bad_word_tokens:
             _refuse(f"bad_words: {list(word)} must have 1 to {limits.max_bad_word_tokens} tokens, not {len(word)}")
-        _check_ids("bad_words", word, vocab_size)
+        check_token_ids("bad_words", word, vocab_size)
 
 
 def _check_logprobs(field: str, asked: int | None, most: int) -> None:

@@ -57,6 +57,9 @@ class ChatTemplate:
         tokens: what the template knows about special tokens: ``bos_token``, ``eos_token`` ...
         now: the clock behind ``strftime_now``.
 
+    Attributes:
+        sources, tokens: as given, the templates by name: what another process needs to make the same.
+
     Raises:
         TemplateError: a template is too large or not valid Jinja.
     """
@@ -68,9 +71,9 @@ class ChatTemplate:
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
         environment = _environment(now)
-        named = {DEFAULT: source} if isinstance(source, str) else source
-        self._templates = {name: _compile(environment, name, text) for name, text in named.items()}
-        self._tokens = dict(tokens or {})
+        self.sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        self.tokens = dict(tokens or {})
+        self._templates = {name: _compile(environment, name, text) for name, text in self.sources.items()}
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
@@ -106,7 +109,7 @@ class ChatTemplate:
             raise TemplateError(f"chat template variable {min(taken)} is set by its own argument")
         template = self._choose(with_tools=tools is not None)
         try:
-            variables = _plain({"documents": None, **self._tokens, **(extra or {}), **given}, "chat template variables")
+            variables = _plain({"documents": None, **self.tokens, **(extra or {}), **given}, "chat template variables")
             return _bounded(template.generate(variables))
         except _FAULTS as cause:
             raise _refusal(cause) from cause

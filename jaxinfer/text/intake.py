@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, RequestError, SamplingParams
 from jaxinfer.validate import SamplingLimits, validate_request
@@ -22,13 +23,17 @@ class Intake:
     max_model_len: int
     limits: SamplingLimits
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True
+    ) -> Request:
         """Tokenise and check. ``max_tokens`` None becomes all that the context leaves.
 
         Raises:
             RequestError: what cannot be served, naming field and value.
         """
-        ids = tuple(self._tokenise(prompt))
+        if params.stop:
+            self._need_tokenizer("stop")
+        ids = tuple(self.encode("prompt", prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         bad_words = self._bad_words(params)
         validate_request(
@@ -46,22 +51,29 @@ class Intake:
         params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         return Request(request_id, ids, params, stops, bad_words)
 
+    def encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of the text in ``field`` of a request.
+
+        Raises:
+            RequestError: the model has no tokenizer, or that has no tokens for the text.
+        """
+        try:
+            return self._need_tokenizer(field).encode(text, add_special_tokens)
+        except TokenizerError as cause:
+            raise RequestError(f"{field}: {cause}") from cause
+
     @property
     def eos_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_ids) if self.tokenizer is not None else frozenset()
-
-    def _tokenise(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        return self._need_tokenizer("prompt").encode(prompt)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as it is spelt inside a text and, where that differs, at the beginning of one."""
         if not params.bad_words:
             return ()
-        encode = self._need_tokenizer("bad_words").encode
         spelt = (
-            encode(lead + word.lstrip(), add_special_tokens=False) for word in params.bad_words for lead in ("", " ")
+            self.encode("bad_words", lead + word.lstrip(), add_special_tokens=False)
+            for word in params.bad_words
+            for lead in ("", " ")
         )
         return tuple(dict.fromkeys(tuple(ids) for ids in spelt))
 

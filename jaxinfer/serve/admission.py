@@ -1,0 +1,139 @@
+"""What a client asked for, checked and made a request of token ids: one validator for all doors. No jax.
+
+Checks come in a fixed order, whatever the order of the fields: id, timeout, the sizes of lists, the sampling
+parameters one by one, limits, the prompt, and at last what needs the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import uuid
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, ServeLimits
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.types import RequestError, SamplingParams
+
+MAX_ID_CHARACTERS = 128
+MAX_SALT_CHARACTERS = 256
+
+_PRIORITIES = range(-(2**31), 2**31)
+_NAMES = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def request_id_of(call: Call) -> str:
+    """The call's own, or a new one.
+
+    Raises:
+        RequestError: it is no 1 to 128 printable characters.
+    """
+    if call.request_id is None:
+        return uuid.uuid4().hex
+    _require_printable("request_id", call.request_id, 1, MAX_ID_CHARACTERS)
+    return call.request_id
+
+
+def check_terms(call: Call) -> None:
+    """What is neither prompt nor sampling: timeout, priority, salt.
+
+    Raises:
+        RequestError: one of them is no such thing.
+        ServeError: DEADLINE: no time is left.
+    """
+    timeout: object = call.timeout
+    if timeout is not None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not math.isfinite(timeout):
+            raise RequestError(f"timeout={timeout!r} must be a finite number of seconds")
+        if timeout <= 0:
+            raise ServeError(Kind.DEADLINE, "the deadline had passed when the request came")
+    if isinstance(call.priority, bool) or not isinstance(call.priority, int) or call.priority not in _PRIORITIES:
+        raise RequestError(f"priority={call.priority!r} must be an integer of 32 bits")
+    _require_printable("cache_salt", call.cache_salt, 0, MAX_SALT_CHARACTERS)
+
+
+def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingParams:
+    """The call's fields over the checkpoint's over `SamplingParams`' own; a field that is None counts as not set.
+
+    Raises:
+        RequestError: the first thing wrong; the message names field and value.
+    """
+    unknown = sorted(call.sampling.keys() - set(_NAMES))
+    if unknown:
+        raise RequestError(f"{unknown[0]} is no sampling parameter: they are {', '.join(_NAMES)}")
+    given = {name: value for name in _NAMES if (value := call.sampling.get(name)) is not None}
+    _check_sizes(given, card, limits)
+    params = SamplingParams(**{"max_tokens": None, **card.defaults, **given})
+    for field, most in (("n", limits.n), ("logprobs", limits.logprobs), ("prompt_logprobs", limits.logprobs)):
+        value = getattr(params, field)
+        if value is not None and value > most:
+            raise RequestError(f"{field}={value} must be at most {most}")
+    return params
+
+
+def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -> None:
+    """Its kind and its size, before it is worked on.
+
+    Raises:
+        RequestError: it is no prompt, or too large.
+    """
+    match prompt:
+        case str():
+            _check_characters("prompt", len(prompt), limits)
+        case Conversation():
+            if prompt.template is not None and not allow_templates:
+                raise RequestError("template: this server uses no chat templates of requests")
+            parts = (prompt.messages, prompt.tools, dict(prompt.variables), prompt.template)
+            _check_characters("messages", sum(map(len, _strings_in(parts))), limits)
+        case bytes() | bytearray():
+            raise RequestError("prompt must be text, token ids or messages, not bytes")
+        case Sequence():
+            pass  # ids are checked against the vocabulary, and counted against the context
+        case _:
+            raise RequestError(f"prompt must be text, token ids or messages, not {type(prompt).__name__}")
+
+
+def _check_sizes(given: Mapping[str, Any], card: ModelCard, limits: ServeLimits) -> None:
+    """Before anything looks at the items. A lone ``stop`` string is a list of one."""
+    sizes = {
+        "stop": limits.stop_strings,
+        "stop_token_ids": limits.stop_token_ids,
+        "bad_words": limits.bad_words,
+        "logit_bias": limits.logit_bias,
+        "allowed_token_ids": card.vocab_size,
+    }
+    for field, most in sizes.items():
+        value = given.get(field)
+        if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
+            raise RequestError(f"{field} must hold at most {most} entries, not {len(value)}")
+    for field in ("stop", "bad_words"):
+        value = given.get(field)
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, Sequence) else ():
+            if isinstance(text, str) and len(text) > limits.stop_characters:
+                raise RequestError(f"{field} must have at most {limits.stop_characters} characters, not {len(text)}")
+
+
+def _check_characters(field: str, characters: int, limits: ServeLimits) -> None:
+    if characters > limits.prompt_characters:
+        raise RequestError(f"{field} must have at most {limits.prompt_characters} characters, not {characters}")
+
+
+def _strings_in(value: object) -> Iterator[str]:
+    """Every string, keys too; without recursion, since a request may be nested as deep as it likes."""
+    todo = [value]
+    while todo:
+        match todo.pop():
+            case str() as text:
+                yield text
+            case Mapping() as mapping:
+                todo.extend(mapping.keys())
+                todo.extend(mapping.values())
+            case list() | tuple() as items:
+                todo.extend(items)
+
+
+def _require_printable(field: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, str) or not least <= len(value) <= most or not value.isprintable():
+        size = f"{least} to {most}" if least else f"at most {most}"
+        raise RequestError(f"{field}={str(value)[:most]!r} must have {size} printable characters")

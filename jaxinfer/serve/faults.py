@@ -1,0 +1,60 @@
+"""From whatever went wrong to what the client is told. No jax."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Iterator
+
+from jaxinfer.engine.async_engine import EngineDeadError
+from jaxinfer.serve.errors import Kind, ServeError, refused
+from jaxinfer.types import RequestError
+
+RETRY_SECONDS = 1.0
+"""After which a client may try an engine again that does not run: most restarts begin sooner."""
+
+_MAX_MESSAGE = 500
+
+_log = logging.getLogger("jaxinfer.serve")
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """What is raised inside comes out as `ServeError`. Cancellation passes."""
+    try:
+        yield
+    except ServeError:
+        raise
+    except Exception as error:  # the border of the front end: every fault gets an answer
+        raise answer_to(error) from error
+
+
+def answer_to(error: Exception) -> ServeError:
+    """The answer to a refused request, a dead engine, or a fault: that one is opaque, its id leads to the log."""
+    match error:
+        case ServeError():
+            return error
+        case RequestError():
+            answer = refused(error)
+            answer.message = _shortened(answer.message)
+            return answer
+        case EngineDeadError():
+            return unavailable("the engine does not run: try again later")
+        case _:
+            return _internal(error)
+
+
+def unavailable(message: str) -> ServeError:
+    return ServeError(Kind.UNAVAILABLE, message, retry_after=RETRY_SECONDS)
+
+
+def _internal(error: Exception) -> ServeError:
+    fault = uuid.uuid4().hex
+    _log.error("internal error %s", fault, exc_info=error)
+    return ServeError(Kind.INTERNAL, f"internal error {fault}: the server's log explains it", fault=fault)
+
+
+def _shortened(message: str) -> str:
+    """A refused value may be as long as a request."""
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}…"

@@ -1,0 +1,292 @@
+"""Between the doors and the engine: checks, tokens, text. Every door calls this and nothing below it. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import reprlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.serve.admission import check_prompt, check_terms, request_id_of, sampling_of
+from jaxinfer.serve.backend import Backend
+from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits
+from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
+from jaxinfer.serve.faults import answered, unavailable
+from jaxinfer.serve.generation import Generation, expired
+from jaxinfer.serve.scoring import check_continuations, score_all
+from jaxinfer.serve.templates import Renderer
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.intake import Intake
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import Request, RequestError, SamplingParams
+from jaxinfer.validate import SamplingLimits, check_token_ids
+
+_LIMITS = ServeLimits()
+_INLINE = 1000
+"""Characters or ids that are worked on in the event loop: half a millisecond. More goes to a thread."""
+_TEXT_THREADS = 2
+
+
+class Frontend:
+    """What the doors serve, over a backend that may die and come back.
+
+    Every method raises `ServeError` and nothing else. All of them belong to one event loop.
+
+    Args:
+        template: the checkpoint's.
+        allow_request_templates: a conversation may bring its own.
+        template_seconds: a template that runs longer is stopped.
+        clock: the engine's, for deadlines, in seconds.
+
+    Attributes:
+        draining: new calls are refused.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        card: ModelCard,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        limits: ServeLimits = _LIMITS,
+        *,
+        allow_request_templates: bool = False,
+        template_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
+        self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
+        self.tokenizer, self.template = tokenizer, template
+        self.draining = False
+        self._backend, self._clock = backend, clock
+        self._allow_templates = allow_request_templates
+        self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, SamplingLimits(max_logprobs=most))
+        self._renderer = Renderer(template, template_seconds)
+        self._threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "jaxinfer-text")
+        self._stopped = False
+        self._active: dict[str, Generation | None] = {}  # None: being prepared
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # ---- life
+
+    async def warm(self) -> None:
+        """Start what renders templates, so that the first conversation need not wait for it."""
+        await self._renderer.warm()
+
+    async def drain(self, timeout: float) -> int:
+        """Refuse new calls, wait for the others, and after ``timeout`` seconds end those that are left: their readers
+        get UNAVAILABLE. Returns how many those were."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(max(timeout, 0.0)):
+                await self._idle.wait()
+        except TimeoutError:
+            self._stopped = True
+            left = [generation for generation in self._active.values() if generation is not None]
+            for generation in left:
+                generation.cut(_stopping())
+            return len(left)
+        return 0
+
+    async def aclose(self) -> None:
+        """End everything that still runs, and what was started to render and to tokenise."""
+        await self.drain(0.0)
+        self._renderer.close()
+        self._threads.shutdown(wait=False)
+
+    @property
+    def active(self) -> int:
+        """Generations in flight, and those that are being prepared."""
+        return len(self._active)
+
+    # ---- generation
+
+    async def generate(self, call: Call) -> Generation:
+        """Raises `ServeError` for what is refused, before the first piece."""
+        with answered():
+            self._check_open()
+            self.check_model(call.model)
+            request_id = request_id_of(call)
+            check_terms(call)
+            params = sampling_of(call, self.card, self.limits)
+            check_prompt(call.prompt, self.limits, allow_templates=self._allow_templates)
+            deadline = None if call.timeout is None else self._clock() + call.timeout
+            self._enter(request_id)
+            try:
+                async with _within(call.timeout):
+                    request = await self._request(call, request_id, params)
+                    return await self._start(dataclasses.replace(request, deadline=deadline))
+            finally:
+                if self._active.get(request_id) is None:
+                    self._leave(request_id)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its outputs: its reader gets a last piece with "abort". Unknown ids are ignored."""
+        with answered():
+            await self._backend.abort(request_id, index)
+
+    async def score(
+        self,
+        prompt: Input,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        model: str | None = None,
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+        tenant: str = "",
+    ) -> list[Scored]:
+        """The log probability of each continuation behind the same prompt, under the raw logits."""
+        call = Call(prompt, model=model, add_special_tokens=add_special_tokens, timeout=timeout, tenant=tenant)
+        with answered():
+            self._check_open()
+            self.check_model(model)
+            check_terms(call)
+            check_prompt(prompt, self.limits, allow_templates=False)
+            check_continuations(continuations, self.limits)
+            async with _within(timeout):
+                context = await self._ids(prompt, add_special_tokens)
+                if not context:
+                    raise RequestError("prompt is empty: a score needs at least one token to stand behind")
+                ids = [await self._continuation(rank, each) for rank, each in enumerate(continuations)]
+                return await score_all(self.generate, call, context, ids)
+
+    # ---- text
+
+    async def tokenize(
+        self, text: str | Conversation, *, model: str | None = None, add_special_tokens: bool | None = None
+    ) -> list[int]:
+        """The ids of a text, or of what the template makes of a conversation.
+
+        Args:
+            add_special_tokens: default: for a text, not for a conversation, whose template writes them itself.
+        """
+        with answered():
+            self.check_model(model)
+            check_prompt(text, self.limits, allow_templates=self._allow_templates)
+            return await self._ids(text, add_special_tokens)
+
+    async def detokenize(
+        self, ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool = False
+    ) -> str:
+        """The text of token ids."""
+        with answered():
+            self.check_model(model)
+            if self.tokenizer is None:
+                raise RequestError("token_ids cannot become text: the model has no tokenizer")
+            if len(ids) > self.limits.prompt_characters:
+                raise RequestError(f"token_ids must hold at most {self.limits.prompt_characters} ids, not {len(ids)}")
+            return await self._off_loop(len(ids), self._text_of, self.tokenizer, ids, skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token; bytes that are no text by themselves are U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for within a text; none without a tokenizer."""
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
+
+    # ---- the engine
+
+    async def stats(self) -> EngineStats:
+        """What the engine does now."""
+        with answered():
+            return await self._backend.stats()
+
+    async def flush_prefix_cache(self) -> int:
+        """Forget every cached page that nobody uses; how many those were."""
+        with answered():
+            return await self._backend.reset_prefix_cache()
+
+    def check_model(self, name: str | None) -> None:
+        """Raises `ServeError` NOT_FOUND for another model than the one that is served here; None means that one."""
+        if name is not None and name != self.card.name:
+            with answered():
+                raise UnknownModelError(f"model={reprlib.repr(name)} is not served here, only {self.card.name!r}")
+
+    # ---- one call
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise unavailable("the server is draining: it takes no more requests")
+
+    def _enter(self, request_id: str) -> None:
+        if request_id in self._active:
+            raise DuplicateIdError(f"request_id={request_id!r} is in use")
+        self._active[request_id] = None
+        self._idle.clear()
+
+    def _leave(self, request_id: str) -> None:
+        del self._active[request_id]
+        if not self._active:
+            self._idle.set()
+
+    async def _request(self, call: Call, request_id: str, params: SamplingParams) -> Request:
+        prompt, special = call.prompt, call.add_special_tokens
+        if isinstance(prompt, Conversation):
+            prompt, special = await self._rendered(prompt), False  # the template writes them itself
+        words = sum(map(len, params.bad_words or ()))
+        work = len(prompt) + words + len(params.allowed_token_ids or ())
+        request = await self._off_loop(work, self._intake.request, request_id, prompt, params, special)
+        return dataclasses.replace(request, priority=call.priority, tenant=call.tenant, cache_salt=call.cache_salt)
+
+    async def _start(self, request: Request) -> Generation:
+        stream = await self._backend.submit(request)
+        seconds = None if request.deadline is None else request.deadline - self._clock()
+        generation = Generation(self._backend, stream, self.tokenizer, self._leave, seconds)
+        self._active[request.request_id] = generation
+        if self._stopped:
+            generation.cut(_stopping())
+        return generation
+
+    async def _ids(self, prompt: Input, add_special_tokens: bool | None) -> list[int]:
+        if isinstance(prompt, Conversation):
+            prompt, add_special_tokens = await self._rendered(prompt), bool(add_special_tokens)
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return await self._off_loop(len(prompt), self._intake.encode, "prompt", prompt, add_special_tokens is not False)
+
+    async def _continuation(self, rank: int, continuation: str | Sequence[int]) -> Sequence[int]:
+        field = f"continuations[{rank}]"
+        if isinstance(continuation, str):
+            return await self._off_loop(len(continuation), self._intake.encode, field, continuation, False)
+        await self._off_loop(len(continuation), check_token_ids, field, continuation, self.card.vocab_size)
+        return continuation
+
+    async def _rendered(self, conversation: Conversation) -> str:
+        if self.tokenizer is None or (self.template is None and conversation.template is None):
+            raise RequestError(f"messages: the model {self.card.name!r} has no chat template")
+        text = await self._renderer.render(conversation)
+        check_prompt(text, self.limits, allow_templates=False)
+        return text
+
+    def _text_of(self, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        check_token_ids("token_ids", ids, self.card.vocab_size)
+        return tokenizer.decode(ids, skip_special_tokens)
+
+    async def _off_loop[*A, T](self, work: int, function: Callable[[*A], T], *args: *A) -> T:
+        """``function(*args)``, in a thread if there are more than a few characters or ids to ``work`` on."""
+        if work <= _INLINE:
+            return function(*args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float | None) -> AsyncIterator[None]:
+    """Raises `ServeError` DEADLINE when ``seconds`` are over."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise expired() from error
+
+
+def _stopping() -> ServeError:
+    return unavailable("the server stops: try another, or later")

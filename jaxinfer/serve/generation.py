@@ -1,0 +1,151 @@
+"""One accepted request: the engine's deltas become pieces of text. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from jaxinfer.engine.async_engine import EngineDeadError
+from jaxinfer.serve.backend import Backend, BackendStream
+from jaxinfer.serve.calls import OutputDelta, Usage
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import answer_to
+from jaxinfer.text.output import Output
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import FinishReason, SequenceDelta
+
+
+class Generation:
+    """The pieces of all outputs of a request, as they are made. Obtained from `Frontend.generate`.
+
+    ```
+    async with await frontend.generate(call) as generation:
+        async for delta in generation: ...
+    ```
+
+    Leaving it early aborts the request. A slow reader costs the others nothing: what it has not fetched is merged.
+
+    Args:
+        left: called once, with the id, which is free then: nothing more will come.
+        seconds: until the deadline (None: there is none). The engine knows it too, but may be stuck.
+
+    Attributes:
+        request_id, seed, prompt_token_ids, n: as the engine accepted them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        stream: BackendStream,
+        tokenizer: Tokenizer | None,
+        left: Callable[[str], None],
+        seconds: float | None,
+    ) -> None:
+        request = stream.request
+        assert request.params.seed is not None  # resolved by the engine
+        self.request_id, self.seed, self.n = request.request_id, request.params.seed, request.params.n
+        self.prompt_token_ids: Sequence[int] = request.prompt_token_ids
+        self._backend, self._stream, self._left = backend, stream, left
+        self._deltas = aiter(stream)
+        self._outputs = [Output(tokenizer, request) for _ in range(self.n)]
+        self._running = self.n
+        self._completion = self._cached = 0
+        self._cut: ServeError | None = None
+        self._closed = False
+        self._aborting: set[asyncio.Future[None]] = set()  # kept, or they might be collected before they ran
+        self._deadline: asyncio.TimerHandle | None = None
+        if seconds is not None:
+            self._deadline = asyncio.get_running_loop().call_later(seconds, self.cut, expired())
+
+    @property
+    def usage(self) -> Usage:
+        """Of what has come out so far."""
+        return Usage(len(self.prompt_token_ids), self._completion, self._cached)
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        """The next piece of any output.
+
+        Raises:
+            StopAsyncIteration: all outputs have ended.
+            ServeError: DEADLINE, UNAVAILABLE (the engine died, or the server stops) or INTERNAL. Some outputs have not
+                ended then, and will not.
+        """
+        try:
+            while self._running and self._cut is None:
+                delta = await self._deltas.__anext__()
+                piece = self._take(delta)
+                if not self._running:  # at once: a stop string ends what the engine would go on with
+                    await self.aclose()
+                if piece is not None:
+                    return piece
+        except StopAsyncIteration:
+            self._notice_truncation()
+        except Exception as error:  # the border of the front end: every fault gets an answer
+            answer = answer_to(error)
+            await self.aclose()
+            raise answer from error
+        await self.aclose()
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            raise cut
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort what still runs. It may be called more than once."""
+        if not self._closed:
+            self._closed = True
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._left(self.request_id)
+            await self._stream.aclose()
+
+    def cut(self, error: ServeError) -> None:
+        """End it now, whatever the engine does: the reader gets ``error`` instead of more pieces."""
+        if self._running and self._cut is None and not self._closed:
+            self._cut = error
+            self._aborting.add(asyncio.ensure_future(self._stream.aclose()))  # which wakes the reader
+
+    def _notice_truncation(self) -> None:
+        """A stream that ends before its outputs do is a fault of the engine's, unless it was ended from here."""
+        if self._running and self._cut is None and not self._closed:
+            self._cut = answer_to(RuntimeError(f"the stream of request {self.request_id!r} ended before its outputs"))
+
+    def _take(self, delta: SequenceDelta) -> OutputDelta | None:
+        """None: there is nothing to tell."""
+        index = delta.index
+        output = self._outputs[index]
+        if output.ended:  # by a stop string, of which the engine has not heard yet
+            return None
+        text, reason, stop_reason = output.take(delta)
+        tokens, prompt_logprobs = delta.token_ids, None
+        self._completion += len(tokens)
+        if index == 0:
+            prompt_logprobs = delta.prompt_logprobs
+            self._cached = delta.cached_tokens or self._cached
+        if reason is None:
+            return OutputDelta(index, text, tokens, delta.logprobs, None, None, prompt_logprobs)
+        if reason is FinishReason.DEADLINE:
+            self._cut = expired()
+            return OutputDelta(index, text, tokens, delta.logprobs, None, None, prompt_logprobs) if tokens else None
+        self._running -= 1
+        if delta.finish_reason is None and self._running:
+            self._aborting.add(asyncio.ensure_future(self._abort(index)))
+        return OutputDelta(index, text, tokens, delta.logprobs, reason.value, stop_reason, prompt_logprobs)
+
+    async def _abort(self, index: int) -> None:
+        with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams
+            await self._backend.abort(self.request_id, index)
+
+
+def expired() -> ServeError:
+    return ServeError(Kind.DEADLINE, "the deadline has passed")

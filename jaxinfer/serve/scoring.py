@@ -1,0 +1,69 @@
+"""Log probabilities of given continuations: prompts of which the engine tells what it thought of them. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+from jaxinfer.serve.calls import Call, Scored, ServeLimits
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.generation import Generation
+from jaxinfer.types import PositionLogprobs, RequestError
+
+_AT_ONCE = 8
+"""Continuations of one call in flight: one call does not fill the queue."""
+_SAMPLING = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+Generate = Callable[[Call], Awaitable[Generation]]
+
+
+def check_continuations(continuations: Sequence[str | Sequence[int]], limits: ServeLimits) -> None:
+    """How many there are, and of what kind.
+
+    Raises:
+        RequestError: none, too many, one that is empty or neither text nor ids.
+    """
+    if not 0 < len(continuations) <= limits.score_continuations:
+        raise RequestError(f"continuations must be 1 to {limits.score_continuations}, not {len(continuations)}")
+    for rank, continuation in enumerate(continuations):
+        if isinstance(continuation, bytes) or not isinstance(continuation, Sequence):
+            raise RequestError(f"continuations[{rank}] must be text or token ids")
+        if len(continuation) == 0:
+            raise RequestError(f"continuations[{rank}] is empty: there is nothing to score")
+
+
+async def score_all(
+    generate: Generate, call: Call, context: Sequence[int], continuations: Sequence[Sequence[int]]
+) -> list[Scored]:
+    """What each continuation scores behind ``context``, by requests like ``call``.
+
+    Raises:
+        ServeError: one of them is refused or fails; the others are aborted.
+    """
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(ids: Sequence[int]) -> Scored:
+        async with places:
+            asked = dataclasses.replace(call, prompt=[*context, *ids], sampling=_SAMPLING)
+            return Scored((await _prompt_logprobs(generate, asked))[len(context) - 1 :])
+
+    tasks = [asyncio.ensure_future(one(ids)) for ids in continuations]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _prompt_logprobs(generate: Generate, call: Call) -> list[PositionLogprobs]:
+    """Of each token of the prompt but the first."""
+    found: Sequence[PositionLogprobs | None] = ()
+    async with await generate(call) as generation:
+        async for delta in generation:
+            found = delta.prompt_logprobs or found
+    scored = [position for position in found if position is not None]
+    if not scored:
+        raise ServeError(Kind.CANCELLED, "the request was aborted")
+    return scored
