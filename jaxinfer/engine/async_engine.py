@@ -10,15 +10,15 @@ import dataclasses
 import functools
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.types import FinishReason, Request, RequestError, SequenceDelta
 
-
-class EngineDeadError(RuntimeError):
-    """The engine does not run: not started, stopped, or ended by a fault, which is the cause then."""
+__all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Steps", "Stream"]
 
 
 @runtime_checkable
@@ -35,6 +35,42 @@ class Steps(Protocol):
     def check(self) -> None: ...
 
 
+@runtime_checkable
+class Outlet(Protocol):
+    """Where the deltas of some requests go; compared by ``==`` and hashed, to find what goes to the same one."""
+
+    def deliver(self, news: Sequence[tuple[Feed, SequenceDelta | Closed]]) -> bool:
+        """What one step brought, called by the engine's thread; false: nobody is there any more."""
+        ...
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """The engine's end of a request.
+
+    Attributes:
+        request: replaced when it is accepted, by the one with its seed resolved.
+        running: samples that have not ended; the engine thread's.
+    """
+
+    request: Request
+    running: set[int]
+
+    @property
+    def outlet(self) -> Outlet: ...
+
+
+News = tuple[Feed, SequenceDelta | Closed]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pulse:
+    """``steps`` that ended; ``busy``: seconds since the thread did something, while there is work, else 0."""
+
+    steps: int
+    busy: float
+
+
 class AsyncEngine:
     """Steps an engine in a thread of its own; all methods but `start` may be called from any event loop.
 
@@ -46,15 +82,20 @@ class AsyncEngine:
     async with AsyncEngine(engine) as served:
         async for delta in served.generate(request): ...
     ```
+
+    Args:
+        on_end: called by the thread when it ends, stopped or by a fault.
     """
 
-    def __init__(self, engine: Steps) -> None:
-        self._engine = engine
+    def __init__(self, engine: Steps, on_end: Callable[[Closed], None] | None = None) -> None:
+        self._engine, self._on_end = engine, on_end
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, Feed] = {}
         self._thread: threading.Thread | None = None
-        self._closed: _Closed | None = _Closed("the engine is not started")
+        self._closed: Closed | None = Closed("the engine is not started")
         self._stopping = False
+        self._steps = 0
+        self._since: float | None = None  # when the thread began what it does; None: it waits for a call
 
     # ---- life
 
@@ -106,13 +147,21 @@ class AsyncEngine:
         Raises:
             RequestError, QueueFullError, EngineDeadError: see `generate`.
         """
-        stream = Stream(request, asyncio.get_running_loop(), self._leave)
+        stream = Stream(request, asyncio.get_running_loop(), self.detach)
         try:
-            await self._ask(functools.partial(self._add, stream))
+            await asyncio.wrap_future(self.attach(stream))
         except asyncio.CancelledError:
-            self._leave(stream)
+            self.detach(stream)
             raise
         return stream
+
+    def attach(self, feed: Feed) -> concurrent.futures.Future[None]:
+        """Submit ``feed.request``: its deltas go to ``feed.outlet``. The future fails as `submit` does."""
+        return self._post(functools.partial(self._add, feed))
+
+    def detach(self, feed: Feed) -> None:
+        """A client has gone: abort its request. Nobody waits for the answer."""
+        self._post(functools.partial(self._forget, feed))
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples; its stream gets a last delta that says so. Unknown ids are ignored.
@@ -145,6 +194,11 @@ class AsyncEngine:
         """A fault, which ends the engine, unless all slots and pages are accounted for."""
         await self._ask(self._engine.check)
 
+    def pulse(self) -> Pulse:
+        """Whether the thread gets on, from any thread and without waiting for it."""
+        since = self._since
+        return Pulse(self._steps, 0.0 if since is None else time.monotonic() - since)
+
     # ---- the way to the thread
 
     async def _ask[T](self, function: Callable[[], T]) -> T:
@@ -157,11 +211,7 @@ class AsyncEngine:
             self._refuse_waiting(self._closed)
         return call.future
 
-    def _leave(self, stream: Stream) -> None:
-        """A client has gone: nobody waits for the answer."""
-        self._post(functools.partial(self._forget, stream))
-
-    def _refuse_waiting(self, closed: _Closed) -> None:
+    def _refuse_waiting(self, closed: Closed) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._inbox.get_nowait().refuse(closed)
@@ -169,46 +219,56 @@ class AsyncEngine:
     # ---- all below runs in the thread
 
     def _main(self) -> None:
-        closed = _Closed("the engine was stopped")
+        closed = Closed("the engine was stopped")
         try:
             self._serve()
         except BaseException as fault:  # whatever it is, nobody may wait for ever
-            closed = _Closed(f"the engine ended by a fault: {type(fault).__name__}: {fault}", fault)
+            closed = Closed(f"the engine ended by a fault: {type(fault).__name__}: {fault}", fault)
             raise
         finally:
             self._closed = closed
+            self._since = None
             self._refuse_waiting(closed)
-            _post_to_loops((stream, closed) for stream in self._streams.values())
+            _post((feed, closed) for feed in self._streams.values())
             self._streams.clear()
+            if self._on_end is not None:
+                self._on_end(closed)
 
     def _serve(self) -> None:
         while self._engine.has_work or not self._stopping:
-            self._answer(wait=not self._engine.has_work)
+            if not self._engine.has_work:
+                self._since = None
+                call = self._inbox.get()
+                self._since = time.monotonic()
+                call.run()
+            self._answer()
             if self._engine.has_work:
                 self._deliver(self._engine.step())
+                self._steps += 1
+            self._since = time.monotonic()
 
-    def _answer(self, wait: bool) -> None:
-        """The calls that are there now; ``wait`` for the first. Later ones come after the next step."""
-        for _ in range(max(self._inbox.qsize(), int(wait))):
+    def _answer(self) -> None:
+        """The calls that are there now. Later ones come after the next step."""
+        for _ in range(self._inbox.qsize()):
             self._inbox.get().run()
 
-    def _add(self, stream: Stream) -> None:
+    def _add(self, feed: Feed) -> None:
         if self._stopping:
-            raise _Closed("the engine is stopping").error()
-        stream.request = self._engine.add(stream.request)
-        self._streams[stream.request.request_id] = stream
+            raise Closed("the engine is stopping").error()
+        feed.request = self._engine.add(feed.request)
+        self._streams[feed.request.request_id] = feed
 
     def _abort(self, request_id: str, index: int | None) -> None:
-        stream = self._streams.get(request_id)
-        if stream is None:
+        feed = self._streams.get(request_id)
+        if feed is None:
             return
         self._engine.abort(request_id, index)
-        ended = [i for i in stream.running if index in (None, i)]
+        ended = [i for i in feed.running if index in (None, i)]
         self._deliver([SequenceDelta(request_id, i, [], finish_reason=FinishReason.ABORT) for i in ended])
 
-    def _forget(self, stream: Stream) -> None:
-        request_id = stream.request.request_id
-        if self._streams.get(request_id) is stream:  # another request may have the id of one that has ended
+    def _forget(self, feed: Feed) -> None:
+        request_id = feed.request.request_id
+        if self._streams.get(request_id) is feed:  # another request may have the id of one that has ended
             self._engine.abort(request_id)
             del self._streams[request_id]
 
@@ -219,94 +279,32 @@ class AsyncEngine:
                 self._abort(request_id, None)
 
     def _deliver(self, deltas: list[SequenceDelta]) -> None:
-        """Hand each delta to its stream, unless its client has gone."""
-        mine: list[tuple[Stream, SequenceDelta]] = []
+        """Hand each delta to its feed, unless its client has gone."""
+        mine: list[News] = []
         for delta in deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is None or delta.index not in stream.running:
+            feed = self._streams.get(delta.request_id)
+            if feed is None or delta.index not in feed.running:
                 continue
-            mine.append((stream, delta))
+            mine.append((feed, delta))
             if delta.finish_reason is not None:
-                stream.running.discard(delta.index)
-                if not stream.running:
+                feed.running.discard(delta.index)
+                if not feed.running:
                     del self._streams[delta.request_id]
-        for stream in _post_to_loops(mine):
-            self._forget(stream)
+        for feed in _post(mine):
+            self._forget(feed)
 
 
-class Stream:
-    """The deltas of one request, for one client on one event loop. Obtained from `AsyncEngine.submit`.
+class Stream(DeltaStream):
+    """A stream whose reader is on an event loop of the engine's own process. Obtained from `AsyncEngine.submit`.
 
     Attributes:
-        request: with its seed resolved.
         running: samples that have not ended; the engine thread's.
     """
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, leave: Callable[[Stream], None]) -> None:
-        self.request, self.loop = request, loop
+        super().__init__(request, leave)
         self.running = set(range(request.params.n))
-        self._open = set(self.running)
-        self._leave = leave
-        self._news: dict[int, SequenceDelta] = {}
-        self._closed: _Closed | None = None
-        self._wake = asyncio.Event()
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> SequenceDelta:
-        """The next delta of any sample, all that it got since the last one.
-
-        Raises:
-            StopAsyncIteration: all samples have ended.
-            EngineDeadError: the engine has, before them.
-        """
-        while not self._news:
-            if not self._open:
-                raise StopAsyncIteration
-            if self._closed is not None:
-                raise self._closed.error()
-            self._wake.clear()
-            await self._wake.wait()
-        return self._news.pop(next(iter(self._news)))
-
-    async def aclose(self) -> None:
-        """Abort what still runs. It does not wait for anything, so it also works in a task that is being cancelled."""
-        if self._open and self._closed is None:
-            self._leave(self)
-        self._open.clear()
-        self._news.clear()
-        self._wake.set()
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    def take(self, news: SequenceDelta | _Closed) -> None:
-        """Put down what the engine thread sent; called on the event loop."""
-        if isinstance(news, _Closed):
-            self._closed = news
-        elif news.index in self._open:
-            waiting = self._news.get(news.index)
-            self._news[news.index] = news if waiting is None else _merged(waiting, news)
-            if news.finish_reason is not None:
-                self._open.discard(news.index)
-        self._wake.set()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Closed:
-    """Why the engine does not run. Each client gets an exception of its own: a shared one would gather tracebacks."""
-
-    message: str
-    cause: BaseException | None = None
-
-    def error(self) -> EngineDeadError:
-        error = EngineDeadError(self.message)
-        error.__cause__ = self.cause
-        return error
+        self.outlet = _Loop(loop)
 
 
 class _Call:
@@ -324,43 +322,44 @@ class _Call:
         except (RequestError, EngineDeadError) as refusal:
             self.future.set_exception(refusal)
         except BaseException as fault:
-            self.future.set_exception(_Closed(f"the engine ended by a fault: {fault}", fault).error())
+            self.future.set_exception(Closed(f"the engine ended by a fault: {fault}", fault).error())
             raise
 
-    def refuse(self, closed: _Closed) -> None:
+    def refuse(self, closed: Closed) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(closed.error())
 
 
-def _merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
-    """Two deltas of one sample as one. ``first`` is extended: the engine gave it away."""
-    first.token_ids.extend(then.token_ids)
-    return dataclasses.replace(
-        first,
-        logprobs=[*first.logprobs, *then.logprobs],
-        finish_reason=then.finish_reason,
-        stop_reason=then.stop_reason,
-        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
-        cached_tokens=then.cached_tokens if first.cached_tokens is None else first.cached_tokens,
-    )
+class _Loop:
+    """The outlet of all streams whose readers are on one event loop."""
 
+    __slots__ = ("_loop",)
 
-def _post_to_loops(news: Iterable[tuple[Stream, SequenceDelta | _Closed]]) -> list[Stream]:
-    """Wake each event loop once; returns the streams whose loop is closed, so that nobody will read them."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, SequenceDelta | _Closed]]] = collections.defaultdict(
-        list
-    )
-    for stream, item in news:
-        by_loop[stream.loop].append((stream, item))
-    orphans: list[Stream] = []
-    for loop, items in by_loop.items():
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Loop) and other._loop is self._loop
+
+    def __hash__(self) -> int:
+        return id(self._loop)
+
+    def deliver(self, news: Sequence[tuple[Any, SequenceDelta | Closed]]) -> bool:
         try:
-            loop.call_soon_threadsafe(_take_all, items)
+            self._loop.call_soon_threadsafe(_take_all, news)
         except RuntimeError:  # asyncio's way to say that the loop is closed
-            orphans += [stream for stream, _ in items]
-    return orphans
+            return False
+        return True
 
 
-def _take_all(items: list[tuple[Stream, SequenceDelta | _Closed]]) -> None:
-    for stream, item in items:
+def _post(news: Iterable[News]) -> list[Feed]:
+    """Call each outlet once; returns the feeds of those that are gone."""
+    by_outlet: dict[Outlet, list[News]] = collections.defaultdict(list)
+    for item in news:
+        by_outlet[item[0].outlet].append(item)
+    return [feed for outlet, items in by_outlet.items() if not outlet.deliver(items) for feed, _ in items]
+
+
+def _take_all(news: Sequence[tuple[Stream, SequenceDelta | Closed]]) -> None:
+    for stream, item in news:
         stream.take(item)

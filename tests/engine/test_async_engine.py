@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError, _merged
+from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.engine.streams import merged as merge
 from jaxinfer.llm import LLM
 from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SamplingParams, SequenceDelta
 from tests.fakes import random_model
@@ -559,7 +560,7 @@ def test_merged_deltas_lose_nothing(parts):
     deltas[0].prompt_logprobs = [None]
     merged, *rest = deltas
     for delta in rest:
-        merged = _merged(merged, delta)
+        merged = merge(merged, delta)
     assert merged.token_ids == [token for tokens, _ in parts for token in tokens]
     assert (merged.finish_reason, merged.stop_reason) == (FinishReason.STOP, 5)
     assert merged.prompt_logprobs == [None]

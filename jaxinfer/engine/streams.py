@@ -1,0 +1,108 @@
+"""What a client of an engine reads, wherever the engine runs: deltas, merged while nobody fetches them. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfer.types import Request, SequenceDelta
+
+
+class EngineDeadError(RuntimeError):
+    """The engine does not run: not started, stopped, or ended by a fault, which is the cause then."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed:
+    """Why the engine does not run. Each client gets an exception of its own: a shared one would gather tracebacks."""
+
+    message: str
+    cause: BaseException | None = None
+
+    def error(self) -> EngineDeadError:
+        error = EngineDeadError(self.message)
+        error.__cause__ = self.cause
+        return error
+
+
+class DeltaStream:
+    """The deltas of one request, for one reader on one event loop; all methods belong to that loop.
+
+    Args:
+        leave: called with the stream when its reader goes before the end.
+
+    Attributes:
+        request: with its seed resolved.
+    """
+
+    def __init__(self, request: Request, leave: Callable[[Any], None]) -> None:
+        self.request = request
+        self._open = set(range(request.params.n))
+        self._leave = leave
+        self._news: dict[int, SequenceDelta] = {}
+        self._closed: Closed | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> SequenceDelta:
+        """The next delta of any sample, all that it got since the last one.
+
+        Raises:
+            StopAsyncIteration: all samples have ended.
+            EngineDeadError: the engine has, before them.
+        """
+        while not self._news:
+            if not self._open:
+                raise StopAsyncIteration
+            if self._closed is not None:
+                raise self._closed.error()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._news.pop(next(iter(self._news)))
+
+    async def aclose(self) -> None:
+        """Abort what still runs. It does not wait for anything, so it also works in a task that is being cancelled."""
+        if self._open and self._closed is None:
+            self._leave(self)
+        self._open.clear()
+        self._news.clear()
+        self._wake()
+
+    async def __aenter__(self) -> DeltaStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def take(self, news: SequenceDelta | Closed) -> None:
+        """Put down what the engine sent."""
+        if isinstance(news, Closed):
+            self._closed = news
+        elif news.index in self._open:
+            waiting = self._news.get(news.index)
+            self._news[news.index] = news if waiting is None else merged(waiting, news)
+            if news.finish_reason is not None:
+                self._open.discard(news.index)
+        self._wake()
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+
+def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
+    """Two deltas of one sample as one. ``first`` is extended: the engine gave it away."""
+    first.token_ids.extend(then.token_ids)
+    return dataclasses.replace(
+        first,
+        logprobs=[*first.logprobs, *then.logprobs],
+        finish_reason=then.finish_reason,
+        stop_reason=then.stop_reason,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+        cached_tokens=then.cached_tokens if first.cached_tokens is None else first.cached_tokens,
+    )
