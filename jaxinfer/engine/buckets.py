@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,7 @@ def rule_size(start: int, end: int, sizes: Sequence[int]) -> int:
     looks at this prompt alone, never at what else is in the step or in the cache.
     """
     cut = start - start % sizes[-1]
-    tail = min(end - cut, sizes[-1])
-    return next(size for size in sizes if size >= tail)
+    return sizes[bisect.bisect_left(sizes, min(end - cut, sizes[-1]))]
 
 
 def next_chunk(

@@ -17,6 +17,9 @@ from jaxinfer.engine.step import DecodeBatch, PrefillBatch, Programs, StepState
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
 from jaxinfer.sampling import SlotParams
 
+# Called with the programs that are compiled, and with how many there will be.
+CompileProgress = Callable[[int, int], None]
+
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
@@ -54,12 +57,19 @@ class _Job(NamedTuple):
 
 
 def compile_programs(
-    programs: Programs, engine: ResolvedEngine, params: Any, slots: SlotParams, state: StepState, groups: int = 1
+    programs: Programs,
+    engine: ResolvedEngine,
+    params: Any,
+    slots: SlotParams,
+    state: StepState,
+    groups: int = 1,
+    progress: CompileProgress | None = None,
 ) -> CompiledPrograms:
     """Every program that the engine can run.
 
     Args:
         groups: of the cache (`CacheSpec.groups`).
+        progress: called at the beginning and after each program, by the thread that calls this function.
     """
     sharding = jax.tree.leaves(state)[0].sharding
     params, slots, state = (_abstract(tree) for tree in (params, slots, state))
@@ -72,7 +82,7 @@ def compile_programs(
             for size, lanes in shapes.prefills
         },
     }
-    done = _compile(jobs, sharding)
+    done = _compile(jobs, sharding, progress)
     prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in shapes.prefills}
     return CompiledPrograms(prefill=prefill, **{"decode_many": None, **done})
 
@@ -128,8 +138,10 @@ def _keeping(programs: Programs, shapes: _Shapes, state: StepState) -> dict[str,
     }
 
 
-def _compile(jobs: Mapping[str, _Job], sharding: Any) -> dict[str, Any]:
+def _compile(jobs: Mapping[str, _Job], sharding: Any, progress: CompileProgress | None = None) -> dict[str, Any]:
     """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
+    tell = progress or (lambda done, total: None)
+    tell(0, len(jobs))
     lowered = {
         name: jax.jit(job.function, donate_argnums=job.donate, out_shardings=sharding).lower(*job.arguments)
         for name, job in jobs.items()
@@ -137,7 +149,9 @@ def _compile(jobs: Mapping[str, _Job], sharding: Any) -> dict[str, Any]:
     options = _GPU_OPTIONS if sharding.mesh.devices.flat[0].platform == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
         running = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
-        return {name: done.result() for name, done in running.items()}
+        for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
+            tell(done, len(jobs))
+        return {name: compiled.result() for name, compiled in running.items()}
 
 
 def _abstract(tree: Any) -> Any:

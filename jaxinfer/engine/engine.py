@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
 from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import EngineStats
@@ -28,13 +29,18 @@ class Engine:
     """Continuous batching of token-id requests on one model.
 
     Everything is compiled in the constructor; a request compiles nothing.
+
+    Args:
+        progress: called at the beginning and after each compilation.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, platform: str) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, platform: str, progress: CompileProgress | None = None
+    ) -> None:
         self.config = resolve_for(model, config, platform)
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
         self._kv = _new_kv(model, self.config)
-        self._runner = Runner(model, self.config, self.limits, self._kv.tables)
+        self._runner = Runner(model, self.config, self.limits, self._kv.tables, progress)
         if not self._runner.resumes:
             self._kv.stop_caching()  # a prompt that goes on within a piece would have other bits
         self._scheduler = Scheduler(

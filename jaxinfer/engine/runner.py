@@ -13,7 +13,7 @@ from jaxtyping import Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.buckets import group_chunks
-from jaxinfer.engine.compiled import compile_programs
+from jaxinfer.engine.compiled import CompileProgress, compile_programs
 from jaxinfer.engine.exactness import Proofs
 from jaxinfer.engine.measure import measure_costs
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
@@ -50,6 +50,7 @@ class Runner:
 
     Args:
         tables: the KV manager's, read at each launch.
+        progress: of the compilations.
 
     Attributes:
         classes: a number for each prefill size; equal numbers: programs with equal bits.
@@ -65,6 +66,7 @@ class Runner:
         engine: ResolvedEngine,
         limits: SamplingLimits,
         tables: Int32[np.ndarray, "groups slots width"],
+        progress: CompileProgress | None = None,
     ) -> None:
         self._engine, self._tables, self._vocab = engine, tables, model.config.vocab_size
         mesh = make_mesh()
@@ -82,7 +84,7 @@ class Runner:
         self._state = self._new_state(model, limits)
         self._host_pages = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
         programs, self._groups = make_programs(model, engine.max_logprobs, engine.multi_step), tables.shape[0]
-        self._run = compile_programs(programs, engine, self._params, self._slots, self._state, self._groups)
+        self._run = compile_programs(programs, engine, self._params, self._slots, self._state, self._groups, progress)
         self._prove(limits)
         self._state, self.costs = measure_costs(
             self._run, engine, self._params, self._slots, self._state, self._groups, self._decode_batch([])

@@ -404,7 +404,9 @@ class Scheduler:
             if not tokens:
                 return delta
         taken = sequence.take(tokens)
-        delta = _added(sequence, delta, tokens[:taken], logprobs[:taken])
+        if taken < len(tokens):
+            tokens, logprobs = tokens[:taken], logprobs[:taken]
+        delta = _added(sequence, delta, tokens, logprobs)
         if sequence.finish_reason is not None:
             delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
             self._retire(sequence)

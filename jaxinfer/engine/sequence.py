@@ -80,13 +80,14 @@ class Sequence:
 
     def take(self, tokens: list[int]) -> int:
         """Append generated tokens up to one that ends the sequence; how many were appended."""
-        known, request = self.tokens, self.request
-        for count, token in enumerate(tokens, 1):
+        known, stops, count = self.tokens, self.request.stop_token_ids, 0
+        for token in tokens:
             known.append(token)
-            if token in request.stop_token_ids and self.generated >= request.params.min_tokens:
+            count += 1
+            if token in stops and self.generated >= self.request.params.min_tokens:
                 self.finish_reason, self.stop_reason = FinishReason.STOP, token
-                return count
+                break
             if len(known) > self.final_length:
                 self.finish_reason = FinishReason.LENGTH
-                return count
-        return len(tokens)
+                break
+        return count

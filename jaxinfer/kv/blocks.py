@@ -20,7 +20,7 @@ class BlockPool[Owner]:
     """
 
     def __init__(self, pages: int) -> None:
-        self._total = pages
+        self._total = self._unused = pages  # unused: never handed out
         self._free: list[int] = []  # of those that were used before
         self._refs: list[int] = []
         self._owners: list[Owner | None] = []
@@ -37,7 +37,7 @@ class BlockPool[Owner]:
 
     @property
     def free(self) -> int:
-        return self._total - self.used + len(self._free)
+        return self._unused + len(self._free)
 
     @property
     def cached(self) -> int:
@@ -64,15 +64,16 @@ class BlockPool[Owner]:
         Raises:
             OutOfPagesError: none is free.
         """
-        if not self.free:
+        if self._free:
+            page = self._free.pop()
+            self._refs[page] = 1
+            return page
+        if not self._unused:
             raise OutOfPagesError(f"none of {self.total} pages is free ({self.held} held, {self.cached} cached)")
-        if not self._free:
-            self._refs.append(0)
-            self._owners.append(None)
-            self._free.append(self.used - 1)
-        page = self._free.pop()
-        self._refs[page] = 1
-        return page
+        self._unused -= 1
+        self._refs.append(1)
+        self._owners.append(None)
+        return self.used - 1
 
     def hold(self, page: int) -> None:
         """One more reference to a page that is held or cached."""
@@ -134,7 +135,9 @@ class BlockPool[Owner]:
                 raise AssertionError(f"page {page} has {refs} references and owner {owner}, but free: {page in free}")
             if (page in self._cached) != (not refs and owner is not None):
                 raise AssertionError(f"page {page}: {refs} references, owner {owner}, cached: {page in self._cached}")
-        if self.free + self.held + self.cached != self.total or self.held != sum(
-            count > 0 for count in expected.values()
+        if (
+            self._unused != self._total - self.used
+            or self.free + self.held + self.cached != self.total
+            or self.held != sum(count > 0 for count in expected.values())
         ):
             raise AssertionError(f"{self.free} free + {self.held} held + {self.cached} cached != {self.total} pages")

@@ -100,6 +100,7 @@ class KVManager:
         self._slots: dict[int, _Held] = {}
         self._swapped: set[Swapped] = set()
         self._groups = range(len(config.windows))
+        self._windowed = [group for group in self._groups if config.windows[group] is not None]
 
     # ---- what there is
 
@@ -182,7 +183,7 @@ class KVManager:
     def slide(self, slot: int, length: int) -> None:
         """Let go of pages that no query of the slot at ``length`` or later sees. Queries before it must be launched."""
         held = self._slots[slot]
-        for group in self._groups:
+        for group in self._windowed:
             first, end = held.firsts[group], min(self._store.first_visible(group, length), held.count)
             for page in range(first, end):
                 self._store.drop(group, held.pages[group][page])

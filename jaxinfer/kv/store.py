@@ -60,8 +60,7 @@ class PageStore:
 
     def _evict(self, group: int) -> None:
         node = self._owner(self.pools[group], self.pools[group].oldest())
-        rest = any(page >= 0 for other, page in enumerate(node.pages) if other != group)
-        if self.windows[group] is not None and rest:
+        if self.windows[group] is not None and any(page >= 0 for page in node.pages[:group] + node.pages[group + 1 :]):
             self._unload(node, group)
         else:
             self._offload(node)
