@@ -1,0 +1,73 @@
+"""Which scope each RPC needs, and where a caller's key is. No RPC is served that is not in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, runtime_checkable
+
+from jaxinfer.serve.errors import Kind, ServeError
+
+OPEN = None
+"""In place of a scope: no key is asked for."""
+
+
+@runtime_checkable
+class Caller(Protocol):
+    """Who calls."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@runtime_checkable
+class Authoriser(Protocol):
+    """Knows the keys; see `jaxinfer.serve.auth.Authoriser`."""
+
+    def authorise(self, token: str | None, scope: str) -> Caller:
+        """Raises `ServeError`: UNAUTHENTICATED without a valid key, FORBIDDEN without the scope."""
+        ...
+
+
+def _methods(service: str, scopes: Mapping[str, Iterable[str]], free: Iterable[str] = ()) -> dict[str, str | None]:
+    table: dict[str, str | None] = {f"{service}/{name}": scope for scope, names in scopes.items() for name in names}
+    return table | {f"{service}/{name}": OPEN for name in free}
+
+
+SCOPES: Mapping[str, str | None] = MappingProxyType(
+    _methods(
+        "jaxinfer.v1.Inference",
+        {"infer": ("Generate", "GenerateBatch", "Tokenize", "Detokenize", "Score", "GetModelInfo")},
+    )
+    | _methods(
+        "jaxinfer.v1.Control",
+        {
+            "admin": ("Abort", "Drain", "FlushPrefixCache", "StartProfile", "StopProfile"),
+            "observe": ("GetStats", "WatchStartup"),
+        },
+    )
+    # The two that say no more than health does are as free as it is: probes of this protocol have no keys.
+    | _methods(
+        "inference.GRPCInferenceService",
+        {"infer": ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer")},
+        free=("ServerLive", "ServerReady"),
+    )
+    | _methods("grpc.health.v1.Health", {}, free=("Check", "List", "Watch"))
+    | _methods("grpc.reflection.v1alpha.ServerReflection", {"infer": ("ServerReflectionInfo",)})
+)
+"""Full name of every RPC -> the scope that its caller's key must have."""
+
+
+def token_of(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
+    """The key in ``authorization: Bearer KEY``; None without that metadatum.
+
+    Raises:
+        ServeError: UNAUTHENTICATED: it is there, but more than once or of another form.
+    """
+    found = [value for name, value in metadata if name == "authorization"]
+    if not found:
+        return None
+    scheme, _, token = found[0].partition(" ") if isinstance(found[0], str) else ("", "", "")
+    if len(found) > 1 or scheme.lower() != "bearer" or not token.strip():
+        raise ServeError(Kind.UNAUTHENTICATED, "authorization must be one 'Bearer KEY'")
+    return token.strip()

@@ -1,0 +1,161 @@
+"""`jaxinfer.v1.Control`: for those who run the server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, override, runtime_checkable
+
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.v1 import control_pb2 as pb
+from jaxinfer.v1.control_pb2_grpc import ControlServicer
+
+_MAX_DRAIN_SECONDS = 24 * 3600.0
+
+
+@runtime_checkable
+class Startup(Protocol):
+    """How far the engine's start is. ``phase`` is a name of `control_pb2.StartupEvent.Phase`, in any case."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def bytes_done(self) -> int: ...
+    @property
+    def bytes_total(self) -> int: ...
+    @property
+    def compilations_done(self) -> int: ...
+    @property
+    def compilations_total(self) -> int: ...
+    @property
+    def message(self) -> str: ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the doors need to know of the engine's life; see `jaxinfer.serve.core.supervisor.Supervisor`."""
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "dead" or "stopped"."""
+        ...
+
+    @property
+    def restarts(self) -> int: ...
+
+    def watch_startup(self) -> AsyncIterator[Startup]:
+        """The way to READY or FAILED, from now on."""
+        ...
+
+    async def start_profile(self) -> None: ...
+
+    async def stop_profile(self) -> str:
+        """The folder where the trace is."""
+        ...
+
+
+class Control(ControlServicer):
+    """Every RPC of the service.
+
+    Args:
+        frontend: gives it, or raises `ServeError` while there is none.
+        drain_seconds: for a Drain that names no time.
+        profiling: whether there is a folder for traces.
+    """
+
+    def __init__(
+        self, frontend: Callable[[], Frontend], engine: Engine, *, drain_seconds: float, profiling: bool
+    ) -> None:
+        self._frontend, self._engine = frontend, engine
+        self._drain_seconds, self._profiling = drain_seconds, profiling
+
+    @override
+    async def Abort(self, request: pb.AbortRequest, rpc: Rpc) -> pb.AbortResponse:
+        index = request.output_index if request.HasField("output_index") else None
+        await self._frontend().abort(request.request_id, index)
+        return pb.AbortResponse()
+
+    @override
+    async def GetStats(self, request: pb.GetStatsRequest, rpc: Rpc) -> pb.Stats:
+        """An engine that does not run has no figures, but it has a state."""
+        stats = pb.Stats(state=self._state(), restarts=self._engine.restarts)
+        if self._engine.state == "ready":
+            try:
+                _fill(stats, await self._frontend().stats())
+            except ServeError as error:
+                if error.kind is not Kind.UNAVAILABLE:
+                    raise
+                stats.state = self._state()  # it died meanwhile
+        return stats
+
+    @override
+    async def WatchStartup(self, request: pb.WatchStartupRequest, rpc: Rpc) -> AsyncIterator[pb.StartupEvent]:
+        async for event in self._engine.watch_startup():
+            yield pb.StartupEvent(
+                phase=pb.StartupEvent.Phase.Value(event.phase.upper()),
+                bytes_done=event.bytes_done,
+                bytes_total=event.bytes_total,
+                compilations_done=event.compilations_done,
+                compilations_total=event.compilations_total,
+                message=event.message,
+            )
+
+    @override
+    async def Drain(self, request: pb.DrainRequest, rpc: Rpc) -> pb.DrainResponse:
+        seconds = self._drain_seconds
+        if request.HasField("timeout"):
+            seconds = request.timeout.seconds + request.timeout.nanos / 1e9
+        if not 0 <= seconds <= _MAX_DRAIN_SECONDS:
+            reason = f"timeout={seconds:g} s must be within 0 and {_MAX_DRAIN_SECONDS:g} s"
+            raise ServeError(Kind.INVALID, reason, field="timeout")
+        return pb.DrainResponse(aborted=await self._frontend().drain(seconds))
+
+    @override
+    async def FlushPrefixCache(self, request: pb.FlushPrefixCacheRequest, rpc: Rpc) -> pb.FlushPrefixCacheResponse:
+        return pb.FlushPrefixCacheResponse(pages=await self._frontend().flush_prefix_cache())
+
+    @override
+    async def StartProfile(self, request: pb.StartProfileRequest, rpc: Rpc) -> pb.StartProfileResponse:
+        self._check_profiling()
+        await self._engine.start_profile()
+        return pb.StartProfileResponse()
+
+    @override
+    async def StopProfile(self, request: pb.StopProfileRequest, rpc: Rpc) -> pb.StopProfileResponse:
+        self._check_profiling()
+        return pb.StopProfileResponse(folder=await self._engine.stop_profile())
+
+    def _check_profiling(self) -> None:
+        if not self._profiling:
+            raise ServeError(Kind.INVALID, "profiling is off: the server was started without profile_dir")
+
+    def _state(self) -> str:
+        state = self._engine.state
+        return "draining" if state == "ready" and self._frontend().draining else state
+
+
+def _fill(message: pb.Stats, stats: EngineStats) -> None:
+    message.running = stats.running
+    message.waiting.update(stats.waiting)
+    if stats.kv is not None:
+        kv = stats.kv
+        message.kv_pages.update(total=kv.total, free=kv.free, cached=kv.cached, held=kv.held)
+        message.kv_pages.update(host_total=kv.host_total, host_used=kv.host_used)
+    message.finished.update({reason.value: count for reason, count in stats.finished.items()})
+    message.preemptions.update(stats.preemptions)
+    for name in _SAME:
+        setattr(message, name, getattr(stats, name))
+
+
+_SAME = (
+    "prompt_tokens",
+    "generated_tokens",
+    "prefix_queries",
+    "prefix_hits",
+    "draft_tokens",
+    "draft_accepted",
+    "steps",
+    "compilations",
+)

@@ -1,0 +1,298 @@
+"""The messages of protos/jaxinfer/v1/inference.proto and the records of `jaxinfer.serve.calls`, both ways.
+
+Nothing is lost and nothing is added: a field that the client did not set is in no `Call`. Values are checked by the
+front end, not here; what cannot even be expressed there is refused here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from google.protobuf import struct_pb2
+
+from jaxinfer.serve.calls import (
+    Call,
+    Conversation,
+    Input,
+    ModelCard,
+    OutputDelta,
+    Scored,
+    ServeLimits,
+    Usage,
+)
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.types import PositionLogprobs, SamplingParams, TokenLogprob
+from jaxinfer.v1 import inference_pb2 as pb
+
+TokenText = Callable[[int], str]
+"""A token's text, see `Frontend.token_text`."""
+
+_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "abort": pb.FINISH_REASON_ABORT,
+}
+# Candidates in one message: log probabilities of a long prompt would else make one that no client takes (4 MiB).
+_MAX_CANDIDATES = 16384
+_EXACT = 2**53  # whole numbers up to here are exact in a Struct
+
+
+# ---- what comes in
+
+
+def call_of(
+    request: pb.GenerateRequest,
+    *,
+    request_id: str | None = None,
+    timeout: float | None = None,
+    tenant: str = "",
+    trace: Mapping[str, str] | None = None,
+) -> Call:
+    """What the client asked for. ``request_id`` is for a request that has none.
+
+    Raises:
+        ServeError: it has no input, or a part of it is no JSON.
+    """
+    return Call(
+        prompt=input_of(request, "input"),
+        sampling=sampling_of(request.sampling),
+        model=optional(request, "model"),
+        request_id=request.request_id if request.HasField("request_id") else request_id,
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        timeout=timeout,
+        tenant=tenant,
+        trace=trace or {},
+    )
+
+
+def input_of(message: Any, oneof: str) -> Input:
+    """The text, ids or conversation in a message's ``oneof``.
+
+    Raises:
+        ServeError: none is set.
+    """
+    match message.WhichOneof(oneof):
+        case "token_ids":
+            return list(message.token_ids.ids)
+        case "chat":
+            return conversation_of(message.chat)
+        case str() as field:
+            return cast(str, getattr(message, field))
+        case _:
+            names = [field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
+            raise ServeError(Kind.INVALID, f"{oneof} is not set: give one of {', '.join(names)}", field=oneof)
+
+
+def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
+    """The fields that are set."""
+    return {field.name: _bare(value) for field, value in message.ListFields()}
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, pb.TokenIds):
+        return list(value.ids)
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+def optional(message: Any, field: str) -> Any:
+    """A field's value, None if it is not set."""
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def conversation_of(chat: pb.Chat) -> Conversation:
+    """Raises `ServeError`: a message's role or content is set twice, or a number is not finite."""
+    return Conversation(
+        messages=[_chat_message(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)],
+        tools=[_object(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)] or None,
+        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        variables=_object(chat.template_variables, "chat.template_variables"),
+        template=optional(chat, "template"),
+    )
+
+
+def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
+    own = {"role": message.role}
+    if message.HasField("content"):
+        own["content"] = message.content
+    fields = _object(message.fields, f"{path}.fields")
+    if twice := own.keys() & fields.keys():
+        raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
+    return {**own, **fields}
+
+
+def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:
+    return {name: _json(value, path) for name, value in struct.fields.items()}
+
+
+def _json(value: struct_pb2.Value, path: str) -> Any:
+    """A Struct knows no integers, but templates do: ``{{ 3 }}`` is not ``3.0``."""
+    match value.WhichOneof("kind"):
+        case "number_value":
+            number = value.number_value
+            if not math.isfinite(number):
+                raise ServeError(Kind.INVALID, f"{path}: {number} is no JSON number", field=path)
+            return int(number) if number.is_integer() and abs(number) <= _EXACT else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "struct_value":
+            return _object(value.struct_value, path)
+        case "list_value":
+            return [_json(item, path) for item in value.list_value.values]
+        case _:
+            return None
+
+
+def continuations_of(request: pb.ScoreRequest) -> list[str | Sequence[int]]:
+    """Raises `ServeError`: one of them is empty of both text and ids."""
+    found: list[str | Sequence[int]] = []
+    for i, continuation in enumerate(request.continuations):
+        if continuation.WhichOneof("content") is None:
+            field = f"continuations[{i}]"
+            raise ServeError(Kind.INVALID, f"{field} is not set: give one of text, token_ids", field=field)
+        found.append(cast("str | Sequence[int]", input_of(continuation, "content")))
+    return found
+
+
+# ---- what goes out
+
+
+def started(request_id: str, seed: int, prompt_tokens: int) -> pb.GenerateResponse:
+    """A seed of the upper half of 64 bits is told as the negative number that means the same."""
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return pb.GenerateResponse(request_id=request_id, started=pb.Started(seed=signed, prompt_tokens=prompt_tokens))
+
+
+def finished(request_id: str, usage: Usage) -> pb.GenerateResponse:
+    tokens = pb.Usage(prompt_tokens=usage.prompt, completion_tokens=usage.completion, cached_tokens=usage.cached)
+    return pb.GenerateResponse(request_id=request_id, finished=pb.Finished(usage=tokens))
+
+
+def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
+    """One message, or several where its log probabilities are too many for one."""
+    for piece in (delta,) if not (delta.logprobs or delta.prompt_logprobs) else _pieces(delta):
+        response = pb.GenerateResponse(request_id=request_id)
+        message = response.delta
+        message.SetInParent()
+        message.output_index = piece.index
+        message.text = piece.text
+        message.token_ids.extend(piece.token_ids)
+        if piece.logprobs:
+            message.logprobs.extend(_position(position, token_text) for position in piece.logprobs)
+        if piece.prompt_logprobs:
+            message.prompt_logprobs.extend(_position(p, token_text) for p in piece.prompt_logprobs if p is not None)
+        if piece.finish_reason is not None:
+            message.finish_reason = _REASONS[piece.finish_reason]
+            _set_stop_reason(message, piece.stop_reason)
+        yield response
+
+
+def _set_stop_reason(message: pb.Delta, reason: int | str | None) -> None:
+    if isinstance(reason, str):
+        message.stop_string = reason
+    elif reason is not None:
+        message.stop_token_id = reason
+
+
+def _pieces(delta: OutputDelta) -> Iterator[OutputDelta]:
+    """Its log probabilities, so many at a time: those of the prompt, then those of the tokens. The text, and how it
+    ends, is in the last piece."""
+    prompt = [position for position in delta.prompt_logprobs or () if position is not None]
+    for first, end in _ranges(prompt):
+        yield OutputDelta(delta.index, "", [], prompt_logprobs=[*prompt[first:end]])
+    ranges = _ranges(delta.logprobs)
+    for first, end in ranges[:-1]:
+        yield OutputDelta(delta.index, "", delta.token_ids[first:end], delta.logprobs[first:end])
+    last = ranges[-1][0] if ranges else 0
+    yield dataclasses.replace(
+        delta, token_ids=delta.token_ids[last:], logprobs=delta.logprobs[last:], prompt_logprobs=None
+    )
+
+
+def _ranges(positions: Sequence[PositionLogprobs]) -> list[tuple[int, int]]:
+    if not positions:
+        return []
+    most = max(1, _MAX_CANDIDATES // (1 + len(positions[0].top)))
+    return [(first, min(first + most, len(positions))) for first in range(0, len(positions), most)]
+
+
+def _position(position: PositionLogprobs, token_text: TokenText) -> pb.PositionLogprobs:
+    top = [_candidate(candidate, token_text) for candidate in position.top]
+    return pb.PositionLogprobs(chosen=_candidate(position.chosen, token_text), top=top)
+
+
+def _candidate(candidate: TokenLogprob, token_text: TokenText) -> pb.TokenLogprob:
+    token, logprob, rank = candidate
+    return pb.TokenLogprob(token_id=token, logprob=logprob, rank=rank, text=token_text(token))
+
+
+def scored(results: Sequence[Scored], token_text: TokenText) -> pb.ScoreResponse:
+    return pb.ScoreResponse(
+        scored=[
+            pb.Scored(
+                tokens=[_candidate(position.chosen, token_text) for position in result.tokens],
+                logprob=result.logprob,
+                is_greedy=result.is_greedy,
+            )
+            for result in results
+        ]
+    )
+
+
+def model_info(card: ModelCard, limits: ServeLimits, *, has_tokenizer: bool, has_chat_template: bool) -> pb.ModelInfo:
+    info = pb.ModelInfo(
+        name=card.name,
+        version=importlib.metadata.version("jaxinfer"),
+        architecture=card.architecture,
+        dtype=card.dtype,
+        max_model_len=card.max_model_len,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        has_tokenizer=has_tokenizer,
+        has_chat_template=has_chat_template,
+        defaults=_defaults(card),
+        limits=_limits(limits),
+    )
+    info.engine.update({name: _struct_value(value) for name, value in card.engine.items()})
+    return info
+
+
+def _defaults(card: ModelCard) -> pb.SamplingParams:
+    """What has no default (seed, log probabilities), or one that depends on the prompt (max_tokens), is not set."""
+    params = SamplingParams(**{**card.defaults, "max_tokens": None})
+    values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def _limits(limits: ServeLimits) -> pb.Limits:
+    return pb.Limits(
+        max_n=limits.n,
+        max_logprobs=limits.logprobs,
+        max_stop_strings=limits.stop_strings,
+        max_stop_characters=limits.stop_characters,
+        max_stop_token_ids=limits.stop_token_ids,
+        max_bad_words=limits.bad_words,
+        max_logit_bias=limits.logit_bias,
+        max_prompt_characters=limits.prompt_characters,
+        max_message_bytes=limits.message_bytes,
+    )
+
+
+def _struct_value(value: Any) -> Any:
+    """A setting as JSON-like data."""
+    if isinstance(value, Mapping):
+        return {str(name): _struct_value(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_struct_value(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

@@ -1,0 +1,179 @@
+"""The gRPC servers of one `ServeConfig`: a port for clients and, if asked for, one for operators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
+from grpc import aio
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection import ReflectionServicer
+
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.auth import Authoriser
+from jaxinfer.serve.grpc.control import Control, Engine
+from jaxinfer.serve.grpc.health import Health
+from jaxinfer.serve.grpc.inference import Inference
+from jaxinfer.serve.grpc.rpc import Observer, Registrar, SlowReaders
+from jaxinfer.serve.grpc.tls import credentials_of
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+from jaxinfer.v1 import control_pb2, inference_pb2
+
+METADATA_BYTES = 16 << 10
+"""Of a request; gRPC refuses more by chance, and twice as much always."""
+CONCURRENT_STREAMS = 1024
+"""Of one connection; a client that wants more waits, or opens another one."""
+_KEEPALIVE_TIMEOUT_SECONDS = 20.0
+
+Service = tuple[ServiceDescriptor, object]
+"""A service and its servicer, for `jaxinfer.serve.grpc.rpc.Registrar`."""
+
+
+class GrpcServers:
+    """Serves Inference, health and reflection on one port, Control, health and reflection on another.
+
+    All of it belongs to the event loop that `start` runs in.
+
+    Args:
+        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+        more: further services of the first port.
+        observer: is told of every call's end.
+
+    Attributes:
+        port, control_port: where it listens, once it is started; control_port is None without Control.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        frontend: Callable[[], Frontend],
+        engine: Engine,
+        authoriser: Authoriser,
+        *,
+        more: Sequence[Service] = (),
+        observer: Observer | None = None,
+    ) -> None:
+        self._config, self._frontend, self._engine = config, frontend, engine
+        self._slow = SlowReaders(config.slow_reader_seconds)
+        self._registrar = Registrar(authoriser, self._slow, observer)
+        self._inference: list[Service] = [(_INFERENCE, Inference(frontend)), *more]
+        control = Control(
+            frontend, engine, drain_seconds=config.drain_seconds, profiling=config.profile_dir is not None
+        )
+        self._control: list[Service] = [(_CONTROL, control)]
+        self._servers: list[aio.Server] = []
+        self._healths: list[Health] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self.port = 0
+        self.control_port: int | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are served now."""
+        return self._engine.state == "ready" and not self._frontend().draining
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ServeConfigError: a port cannot be had, or a certificate cannot be read.
+        """
+        config = self._config
+        self._watchers.append(asyncio.create_task(self._slow.run()))
+        self.port = await self._serve(self._inference, config.host, config.grpc_port)
+        if config.control_port is not None:
+            self.control_port = await self._serve(self._control, config.control_host, config.control_port)
+
+    async def stop(self, grace: float) -> None:
+        """Accept no more calls, leave those that run ``grace`` seconds to end, and cut the others."""
+        for health in self._healths:
+            health.close()
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    async def _serve(self, services: Sequence[Service], host: str, port: int) -> int:
+        server = aio.server(options=options_of(self._config))
+        health = Health(lambda: self.is_ready, [service.full_name for service, _ in services])
+        services = [*services, (_HEALTH, health)]
+        names = [service.full_name for service, _ in services] + [_REFLECTION.full_name]
+        reflection = ReflectionServicer(names, _Pools([service.file for service, _ in services]))
+        for service, servicer in (*services, (_REFLECTION, reflection)):
+            self._registrar.add(server, service, servicer)
+        bound = self._bind(server, host, port)
+        await server.start()
+        self._servers.append(server)
+        self._healths.append(health)
+        self._watchers.append(asyncio.create_task(health.run()))
+        return bound
+
+    def _bind(self, server: aio.Server, host: str, port: int) -> int:
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        credentials = credentials_of(self._config)
+        try:
+            if credentials is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, credentials)
+        except RuntimeError as error:  # grpc's for an address in use, and for any other
+            raise ServeConfigError(f"cannot listen on {address}: {error}") from error
+
+
+def options_of(config: ServeConfig) -> list[tuple[str, Any]]:
+    """Channel arguments. A client may be silent for a minute while its prompt is worked on: idle connections are
+    pinged, and those who ping us are not sent away for it."""
+    ping = int(config.keepalive_seconds * 1000)
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.limits.message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
+        ("grpc.max_concurrent_streams", CONCURRENT_STREAMS),
+        ("grpc.keepalive_time_ms", ping),
+        ("grpc.keepalive_timeout_ms", int(_KEEPALIVE_TIMEOUT_SECONDS * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+class _Pools:
+    """Where reflection finds descriptors: the default pool and those of services that have one of their own."""
+
+    def __init__(self, files: Sequence[FileDescriptor]) -> None:
+        self._pools = [*dict.fromkeys([descriptor_pool.Default(), *(file.pool for file in files)])]
+
+    def FindFileByName(self, name: str) -> Any:  # noqa: N802 - the names of DescriptorPool
+        return self._first("FindFileByName", name)
+
+    def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802
+        return self._first("FindFileContainingSymbol", name)
+
+    def FindMessageTypeByName(self, name: str) -> Any:  # noqa: N802
+        return self._first("FindMessageTypeByName", name)
+
+    def FindExtensionByNumber(self, message: Any, number: int) -> Any:  # noqa: N802
+        return message.file.pool.FindExtensionByNumber(message, number)
+
+    def FindAllExtensions(self, message: Any) -> Any:  # noqa: N802
+        return message.file.pool.FindAllExtensions(message)
+
+    def _first(self, method: str, name: str) -> Any:
+        """Raises KeyError, as a pool does: no pool has it."""
+        for pool in self._pools[:-1]:
+            try:
+                return getattr(pool, method)(name)
+            except KeyError:
+                continue
+        return getattr(self._pools[-1], method)(name)
+
+
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+_CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"]
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
