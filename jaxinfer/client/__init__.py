@@ -1,0 +1,83 @@
+"""The Python client: text, token ids or chat in, typed deltas out. It needs grpcio and protobuf, and nothing else.
+
+```
+from jaxinfer.client import Client
+
+with Client("localhost:50051") as client:
+    print(client.generate("Once upon a time", max_tokens=32).text)
+    with client.stream(messages=[{"role": "user", "content": "Hello!"}], temperature=0.7) as stream:
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+```
+
+`AsyncClient` has the same methods for asyncio. docs/client.md tells of retries and errors.
+"""
+
+from jaxinfer.client.aio import AsyncClient, AsyncStream
+from jaxinfer.client.connect import TLS, RetryPolicy
+from jaxinfer.client.errors import (
+    AlreadyExists,
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    QueueFull,
+    ResourceExhausted,
+    ServerError,
+    Truncated,
+    Unauthenticated,
+    Unavailable,
+)
+from jaxinfer.client.requests import ChatMessage, GenerateOptions, Prompt, ScoreOptions, TokenizeOptions
+from jaxinfer.client.results import (
+    BatchItem,
+    Completion,
+    Delta,
+    Health,
+    ModelInfo,
+    Output,
+    PositionLogprobs,
+    Scored,
+    TokenLogprob,
+    Usage,
+)
+from jaxinfer.client.sync import Client, Stream
+
+__all__ = [
+    "TLS",
+    "AlreadyExists",
+    "AsyncClient",
+    "AsyncStream",
+    "BatchItem",
+    "Cancelled",
+    "ChatMessage",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Delta",
+    "GenerateOptions",
+    "Health",
+    "InternalError",
+    "InvalidRequest",
+    "ModelInfo",
+    "NotFound",
+    "Output",
+    "PermissionDenied",
+    "PositionLogprobs",
+    "Prompt",
+    "QueueFull",
+    "ResourceExhausted",
+    "RetryPolicy",
+    "ScoreOptions",
+    "Scored",
+    "ServerError",
+    "Stream",
+    "TokenLogprob",
+    "TokenizeOptions",
+    "Truncated",
+    "Unauthenticated",
+    "Unavailable",
+    "Usage",
+]

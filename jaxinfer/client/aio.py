@@ -1,0 +1,339 @@
+"""The client for asyncio: `jaxinfer.client.sync` with ``await``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+import grpc.aio
+
+from jaxinfer.client.batch import Batch
+from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, connection
+from jaxinfer.client.errors import Cancelled, DeadlineExceeded, Truncated, Unavailable, from_status
+from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
+from jaxinfer.client.requests import (
+    ChatMessage,
+    GenerateOptions,
+    Prompt,
+    ScoreOptions,
+    TokenizeOptions,
+    detokenize_request,
+    generate_request,
+    score_request,
+    tokenize_request,
+)
+from jaxinfer.client.results import (
+    Answer,
+    BatchItem,
+    Completion,
+    Delta,
+    Health,
+    ModelInfo,
+    Scored,
+    Usage,
+    read_model_info,
+    read_scored,
+)
+from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.v1.inference_pb2_grpc import InferenceStub
+
+_RECONNECT_SECONDS = 0.1
+
+
+class AsyncClient:
+    """One connection to a jaxinfer server, for any number of tasks of one event loop. Make it where the loop runs.
+
+    ```
+    async with AsyncClient("localhost:50051") as client:
+        print((await client.generate("Once upon a time", max_tokens=32)).text)
+    ```
+
+    Names, arguments and errors are those of `jaxinfer.client.Client`. A cancelled task cancels its call.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool | TLS = False,
+        timeout: float | None = None,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        keepalive: float | None = 30.0,
+    ) -> None:
+        """Connects at the first call. Arguments and errors: see `jaxinfer.client.Client`."""
+        link = connection(api_key, tls, retry, keepalive)
+        if link.credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, link.options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, link.credentials, link.options)
+        self._stub = InferenceStub(self._channel)
+        self._metadata = link.metadata
+        self._timeout = timeout
+
+    async def close(self) -> None:
+        """Ends the connection, and every call that is still open."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- generation
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """The whole answer to a text, to token ids, or to chat messages.
+
+        Raises:
+            ServerError: see `jaxinfer.client.Client`.
+            TypeError, ValueError: the request cannot be made.
+        """
+        request = generate_request(prompt, token_ids, messages, options)
+        async with self._open(request, timeout) as stream:
+            return await stream.completion()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncStream:
+        """The answer as it is made. Raises as `generate`, but for what the server says: that the stream raises."""
+        return self._open(generate_request(prompt, token_ids, messages, options), timeout)
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncGenerator[BatchItem, None]:
+        """Many prompts over one stream, each a text, token ids, or chat messages; the items come as they are done.
+
+        ``prompts`` is read no faster than the server takes them. An item has its own error; what is raised here
+        concerns all. Closing the generator (``contextlib.aclosing``) cancels what is not done.
+
+        Raises:
+            ServerError, TypeError, ValueError: see `generate`.
+            Exception: what ``prompts`` raised, after the items of the prompts before.
+        """
+        batch = Batch(dict(options))
+        call = self._stub.GenerateBatch(batch.requests_async(prompts), **self._settings(timeout))
+        try:
+            with _translated():
+                async for response in call:
+                    if (item := batch.take(response)) is not None:
+                        yield item
+            batch.check()
+        finally:
+            call.cancel()
+
+    # ---- the other calls
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[ChatMessage] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> list[int]:
+        """The token ids of a text, or of chat messages under the model's template."""
+        request = tokenize_request(text, messages, options)
+        with _translated():
+            return list((await self._stub.Tokenize(request, **self._settings(timeout))).token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, skip_special_tokens, model)
+        with _translated():
+            return (await self._stub.Detokenize(request, **self._settings(timeout))).text
+
+    async def score(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        continuations: Sequence[str | Sequence[int]],
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[Scored]:
+        """Log probabilities of each continuation behind the same prompt."""
+        request = score_request(prompt, token_ids, messages, continuations, options)
+        with _translated():
+            response = await self._stub.Score(request, **self._settings(timeout))
+        return [read_scored(item) for item in response.scored]
+
+    async def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
+        """What is served, with its defaults and limits."""
+        request = pb.GetModelInfoRequest(model=model)
+        with _translated():
+            return read_model_info(await self._stub.GetModelInfo(request, **self._settings(timeout)))
+
+    async def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
+        """How a service is; "" asks whether the server lives at all.
+
+        Raises:
+            NotFound: the server does not know the service.
+        """
+        check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
+        with _translated():
+            return read_health(await check(health_request(service), **self._settings(timeout)))
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Returns once the server accepts requests; a server that does not listen yet is waited for.
+
+        Raises:
+            DeadlineExceeded: it is not ready after ``timeout`` seconds.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(seconds):
+                while not await self._watched_ready():
+                    await asyncio.sleep(_RECONNECT_SECONDS)
+        except TimeoutError:
+            raise DeadlineExceeded(f"not ready after {seconds} s", grpc.StatusCode.DEADLINE_EXCEEDED) from None
+
+    async def _watched_ready(self) -> bool:
+        """False: the server ended the watch before it was ready."""
+        watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
+        call = watch(health_request(READINESS), metadata=self._metadata, wait_for_ready=True)
+        try:
+            with contextlib.suppress(Unavailable), _translated():
+                async for response in call:
+                    if read_health(response) is Health.SERVING:
+                        return True
+            return False
+        finally:
+            call.cancel()
+
+    def _open(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
+        return AsyncStream(self._stub.Generate(request, **self._settings(timeout)))
+
+    def _settings(self, timeout: float | None) -> dict[str, Any]:
+        return {"timeout": self._timeout if timeout is None else timeout, "metadata": self._metadata}
+
+
+class AsyncStream:
+    """The deltas of one request. ``async with`` waits until the server has accepted it, and cancels it when left early.
+
+    ```
+    async with client.stream("Once") as stream:
+        async for delta in stream:
+            print(delta.text, end="")
+    ```
+
+    Iterating raises `ServerError` where the call fails, `Truncated` where it ends too soon.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._answer = Answer()
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self._answer.seed is None:
+                self._answer.take(await self._read())
+        except BaseException:
+            self._call.cancel()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while True:
+            if (delta := self._answer.take(await self._read())) is not None:
+                return delta
+
+    def cancel(self) -> None:
+        """Aborts the request. Who iterates gets `Cancelled`. Nothing, once it has ended."""
+        self._call.cancel()
+
+    async def completion(self) -> Completion:
+        """Reads what is left, and gives the whole answer: also what was iterated before.
+
+        Raises:
+            ServerError: see the class.
+        """
+        async for _ in self:
+            pass
+        return self._answer.completion()
+
+    @property
+    def request_id(self) -> str:
+        """Known once the stream is entered, as are ``seed`` and ``prompt_tokens``."""
+        return self._answer.request_id
+
+    @property
+    def seed(self) -> int | None:
+        return self._answer.seed
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._answer.prompt_tokens
+
+    @property
+    def usage(self) -> Usage | None:
+        """Known when the iteration has ended."""
+        return self._answer.usage
+
+    async def _read(self) -> pb.GenerateResponse:
+        try:
+            response = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            raise _translation(error) from error
+        if response is grpc.aio.EOF:
+            if self._answer.usage is None:
+                raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
+            raise StopAsyncIteration
+        return response
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+        raise _translation(error) from error
+
+
+def _translation(error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
+    """grpc.aio tells of a cancelled call as if the task had been cancelled: only the task knows whether it was."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return error
+    return Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)

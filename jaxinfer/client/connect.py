@@ -1,0 +1,126 @@
+"""How the client reaches a server: credentials, retries, the channel's options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+import grpc
+
+_SERVICE = "jaxinfer.v1.Inference"
+# Prompt log probabilities of a long prompt come in one message.
+_MAX_RECEIVED_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TLS:
+    """An encrypted connection. All files are PEM and are read when the client is made.
+
+    Attributes:
+        ca: certificates to check the server's with (default: those of the system).
+        cert, key: the client's own, for a server that asks for one.
+        server_name: the name that the server's certificate bears, where it is not the target's.
+    """
+
+    ca: str | pathlib.Path | None = None
+    cert: str | pathlib.Path | None = None
+    key: str | pathlib.Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError(f"cert={self.cert!r} and key={self.key!r} go together")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """When a call is made again: only where no answer has begun. The deadline of the call covers all attempts.
+
+    The gRPC library does it (proposal A6): it waits a random part of ``first_pause``, ``first_pause * factor`` and so
+    on up to ``longest_pause``, or as long as the server says (``grpc-retry-pushback-ms``), which may also forbid it.
+
+    Attributes:
+        attempts: the first one included, 2 to 5.
+        first_pause, longest_pause: seconds.
+        queue_full: try again where the server is full, too, and not only where it is unavailable.
+    """
+
+    attempts: int = 4
+    first_pause: float = 0.2
+    longest_pause: float = 5.0
+    factor: float = 2.0
+    queue_full: bool = True
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.attempts <= 5:
+            raise ValueError(f"attempts={self.attempts} must be 2 to 5: gRPC makes no more")
+        if not 0 < self.first_pause <= self.longest_pause:
+            raise ValueError(f"first_pause={self.first_pause} must be above 0 and at most {self.longest_pause=}")
+        if self.factor < 1:
+            raise ValueError(f"factor={self.factor} must be at least 1")
+
+    def service_config(self) -> str:
+        """The JSON that gRPC reads."""
+        codes = ["UNAVAILABLE", *(["RESOURCE_EXHAUSTED"] if self.queue_full else [])]
+        policy = {
+            "maxAttempts": self.attempts,
+            "initialBackoff": f"{self.first_pause:.9f}s",
+            "maxBackoff": f"{self.longest_pause:.9f}s",
+            "backoffMultiplier": self.factor,
+            "retryableStatusCodes": codes,
+        }
+        return json.dumps({"methodConfig": [{"name": [{"service": _SERVICE}], "retryPolicy": policy}]})
+
+
+DEFAULT_RETRY = RetryPolicy()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Connection:
+    """What a client was made with, in gRPC's words."""
+
+    credentials: grpc.ChannelCredentials | None
+    options: Sequence[tuple[str, str | int]]
+    metadata: Sequence[tuple[str, str]]
+
+
+def connection(api_key: str | None, tls: bool | TLS, retry: RetryPolicy | None, keepalive: float | None) -> Connection:
+    """What both clients are made of.
+
+    Raises:
+        OSError: a file of ``tls`` cannot be read.
+        ValueError: ``keepalive`` or ``api_key`` is impossible.
+    """
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("api_key must be printable ASCII")
+    if keepalive is not None and keepalive < 1:
+        raise ValueError(f"keepalive={keepalive} must be at least 1 second")
+    tls = TLS() if tls is True else tls
+    options: list[tuple[str, str | int]] = [("grpc.max_receive_message_length", _MAX_RECEIVED_BYTES)]
+    options += _retry_options(retry)
+    if keepalive is not None:  # while calls are open: a server that vanished is noticed
+        options += [("grpc.keepalive_time_ms", round(keepalive * 1000)), ("grpc.keepalive_timeout_ms", 10_000)]
+        options += [("grpc.http2.max_pings_without_data", 0)]
+    if isinstance(tls, TLS) and tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return Connection(
+        credentials=_credentials(tls) if isinstance(tls, TLS) else None,
+        options=options,
+        metadata=[("authorization", f"Bearer {api_key}")] if api_key is not None else [],
+    )
+
+
+def _retry_options(retry: RetryPolicy | None) -> list[tuple[str, str | int]]:
+    if retry is None:
+        return [("grpc.enable_retries", 0)]
+    return [("grpc.enable_retries", 1), ("grpc.service_config", retry.service_config())]
+
+
+def _credentials(tls: TLS) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
+
+
+def _read(path: str | pathlib.Path | None) -> bytes | None:
+    return None if path is None else pathlib.Path(path).read_bytes()

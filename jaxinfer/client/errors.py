@@ -1,0 +1,145 @@
+"""What a call can end with instead of a result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError
+
+from jaxinfer.internal.standard_pb2 import BadRequest, RetryInfo, RpcStatus
+from jaxinfer.v1 import inference_pb2 as pb
+
+_DETAILS = "grpc-status-details-bin"
+
+
+@dataclasses.dataclass
+class ServerError(Exception):
+    """A call failed. Its subclasses say how; this class itself is for statuses that have none of their own.
+
+    Attributes:
+        message: the server's sentence.
+        code: the gRPC status.
+        field: which field of the request is wrong, where one is.
+        retry_after: seconds after which the server would have the call made again, where it said so.
+    """
+
+    message: str
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+    field: str | None = None
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(ServerError):
+    """A value of the request is wrong, or it is too long for the model: ``field`` and the message name it."""
+
+
+class Unauthenticated(ServerError):
+    """No API key, or an unknown one."""
+
+
+class PermissionDenied(ServerError):
+    """The API key is not allowed to do this."""
+
+
+class NotFound(ServerError):
+    """Another model is served."""
+
+
+class AlreadyExists(ServerError):
+    """The request id is in use."""
+
+
+class ResourceExhausted(ServerError):
+    """The request is beyond a limit of the server: another try would end the same."""
+
+
+class QueueFull(ResourceExhausted):
+    """Too much is waiting already: try again after ``retry_after`` seconds."""
+
+
+class Unavailable(ServerError):
+    """No connection, or the server is starting, draining, or has lost its engine: worth another try."""
+
+
+class DeadlineExceeded(ServerError):
+    """The time-out of the call has passed."""
+
+
+class Cancelled(ServerError):
+    """The call was cancelled, by either side."""
+
+
+class InternalError(ServerError):
+    """A fault of the server. The message holds an id that its log explains."""
+
+
+class Truncated(ServerError):
+    """The stream ended well before the answer did: what came is not all."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[ServerError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INTERNAL: InternalError,
+}
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def from_call(call: grpc.Call) -> ServerError:
+    """What a call of the sync API ended with."""
+    return from_status(call.code(), call.details() or "", call.trailing_metadata() or ())
+
+
+def from_status(code: grpc.StatusCode, message: str, trailing: Iterable[tuple[str, str | bytes]]) -> ServerError:
+    """The exception for a status and its trailing metadata."""
+    return _error(code, message, _details_in(trailing))
+
+
+def from_message(error: pb.Error) -> ServerError:
+    """The exception for one request's error within a batch."""
+    return _error(_CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.message, error.details)
+
+
+def _details_in(trailing: Iterable[tuple[str, str | bytes]]) -> Iterable[Any]:
+    for key, value in trailing:
+        if key == _DETAILS and isinstance(value, bytes):
+            try:
+                return RpcStatus.FromString(value).details
+            except DecodeError:  # another server's idea of details: the status itself stands
+                return ()
+    return ()
+
+
+def _error(code: grpc.StatusCode, message: str, details: Iterable[Any]) -> ServerError:
+    field = retry_after = None
+    for detail in details:
+        try:
+            match detail.type_url.rpartition("/")[2]:
+                case "google.rpc.BadRequest":
+                    field = _first_field(BadRequest.FromString(detail.value))
+                case "google.rpc.RetryInfo":
+                    delay = RetryInfo.FromString(detail.value).retry_delay
+                    retry_after = delay.seconds + delay.nanos / 1e9
+        except DecodeError:
+            continue
+    kind = _CLASSES.get(code, ServerError)
+    if kind is ResourceExhausted and retry_after is not None:
+        kind = QueueFull
+    return kind(message, code, field, retry_after)
+
+
+def _first_field(request: BadRequest) -> str | None:
+    return next((violation.field for violation in request.field_violations), None)

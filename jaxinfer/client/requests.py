@@ -1,0 +1,253 @@
+"""What the client's keyword arguments are called, and the messages made of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from google.protobuf import json_format
+from google.protobuf.struct_pb2 import Struct
+
+from jaxinfer.v1 import inference_pb2 as pb
+
+ChatMessage = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+
+class ModelOption(TypedDict, total=False):
+    """What every call takes. ``model``: default is the served one; another name is `NotFound`."""
+
+    model: str | None
+
+
+class ChatOptions(TypedDict, total=False):
+    """For ``messages``: what the chat template gets besides. ``template``: one of the request's own."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None
+    template_variables: Mapping[str, Any] | None
+    template: str | None
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How to choose tokens and when to stop. None or not given: the server's default, see `Client.model_info`."""
+
+    n: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop_str_in_output: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool | None
+
+
+class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):
+    """Keyword arguments of a generation.
+
+    ``request_id``: default is one that the server makes. ``priority``: lower is served earlier. ``cache_salt``:
+    requests of different salts never share cached prompts. ``add_special_tokens``: whether a text prompt gets BOS.
+    """
+
+    request_id: str | None
+    priority: int | None
+    cache_salt: str | None
+    add_special_tokens: bool | None
+
+
+class TokenizeOptions(ModelOption, ChatOptions, total=False):
+    """Keyword arguments of `Client.tokenize`."""
+
+    add_special_tokens: bool | None
+
+
+class ScoreOptions(ModelOption, ChatOptions, total=False):
+    """Keyword arguments of `Client.score`."""
+
+    add_special_tokens: bool | None
+
+
+_CHAT = ChatOptions.__annotations__.keys()
+_SAMPLING = SamplingOptions.__annotations__.keys()
+
+
+def generate_request(
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[ChatMessage] | None,
+    options: Mapping[str, Any],
+) -> pb.GenerateRequest:
+    """The message.
+
+    Raises:
+        TypeError: not exactly one input, or an option that there is not.
+        ValueError: a value that the message cannot carry; the sentence names it.
+    """
+    given = _given(options, GenerateOptions)
+    request = pb.GenerateRequest()
+    _set_input(request, prompt, token_ids, messages, given)
+    for name in given.keys() & _SAMPLING:
+        _set_sampling(request.sampling, name, given.pop(name))
+    _set_fields(request, given)
+    return request
+
+
+def batch_prefix(options: Mapping[str, Any]) -> str:
+    """What the ids of a batch's requests begin with."""
+    return options.get("request_id") or uuid.uuid4().hex
+
+
+def batch_id(prefix: str, index: int) -> str:
+    return f"{prefix}-{index}"
+
+
+def batch_request(index: int, prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+    """The request for one prompt of a batch, whatever the prompt is."""
+    if isinstance(prompt, str):
+        return generate_request(prompt, None, None, options)
+    if prompt and isinstance(prompt[0], Mapping):
+        return generate_request(None, None, prompt, options)  # type: ignore[arg-type]
+    if isinstance(prompt, Sequence):
+        return generate_request(None, prompt, None, options)  # type: ignore[arg-type]
+    raise TypeError(f"prompt {index} of the batch must be a text, token ids or chat messages, not {prompt!r}")
+
+
+def tokenize_request(
+    text: str | None, messages: Sequence[ChatMessage] | None, options: Mapping[str, Any]
+) -> pb.TokenizeRequest:
+    given = _given(options, TokenizeOptions)
+    request = pb.TokenizeRequest()
+    _set_input(request, text, None, messages, given, text_field="text")
+    _set_fields(request, given)
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], skip_special_tokens: bool | None, model: str | None
+) -> pb.DetokenizeRequest:
+    request = pb.DetokenizeRequest(model=model)
+    if skip_special_tokens is not None:
+        request.skip_special_tokens = skip_special_tokens
+    _extend("token_ids", request.token_ids, token_ids)
+    return request
+
+
+def score_request(
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[ChatMessage] | None,
+    continuations: Sequence[str | Sequence[int]],
+    options: Mapping[str, Any],
+) -> pb.ScoreRequest:
+    given = _given(options, ScoreOptions)
+    request = pb.ScoreRequest()
+    _set_input(request, prompt, token_ids, messages, given)
+    for continuation in continuations:
+        item = request.continuations.add()
+        if isinstance(continuation, str):
+            _set(item, "text", continuation)
+        else:
+            item.token_ids.SetInParent()
+            _extend("continuations", item.token_ids.ids, continuation)
+    _set_fields(request, given)
+    return request
+
+
+def _given(options: Mapping[str, Any], known: type) -> dict[str, Any]:
+    """The options that have a value; what ``known`` has not is a TypeError, as for any keyword argument."""
+    if unknown := options.keys() - known.__annotations__.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _set_input(
+    request: Any,
+    text: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[ChatMessage] | None,
+    given: dict[str, Any],
+    text_field: str = "prompt",
+) -> None:
+    if sum(value is not None for value in (text, token_ids, messages)) != 1:
+        raise TypeError(f"give one of {text_field}, token_ids and messages")
+    chat = {name: given.pop(name) for name in given.keys() & _CHAT}
+    if messages is not None:
+        _set_chat(request.chat, messages, chat)
+    elif chat:
+        raise TypeError(f"{min(chat)} goes with messages only")
+    elif text is not None:
+        _set(request, text_field, text)
+    elif token_ids is not None:
+        request.token_ids.SetInParent()
+        _extend("token_ids", request.token_ids.ids, token_ids)
+
+
+def _set_chat(chat: pb.Chat, messages: Sequence[ChatMessage], given: dict[str, Any]) -> None:
+    chat.SetInParent()
+    for message in messages:
+        fields = dict(message)
+        item = chat.messages.add()
+        _set(item, "role", fields.pop("role", ""))
+        if isinstance(fields.get("content"), str):
+            _set(item, "content", fields.pop("content"))
+        if fields:
+            _set_struct("messages", item.fields, fields)
+    for tool in given.pop("tools", ()):
+        _set_struct("tools", chat.tools.add(), tool)
+    if "template_variables" in given:
+        _set_struct("template_variables", chat.template_variables, given.pop("template_variables"))
+    _set_fields(chat, given)
+
+
+def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
+    if name == "logit_bias":
+        for token, bias in value.items():
+            _guarded(name, value, sampling.logit_bias.__setitem__, token, bias)
+    elif name == "allowed_token_ids":
+        sampling.allowed_token_ids.SetInParent()  # an empty list is not the same as none
+        _extend(name, sampling.allowed_token_ids.ids, value)
+    elif name in ("stop", "bad_words", "stop_token_ids"):
+        _extend(name, getattr(sampling, name), [value] if isinstance(value, str) and name == "stop" else value)
+    else:
+        _set(sampling, name, value)
+
+
+def _set_fields(message: Any, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        _set(message, name, value)
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    _guarded(name, value, setattr, message, name, value)
+
+
+def _extend(name: str, field: Any, values: Iterable[Any]) -> None:
+    if isinstance(values, str | bytes):
+        raise ValueError(f"{name}={values!r} must be a list")
+    _guarded(name, values, field.extend, values)
+
+
+def _set_struct(name: str, field: Struct, value: Mapping[str, Any]) -> None:
+    _guarded(name, value, json_format.ParseDict, value, field)
+
+
+def _guarded(name: str, value: Any, function: Any, *arguments: Any) -> None:
+    """What protobuf says of a wrong value does not name the field."""
+    try:
+        function(*arguments)
+    except (TypeError, ValueError, json_format.ParseError) as error:
+        raise ValueError(f"{name}={value!r:.100} cannot be sent: {error}") from error

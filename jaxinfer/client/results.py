@@ -1,0 +1,276 @@
+"""What the client gives back: plain records, no messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from jaxinfer.client.errors import ServerError, Truncated
+from jaxinfer.v1 import inference_pb2 as pb
+
+_FINISH_REASONS: Mapping[int, str] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORT: "abort",
+}
+
+
+class Health(enum.Enum):
+    """grpc.health.v1's answer. ``SERVICE_UNKNOWN``: this server does not know the service."""
+
+    UNKNOWN = 0
+    SERVING = 1
+    NOT_SERVING = 2
+    SERVICE_UNKNOWN = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, the natural log of its probability under the raw logits, its rank from 1, and its text."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token at one position, and the most likely ones, most likely first."""
+
+    chosen: TokenLogprob
+    top: Sequence[TokenLogprob]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one output.
+
+    Attributes:
+        index: which output: 0 to n-1.
+        text: whole characters; may be empty.
+        logprobs: one for each of ``token_ids``, if asked for.
+        finish_reason: in an output's last delta: "stop", "length" or "abort".
+        stop_reason: under "stop", the stop token or stop string of the request's own that ended it.
+        prompt_logprobs: in output 0's first delta, if asked for: of each prompt token but the first.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[PositionLogprobs] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: Sequence[PositionLogprobs] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Tokens. ``completion_tokens`` are those of all outputs; ``cached_tokens`` were found in the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclasses.dataclass
+class Output:
+    """One of the ``n`` outputs: its deltas put together. ``finish_reason`` None: the stream has not got there."""
+
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A whole answer. ``text``, ``token_ids`` and ``finish_reason`` are those of the first output.
+
+    Attributes:
+        seed: the one used, drawn by the server if none was given.
+    """
+
+    request_id: str
+    seed: int
+    outputs: Sequence[Output]
+    usage: Usage
+    prompt_logprobs: Sequence[PositionLogprobs] = ()
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchItem:
+    """How one prompt of a batch ended: with a completion or with an error.
+
+    Attributes:
+        index: of the prompt, from 0, in the order in which the prompts were given.
+    """
+
+    index: int
+    completion: Completion | None = None
+    error: ServerError | None = None
+
+    def result(self) -> Completion:
+        """The completion.
+
+        Raises:
+            ServerError: this prompt's error.
+        """
+        if self.completion is None:
+            raise self.error or ServerError("the prompt has no answer")
+        return self.completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A continuation's tokens, the sum of their log probabilities, and whether each is the most likely one."""
+
+    tokens: Sequence[TokenLogprob]
+    logprob: float
+    is_greedy: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What the server serves.
+
+    Attributes:
+        defaults: what an unset sampling field means, by its name.
+        limits: bounds on one request, by name.
+        engine: the engine's resolved settings, by name.
+    """
+
+    name: str
+    version: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    has_tokenizer: bool
+    has_chat_template: bool
+    defaults: Mapping[str, Any]
+    limits: Mapping[str, int]
+    engine: Mapping[str, Any]
+
+
+class Answer:
+    """Puts the responses to one request together."""
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.seed: int | None = None
+        self.prompt_tokens: int | None = None
+        self.usage: Usage | None = None
+        self.outputs: list[Output] = []
+        self._texts: list[list[str]] = []
+        self._prompt_logprobs: list[PositionLogprobs] = []
+
+    def take(self, response: pb.GenerateResponse) -> Delta | None:
+        """The delta in a response, if it has one."""
+        match response.WhichOneof("event"):
+            case "delta":
+                return self._add(read_delta(response.delta))
+            case "started":
+                self.request_id = response.request_id
+                self.seed, self.prompt_tokens = response.started.seed, response.started.prompt_tokens
+            case "finished":
+                usage = response.finished.usage
+                self.usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+        return None
+
+    def completion(self) -> Completion:
+        """The whole.
+
+        Raises:
+            Truncated: the stream has not come to its end.
+        """
+        ended = bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
+        if self.usage is None or self.seed is None or not ended:
+            raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
+        for output, texts in zip(self.outputs, self._texts, strict=True):
+            output.text = "".join(texts)
+        return Completion(self.request_id, self.seed, self.outputs, self.usage, self._prompt_logprobs)
+
+    def _add(self, delta: Delta) -> Delta:
+        while len(self.outputs) <= delta.index:
+            self.outputs.append(Output())
+            self._texts.append([])
+        output = self.outputs[delta.index]
+        self._texts[delta.index].append(delta.text)
+        output.token_ids += delta.token_ids
+        output.logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        return delta
+
+
+def read_delta(delta: pb.Delta) -> Delta:
+    stop = delta.WhichOneof("stop_reason")
+    return Delta(
+        delta.output_index,
+        delta.text,
+        list(delta.token_ids),
+        [_read_position(position) for position in delta.logprobs] if delta.logprobs else (),
+        _FINISH_REASONS.get(delta.finish_reason, "unknown") if delta.HasField("finish_reason") else None,
+        getattr(delta, stop) if stop else None,
+        [_read_position(position) for position in delta.prompt_logprobs] if delta.prompt_logprobs else (),
+    )
+
+
+def read_scored(scored: pb.Scored) -> Scored:
+    return Scored([_read_token(token) for token in scored.tokens], scored.logprob, scored.is_greedy)
+
+
+def read_model_info(info: pb.ModelInfo) -> ModelInfo:
+    return ModelInfo(
+        info.name,
+        info.version,
+        info.architecture,
+        info.dtype,
+        info.max_model_len,
+        info.vocab_size,
+        list(info.eos_token_ids),
+        info.has_tokenizer,
+        info.has_chat_template,
+        defaults={field.name: _plain(value) for field, value in info.defaults.ListFields()},
+        limits={field.name: getattr(info.limits, field.name) for field in info.limits.DESCRIPTOR.fields},
+        engine=json_format.MessageToDict(info.engine),
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, pb.TokenIds):
+        return list(value.ids)
+    if isinstance(value, Message):
+        return json_format.MessageToDict(value)
+    if isinstance(value, int | float | str):
+        return value
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+def _read_position(position: pb.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_read_token(position.chosen), [_read_token(token) for token in position.top])
+
+
+def _read_token(token: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(token.token_id, token.logprob, token.rank, token.text)

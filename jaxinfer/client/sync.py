@@ -1,0 +1,333 @@
+"""The client for programs without an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from jaxinfer.client.batch import Batch
+from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, connection
+from jaxinfer.client.errors import DeadlineExceeded, Truncated, Unavailable, from_call
+from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
+from jaxinfer.client.requests import (
+    ChatMessage,
+    GenerateOptions,
+    Prompt,
+    ScoreOptions,
+    TokenizeOptions,
+    detokenize_request,
+    generate_request,
+    score_request,
+    tokenize_request,
+)
+from jaxinfer.client.results import (
+    Answer,
+    BatchItem,
+    Completion,
+    Delta,
+    Health,
+    ModelInfo,
+    Scored,
+    Usage,
+    read_model_info,
+    read_scored,
+)
+from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.v1.inference_pb2_grpc import InferenceStub
+
+_RECONNECT_SECONDS = 0.1
+
+
+class Client:
+    """One connection to a jaxinfer server, for any number of threads.
+
+    ```
+    with Client("localhost:50051") as client:
+        print(client.generate("Once upon a time", max_tokens=32).text)
+    ```
+
+    All calls raise `ServerError`: its subclasses say what went wrong. ``timeout`` is in seconds, waiting in the
+    server's queue included; None is the client's own.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        tls: bool | TLS = False,
+        timeout: float | None = None,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
+        keepalive: float | None = 30.0,
+    ) -> None:
+        """Connects at the first call.
+
+        Args:
+            target: ``host:port``, ``unix:/path``, or any other name that gRPC resolves.
+            api_key: sent with each call; without ``tls`` anybody on the way can read it.
+            tls: True for the system's certificates.
+            timeout: of each call, in seconds (default: none).
+            retry: None makes every call once.
+            keepalive: seconds between pings while calls are open; None sends none.
+
+        Raises:
+            OSError: a file of ``tls`` cannot be read.
+            ValueError: ``keepalive`` or ``api_key`` is impossible.
+        """
+        link = connection(api_key, tls, retry, keepalive)
+        if link.credentials is None:
+            self._channel = grpc.insecure_channel(target, link.options)
+        else:
+            self._channel = grpc.secure_channel(target, link.credentials, link.options)
+        self._stub = InferenceStub(self._channel)
+        self._metadata = link.metadata
+        self._timeout = timeout
+
+    def close(self) -> None:
+        """Ends the connection, and every call that is still open."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """The whole answer to a text, to token ids, or to chat messages.
+
+        Raises:
+            ServerError: see the class.
+            TypeError, ValueError: the request cannot be made.
+        """
+        request = generate_request(prompt, token_ids, messages, options)
+        with self._open(request, timeout) as stream:
+            return stream.completion()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream:
+        """The answer as it is made. Raises as `generate`, but for what the server says: that the stream raises."""
+        return self._open(generate_request(prompt, token_ids, messages, options), timeout)
+
+    def generate_batch(
+        self, prompts: Iterable[Prompt], *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Iterator[BatchItem]:
+        """Many prompts over one stream, each a text, token ids, or chat messages; the items come as they are done.
+
+        ``prompts`` is read in another thread, no faster than the server takes them. An item has its own error; what
+        is raised here concerns all. Leaving the iteration early cancels what is not done.
+
+        Raises:
+            ServerError, TypeError, ValueError: see `generate`.
+            Exception: what ``prompts`` raised, after the items of the prompts before.
+        """
+        batch = Batch(dict(options))
+        call = self._stub.GenerateBatch(batch.requests(prompts), **self._settings(timeout))
+        try:
+            with _translated():
+                for response in call:
+                    if (item := batch.take(response)) is not None:
+                        yield item
+            batch.check()
+        finally:
+            call.cancel()
+
+    # ---- the other calls
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[ChatMessage] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> list[int]:
+        """The token ids of a text, or of chat messages under the model's template."""
+        request = tokenize_request(text, messages, options)
+        with _translated():
+            return list(self._stub.Tokenize(request, **self._settings(timeout)).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        """The text of token ids."""
+        request = detokenize_request(token_ids, skip_special_tokens, model)
+        with _translated():
+            return self._stub.Detokenize(request, **self._settings(timeout)).text
+
+    def score(
+        self,
+        prompt: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        messages: Sequence[ChatMessage] | None = None,
+        continuations: Sequence[str | Sequence[int]],
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[Scored]:
+        """Log probabilities of each continuation behind the same prompt."""
+        request = score_request(prompt, token_ids, messages, continuations, options)
+        with _translated():
+            return [read_scored(item) for item in self._stub.Score(request, **self._settings(timeout)).scored]
+
+    def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
+        """What is served, with its defaults and limits."""
+        with _translated():
+            return read_model_info(
+                self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model), **self._settings(timeout))
+            )
+
+    def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
+        """How a service is; "" asks whether the server lives at all.
+
+        Raises:
+            NotFound: the server does not know the service.
+        """
+        check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
+        with _translated():
+            return read_health(check(health_request(service), **self._settings(timeout)))
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Returns once the server accepts requests; a server that does not listen yet is waited for.
+
+        Raises:
+            DeadlineExceeded: it is not ready after ``timeout`` seconds.
+        """
+        seconds = self._timeout if timeout is None else timeout
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            with contextlib.suppress(Unavailable):
+                if self._watched_ready(left):
+                    return
+            if end is not None and time.monotonic() >= end:
+                raise DeadlineExceeded(f"not ready after {seconds} s", grpc.StatusCode.DEADLINE_EXCEEDED)
+            time.sleep(_RECONNECT_SECONDS)
+
+    def _watched_ready(self, timeout: float | None) -> bool:
+        """False: the server ended the watch before it was ready."""
+        watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
+        call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata, wait_for_ready=True)
+        try:
+            with _translated():
+                return any(read_health(response) is Health.SERVING for response in call)
+        finally:
+            call.cancel()
+
+    def _open(self, request: pb.GenerateRequest, timeout: float | None) -> Stream:
+        return Stream(self._stub.Generate(request, **self._settings(timeout)))
+
+    def _settings(self, timeout: float | None) -> dict[str, Any]:
+        return {"timeout": self._timeout if timeout is None else timeout, "metadata": self._metadata}
+
+
+class Stream:
+    """The deltas of one request. ``with`` waits until the server has accepted it, and cancels it when left early.
+
+    ```
+    with client.stream("Once") as stream:
+        for delta in stream:
+            print(delta.text, end="")
+    ```
+
+    Iterating raises `ServerError` where the call fails, `Truncated` where it ends too soon.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._answer = Answer()
+
+    def __enter__(self) -> Self:
+        if self._answer.seed is None:
+            self._answer.take(self._read())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        while True:
+            if (delta := self._answer.take(self._read())) is not None:
+                return delta
+
+    def cancel(self) -> None:
+        """Aborts the request; of use from any thread. Who iterates gets `Cancelled`. Nothing, once it has ended."""
+        self._call.cancel()
+
+    def completion(self) -> Completion:
+        """Reads what is left, and gives the whole answer: also what was iterated before.
+
+        Raises:
+            ServerError: see the class.
+        """
+        for _ in self:
+            pass
+        return self._answer.completion()
+
+    @property
+    def request_id(self) -> str:
+        """Known once the stream is entered, as are ``seed`` and ``prompt_tokens``."""
+        return self._answer.request_id
+
+    @property
+    def seed(self) -> int | None:
+        return self._answer.seed
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        return self._answer.prompt_tokens
+
+    @property
+    def usage(self) -> Usage | None:
+        """Known when the iteration has ended."""
+        return self._answer.usage
+
+    def _read(self) -> pb.GenerateResponse:
+        try:
+            return next(self._call)
+        except grpc.RpcError as error:
+            raise from_call(error) from error
+        except StopIteration:
+            if self._answer.usage is None:
+                raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did") from None
+            raise
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_call(error) from error
