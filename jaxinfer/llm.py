@@ -8,13 +8,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.memory import plan_engine
-from jaxinfer.loading import abstract_model, load_model
+from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
 from jaxinfer.text.output import Output
@@ -101,14 +97,14 @@ class LLM:
         show_progress: bool = True,
         **settings: Any,
     ) -> None:
-        use_compilation_cache(compilation_cache_dir)
-        platform = jax.default_backend()
-        config = _with_settings(config or EngineConfig(), settings)
-        loaded = _as_dtype(model, dtype) if isinstance(model, Model) else None
-        plan = plan_engine(loaded or abstract_model(str(model), dtype), config, platform)
-        self.model = loaded or load_model(str(model), dtype, check_finite=check_finite, show_progress=show_progress)
-        self.engine = Engine(self.model, dataclasses.replace(config, num_pages=plan.pages), platform)
-        plan.require(self.engine.temporaries)
+        self.model, self.engine = start_engine(
+            model,
+            _with_settings(config or EngineConfig(), settings),
+            dtype,
+            check_finite=check_finite,
+            compilation_cache_dir=compilation_cache_dir,
+            show_progress=show_progress,
+        )
         resolved = self.engine.config
         self._intake = Intake(
             self.model.tokenizer, self.model.config.vocab_size, resolved.max_model_len, self.engine.limits
@@ -197,12 +193,6 @@ class LLM:
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     return dataclasses.replace(config, **{**settings, **lists})
-
-
-def _as_dtype(model: Model, dtype: str) -> Model:
-    if dtype == "auto":
-        return model
-    return model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,8 +1,9 @@
-"""From a name to a model: the demo, a folder or a hub id."""
+"""From a name to a model, and to an engine that serves it: the demo, a folder or a hub id."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.resources
 import pathlib
 from typing import Any
@@ -11,6 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.cache import use_compilation_cache
+from jaxinfer.engine.compiled import CompileProgress
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.memory import plan_engine
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
@@ -42,7 +48,67 @@ def model_folder(name: str) -> pathlib.Path:
     return locate(name)
 
 
-def load_model(name: str, dtype: str = "auto", *, check_finite: bool = False, show_progress: bool = True) -> Model:
+@dataclasses.dataclass(frozen=True)
+class StartProgress:
+    """Who is told how far a start is; None: nobody.
+
+    Attributes:
+        weights: called after each tensor, see `load_params`.
+        compiled: called at the beginning and after each compilation.
+    """
+
+    weights: Progress | None = None
+    compiled: CompileProgress | None = None
+
+
+def start_engine(
+    model: str | Model,
+    config: EngineConfig,
+    dtype: str = "auto",
+    *,
+    check_finite: bool = False,
+    compilation_cache_dir: str | None = None,
+    show_progress: bool = True,
+    progress: StartProgress = StartProgress(),
+) -> tuple[Model, Engine]:
+    """Plan the memory, load the weights, compile: everything between a user's settings and an engine that is ready.
+
+    Args:
+        model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
+        dtype: see `load_model`; for a `Model`, "auto" keeps its own.
+        check_finite, show_progress: see `load_model`.
+        compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence that says what is
+            wrong. What does not fit into memory is refused before the weights are loaded.
+    """
+    use_compilation_cache(compilation_cache_dir)
+    platform = jax.default_backend()
+    given = _as_dtype(model, dtype) if isinstance(model, Model) else None
+    plan = plan_engine(given or abstract_model(str(model), dtype), config, platform)
+    loaded = given or load_model(
+        str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights
+    )
+    engine = Engine(loaded, dataclasses.replace(config, num_pages=plan.pages), platform, progress.compiled)
+    plan.require(engine.temporaries)
+    return loaded, engine
+
+
+def _as_dtype(model: Model, dtype: str) -> Model:
+    if dtype == "auto":
+        return model
+    return model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    *,
+    check_finite: bool = False,
+    show_progress: bool = True,
+    progress: Progress | None = None,
+) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
     Args:
@@ -50,6 +116,7 @@ def load_model(name: str, dtype: str = "auto", *, check_finite: bool = False, sh
         dtype: of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
         check_finite: refuse NaN and infinite weights.
         show_progress: draw a bar on stderr where that is a terminal.
+        progress: told instead, see `load_params`.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
@@ -57,8 +124,9 @@ def load_model(name: str, dtype: str = "auto", *, check_finite: bool = False, sh
     folder, abstract = _describe(name, dtype)
     specs = abstract.family.param_specs(abstract.config)
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
-    with loading_bar() if show_progress else contextlib.nullcontext() as progress:
-        params = _load(folder, specs, str(abstract.dtype), progress, check_finite, tied=abstract.config.tied)
+    bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
+    with bar as told:
+        params = _load(folder, specs, str(abstract.dtype), told, check_finite, tied=abstract.config.tied)
     generation = folder / "generation_config.json"
     return abstract.replace(
         params=params,
