@@ -1,0 +1,35 @@
+"""Makes API keys: `python -m jaxinfer.serve.keys new alice --scopes infer,observe >> keys.yaml`. No jax.
+
+The entry for the file, which has only the key's hash, goes to stdout. The key itself is shown once, on stderr. To take
+a key away, delete its entry: servers notice within a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxinfer.serve.auth import SCOPES, KeysError, key_entry, new_key
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 2 for a name or a scope that is not allowed."""
+    parser = argparse.ArgumentParser(prog="python -m jaxinfer.serve.keys", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    new = commands.add_parser("new", help="make a key; append what is printed to the file of keys")
+    new.add_argument("name", help="whose key it is: the tenant under the fair policy, and in logs")
+    new.add_argument("--scopes", default="infer", help=f"some of {','.join(SCOPES)} (default: infer)")
+    asked = parser.parse_args(arguments)
+    key = new_key()
+    try:
+        entry = key_entry(key, asked.name, asked.scopes.split(","))
+    except KeysError as error:
+        parser.error(str(error))
+    sys.stdout.write(entry)
+    sys.stderr.write(f"{key}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
