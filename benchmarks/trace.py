@@ -26,7 +26,8 @@ from benchmarks.peers import machine
 from benchmarks.traces import record
 from benchmarks.traces.compare import MODES, Setup, plain
 from benchmarks.traces.fake import FakeServer, resolved
-from benchmarks.traces.load import (
+from benchmarks.traces.real import RealServer
+from jaxinfer.bench.traces import (
     MOONCAKE_BLOCK,
     Trace,
     TraceError,
@@ -35,7 +36,6 @@ from benchmarks.traces.load import (
     scale_azure,
     scale_mooncake,
 )
-from benchmarks.traces.real import RealServer
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.loading import load_model

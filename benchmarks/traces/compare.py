@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.peers.measure import Spread, ratios
 from benchmarks.traces.ideal import BatchingBound, lru_hits, unique_pages
-from benchmarks.traces.load import Trace, TraceError
 from benchmarks.traces.replay import Arrival, Replayed, Server, arrivals, replay
+from jaxinfer.bench.traces import Trace, TraceError
 from jaxinfer.config import EngineConfig
 from jaxinfer.types import Request, SamplingParams
 

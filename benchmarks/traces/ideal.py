@@ -7,7 +7,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from benchmarks.traces.load import Trace, TraceRequest
+from jaxinfer.bench.traces import Trace, TraceRequest
 
 
 @dataclasses.dataclass(frozen=True)

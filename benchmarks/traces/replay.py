@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from benchmarks.traces.load import Trace, TraceRequest, prompt_tokens
+from jaxinfer.bench.figures import percentiles
+from jaxinfer.bench.traces import Trace, TraceRequest, prompt_tokens
 from jaxinfer.types import Request, SamplingParams, SequenceDelta
 
 
@@ -108,11 +107,6 @@ class Replayed:
             "prefix_hit_tokens": self.counters.hits,
             "preemptions": self.counters.preemptions,
         }
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float]:
-    found = np.percentile(values, (50, 90, 99))
-    return dict(zip(("p50", "p90", "p99"), found.tolist(), strict=True)) | {"mean": float(np.mean(values))}
 
 
 class Arrival(NamedTuple):

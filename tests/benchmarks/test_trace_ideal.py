@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.traces.ideal import BatchingBound, LRUHits, lru_hits, unique_pages
-from benchmarks.traces.load import (
+from jaxinfer.bench.traces import (
     Trace,
     TraceError,
     TraceRequest,

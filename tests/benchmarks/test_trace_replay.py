@@ -7,8 +7,8 @@ import pytest
 from benchmarks.traces import compare, record, replay
 from benchmarks.traces.compare import Goal, Setup
 from benchmarks.traces.ideal import BatchingBound, lru_hits, unique_pages
-from benchmarks.traces.load import Trace, TraceError, TraceRequest
 from benchmarks.traces.replay import Arrival, Server, Times, arrivals
+from jaxinfer.bench.traces import Trace, TraceError, TraceRequest
 from jaxinfer.config import EngineConfig
 from jaxinfer.types import Request, SamplingParams
 from tests.benchmarks.scripted_server import ScriptedServer
@@ -50,7 +50,7 @@ def test_times_by_hand() -> None:
     figures = found.figures()
     assert figures["ttft"]["p50"] == 1.0
     assert figures["ttft"]["p90"] == pytest.approx(1.0 + 0.8 * 2.5)
-    assert figures["tpot"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0, "mean": 1.0}
+    assert figures["tpot"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0, "mean": 1.0}
     assert figures["tokens_per_second"] == pytest.approx(15 / 12)
     assert figures["prefix_hit_rate"] == pytest.approx(3 / 9)
     # after each step: a has 1, 2 of 4, then nobody runs; c has 1 of 4, then nobody

@@ -1,0 +1,215 @@
+"""What is asked of a server: requests without end from a description, or those of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxinfer.bench import traces
+from jaxinfer.bench.prompts import WORDS, Prompts
+from jaxinfer.bench.target import Item
+
+SONNET_LINE_WORDS = 8
+MAX_FILE_BYTES = 4 << 30
+
+
+class DatasetError(ValueError):
+    """Requests that cannot be made as asked. The message says why."""
+
+
+class Lengths(NamedTuple):
+    """Tokens, uniform between both ends."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(self.low, self.high + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the options say of the requests.
+
+    Attributes:
+        path: of the data set's file.
+        input, output: lengths; of the shared-prefix set ``input`` is what follows the prefix.
+        prefix_len, groups: shared tokens, and how many different ones there are.
+        scale: of Azure's lengths; None: so that the longest fits. ``block_tokens``: of a Mooncake block.
+        tokens_per_word: for the lengths of texts.
+        max_len: of prompt and output; None: any.
+    """
+
+    prompts: Prompts
+    tokens_per_word: float
+    max_len: int | None = None
+    path: pathlib.Path | None = None
+    input: Lengths = Lengths(128, 128)
+    output: Lengths | None = None
+    prefix_len: int = 0
+    groups: int = 1
+    scale: float | None = None
+    block_tokens: int = traces.MOONCAKE_BLOCK
+
+    @property
+    def outputs(self) -> Lengths:
+        return self.output or Lengths(128, 128)
+
+
+def random(asked: Asked, seed: int) -> Iterator[Item]:
+    """Prompts that share nothing."""
+    return shared_prefix(dataclasses.replace(asked, prefix_len=0, groups=1), seed)
+
+
+def shared_prefix(asked: Asked, seed: int) -> Iterator[Item]:
+    """Each prompt begins with one of ``groups`` prefixes."""
+    rng, prompts = np.random.default_rng(seed), asked.prompts
+    prefixes = [prompts.draw(asked.prefix_len, rng) if asked.prefix_len else [] for _ in range(asked.groups)]
+    while True:
+        prefix = prefixes[int(rng.integers(asked.groups))]
+        own = prompts.draw(asked.input.draw(rng), rng)
+        whole = np.concatenate([prefix, own]).astype(np.int32)
+        yield Item(prompts.build(whole), prompts.length(whole), asked.outputs.draw(rng))
+
+
+def sonnet(asked: Asked, seed: int) -> Iterator[Item]:
+    """Lines of a text: the first ones, up to ``prefix_len`` tokens, in each prompt, and random ones behind them.
+
+    Without a file the lines are made of random words.
+    """
+    rng = np.random.default_rng(seed)
+    lines = _lines(asked.path) if asked.path is not None else _made_lines(np.random.default_rng((seed, 1)))
+    sizes = [len(line.split()) * asked.tokens_per_word for line in lines]
+    shared = int(np.searchsorted(np.cumsum(sizes), asked.prefix_len, side="right"))
+    while True:
+        chosen, length = list(range(shared)), sum(sizes[:shared])
+        goal = asked.input.draw(rng)
+        while length < goal:
+            chosen.append(int(rng.integers(len(lines))))
+            length += sizes[chosen[-1]]
+        yield Item("\n".join(lines[number] for number in chosen), round(length), asked.outputs.draw(rng))
+
+
+def _made_lines(rng: np.random.Generator, count: int = 500) -> list[str]:
+    return [" ".join(WORDS[n] for n in rng.integers(len(WORDS), size=SONNET_LINE_WORDS)) for _ in range(count)]
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    lines = [line for line in _read(path).splitlines() if line.strip()]
+    if not lines:
+        raise DatasetError(f"{path} has no line")
+    return lines
+
+
+def sharegpt(asked: Asked, seed: int) -> Iterator[Item]:
+    """The first question of each conversation, in random order, again and again; the answer's length is the output's,
+    if no other is asked for. Conversations that are too long are left out.
+
+    The file is a list of ``{"conversations": [{"from": ..., "value": ...}, ...]}``, as ShareGPT's.
+    """
+    rng = np.random.default_rng(seed)
+    fitting = [item for item in _conversations(asked) if asked.max_len is None or _total(item) <= asked.max_len]
+    if not fitting:
+        raise DatasetError(f"{asked.path} has no conversation that fits")
+    while True:
+        for number in rng.permutation(len(fitting)).tolist():
+            item = fitting[number]
+            yield item if asked.output is None else item._replace(output_len=asked.output.draw(rng))
+
+
+def _conversations(asked: Asked) -> Iterator[Item]:
+    path = _needed(asked.path, "sharegpt")
+    try:
+        rows = json.loads(_read(path))
+        turns = [[turn["value"] for turn in row.get("conversations", [])[:2]] for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise DatasetError(f"{path} is not ShareGPT's format: {cause}") from cause
+    for question, answer in (pair for pair in turns if len(pair) == 2 and all(pair)):
+        lengths = (max(1, round(len(text.split()) * asked.tokens_per_word)) for text in (question, answer))
+        yield Item(question, *lengths)
+
+
+def _total(item: Item) -> int:
+    return item.prompt_len + item.output_len
+
+
+def azure(asked: Asked, seed: int) -> Iterator[Item]:
+    """Azure's trace, scaled to what fits."""
+    requests = traces.read_azure(_needed(asked.path, "azure"))
+    return _trace(traces.scale_azure(requests, asked.max_len or _longest(requests), asked.scale), asked, seed)
+
+
+def mooncake(asked: Asked, seed: int) -> Iterator[Item]:
+    """A Mooncake trace: equal blocks are equal tokens."""
+    requests = traces.read_mooncake(_needed(asked.path, "mooncake"))
+    return _trace(traces.scale_mooncake(requests, asked.max_len or _longest(requests), asked.block_tokens), asked, seed)
+
+
+def _longest(requests: Sequence[traces.TraceRequest]) -> int:
+    return max(request.total for request in requests)
+
+
+def _trace(trace: traces.Trace, asked: Asked, seed: int) -> Iterator[Item]:
+    prompts = asked.prompts
+    for request in trace.requests:
+        size = trace.block_tokens or request.prompt_len
+        blocks = [prompts.draw(size, np.random.default_rng((seed, block))) for block in request.blocks]
+        whole = np.concatenate(blocks)
+        share = request.prompt_len / (size * len(blocks))  # the last block may be cut
+        material = whole[: max(1, round(len(whole) * share))]
+        yield Item(prompts.build(material), request.prompt_len, request.output_len, request.arrival)
+
+
+def _needed(path: pathlib.Path | None, name: str) -> pathlib.Path:
+    if path is None:
+        raise DatasetError(f"the {name} data set is a file: name it with --dataset-path")
+    return path
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DatasetError(f"{path} is larger than {MAX_FILE_BYTES >> 30} GiB")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as cause:
+        raise DatasetError(f"{path} cannot be read: {cause}") from cause
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A way to make requests.
+
+    Attributes:
+        make: ``(asked, seed) -> requests``; equal seeds make equal requests.
+        lengths_given: outputs are to have exactly the asked length, unless the options say otherwise.
+        text: prompts are text, whatever the server takes.
+    """
+
+    make: Callable[[Asked, int], Iterator[Item]]
+    lengths_given: bool = True
+    text: bool = False
+
+
+DATASETS: Mapping[str, Dataset] = {
+    "random": Dataset(random),
+    "shared-prefix": Dataset(shared_prefix),
+    "sonnet": Dataset(sonnet, text=True),
+    "sharegpt": Dataset(sharegpt, lengths_given=False, text=True),
+    "azure": Dataset(azure),
+    "mooncake": Dataset(mooncake),
+}
+
+
+def first(items: Iterator[Item], count: int) -> list[Item]:
+    return list(itertools.islice(items, count))
+
+
+def describe(asked: Asked) -> dict[str, Any]:
+    """For the record."""
+    return {"tokens_per_word": asked.tokens_per_word, "max_len": asked.max_len, "prompts": str(asked.prompts)}

@@ -1,0 +1,42 @@
+"""Server-sent events, as the HTML standard defines them ("9.2.6 Interpreting an event stream")."""
+
+from __future__ import annotations
+
+
+class EventParser:
+    """Bytes in, in pieces of any size; the data of complete events out. Other fields than ``data`` are ignored."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._after_cr = False
+        self._first = True
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of each event that ``piece`` completes."""
+        events = []
+        for line in self._lines(piece):
+            if line:
+                self._field(line)
+            elif self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
+
+    def _lines(self, piece: bytes) -> list[bytes]:
+        if self._after_cr and piece:
+            piece = piece.removeprefix(b"\n")
+            self._after_cr = False
+        if b"\r" in piece:
+            self._after_cr = piece.endswith(b"\r")
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if lines and self._first:
+            lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
+            self._first = False
+        return lines
+
+    def _field(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
