@@ -1,0 +1,302 @@
+"""Answers to generations: one JSON object, or a stream of server-sent events.
+
+A stream that has begun cannot change its status: what goes wrong then is told as an ``error`` event, and only a stream
+that is whole ends with ``[DONE]``. A client that goes away aborts its generations, in both forms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxinfer.serve.calls import Call, OutputDelta, Usage
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.http.choices import Choice, TextChoice
+from jaxinfer.serve.http.errors import error_json
+
+STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Envelope:
+    """What an answer has around its choices. ``extra``: further fields of the whole."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def around(self, choices: Sequence[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {**self._head(), "choices": list(choices), "usage": usage_json(usage), **self.extra}
+
+    def chunk(self, *, with_usage: bool, extra: bool = False) -> tuple[str, str]:
+        """The texts before and after the choices of a server-sent event."""
+        whole = self._head() | (self.extra if extra else {})
+        after = '],"usage":null}\n\n' if with_usage else "]}\n\n"
+        return f'data: {json.dumps(whole, separators=(",", ":"))[:-1]},"choices":[', after
+
+    def _head(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("id", "object", "created", "model", "system_fingerprint")}
+
+
+@dataclasses.dataclass
+class Reply:
+    """A generation and its choices.
+
+    Attributes:
+        echoes_logprobs: nothing is shown before those of the prompt are there.
+        shown: 0 if no token of the output is shown, else 1.
+    """
+
+    generation: Generation
+    choices: Sequence[Choice]
+    echoes_logprobs: bool = False
+    shown: int = 1
+    _held: list[OutputDelta] = dataclasses.field(default_factory=list)
+
+    def ready(self, delta: OutputDelta) -> Sequence[OutputDelta]:
+        """What can be shown now that ``delta`` has come."""
+        if not self.echoes_logprobs:
+            return (delta,)
+        self._held.append(delta)
+        if delta.index != 0 or (delta.prompt_logprobs is None and delta.finish_reason is None):
+            return ()
+        self.echoes_logprobs = False
+        for choice in self.choices:
+            if isinstance(choice, TextChoice) and choice.echo is not None:
+                choice.echo = dataclasses.replace(choice.echo, logprobs=delta.prompt_logprobs or ())
+        held, self._held = self._held, []
+        return held
+
+    async def collect(self) -> None:
+        async for delta in self.generation:
+            for each in self.ready(delta):
+                self.choices[each.index].take(each)
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def start(frontend: Frontend, calls: Sequence[Call]) -> list[Generation]:
+    """All or none.
+
+    Raises:
+        ServeError: of the first one that is refused.
+    """
+    if len(calls) == 1:
+        return [await frontend.generate(calls[0])]
+    tasks = [asyncio.ensure_future(frontend.generate(call)) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for found in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(found, Generation):
+                await found.aclose()
+        raise
+
+
+async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns. It is cancelled when the client goes.
+
+    Raises:
+        ClientGoneError: it went.
+    """
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientGoneError
+        return doing.result()
+    finally:
+        doing.cancel()
+        gone.cancel()
+        await asyncio.gather(doing, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(envelope: Envelope, replies: Sequence[Reply]) -> dict[str, Any]:
+    """The answer in one piece.
+
+    Raises:
+        ServeError: one of the generations failed.
+    """
+    if len(replies) == 1:
+        await replies[0].collect()
+    else:
+        await _all(replies)
+    choices = [choice.whole() for reply in replies for choice in reply.choices]
+    return envelope.around(choices, _total(replies))
+
+
+async def _all(replies: Sequence[Reply]) -> None:
+    tasks = [asyncio.ensure_future(reply.collect()) for reply in replies]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def close(replies: Sequence[Reply]) -> None:
+    """Abort what still runs."""
+    for reply in replies:
+        await reply.generation.aclose()
+
+
+class EventStream(Response):
+    """Chunks as server-sent events, one write for each delta.
+
+    Args:
+        with_usage: a last chunk has the usage, the others null.
+        failed: told of an error that ends the stream.
+    """
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        replies: Sequence[Reply],
+        *,
+        with_usage: bool,
+        headers: dict[str, str],
+        failed: Callable[[ServeError], None],
+    ) -> None:
+        super().__init__(headers={**STREAM_HEADERS, **headers})
+        del self.headers["content-length"]
+        self._envelope, self._replies, self._with_usage, self._failed = envelope, replies, with_usage, failed
+        self._before, self._after = envelope.chunk(with_usage=with_usage)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._write(send))
+        finally:
+            await close(self._replies)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await self._events(send)
+        except Exception as error:  # noqa: BLE001 - the stream has begun: whatever it is, the client is told
+            answer = answer_to(error)
+            self._failed(answer)
+            await _put(send, b"event: error\ndata: " + error_json(answer) + b"\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, send: Send) -> None:
+        opening = "".join(self._openings())
+        if opening:
+            await _put(send, opening.encode())
+        before, after, replies = self._before, self._after, self._replies
+        async for place, delta in _merged([reply.generation for reply in replies]):
+            reply = replies[place]
+            events = ""
+            for each in reply.ready(delta):
+                for choice in reply.choices[each.index].chunks(each):
+                    events += f"{before}{choice}{after}"
+            if events:
+                await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
+        await _put(send, (self._last() + "data: [DONE]\n\n").encode())
+
+    def _openings(self) -> list[str]:
+        choices = [opening for reply in self._replies for choice in reply.choices if (opening := choice.opening())]
+        first, _ = self._envelope.chunk(with_usage=self._with_usage, extra=True)
+        heads = [first] + [self._before] * len(choices)
+        return [f"{head}{choice}{self._after}" for head, choice in zip(heads, choices, strict=False)]
+
+    def _last(self) -> str:
+        if not self._with_usage:
+            return ""
+        return f'{self._before}],"usage":{json.dumps(usage_json(_total(self._replies)))}}}\n\n'
+
+
+async def _put(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, OutputDelta]]:
+    """The deltas of all, as they come. The first error ends it."""
+    if len(generations) == 1:
+        async for delta in generations[0]:
+            yield 0, delta
+        return
+    news: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(len(generations))
+    tasks = [asyncio.ensure_future(_pump(place, each, news)) for place, each in enumerate(generations)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await news.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    place: int, generation: Generation, news: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None]
+) -> None:
+    """Generations merge what is not fetched: the queue bounds what waits here."""
+    try:
+        async for delta in generation:
+            await news.put((place, delta))
+    except ServeError as error:
+        await news.put(error)
+    else:
+        await news.put(None)
+
+
+def _total(replies: Sequence[Reply]) -> Usage:
+    """Of what the client sees."""
+    usages = [(reply.generation.usage, reply.shown) for reply in replies]
+    return Usage(
+        prompt=sum(usage.prompt for usage, _ in usages),
+        completion=sum(usage.completion * shown for usage, shown in usages),
+        cached=sum(usage.cached for usage, _ in usages),
+    )
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def timeout_of(header: str | None) -> float | None:
+    """Seconds that the client waits, from the header X-Request-Timeout.
+
+    Raises:
+        ServeError: INVALID: it is no number.
+    """
+    if header is None:
+        return None
+    try:
+        return float(header)
+    except ValueError as cause:
+        message = f"X-Request-Timeout={header[:40]!r} must be a number of seconds"
+        raise ServeError(Kind.INVALID, message, "X-Request-Timeout") from cause

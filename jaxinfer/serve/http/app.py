@@ -1,0 +1,185 @@
+"""The application: its routes, and what they say about themselves at /docs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http import completions, requests
+from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.door import SCOPES, Door
+from jaxinfer.serve.http.errors import error_body
+from jaxinfer.serve.http.gate import Gate, error_response
+from jaxinfer.serve.http.prompts import conversation_of
+from jaxinfer.serve.metrics import render
+
+_BODIES: tuple[type[requests.Body], ...] = (
+    requests.CompletionRequest,
+    requests.ChatCompletionRequest,
+    requests.TokenizeRequest,
+    requests.DetokenizeRequest,
+)
+_SCHEMAS = "#/components/schemas/"
+
+
+def build_app(door: Door) -> ASGIApp:
+    """The whole server as an ASGI application.
+
+    Raises:
+        KeyError: a route has no entry in `SCOPES`.
+    """
+    app = FastAPI(title="jaxinfer", version=door.version, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    app.state.door = door
+    _add_routes(app)
+    for route in app.routes:
+        SCOPES[route.path]  # type: ignore[attr-defined]
+    app.add_exception_handler(HTTPException, _unrouted)
+    app.add_exception_handler(ServeError, _refused)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return Gate(app, door)
+
+
+def _add_routes(app: FastAPI) -> None:
+    add: Callable[..., None] = app.add_api_route
+    add("/health", _health, summary="Whether the server lives.")
+    add("/ready", _ready, summary="Whether it accepts generations.", responses={503: {"description": "Not now."}})
+    add("/metrics", _metrics, summary="Figures for Prometheus.")
+    add("/version", _version, summary="jaxinfer's version.")
+    add("/v1/models", _models, summary="The models that are served.")
+    add("/v1/models/{model:path}", _model, summary="One of them.")
+    for path, handler, body in (
+        ("/v1/completions", completions.complete, requests.CompletionRequest),
+        ("/v1/chat/completions", completions.chat, requests.ChatCompletionRequest),
+        ("/tokenize", _tokenize, requests.TokenizeRequest),
+        ("/detokenize", _detokenize, requests.DetokenizeRequest),
+    ):
+        schema = {"schema": {"$ref": _SCHEMAS + body.__name__}}
+        described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
+        add(path, handler, methods=["POST"], summary=(body.__doc__ or "").partition("\n")[0], openapi_extra=described)
+
+
+# ---- routes
+
+
+async def _health() -> Response:
+    return Response()
+
+
+async def _ready(request: Request) -> Response:
+    return Response() if _door(request).is_ready else Response(status_code=503)
+
+
+async def _metrics(request: Request) -> Response:
+    """The server's own figures are there when the engine's are not."""
+    door = _door(request)
+    door.metrics.ready.set(door.is_ready)
+    figures = door.metrics.render()
+    if door.frontend is not None:
+        try:
+            stats = await door.frontend.stats()
+        except ServeError:
+            return Response(figures, media_type=_PROMETHEUS)
+        figures += render(lambda: stats, door.frontend.card.name)
+    return Response(figures, media_type=_PROMETHEUS)
+
+
+_PROMETHEUS = "text/plain; version=0.0.4"
+
+
+async def _version(request: Request) -> Response:
+    return _json({"version": _door(request).version})
+
+
+async def _models(request: Request) -> Response:
+    return _json({"object": "list", "data": [_model_json(_door(request).serving().card)]})
+
+
+async def _model(request: Request) -> Response:
+    frontend = _door(request).serving()
+    frontend.check_model(request.path_params["model"])
+    return _json(_model_json(frontend.card))
+
+
+def _model_json(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "jaxinfer",
+        "max_model_len": card.max_model_len,
+    }
+
+
+async def _tokenize(request: Request) -> Response:
+    door = _door(request)
+    body = requests.TokenizeRequest.read(await read_json(request, door.limits.message_bytes))
+    frontend = door.serving()
+    if (body.prompt is None) == (body.messages is None):
+        raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
+    text = conversation_of(body) if body.prompt is None else body.prompt
+    ids = await frontend.tokenize(text, model=body.model, add_special_tokens=body.add_special_tokens)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.card.max_model_len, "tokens": ids}
+    answer["token_strs"] = [frontend.token_text(token) for token in ids] if body.return_token_strs else None
+    return _json(answer)
+
+
+async def _detokenize(request: Request) -> Response:
+    door = _door(request)
+    body = requests.DetokenizeRequest.read(await read_json(request, door.limits.message_bytes))
+    text = await door.serving().detokenize(body.tokens, model=body.model, skip_special_tokens=body.skip_special_tokens)
+    return _json({"prompt": text})
+
+
+# ---- errors
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    _door(request).failed(error)
+    return error_response(error)
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    kind = Kind.NOT_FOUND if error.status_code == 404 else Kind.INVALID
+    told = ServeError(kind, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    _door(request).failed(told)
+    body = error_body(told, code="route_not_found")
+    return Response(json.dumps(body), error.status_code, dict(error.headers or {}), "application/json")
+
+
+# ---- the page
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's, with the bodies, which the routes read themselves."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        modes: Sequence[tuple[type[requests.Body], Any]] = [(body, "validation") for body in _BODIES]
+        _, found = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
+        components = schema.setdefault("components", {})
+        components.setdefault("schemas", {}).update(found["$defs"])
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}]
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _door(request: Request) -> Door:
+    return request.app.state.door
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value), media_type="application/json")

@@ -1,0 +1,132 @@
+"""Bodies of requests: read within bounds, parsed strictly.
+
+JSON leaves open what a server does with duplicate keys, NaN, depth and bad characters; two readers that decide
+differently can be played against each other, so all of them are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from jaxinfer.serve.errors import Kind, ServeError
+
+MAX_DEPTH = 64
+"""Lists and objects within one another. What templates and validators do with a value may recurse."""
+
+# A string, closed or not, or one bracket. Nothing in it goes back: the scan is linear in the text.
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """The object that a request's body holds.
+
+    Raises:
+        ServeError: TOO_LARGE beyond ``limit`` bytes, INVALID for anything but a JSON object in UTF-8.
+        ClientDisconnect: the client has gone.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # also keeps web pages of others out: browsers ask before they send this type
+        _refuse(f"content-type={kind[:100]!r} must be application/json")
+    value = parse(await read_body(request, limit))
+    if not isinstance(value, dict):
+        _refuse("the body must be a JSON object")
+    return value
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """At most ``limit`` bytes, however they are sent; more raise `ServeError` TOO_LARGE as soon as they are known."""
+    declared = request.headers.get("content-length", "0")
+    if not declared.isdecimal() or int(declared[:20]) > limit:
+        _too_large(limit)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            _too_large(limit)
+    return bytes(body)
+
+
+def parse(data: bytes) -> Any:
+    """A JSON text in UTF-8, without duplicate keys, NaN, infinite numbers, lone surrogates or much depth.
+
+    Raises:
+        ServeError: INVALID, what is wrong and where.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as cause:
+        raise _invalid(f"the body is not UTF-8 at byte {cause.start}") from cause
+    _check_depth(text)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as cause:
+        raise _invalid(f"the body is not JSON: {cause.msg} at character {cause.pos}") from cause
+    except ValueError as cause:  # Python bounds the digits of a number that it reads
+        raise _invalid("the body holds a number of too many digits") from cause
+    if _SURROGATE.search(text):
+        _check_characters(value)
+    return value
+
+
+def _check_depth(text: str) -> None:
+    """Before parsing: the parser recurses."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        first = match[0][0]
+        if first in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                _refuse(f"the body is nested deeper than {MAX_DEPTH} levels at character {match.start()}")
+        elif first in "]}":
+            depth -= 1
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as cause:
+        raise _invalid("the body holds half of a surrogate pair, which is no character") from cause
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _invalid(f"the body holds the key {key[:100]!r} twice")
+            seen.add(key)
+    return found
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        _refuse(f"the body holds the number {digits[:40]}, which is too large")
+    return number
+
+
+def _constant(name: str) -> NoReturn:
+    _refuse(f"the body holds {name}, which is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_constant)
+
+
+def _invalid(message: str) -> ServeError:
+    return ServeError(Kind.INVALID, message)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _invalid(message)
+
+
+def _too_large(limit: int) -> NoReturn:
+    raise ServeError(Kind.TOO_LARGE, f"the body is larger than {limit} bytes")

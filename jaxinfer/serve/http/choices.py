@@ -1,0 +1,282 @@
+"""One output of a generation in OpenAI's shape, whole or chunk by chunk.
+
+Most chunks carry a text and nothing else: these are put together from strings that are made once for each output.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from jaxinfer.serve.calls import OutputDelta
+from jaxinfer.types import PositionLogprobs, TokenLogprob
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; the value is vLLM's."""
+
+
+@runtime_checkable
+class Words(Protocol):
+    """Tokens by themselves; `jaxinfer.serve.frontend.Frontend` knows them."""
+
+    def token_text(self, token: int) -> str: ...
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a choice shows besides its text.
+
+    Attributes:
+        logprobs, prompt_logprobs, token_ids: asked for.
+        hidden: tokens that are no part of the text: the special ones where they are skipped.
+    """
+
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    hidden: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Echo:
+    """A prompt that is repeated in front of the output.
+
+    Attributes:
+        logprobs: of its tokens, where the output has some: the first is None.
+        only: nothing of the output is shown.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[PositionLogprobs | None] = ()
+    only: bool = False
+
+
+@runtime_checkable
+class Choice(Protocol):
+    """An output; it takes its deltas either for chunks or for the whole."""
+
+    def opening(self) -> str:
+        """A chunk's choice before the first delta, "" if there is none."""
+        ...
+
+    def chunks(self, delta: OutputDelta) -> Sequence[str]:
+        """The choices of the chunks that a delta makes, as JSON."""
+        ...
+
+    def take(self, delta: OutputDelta) -> None: ...
+
+    def whole(self) -> dict[str, Any]:
+        """The choice, once all deltas are taken."""
+        ...
+
+
+@dataclasses.dataclass
+class _Parts:
+    """What the deltas of an output add up to."""
+
+    text: list[str] = dataclasses.field(default_factory=list)
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+
+    def delta(self, index: int) -> OutputDelta:
+        return OutputDelta(
+            index,
+            "".join(self.text),
+            self.token_ids,
+            self.logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.prompt_logprobs,
+        )
+
+
+class TextChoice:
+    """Of ``/v1/completions``. ``index``: of the choice; ``echo``: goes in front of the first delta."""
+
+    def __init__(
+        self, index: int, words: Words, wanted: Wanted, prompt: Sequence[int], echo: Echo | None = None
+    ) -> None:
+        self._index, self._words, self._wanted = index, words, wanted
+        self._prompt: Sequence[int] | None = prompt
+        self.echo = echo
+        self._plain = not (wanted.logprobs or wanted.token_ids)
+        self._before = f'{{"index":{index},"text":'
+        self._offsets = Offsets(words.token_bytes, wanted.hidden)
+        self._parts = _Parts()
+
+    def opening(self) -> str:
+        return ""
+
+    def chunks(self, delta: OutputDelta) -> Sequence[str]:
+        if self._plain and delta.finish_reason is None and self.echo is None and delta.prompt_logprobs is None:
+            return (
+                (f'{self._before}{json.dumps(delta.text)},"logprobs":null,"finish_reason":null}}',)
+                if delta.text
+                else ()
+            )
+        return (json.dumps(self._shape(delta)),)
+
+    def take(self, delta: OutputDelta) -> None:
+        self._parts.add(delta)
+
+    def whole(self) -> dict[str, Any]:
+        return self._shape(self._parts.delta(self._index))
+
+    def _shape(self, delta: OutputDelta) -> dict[str, Any]:
+        echo, self.echo = self.echo, None
+        text, tokens, positions = delta.text, delta.token_ids, list[PositionLogprobs | None](delta.logprobs)
+        shown = list(tokens)
+        if echo is not None:
+            if echo.only:
+                text, tokens, positions, shown = "", [], [], []
+            text, positions, shown = echo.text + text, [*echo.logprobs, *positions], [*echo.token_ids, *shown]
+        logprobs = None
+        if self._wanted.logprobs:
+            if echo is not None:
+                self._offsets.begin(echo.text, echo.token_ids)
+            logprobs = self._logprobs(shown[len(shown) - len(positions) :], positions)
+        choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        return choice | self._extras(delta, tokens)
+
+    def _extras(self, delta: OutputDelta, tokens: Sequence[int]) -> dict[str, Any]:
+        prompt, self._prompt = self._prompt, None  # once, in the first chunk
+        return _extras(delta, tokens, prompt, self._wanted, self._words)
+
+    def _logprobs(self, tokens: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
+        return {
+            "tokens": [self._words.token_text(token) for token in tokens],
+            "token_logprobs": [None if p is None else _finite(p.chosen.logprob) for p in positions],
+            "top_logprobs": [None if p is None else self._best(p) for p in positions],
+            "text_offset": [self._offsets.next(token) for token in tokens],
+        }
+
+    def _best(self, position: PositionLogprobs) -> dict[str, float]:
+        """By text: of two tokens with the same one, the likelier stays."""
+        found: dict[str, float] = {}
+        for candidate in (*position.top, position.chosen):
+            found.setdefault(self._words.token_text(candidate.token_id), _finite(candidate.logprob))
+        return found
+
+
+class ChatChoice:
+    """Of ``/v1/chat/completions``."""
+
+    def __init__(self, index: int, words: Words, wanted: Wanted) -> None:
+        self._index, self._words, self._wanted = index, words, wanted
+        self._plain = not (wanted.logprobs or wanted.token_ids)
+        self._before = f'{{"index":{index},"delta":{{"content":'
+        self._parts = _Parts()
+
+    def opening(self) -> str:
+        delta = {"role": "assistant", "content": ""}
+        return json.dumps({"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def chunks(self, delta: OutputDelta) -> Sequence[str]:
+        if self._plain and delta.finish_reason is None and delta.prompt_logprobs is None:
+            text = json.dumps(delta.text)
+            return (f'{self._before}{text}}},"logprobs":null,"finish_reason":null}}',) if delta.text else ()
+        found = []
+        if delta.text or delta.token_ids or delta.prompt_logprobs is not None:
+            found.append(json.dumps(self._shape(delta, "delta", {"content": delta.text}, None)))
+        if delta.finish_reason is not None:
+            last = OutputDelta(delta.index, "", [], (), delta.finish_reason, delta.stop_reason)
+            found.append(json.dumps(self._shape(last, "delta", {}, delta.finish_reason)))
+        return found
+
+    def take(self, delta: OutputDelta) -> None:
+        self._parts.add(delta)
+
+    def whole(self) -> dict[str, Any]:
+        delta = self._parts.delta(self._index)
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return self._shape(delta, "message", message, delta.finish_reason)
+
+    def _shape(self, delta: OutputDelta, name: str, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        logprobs = None
+        if self._wanted.logprobs and (delta.logprobs or name == "message"):
+            logprobs = {"content": [self._position(p) for p in delta.logprobs], "refusal": None}
+        choice = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
+        if reason is None:
+            delta = dataclasses.replace(delta, stop_reason=None)
+        return choice | _extras(delta, delta.token_ids, None, self._wanted, self._words)
+
+    def _position(self, position: PositionLogprobs) -> dict[str, Any]:
+        return {**self._token(position.chosen), "top_logprobs": [self._token(each) for each in position.top]}
+
+    def _token(self, candidate: TokenLogprob) -> dict[str, Any]:
+        token = candidate.token_id
+        text, spelt = self._words.token_text(token), self._words.token_bytes(token)
+        return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(spelt)}
+
+
+class Offsets:
+    """Where each token begins in a text, in characters: a token within a character begins where that one does.
+
+    Args:
+        spell: the bytes of a token.
+        hidden: tokens that are no part of the text.
+    """
+
+    def __init__(self, spell: Callable[[int], bytes], hidden: frozenset[int]) -> None:
+        self._spell, self._hidden = spell, hidden
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._count = 0
+
+    def begin(self, text: str, token_ids: Sequence[int]) -> None:
+        """``text`` is what these tokens made, which need not be their bytes: some tokenizers put a space in front."""
+        ahead = Offsets(self._spell, self._hidden)
+        for token in token_ids:
+            ahead.next(token)
+        self._count = len(text) - ahead._count
+
+    def next(self, token: int) -> int:
+        at = max(self._count, 0)
+        if token not in self._hidden:
+            self._count += len(self._characters.decode(self._spell(token)))
+        return at
+
+
+def _extras(
+    delta: OutputDelta, tokens: Sequence[int], prompt: Sequence[int] | None, wanted: Wanted, words: Words
+) -> dict[str, Any]:
+    """vLLM's fields, where they were asked for or say something."""
+    found: dict[str, Any] = {}
+    if delta.stop_reason is not None:
+        found["stop_reason"] = delta.stop_reason
+    if wanted.token_ids:
+        found["token_ids"] = list(tokens)
+        if prompt is not None:
+            found["prompt_token_ids"] = list(prompt)
+    if wanted.prompt_logprobs and delta.prompt_logprobs is not None:
+        found["prompt_logprobs"] = [None if p is None else _candidates(p, words) for p in delta.prompt_logprobs]
+    return found
+
+
+def _candidates(position: PositionLogprobs, words: Words) -> dict[str, dict[str, Any]]:
+    return {
+        str(each.token_id): {
+            "logprob": _finite(each.logprob),
+            "rank": each.rank,
+            "decoded_token": words.token_text(each.token_id),
+        }
+        for each in (*position.top, position.chosen)
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

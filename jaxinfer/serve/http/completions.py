@@ -1,0 +1,154 @@
+"""``/v1/completions`` and ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.serve.calls import Call, Input
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.http import answers, prompts
+from jaxinfer.serve.http.answers import Envelope, EventStream, Reply
+from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted
+from jaxinfer.serve.http.door import Door, fingerprint
+from jaxinfer.serve.http.gate import usable_id
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling
+from jaxinfer.serve.tracing import HEADERS
+
+
+async def complete(request: Request) -> Response:
+    """Texts or token ids in, one choice for each of them and each of ``n`` outputs."""
+    door: Door = request.app.state.door
+    body = CompletionRequest.read(await read_json(request, door.limits.message_bytes))
+    frontend, asked = door.serving(), prompts.prompts_of(body)
+    sampling = prompts.sampling_of_completion(body)
+    name = _id(request, body)
+    names = [name] if len(asked) == 1 else [f"{name}-{i}" for i in range(len(asked))]
+    calls = [
+        _call(request, body, prompt, sampling, each, add_special_tokens=body.add_special_tokens is not False)
+        for prompt, each in zip(asked, names, strict=True)
+    ]
+    generations = await answers.start(frontend, calls)
+    try:
+        echoes = await asyncio.gather(
+            *(_echo(frontend, body, prompt, each) for prompt, each in zip(asked, generations, strict=True))
+        )
+    except BaseException:
+        for generation in generations:
+            await generation.aclose()
+        raise
+    replies = [
+        _text_reply(frontend, body, generation, place, echo)
+        for place, (generation, echo) in enumerate(zip(generations, echoes, strict=True))
+    ]
+    envelope = _envelope(door, frontend, f"cmpl-{name}", "text_completion")
+    return await _answer(request, body, envelope, replies, envelope)
+
+
+async def chat(request: Request) -> Response:
+    """Messages in, through the checkpoint's template."""
+    door: Door = request.app.state.door
+    body = ChatCompletionRequest.read(await read_json(request, door.limits.message_bytes))
+    frontend, name = door.serving(), _id(request, body)
+    sampling = prompts.sampling_of_chat(body)
+    call = _call(request, body, prompts.conversation_of(body), sampling, name)
+    try:
+        generation = await frontend.generate(call)
+    except ServeError as error:
+        raise prompts.in_its_words(error, body) from error
+    wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
+    reply = Reply(generation, [ChatChoice(index, frontend, wanted) for index in range(generation.n)])
+    extra = {"prompt_token_ids": list(generation.prompt_token_ids)} if body.return_token_ids else {}
+    envelope = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion", extra)
+    chunks = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion.chunk", extra)
+    return await _answer(request, body, envelope, [reply], chunks)
+
+
+async def _answer(
+    request: Request, body: Sampling, envelope: Envelope, replies: list[Reply], chunks: Envelope
+) -> Response:
+    headers = {"x-request-id": body.request_id} if usable_id(body.request_id or "") and body.request_id else {}
+    if body.stream:
+        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        door: Door = request.app.state.door
+        return EventStream(chunks, replies, with_usage=with_usage, headers=headers, failed=door.failed)
+    try:
+        found = await answers.while_connected(request.receive, answers.whole(envelope, replies))
+    finally:
+        await answers.close(replies)
+    return Response(json.dumps(found), headers=headers, media_type="application/json")
+
+
+def _call(
+    request: Request,
+    body: Sampling,
+    prompt: Input,
+    sampling: Mapping[str, Any],
+    name: str,
+    *,
+    add_special_tokens: bool = True,
+) -> Call:
+    headers = request.headers
+    return Call(
+        prompt=prompt,
+        sampling=sampling,
+        model=body.model,
+        request_id=name,
+        add_special_tokens=add_special_tokens,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        timeout=answers.timeout_of(headers.get("x-request-timeout")),
+        tenant=request.state.tenant,
+        trace={header: headers[header] for header in HEADERS if header in headers},
+    )
+
+
+def _id(request: Request, body: Sampling) -> str:
+    return request.state.request_id if body.request_id is None else body.request_id
+
+
+def _envelope(door: Door, frontend: Frontend, name: str, kind: str, extra: dict[str, Any] | None = None) -> Envelope:
+    return Envelope(name, kind, int(time.time()), frontend.card.name, fingerprint(frontend, door.version), extra or {})
+
+
+def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> Wanted:
+    tokenizer = frontend.tokenizer
+    skip = body.skip_special_tokens is not False and tokenizer is not None
+    return Wanted(
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        hidden=frozenset(tokenizer.special_ids) if skip and tokenizer is not None else frozenset(),
+    )
+
+
+async def _echo(
+    frontend: Frontend, body: CompletionRequest, prompt: str | list[int], generation: Generation
+) -> Echo | None:
+    if not body.echo:
+        return None
+    skip = body.skip_special_tokens is not False
+    text = prompt if isinstance(prompt, str) else await frontend.detokenize(prompt, skip_special_tokens=skip)
+    return Echo(text, generation.prompt_token_ids, only=prompts.scores_only(body))
+
+
+def _text_reply(
+    frontend: Frontend, body: CompletionRequest, generation: Generation, place: int, echo: Echo | None
+) -> Reply:
+    wanted = _wanted(frontend, body, logprobs=body.logprobs is not None)
+    first = place * generation.n
+    choices = [
+        TextChoice(first + output, frontend, wanted, generation.prompt_token_ids, echo)
+        for output in range(generation.n)
+    ]
+    waits = echo is not None and wanted.logprobs
+    return Reply(generation, choices, echoes_logprobs=waits, shown=0 if echo is not None and echo.only else 1)

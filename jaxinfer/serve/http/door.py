@@ -1,0 +1,102 @@
+"""What the routes share, and who may use which."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.faults import unavailable
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.http.metrics import HttpMetrics
+
+INFER, OBSERVE = "infer", "observe"
+OPEN: Mapping[str, None] = {"/health": None, "/ready": None}
+
+SCOPES: Mapping[str, str | None] = {
+    **OPEN,
+    "/v1/completions": INFER,
+    "/v1/chat/completions": INFER,
+    "/v1/models": INFER,
+    "/v1/models/{model:path}": INFER,
+    "/tokenize": INFER,
+    "/detokenize": INFER,
+    "/version": INFER,
+    "/docs": INFER,
+    "/openapi.json": INFER,
+    "/metrics": OBSERVE,
+}
+"""The scope that each route needs; None: no key at all. What is not listed is refused to those without a key too."""
+
+_MODEL = "/v1/models/"
+
+
+@runtime_checkable
+class Caller(Protocol):
+    """Whose key it is."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def scopes(self) -> Sequence[str] | frozenset[str]: ...
+
+
+@runtime_checkable
+class Authoriser(Protocol):
+    """Knows the keys."""
+
+    def authorise(self, token: str | None, scope: str) -> Caller:
+        """Raises `ServeError` UNAUTHENTICATED or FORBIDDEN."""
+        ...
+
+
+@dataclasses.dataclass
+class Door:
+    """One server's state. All of it belongs to the event loop.
+
+    Attributes:
+        frontend: None while the model is loading.
+        authoriser: None: everybody may do everything.
+        ready: whether the engine runs; asked by /ready and /metrics.
+        version: jaxinfer's.
+    """
+
+    version: str
+    limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
+    authoriser: Authoriser | None = None
+    frontend: Frontend | None = None
+    ready: Callable[[], bool] = lambda: True
+    metrics: HttpMetrics = dataclasses.field(default_factory=HttpMetrics)
+
+    def serving(self) -> Frontend:
+        """Raises `ServeError` UNAVAILABLE while there is nothing to serve."""
+        if self.frontend is None:
+            raise unavailable("the model is loading: try again later")
+        return self.frontend
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a generation would be accepted."""
+        return self.frontend is not None and not self.frontend.draining and self.ready()
+
+    def failed(self, error: ServeError) -> None:
+        """A client is told of an error."""
+        self.metrics.errors.labels(error.kind.name.lower()).inc()
+
+
+def route_of(path: str) -> str | None:
+    """The entry of `SCOPES` that serves a path."""
+    if path in SCOPES:
+        return path
+    return "/v1/models/{model:path}" if path.startswith(_MODEL) else None
+
+
+def fingerprint(frontend: Frontend, version: str) -> str:
+    """The same for servers that give the same answers: of program, model and settings."""
+    card = frontend.card
+    known = [version, card.name, card.architecture, card.dtype, {str(k): str(v) for k, v in card.engine.items()}]
+    return f"fp_{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:10]}"

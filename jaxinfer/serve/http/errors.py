@@ -1,0 +1,74 @@
+"""Errors as OpenAI's clients expect them."""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic
+
+from jaxinfer.serve.errors import Kind, ServeError
+
+# ``type`` and ``code`` of each kind; clients choose their exception by the status.
+_NAMES: Mapping[Kind, tuple[str, str | None]] = {
+    Kind.INVALID: ("invalid_request_error", None),
+    Kind.UNAUTHENTICATED: ("authentication_error", "invalid_api_key"),
+    Kind.FORBIDDEN: ("permission_error", "insufficient_permissions"),
+    Kind.NOT_FOUND: ("invalid_request_error", "model_not_found"),
+    Kind.EXISTS: ("invalid_request_error", "duplicate_request_id"),
+    Kind.TOO_LARGE: ("invalid_request_error", "request_too_large"),
+    Kind.QUEUE_FULL: ("rate_limit_error", "rate_limit_exceeded"),
+    Kind.CANCELLED: ("server_error", "cancelled"),
+    Kind.INTERNAL: ("server_error", "internal_error"),
+    Kind.UNAVAILABLE: ("server_error", "unavailable"),
+    Kind.DEADLINE: ("server_error", "deadline_exceeded"),
+}
+
+
+def error_body(error: ServeError, *, code: str | None = None) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code"}}``."""
+    kind, usual = _NAMES[error.kind]
+    return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code or usual}}
+
+
+def error_json(error: ServeError) -> bytes:
+    return json.dumps(error_body(error)).encode()
+
+
+def error_headers(error: ServeError) -> dict[str, str]:
+    """When to come back, for those who read seconds and for those who read milliseconds; how to log in."""
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+        headers["retry-after-ms"] = str(max(1, round(error.retry_after * 1000)))
+    if error.kind is Kind.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def from_pydantic(error: pydantic.ValidationError) -> ServeError:
+    """The first thing that is wrong, with field and value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = _path(first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            message = f"{field} is not a field of this request"
+        case "missing":
+            message = f"{field} is missing"
+        case _:
+            message = f"{field}={short(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return ServeError(Kind.INVALID, message, field=field)
+
+
+def short(value: Any) -> str:
+    """A value as it may stand in a message: it may be as long as a request."""
+    return reprlib.repr(value)[:200]
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """``messages[0].role``. Names may be the client's own."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:100]}" for part in loc]
+    return "".join(parts).removeprefix(".")

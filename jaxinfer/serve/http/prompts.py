@@ -1,0 +1,163 @@
+"""From bodies to what the front end is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http.bodies import parse
+from jaxinfer.serve.http.errors import short
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+
+MAX_PROMPTS = 1024
+"""Of one request for completions."""
+
+
+def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """A prompt, or a list of prompts, each a text or token ids.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        _refuse("prompt", given, "must be text, token ids, or a list of either")
+    if not isinstance(given[0], str | list):
+        return [_ids("prompt", given)]
+    if len(given) > MAX_PROMPTS:
+        raise ServeError(Kind.INVALID, f"prompt must hold at most {MAX_PROMPTS} prompts, not {len(given)}", "prompt")
+    return [item if isinstance(item, str) else _ids(f"prompt[{i}]", item) for i, item in enumerate(given)]
+
+
+def sampling_of_completion(body: CompletionRequest) -> dict[str, Any]:
+    """The fields for the validator. ``echo`` with ``logprobs`` asks for those of the prompt; with ``max_tokens`` 0 for
+    nothing but the prompt: one token is made then, which nobody sees.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    fields = body.sampling()
+    if body.best_of is not None and body.best_of != fields.get("n", 1):
+        _refuse("best_of", body.best_of, "is not served unless it is n")
+    if body.logprobs is not None:
+        fields["logprobs"] = body.logprobs
+        if body.echo:
+            fields["prompt_logprobs"] = body.logprobs
+    if scores_only(body):
+        fields["max_tokens"] = 1
+    return fields
+
+
+def scores_only(body: CompletionRequest) -> bool:
+    """Nothing is to be generated."""
+    return bool(body.echo) and body.max_tokens == 0 and not isinstance(body.max_tokens, bool)
+
+
+def sampling_of_chat(body: ChatCompletionRequest) -> dict[str, Any]:
+    """The fields for the validator.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    _check_choice(body.tool_choice)
+    _check_format(body.response_format)
+    fields = body.sampling()
+    if body.max_completion_tokens is not None:
+        if fields.get("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
+            _refuse("max_tokens", body.max_tokens, f"must be max_completion_tokens={short(body.max_completion_tokens)}")
+        fields["max_tokens"] = body.max_completion_tokens
+    if body.logprobs:
+        fields["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
+    elif body.top_logprobs:
+        _refuse("top_logprobs", body.top_logprobs, "needs logprobs=true")
+    return fields
+
+
+def in_its_words(error: ServeError, body: ChatCompletionRequest) -> ServeError:
+    """A refusal of a field that the validator knows under another name, in the client's."""
+    renamed = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        renamed["max_tokens"] = "max_completion_tokens"
+    if error.field in renamed:
+        error.message = error.message.replace(error.field, renamed[error.field], 1)
+        error.field = renamed[error.field]
+    return error
+
+
+def conversation_of(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
+    """The messages with text in place of text parts. ``tool_choice`` "none" hides the tools from the template.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    hidden = isinstance(body, ChatCompletionRequest) and body.tool_choice == "none"
+    generate = body.add_generation_prompt
+    return Conversation(
+        messages=[_message(f"messages[{i}]", message) for i, message in enumerate(body.messages or ())],
+        tools=None if hidden else body.tools,
+        add_generation_prompt=True if generate is None else generate,
+        variables=body.chat_template_kwargs or {},
+        template=body.chat_template,
+    )
+
+
+def _message(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        _refuse(f"{path}.role", role, "must be a string")
+    whole = dict(message)
+    if isinstance(content, list):
+        whole["content"] = "\n".join(_text(f"{path}.content[{i}]", part) for i, part in enumerate(content))
+    elif content is not None and not isinstance(content, str):
+        _refuse(f"{path}.content", content, "must be text or a list of text parts")
+    if isinstance(calls := message.get("tool_calls"), list):
+        whole["tool_calls"] = [_tool_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    return whole
+
+
+def _text(path: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        _refuse(f"{path}.type", kind, "is not served: parts of a message are text")
+    if not isinstance(part.get("text"), str):
+        _refuse(f"{path}.text", part.get("text"), "must be a string")
+    return part["text"]
+
+
+def _tool_call(path: str, call: Any) -> Any:
+    """OpenAI sends a call's arguments as JSON in a string; templates are written for the object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = parse(function["arguments"].encode())
+    except ServeError as error:
+        field = f"{path}.function.arguments"
+        raise ServeError(Kind.INVALID, f"{field}: {error.message.replace('body', 'text', 1)}", field) from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_choice(choice: Any) -> None:
+    if choice not in (None, "none", "auto"):
+        _refuse("tool_choice", choice, "is not served: it may be 'none' or 'auto'")
+
+
+def _check_format(form: Any) -> None:
+    kind = form.get("type") if isinstance(form, dict) else None
+    if form is not None and kind != "text":
+        _refuse("response_format", form if kind is None else kind, "is not served: it may be of type 'text'")
+
+
+def _ids(field: str, ids: Sequence[Any]) -> list[int]:
+    for i, token in enumerate(ids):
+        if type(token) is not int:
+            _refuse(f"{field}[{i}]", token, "must be a token id")
+    return list(ids)
+
+
+def _refuse(field: str, value: Any, reason: str) -> NoReturn:
+    raise ServeError(Kind.INVALID, f"{field}={short(value)} {reason}", field)

@@ -1,0 +1,211 @@
+"""Bodies of requests: OpenAI's fields, and vLLM's names for what it has beyond them.
+
+Three kinds of fields are told apart. Those that are served. Those of OpenAI's API that are not: they are accepted
+where they ask for nothing (null, or OpenAI's default) or are labels without effect, and otherwise refused by name,
+since an answer that ignores what was asked for is a wrong answer. All others are refused by name too: they are
+mistakes more often than not.
+
+Sampling parameters are passed on as they came: one validator serves all doors (`jaxinfer.serve.admission`), and here
+they are only described. What is declared with a type is strict: no string is taken for a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+import pydantic
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http.errors import from_pydantic, short
+
+_TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
+
+# Described for the OpenAPI page, checked elsewhere.
+Integer = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "null"}]})]
+Number = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]})]
+Boolean = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})]
+Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})]
+StringOrStrings = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
+TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [_TOKEN_IDS, {"type": "null"}]})]
+Biases = Annotated[
+    Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]})
+]
+Prompt = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]}),
+]
+
+# By the names that `SamplingParams` has too.
+SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+_NOTHING = (None,)
+
+
+class Body(pydantic.BaseModel):
+    """A body with these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """OpenAI's fields that are not served, and the values of them that ask for nothing."""
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """OpenAI's fields that are labels: they change no answer."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Raises `ServeError` INVALID, naming field and value."""
+        for name, harmless in cls.unserved.items():
+            value = given.get(name)
+            if not any(value == other and type(value) is type(other) for other in harmless):
+                raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
+        kept = {name: value for name, value in given.items() if name not in cls.unserved and name not in cls.ignored}
+        try:
+            return cls.model_validate(kept)
+        except pydantic.ValidationError as error:
+            raise from_pydantic(error) from error
+
+
+class StreamOptions(Body):
+    """What a stream tells besides: ``include_usage`` adds a last chunk with the usage."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[bool | None, Field(description="Has no effect.")] = None
+
+
+class Sampling(Body):
+    """What both kinds of completion share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: Annotated[str | None, Field(description="Default: the header X-Request-Id, or the server's own.")] = (
+        None
+    )
+    n: Integer = None
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Integer = None
+    min_p: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    repetition_penalty: Number = None
+    logit_bias: Biases = None
+    allowed_token_ids: TokenIds = None
+    bad_words: Strings = None
+    seed: Integer = None
+    max_tokens: Integer = None
+    min_tokens: Integer = None
+    stop: StringOrStrings = None
+    stop_token_ids: TokenIds = None
+    ignore_eos: Boolean = None
+    include_stop_str_in_output: Boolean = None
+    skip_special_tokens: Boolean = None
+    prompt_logprobs: Integer = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields that were set; JSON has only strings for the keys of ``logit_bias``."""
+        values = ((name, getattr(self, name)) for name in SAMPLING)
+        fields = {name: value for name, value in values if value is not None}
+        if isinstance(fields.get("logit_bias"), dict):
+            fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
+        return fields
+
+
+class CompletionRequest(Sampling):
+    """``POST /v1/completions``. ``max_tokens`` is 16 where it is not given; null is all that the context leaves."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"suffix": (None, "")}
+    ignored: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    prompt: Prompt
+    max_tokens: Integer = 16
+    logprobs: Integer = None
+    echo: bool | None = None
+    best_of: Annotated[Any, WithJsonSchema({"type": "integer", "description": "n, if given."})] = None
+    add_special_tokens: bool | None = None
+
+
+class ChatCompletionRequest(Sampling):
+    """``POST /v1/chat/completions``. What the model may call is told to its template; calls come as text."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": _NOTHING,
+        "function_call": (None, "none", "auto"),
+        "functions": (None, []),
+        "modalities": (None, ["text"]),
+        "parallel_tool_calls": (None, True),
+        "prediction": _NOTHING,
+        "reasoning_effort": _NOTHING,
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "verbosity": _NOTHING,
+        "web_search_options": _NOTHING,
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})] = None
+    response_format: Annotated[Any, WithJsonSchema({"type": "object", "description": 'Only {"type": "text"}.'})] = None
+    max_completion_tokens: Integer = None
+    logprobs: bool | None = None
+    top_logprobs: Integer = None
+    add_generation_prompt: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: a ``prompt``, or the ``messages`` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: Annotated[bool | None, Field(description="Default: true for a prompt, false for messages.")] = (
+        None
+    )
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+    skip_special_tokens: bool = False
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 20):
+        raise ServeError(Kind.INVALID, f"logit_bias key={short(key)} must be a token id", field="logit_bias")
+    return int(key)

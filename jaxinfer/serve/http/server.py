@@ -1,0 +1,142 @@
+"""uvicorn within the process's own event loop. It handles no signals: whoever starts it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jaxinfer.serve.http.app import build_app
+from jaxinfer.serve.http.connection import Bounds, Connection
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.tls import ReloadingContext
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+
+KEEP_ALIVE_SECONDS = 75
+"""For which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
+
+_BACKLOG = 2048
+
+
+class HttpServer:
+    """Serves a `Door`.
+
+    Args:
+        config: ``host``, ``http_port``, the files of TLS, ``max_connections``, ``header_seconds``,
+            ``slow_reader_seconds`` and ``limits``.
+        app: in place of `build_app`'s, for a wrapper around it.
+
+    Raises:
+        ServeConfigError: the files of TLS cannot be used.
+    """
+
+    def __init__(self, config: ServeConfig, door: Door, app: ASGIApp | None = None) -> None:
+        self._config, self._door = config, door
+        self._tls = ReloadingContext(config) if config.tls_cert is not None else None
+        self._server = _Server(self._settings(build_app(door) if app is None else app))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._port: int | None = None
+
+    @property
+    def port(self) -> int:
+        """The one that it listens on."""
+        assert self._port is not None, "the server is not started"
+        return self._port
+
+    async def start(self) -> None:
+        """Listen, and return when it does.
+
+        Raises:
+            ServeConfigError: the address cannot be used.
+        """
+        listener = _listen(self._config.host, self._config.http_port or 0)
+        self._port = listener.getsockname()[1]
+        serving = asyncio.ensure_future(self._server.serve([listener]))
+        listening = asyncio.ensure_future(self._server.listening.wait())
+        await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if serving.done():
+            serving.result()
+        self._tasks = [serving, asyncio.ensure_future(self._sweep())]
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Accept nothing more, give running answers ``grace`` seconds, and cut those that are left."""
+        if not self._tasks:
+            return
+        serving, sweeping = self._tasks
+        self._tasks = []
+        self._server.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
+        self._server.should_exit = True
+        await serving
+        sweeping.cancel()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(sweeping, *self._server.server_state.tasks, return_exceptions=True)
+
+    def _settings(self, app: ASGIApp) -> uvicorn.Config:
+        config = self._config
+        bounds = Bounds(
+            connections=config.max_connections,
+            waste_bytes=config.limits.message_bytes,
+            read_seconds=config.header_seconds,
+            stall_seconds=config.slow_reader_seconds,
+        )
+        settings = uvicorn.Config(
+            app,
+            http=functools.partial(Connection, bounds=bounds, cut=self._cut),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            backlog=_BACKLOG,
+        )
+        settings.load()
+        settings.ssl = self._tls
+        return settings
+
+    def _cut(self, reason: str) -> None:
+        self._door.metrics.cut.labels(reason).inc()
+
+    async def _sweep(self) -> None:
+        """Several times within the shortest bound, but no more often than it is worth."""
+        shortest = min(self._config.header_seconds, self._config.slow_reader_seconds)
+        while True:
+            await asyncio.sleep(min(1.0, shortest / 4))
+            now = time.monotonic()
+            for connection in list(self._server.server_state.connections):
+                assert isinstance(connection, Connection)
+                connection.sweep(now)
+            if self._tls is not None:
+                self._tls.reload()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except OSError as cause:
+        raise ServeConfigError(f"http_port={port}: cannot listen on {host}: {cause}") from cause

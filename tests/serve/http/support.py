@@ -1,0 +1,117 @@
+"""A real server on a free port, over the front end and the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import httpx
+import openai
+
+from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.http.door import Authoriser, Door
+from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.settings import ServeConfig
+from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
+
+BOUND = 20.0  # seconds: a test that waits longer has failed
+
+
+@dataclasses.dataclass
+class Running:
+    """What a test needs of a server."""
+
+    door: Door
+    server: HttpServer
+    engine: AsyncEngine | None = None
+    scheme: str = "http"
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.server.port}"
+
+    @property
+    def frontend(self) -> Frontend:
+        assert self.door.frontend is not None
+        return self.door.frontend
+
+    def openai(self, **settings: Any) -> openai.AsyncOpenAI:
+        given = {"api_key": "none", "max_retries": 0, "timeout": BOUND, **settings}
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **given)
+
+    def http(self, **settings: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=BOUND, **settings)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.server.port)
+
+    async def quiet(self) -> None:
+        """Wait until no page is held and nothing runs: what was aborted leaves nothing behind."""
+        assert self.engine is not None
+        while True:
+            stats = await self.engine.stats()
+            assert stats.kv is not None
+            if not (stats.running or sum(stats.waiting.values()) or stats.kv.held or self.frontend.active):
+                return
+            await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    mischief: Mischief = Mischief(),
+    *,
+    authoriser: Authoriser | None = None,
+    limits: ServeLimits = ServeLimits(),
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Running]:
+    """``engine``: fields of `EngineConfig`; ``settings``: of `ServeConfig`."""
+    config = ServeConfig(model="fake", http_port=0, limits=limits, **settings)
+    fake = FakeEngine(mischief, **(engine or {}))
+    async with AsyncEngine(fake) as backend:
+        frontend = Frontend(backend, fake_card(fake.config), fake_tokenizer(), fake_template(), limits)
+        door = Door(version="1.2.3", limits=limits, authoriser=authoriser, frontend=frontend)
+        server = HttpServer(config, door)
+        await server.start()
+        try:
+            yield Running(door, server, backend)
+        finally:
+            await server.stop()
+            await frontend.aclose()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A test on an event loop of its own, within a bound."""
+    asyncio.run(asyncio.wait_for(test(), BOUND + 10))
+
+
+def events(text: str) -> list[dict[str, Any] | str]:
+    """The data of server-sent events."""
+    found: list[dict[str, Any] | str] = []
+    for event in text.strip().split("\n\n"):
+        data = event.split("data: ", 1)[1]
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+async def raw(running: Running, request: bytes) -> bytes:
+    """All that a server answers until it closes the connection."""
+    reader, writer = await running.connect()
+    writer.write(request)
+    await writer.drain()
+    with contextlib.suppress(ConnectionError):
+        answer = await asyncio.wait_for(reader.read(), BOUND)
+    writer.close()
+    return answer
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A request with this body, after which the connection is closed."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "Content-Type: application/json", *headers, "", ""]).encode() + body
