@@ -1,0 +1,190 @@
+"""The Open Inference Protocol over a `Frontend`: what KServe's and Triton's clients speak.
+
+The model has the inputs and outputs of Triton's LLM backends, see `jaxinfer.serve.grpc.oip_request`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from typing import override
+
+from google.protobuf.message import Message
+
+from jaxinfer.oip import open_inference_pb2 as pb
+from jaxinfer.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from jaxinfer.serve.calls import OutputDelta
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.grpc import status
+from jaxinfer.serve.grpc.oip_request import INPUTS, OUTPUTS, Ask, ask_of
+from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.grpc.tensors import Value, add_output, refuse
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+FINAL = "triton_final_response"
+"""The parameter of every response of a stream: whether it is its request's last one."""
+
+_VERSION = "1"
+_TENSOR = pb.ModelMetadataResponse.TensorMetadata
+
+
+class OpenInference(GRPCInferenceServiceServicer):
+    """Every RPC of `SERVICE`.
+
+    Args:
+        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+        is_ready: whether requests are served now.
+        size: requests of one stream that are in flight at most; more are not read before one has ended.
+    """
+
+    def __init__(self, frontend: Callable[[], Frontend], is_ready: Callable[[], bool], size: int = 64) -> None:
+        self._frontend, self._is_ready, self._size = frontend, is_ready, size
+
+    @override
+    async def ServerLive(self, request: pb.ServerLiveRequest, rpc: Rpc) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    @override
+    async def ServerReady(self, request: pb.ServerReadyRequest, rpc: Rpc) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._is_ready())
+
+    @override
+    async def ModelReady(self, request: pb.ModelReadyRequest, rpc: Rpc) -> pb.ModelReadyResponse:
+        ready = self._is_ready() and request.name == self._frontend().card.name and request.version in ("", _VERSION)
+        return pb.ModelReadyResponse(ready=ready)
+
+    @override
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, rpc: Rpc) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="jaxinfer", version=importlib.metadata.version("jaxinfer"))
+
+    @override
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, rpc: Rpc) -> pb.ModelMetadataResponse:
+        frontend = self._frontend()
+        _check_model(frontend, request.name, request.version)
+        return pb.ModelMetadataResponse(
+            name=frontend.card.name,
+            versions=[_VERSION],
+            platform="jaxinfer",
+            inputs=[_TENSOR(name=name, datatype=datatype, shape=[1]) for name, datatype in INPUTS.items()],
+            outputs=[_TENSOR(name=name, datatype=kind, shape=[size]) for name, (kind, size) in OUTPUTS.items()],
+        )
+
+    @override
+    async def ModelInfer(self, request: pb.ModelInferRequest, rpc: Rpc) -> pb.ModelInferResponse:
+        frontend = self._frontend()
+        ask = _ask(frontend, request, rpc)
+        if ask.stream:
+            raise refuse("stream", "ModelInfer has one response: use ModelStreamInfer")
+        async with await frontend.generate(ask.call) as generation:
+            return _response(request, ask, await _whole(ask, generation))
+
+    @override
+    async def ModelStreamInfer(self, requests: Rpc, rpc: Rpc) -> None:
+        await _Requests(self._frontend(), rpc, self._size).run()
+
+
+class _Requests:
+    """One stream of requests, and the stream of their responses, in the order in which they are made."""
+
+    def __init__(self, frontend: Frontend, rpc: Rpc, size: int) -> None:
+        self._frontend, self._rpc = frontend, rpc
+        self._room = asyncio.Semaphore(size)
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Serve until the client has half-closed and all requests have ended.
+
+        Raises:
+            ServeError: a message is no request at all; what is in flight is aborted.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (request := await self._next()) is not None:
+                    tasks.create_task(self._serve(request))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _next(self) -> Message | None:
+        await self._room.acquire()
+        return await self._rpc.read()
+
+    async def _serve(self, request: pb.ModelInferRequest) -> None:
+        try:
+            await self._generate(request, _ask(self._frontend, request, self._rpc))
+        except ServeError as error:
+            named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+            await self._write(pb.ModelStreamInferResponse(error_message=status.message_of(error), infer_response=named))
+        finally:
+            self._room.release()
+
+    async def _generate(self, request: pb.ModelInferRequest, ask: Ask) -> None:
+        async with await self._frontend.generate(ask.call) as generation:
+            if not ask.stream:
+                await self._answer(request, ask, await _whole(ask, generation), final=True)
+                return
+            running = generation.n
+            async for delta in generation:
+                running -= delta.finish_reason is not None
+                await self._answer(request, ask, _Outputs(generation, [delta]), final=not running)
+
+    async def _answer(self, request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs, *, final: bool) -> None:
+        response = _response(request, ask, outputs)
+        response.parameters[FINAL].bool_param = final
+        await self._write(pb.ModelStreamInferResponse(infer_response=response))
+
+    async def _write(self, response: pb.ModelStreamInferResponse) -> None:
+        async with self._writing:
+            await self._rpc.write(response)
+
+
+class _Outputs:
+    """What deltas say of the ``n`` outputs of a request, by the names of `OUTPUTS`."""
+
+    def __init__(self, generation: Generation, deltas: Sequence[OutputDelta], before: str = "") -> None:
+        texts = [[before] for _ in range(generation.n)]
+        self._reasons, self._tokens = [b""] * generation.n, [0] * generation.n
+        for delta in deltas:
+            texts[delta.index].append(delta.text)
+            self._reasons[delta.index] = (delta.finish_reason or "").encode()
+            self._tokens[delta.index] += len(delta.token_ids)
+        self._texts = ["".join(parts).encode() for parts in texts]
+        self._prompt_tokens = len(generation.prompt_token_ids)
+
+    def column(self, name: str) -> Sequence[Value]:
+        match name:
+            case "text_output":
+                return self._texts
+            case "finish_reason":
+                return self._reasons
+            case "num_input_tokens":
+                return [self._prompt_tokens]
+            case _:
+                return self._tokens
+
+
+async def _whole(ask: Ask, generation: Generation) -> _Outputs:
+    before = ask.call.prompt if ask.echo and isinstance(ask.call.prompt, str) else ""
+    return _Outputs(generation, [delta async for delta in generation], before)
+
+
+def _ask(frontend: Frontend, request: pb.ModelInferRequest, rpc: Rpc) -> Ask:
+    _check_model(frontend, request.model_name, request.model_version)
+    return ask_of(request, timeout=rpc.time_remaining(), tenant=rpc.caller.name, trace=rpc.trace())
+
+
+def _check_model(frontend: Frontend, name: str, version: str) -> None:
+    frontend.check_model(name)
+    if version not in ("", _VERSION):
+        raise ServeError(
+            Kind.NOT_FOUND, f"model_version={version[:100]!r} is not served, only {_VERSION!r}", field="model_version"
+        )
+
+
+def _response(request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version=_VERSION, id=request.id)
+    for name in ask.outputs:
+        add_output(response, name, OUTPUTS[name][0], outputs.column(name), raw=ask.raw)
+    return response

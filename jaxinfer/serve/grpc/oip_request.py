@@ -1,0 +1,175 @@
+"""What a ModelInferRequest asks for: tensors and parameters as the LLM backends of Triton name them.
+
+Sampling parameters come as request parameters, or in the input ``sampling_parameters``, a JSON object, where numbers
+may be written as strings. What is given in both is refused, as is everything that is not known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxinfer.oip import open_inference_pb2 as pb
+from jaxinfer.serve.calls import Call
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.grpc.tensors import read_scalar, refuse, text_of
+from jaxinfer.serve.http.bodies import parse
+from jaxinfer.types import SamplingParams
+
+INPUTS: Mapping[str, str] = MappingProxyType(
+    {
+        "text_input": "BYTES",
+        "stream": "BOOL",
+        "sampling_parameters": "BYTES",
+        "exclude_input_in_output": "BOOL",
+        "return_finish_reason": "BOOL",
+        "return_num_input_tokens": "BOOL",
+        "return_num_output_tokens": "BOOL",
+    }
+)
+"""Inputs and their datatypes, each of one element; all but the first are optional. ``prompt`` is another name of it."""
+OUTPUTS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "text_output": ("BYTES", -1),
+        "finish_reason": ("BYTES", -1),
+        "num_input_tokens": ("UINT32", 1),
+        "num_output_tokens": ("UINT32", -1),
+    }
+)
+"""Outputs, their datatypes and sizes; -1: one element for each of ``n``."""
+
+_ALIAS = "prompt"
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_TEXTS = frozenset({"stop", "bad_words"})
+_MAX_DIGITS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """A generation, and how to answer it.
+
+    Attributes:
+        stream: in pieces.
+        echo: the answer begins with the prompt.
+        outputs: names of `OUTPUTS`, in the order in which they are answered.
+        raw: the client writes raw contents, and reads them.
+    """
+
+    call: Call
+    stream: bool
+    echo: bool
+    outputs: tuple[str, ...]
+    raw: bool
+
+
+def ask_of(request: pb.ModelInferRequest, *, timeout: float | None, tenant: str, trace: Mapping[str, str]) -> Ask:
+    """Raises `ServeError` INVALID; the message names the tensor or the parameter."""
+    inputs = _inputs(request)
+    if "text_input" not in inputs:
+        raise refuse("text_input", "the request must have this input")
+    prompt, stream = text_of("text_input", inputs["text_input"]), bool(inputs.get("stream", False))
+    exclude = bool(inputs.get("exclude_input_in_output", stream))
+    if stream and not exclude:
+        raise refuse("exclude_input_in_output", "a stream never repeats the prompt: it must be true, or left out")
+    parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
+    call = Call(
+        prompt,
+        model=request.model_name,
+        priority=parameters.pop("priority", 0),
+        timeout=_earlier(timeout, parameters.pop("timeout", None)),
+        tenant=tenant,
+        trace=trace,
+        sampling=_sampling(parameters, inputs.get("sampling_parameters")),
+    )
+    return Ask(call, stream, not exclude, _outputs(request, inputs), bool(request.raw_input_contents))
+
+
+def _inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise refuse("raw_input_contents", f"there must be one for each input, not {len(raws)}")
+    found: dict[str, bytes | bool] = {}
+    for rank, tensor in enumerate(request.inputs):
+        name = "text_input" if tensor.name == _ALIAS else tensor.name
+        if name not in INPUTS:
+            raise refuse(tensor.name[:100], f"there is no such input: they are {', '.join(INPUTS)}")
+        if name in found:
+            raise refuse(tensor.name, "this input was given twice")
+        found[name] = read_scalar(tensor, raws[rank] if raws else None, INPUTS[name])
+    return found
+
+
+def _outputs(request: pb.ModelInferRequest, inputs: Mapping[str, bytes | bool]) -> tuple[str, ...]:
+    """Those that are named, or the text and what ``return_*`` asks for."""
+    for output in request.outputs:
+        if output.name not in OUTPUTS:
+            raise refuse(output.name[:100], f"there is no such output: they are {', '.join(OUTPUTS)}")
+        if output.parameters:
+            raise refuse(output.name, f"its parameter {min(output.parameters)[:100]!r} is not served")
+    if request.outputs:
+        return tuple(dict.fromkeys(output.name for output in request.outputs))
+    return ("text_output", *(name for name in OUTPUTS if inputs.get(f"return_{name}", False)))
+
+
+def _sampling(parameters: dict[str, Any], encoded: bytes | bool | None) -> dict[str, Any]:
+    """``triton_enable_empty_final_response`` is left out: the last response says that it is the last, and is never
+    empty."""
+    parameters.pop("triton_enable_empty_final_response", None)
+    for name in sorted(parameters.keys() - _SAMPLING):
+        raise refuse(name[:100], f"there is no such parameter: they are {', '.join(sorted(_SAMPLING))}")
+    given = {} if encoded is None else _decoded(encoded)
+    for name in sorted(given.keys() & parameters.keys()):
+        raise refuse(name, "it is in sampling_parameters and in the request's parameters")
+    return {name: _typed(name, value) for name, value in {**given, **parameters}.items()}
+
+
+def _decoded(encoded: bytes | bool) -> dict[str, Any]:
+    assert isinstance(encoded, bytes)
+    try:
+        given = parse(encoded)
+    except ServeError as error:
+        raise _about_json(error.message.removeprefix("the body ")) from error
+    if not isinstance(given, dict):
+        raise _about_json("must be a JSON object")
+    return given
+
+
+def _about_json(reason: str) -> ServeError:
+    error = refuse("sampling_parameters", reason)
+    error.message = f"sampling_parameters {reason}"
+    return error
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Strings that spell a number or a truth value become it; JSON's keys of logit_bias become token ids."""
+    if name == "logit_bias" and isinstance(value, dict):
+        return {int(key) if _is_number(key) else key: bias for key, bias in value.items()}
+    if name in _TEXTS or not isinstance(value, str):
+        return value
+    try:
+        spelt = parse(value.encode())
+    except ServeError:  # no JSON: the validator refuses the string under its name
+        return value
+    return spelt if isinstance(spelt, int | float) else value
+
+
+def _is_number(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS
+
+
+def _value(parameter: pb.InferParameter) -> Any:
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+def _earlier(seconds: float | None, microseconds: object) -> float | None:
+    """The deadline of the call, or Triton's parameter ``timeout``; 0 of it means none."""
+    if microseconds is None:
+        return seconds
+    if isinstance(microseconds, bool) or not isinstance(microseconds, int) or microseconds < 0:
+        raise refuse("timeout", f"{microseconds!r:.100} must be a number of microseconds")
+    if microseconds == 0:
+        return seconds
+    return microseconds / 1e6 if seconds is None else min(seconds, microseconds / 1e6)
