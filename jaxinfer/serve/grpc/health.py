@@ -75,7 +75,7 @@ class Health(HealthServicer):
                 return
             await changed.wait()
 
-    def _status(self, service: str) -> pb.HealthCheckResponse.ServingStatus:
+    def _status(self, service: str) -> int:
         if service != LIVENESS and service not in self._services:
             return _UNKNOWN
         ready = not self._closed and (service == LIVENESS or self._is_ready())
