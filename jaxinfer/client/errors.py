@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError
 
-from jaxinfer.internal.standard_pb2 import BadRequest, RetryInfo, RpcStatus
+from jaxinfer.internal.standard_pb2 import BadRequest, ErrorInfo, RetryInfo, RpcStatus
 from jaxinfer.v1 import inference_pb2 as pb
 
 _DETAILS = "grpc-status-details-bin"
@@ -24,12 +24,14 @@ class ServerError(Exception):
         code: the gRPC status.
         field: which field of the request is wrong, where one is.
         retry_after: seconds after which the server would have the call made again, where it said so.
+        fault: of an `InternalError`: the id under which the server's log explains it.
     """
 
     message: str
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
     field: str | None = None
     retry_after: float | None = None
+    fault: str | None = None
 
     def __str__(self) -> str:
         return self.message
@@ -76,7 +78,7 @@ class Cancelled(ServerError):
 
 
 class InternalError(ServerError):
-    """A fault of the server. The message holds an id that its log explains."""
+    """A fault of the server, which its log explains under ``fault``."""
 
 
 class Truncated(ServerError):
@@ -124,7 +126,7 @@ def _details_in(trailing: Iterable[tuple[str, str | bytes]]) -> Iterable[Any]:
 
 
 def _error(code: grpc.StatusCode, message: str, details: Iterable[Any]) -> ServerError:
-    field = retry_after = None
+    field = retry_after = fault = None
     for detail in details:
         try:
             match detail.type_url.rpartition("/")[2]:
@@ -133,12 +135,14 @@ def _error(code: grpc.StatusCode, message: str, details: Iterable[Any]) -> Serve
                 case "google.rpc.RetryInfo":
                     delay = RetryInfo.FromString(detail.value).retry_delay
                     retry_after = delay.seconds + delay.nanos / 1e9
+                case "google.rpc.ErrorInfo":
+                    fault = ErrorInfo.FromString(detail.value).metadata.get("id")
         except DecodeError:
             continue
     kind = _CLASSES.get(code, ServerError)
     if kind is ResourceExhausted and retry_after is not None:
         kind = QueueFull
-    return kind(message, code, field, retry_after)
+    return kind(message, code, field, retry_after, fault)
 
 
 def _first_field(request: BadRequest) -> str | None:

@@ -26,13 +26,15 @@ from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n jaxinfer/internal/standard.proto\x12\x11jaxinfer.internal\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"Q\n\tRpcStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x8a\x01\n\nBadRequest\x12\x46\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32,.jaxinfer.internal.BadRequest.FieldViolation\x1a\x34\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\";\n\tRetryInfo\x12.\n\x0bretry_delay\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xac\x01\n\x13HealthCheckResponse\x12\x44\n\x06status\x18\x01 \x01(\x0e\x32\x34.jaxinfer.internal.HealthCheckResponse.ServingStatus\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n jaxinfer/internal/standard.proto\x12\x11jaxinfer.internal\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"Q\n\tRpcStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x8a\x01\n\nBadRequest\x12\x46\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32,.jaxinfer.internal.BadRequest.FieldViolation\x1a\x34\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\";\n\tRetryInfo\x12.\n\x0bretry_delay\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9a\x01\n\tErrorInfo\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12<\n\x08metadata\x18\x03 \x03(\x0b\x32*.jaxinfer.internal.ErrorInfo.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xac\x01\n\x13HealthCheckResponse\x12\x44\n\x06status\x18\x01 \x01(\x0e\x32\x34.jaxinfer.internal.HealthCheckResponse.ServingStatus\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxinfer.internal.standard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ERRORINFO_METADATAENTRY']._loaded_options = None
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_RPCSTATUS']._serialized_start=114
   _globals['_RPCSTATUS']._serialized_end=195
   _globals['_BADREQUEST']._serialized_start=198
@@ -41,10 +43,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BADREQUEST_FIELDVIOLATION']._serialized_end=336
   _globals['_RETRYINFO']._serialized_start=338
   _globals['_RETRYINFO']._serialized_end=397
-  _globals['_HEALTHCHECKREQUEST']._serialized_start=399
-  _globals['_HEALTHCHECKREQUEST']._serialized_end=436
-  _globals['_HEALTHCHECKRESPONSE']._serialized_start=439
-  _globals['_HEALTHCHECKRESPONSE']._serialized_end=611
-  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=532
-  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=611
+  _globals['_ERRORINFO']._serialized_start=400
+  _globals['_ERRORINFO']._serialized_end=554
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_start=507
+  _globals['_ERRORINFO_METADATAENTRY']._serialized_end=554
+  _globals['_HEALTHCHECKREQUEST']._serialized_start=556
+  _globals['_HEALTHCHECKREQUEST']._serialized_end=593
+  _globals['_HEALTHCHECKRESPONSE']._serialized_start=596
+  _globals['_HEALTHCHECKRESPONSE']._serialized_end=768
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=689
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=768
 # @@protoc_insertion_point(module_scope)

@@ -26,12 +26,13 @@ from tests.serve.grpc.running import Running, running
 PROMPT = "Hi ö"
 IDS = [FIRST_BYTE + byte for byte in PROMPT.encode()]
 SAMPLING: dict[str, Any] = {"max_tokens": 24, "seed": 5}
+HARMLESS = Mischief()
 TEXT = expected_text(IDS, 5, 0, 24)
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    mischief: Mischief = Mischief(), ready: Callable[[], bool] = lambda: True, **how: Any
+    mischief: Mischief = HARMLESS, ready: Callable[[], bool] = lambda: True, **how: Any
 ) -> AsyncIterator[tuple[Running, str]]:
     """A server and where it listens."""
     async with running(mischief, more=lambda made: [(SERVICE, OpenInference(made, ready))], **how) as run:
