@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,9 @@ class Lengths(NamedTuple):
         return int(rng.integers(self.low, self.high + 1))
 
 
+DEFAULT_LENGTHS = Lengths(128, 128)
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What the options say of the requests.
@@ -50,7 +52,7 @@ class Asked:
     tokens_per_word: float
     max_len: int | None = None
     path: pathlib.Path | None = None
-    input: Lengths = Lengths(128, 128)
+    input: Lengths = DEFAULT_LENGTHS
     output: Lengths | None = None
     prefix_len: int = 0
     groups: int = 1
@@ -59,7 +61,7 @@ class Asked:
 
     @property
     def outputs(self) -> Lengths:
-        return self.output or Lengths(128, 128)
+        return self.output or DEFAULT_LENGTHS
 
 
 def random(asked: Asked, seed: int) -> Iterator[Item]:
@@ -70,11 +72,12 @@ def random(asked: Asked, seed: int) -> Iterator[Item]:
 def shared_prefix(asked: Asked, seed: int) -> Iterator[Item]:
     """Each prompt begins with one of ``groups`` prefixes."""
     rng, prompts = np.random.default_rng(seed), asked.prompts
-    prefixes = [prompts.draw(asked.prefix_len, rng) if asked.prefix_len else [] for _ in range(asked.groups)]
+    nothing = np.zeros(0, np.int32)
+    prefixes = [prompts.draw(asked.prefix_len, rng) if asked.prefix_len else nothing for _ in range(asked.groups)]
     while True:
         prefix = prefixes[int(rng.integers(asked.groups))]
         own = prompts.draw(asked.input.draw(rng), rng)
-        whole = np.concatenate([prefix, own]).astype(np.int32)
+        whole = np.concatenate([prefix, own])
         yield Item(prompts.build(whole), prompts.length(whole), asked.outputs.draw(rng))
 
 
@@ -204,10 +207,6 @@ DATASETS: Mapping[str, Dataset] = {
     "azure": Dataset(azure),
     "mooncake": Dataset(mooncake),
 }
-
-
-def first(items: Iterator[Item], count: int) -> list[Item]:
-    return list(itertools.islice(items, count))
 
 
 def describe(asked: Asked) -> dict[str, Any]:

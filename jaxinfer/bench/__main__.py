@@ -1,0 +1,40 @@
+"""``python -m jaxinfer.bench serve``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jaxinfer.bench import self_test, serve
+from jaxinfer.bench.datasets import DatasetError
+from jaxinfer.bench.options import OptionsError, parse
+from jaxinfer.bench.plot import PlotError
+from jaxinfer.bench.target import TargetError
+from jaxinfer.bench.traces import TraceError
+
+ERRORS = (OptionsError, TargetError, DatasetError, TraceError, PlotError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1: nothing succeeded, or with --strict the generator was the bottleneck; 2 and one sentence on stderr: it
+    cannot be measured; 130: interrupted, after what there is was reported."""
+    try:
+        return asyncio.run(_command(parse(arguments)))
+    except ERRORS as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return serve.INTERRUPTED
+
+
+async def _command(options: argparse.Namespace) -> int:
+    report = Console()
+    return await (self_test.measure(report) if options.self_test else serve.measure(options, report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""A server without a model, whose times are known: what the load generator reports of it is the generator's own.
+
+    python -m jaxinfer.bench.null_server http --ttft 0.05 --itl 0.01
+
+prints its port and serves on loopback until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from rich.console import Console
+
+from jaxinfer.bench.http1 import MAX_HEAD
+from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.v1 import inference_pb2_grpc as pb_grpc
+
+MODEL, VOCAB, MAX_LEN, MAX_BODY = "null", 32_000, 1 << 20, 64 << 20
+HOST = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """Seconds from a request to its first token, and from each to the next."""
+
+    ttft: float = 0.0
+    itl: float = 0.0
+
+    async def tokens(self, count: int) -> AsyncIterator[int]:
+        """Each at its own time since the request came: what is late does not make the next one late."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        for number in range(count):
+            wait = start + self.ttft + number * self.itl - loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            yield number
+
+
+class Inference(pb_grpc.InferenceServicer):
+    """What the load generator calls, over gRPC."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:  # noqa: N802 - gRPC's
+        if request.HasField("model") and request.model != MODEL:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no model {request.model!r}")
+        return pb.ModelInfo(name=MODEL, vocab_size=VOCAB, max_model_len=MAX_LEN)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802 - gRPC's
+        return pb.TokenizeResponse(token_ids=range(len(request.text.split())))
+
+    async def Generate(  # noqa: N802 - gRPC's
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        prompt = len(request.token_ids.ids) or len(request.prompt.split())
+        yield pb.GenerateResponse(started=pb.Started(prompt_tokens=prompt))
+        count = request.sampling.max_tokens
+        async for number in self._script.tokens(count):
+            delta = pb.Delta(text=" the", token_ids=[number % VOCAB])
+            if number == count - 1:
+                delta.finish_reason = pb.FINISH_REASON_LENGTH
+            yield pb.GenerateResponse(delta=delta)
+        usage = pb.Usage(prompt_tokens=prompt, completion_tokens=count)
+        yield pb.GenerateResponse(finished=pb.Finished(usage=usage))
+
+
+async def serve_grpc(script: Script) -> tuple[grpc.aio.Server, int]:
+    """The server, started, and its port."""
+    server = grpc.aio.server()
+    pb_grpc.add_InferenceServicer_to_server(Inference(script), server)
+    port = server.add_insecure_port(f"{HOST}:0")
+    await server.start()
+    return server, port
+
+
+async def serve_http(script: Script) -> tuple[asyncio.Server, int]:
+    """The same over HTTP."""
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await _one(script, reader, writer):
+                pass
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the client has gone
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(connected, HOST, 0, limit=MAX_HEAD)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def _one(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Answer one request; False if the connection ends with it."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+    length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
+    if length > MAX_BODY:
+        return False
+    asked = json.loads(await reader.readexactly(length) or b"{}")
+    if asked.get("stream"):
+        await _stream(script, asked, writer)
+    else:
+        choices = {"data": [{"id": MODEL, "max_model_len": MAX_LEN}], "choices": [], "usage": _usage(asked)}
+        body = json.dumps(choices).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    return True
+
+
+async def _stream(script: Script, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+    choice = {"index": 0, "text": " the", "delta": {"content": " the"}, "finish_reason": None}
+    event = _chunk({"id": "cmpl-0", "model": MODEL, "choices": [choice]})
+    async for _ in script.tokens(asked["max_tokens"]):
+        writer.write(event)
+        await writer.drain()
+    writer.write(_chunk({"choices": [], "usage": _usage(asked)}) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+    await writer.drain()
+
+
+def _usage(asked: dict[str, Any]) -> dict[str, int]:
+    prompt = asked.get("prompt") or " ".join(message["content"] for message in asked.get("messages", []))
+    length = len(prompt.split() if isinstance(prompt, str) else prompt)
+    return {"prompt_tokens": length, "completion_tokens": asked.get("max_tokens", 0)}
+
+
+def _chunk(content: dict[str, Any]) -> bytes:
+    data = b"data: %s\n\n" % json.dumps(content, separators=(",", ":")).encode()
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+async def _serve(protocol: str, script: Script) -> None:
+    _server, port = await (serve_grpc if protocol == "grpc" else serve_http)(script)
+    Console().print(port)
+    await asyncio.to_thread(sys.stdin.read)  # ends with who started this
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m jaxinfer.bench.null_server")
+    parser.add_argument("protocol", choices=("grpc", "http"))
+    parser.add_argument("--ttft", type=float, default=0.0, help="seconds")
+    parser.add_argument("--itl", type=float, default=0.0, help="seconds")
+    options = parser.parse_args(arguments)
+    asyncio.run(_serve(options.protocol, Script(options.ttft, options.itl)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

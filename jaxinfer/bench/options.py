@@ -1,0 +1,183 @@
+"""The options of ``python -m jaxinfer.bench serve``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import urllib.parse
+from collections.abc import Sequence
+
+from jaxinfer.bench.datasets import DATASETS, Lengths
+from jaxinfer.bench.figures import MS, Goals
+from jaxinfer.bench.http_target import PATHS
+
+SCHEMES = ("grpc", "grpcs", "http", "https")
+DEFAULT_REQUESTS, DEFAULT_USERS, DEFAULT_SWEEP_SECONDS = 200, 8, 20.0
+
+
+class OptionsError(ValueError):
+    """Options that contradict each other. The message says which."""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """
+    Raises:
+        OptionsError: they contradict each other.
+        SystemExit: argparse's, for what it refuses itself and for --help.
+    """
+    parser = argparse.ArgumentParser(prog="python -m jaxinfer.bench", description="Load on a server, and what comes.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="measure a server", description=_DESCRIPTION)
+    for add in (_target, _load, _sweep, _dataset, _report):
+        add(serve)
+    options = parser.parse_args(arguments)
+    _check(options)
+    return options
+
+
+_DESCRIPTION = "Put load on a server and report what its users see. docs/load_testing.md says how to read it."
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--target", type=_url, help="grpc://HOST:PORT, http://HOST:PORT, or grpcs://, https://")
+    group.add_argument("--model", help="as the server names it (default: the one it serves)")
+    group.add_argument("--endpoint", choices=sorted(PATHS), default="completions", help="over HTTP")
+    group.add_argument("--api-key-file", type=pathlib.Path, help="its first line is the key")
+    group.add_argument("--ca-file", type=pathlib.Path, help="PEM of whom to trust, under TLS")
+    group.add_argument("--connections", type=_count, default=8, help="over gRPC; requests take turns (default 8)")
+    group.add_argument("--timeout", type=_positive, default=600.0, help="seconds for one request (default 600)")
+    group.add_argument("--vocab-size", type=_count, help="over HTTP: prompts are random ids below it, not words")
+    group.add_argument("--temperature", type=_not_negative, default=0.0)
+
+
+def _load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    how = group.add_mutually_exclusive_group()
+    how.add_argument("--request-rate", type=_positive, help="open loop: requests a second, inf: all at once")
+    how.add_argument("--concurrency", type=_count, help=f"closed loop: so many users (default {DEFAULT_USERS})")
+    how.add_argument("--speed", type=_positive, help="open loop: a trace's arrivals, so many times as fast")
+    group.add_argument(
+        "--burstiness", type=_positive, default=1.0, help="gamma shape: 1 Poisson, less: bursts, inf: even"
+    )
+    group.add_argument("--num-requests", type=_count, help=f"(default {DEFAULT_REQUESTS}, without --duration)")
+    group.add_argument("--duration", type=_positive, help="seconds in which requests are begun")
+    group.add_argument("--warmup", type=int, default=0, help="requests beforehand that do not count (default 0)")
+    group.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and sampling (default 0)")
+
+
+def _sweep(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sweep")
+    group.add_argument("--sweep", action="store_true", help="search the highest rate that holds, from --request-rate")
+    group.add_argument("--sweep-precision", type=_positive, default=0.1, help="relative (default 0.1)")
+    group.add_argument("--sweep-max-rate", type=_positive, default=65536.0)
+    group.add_argument("--good-share", type=_positive, default=0.9, help="of requests within --goodput (default 0.9)")
+    group.add_argument("--keep-up", type=_positive, default=0.9, help="ending over coming requests (default 0.9)")
+
+
+def _dataset(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--dataset", choices=sorted(DATASETS), default="random")
+    group.add_argument("--dataset-path", type=pathlib.Path, help="the file, for those that are one")
+    group.add_argument("--input-len", type=_lengths, default=Lengths(128, 128), metavar="N|LOW:HIGH")
+    group.add_argument("--output-len", type=_lengths, metavar="N|LOW:HIGH", help="(default 128, or the data set's)")
+    group.add_argument("--prefix-len", type=_tokens, default=0, help="shared-prefix, sonnet: tokens shared")
+    group.add_argument("--groups", type=_count, default=1, help="shared-prefix: different prefixes")
+    group.add_argument("--scale", type=_positive, help="azure: lengths times this (default: the longest fits)")
+    group.add_argument("--block-tokens", type=_count, default=512, help="mooncake: tokens of a block (default 512)")
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="outputs of exactly the asked length (default: but for sharegpt)",
+    )
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("report")
+    group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 tpot:50 e2e:5000")
+    group.add_argument("--out", type=pathlib.Path, help="JSON lines: settings, each request, figures")
+    group.add_argument("--plot", type=pathlib.Path, help="PNG: throughput against latency")
+    group.add_argument("--strict", action="store_true", help="exit code 1 if the generator was the bottleneck")
+    group.add_argument("--max-lateness", type=_positive, default=10.0, help="ms at p99, of sending (default 10)")
+    group.add_argument("--max-lag", type=_positive, default=10.0, help="ms at p99, of the event loop (default 10)")
+    group.add_argument(
+        "--self-test", action="store_true", help="measure the generator, with a server that does nothing"
+    )
+
+
+def _url(text: str) -> str:
+    url = urllib.parse.urlsplit(text)
+    try:
+        fine = url.scheme in SCHEMES and url.hostname and (url.port is None or url.port > 0)
+    except ValueError:
+        fine = False
+    if not fine:
+        raise argparse.ArgumentTypeError(f"{text!r} is not grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
+    return text
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if math.isnan(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _tokens(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return value
+
+
+def _lengths(text: str) -> Lengths:
+    low, _, high = text.partition(":")
+    found = Lengths(_count(low), _count(high or low))
+    if found.low > found.high:
+        raise argparse.ArgumentTypeError(f"{text}: {found.low} is above {found.high}")
+    return found
+
+
+def goals(words: Sequence[str]) -> Goals:
+    """``ttft:200`` and the like, in milliseconds.
+
+    Raises:
+        OptionsError: one is none.
+    """
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            found[name] = float(value) / MS
+        except ValueError:
+            found[name] = math.nan
+        if name not in ("ttft", "tpot", "e2e") or not found[name] > 0:
+            raise OptionsError(f"--goodput {word}: not one of ttft:MS, tpot:MS, e2e:MS")
+    return Goals(**found)
+
+
+def _check(options: argparse.Namespace) -> None:
+    goals(options.goodput)
+    if options.target is None and not options.self_test:
+        raise OptionsError("--target is missing: where is the server?")
+    if options.sweep and (options.concurrency or options.speed):
+        raise OptionsError("--sweep tries rates: --concurrency and --speed have none")
+    if options.speed and options.dataset not in ("azure", "mooncake"):
+        raise OptionsError(f"--speed needs arrival times, and the {options.dataset} data set has none")
+    if options.request_rate == math.inf and (options.sweep or not options.num_requests):
+        raise OptionsError("--request-rate inf needs --num-requests and no --sweep")

@@ -1,0 +1,131 @@
+"""The report at the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxinfer.bench.sweep import Knee
+
+BOTTLENECK = "the generator was the bottleneck"
+_LATENCIES = {
+    "ttft": "TTFT, from when due",
+    "ttft_sent": "TTFT, from when sent",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2e": "E2E, from when due",
+    "e2e_sent": "E2E, from when sent",
+}
+
+
+def show(console: Console, figures: Mapping[str, Any]) -> None:
+    """One run."""
+    console.print(_latencies(figures["latency"]))
+    for line in _lines(figures):
+        console.print(line, highlight=False)
+    for doubt in figures["generator"]["doubts"]:
+        console.print(f"[bold red]{BOTTLENECK}: {doubt}[/]", highlight=False)
+
+
+def _latencies(latency: Mapping[str, Any]) -> Table:
+    table = Table()
+    table.add_column("milliseconds")
+    for name in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+    for name, words in _LATENCIES.items():
+        found = latency[name]
+        cells = [f"{found[each] * 1e3:.2f}" for each in ("mean", "p50", "p90", "p99", "max")] if found else ["-"] * 5
+        table.add_row(words, *cells)
+    return table
+
+
+def _lines(figures: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"requests      {figures['completed']} of {figures['requests']} in {figures['seconds']:.2f} s: "
+        f"{figures['requests_per_second']:.2f}/s, at most {figures['peak_in_flight']} at once",
+        f"tokens        {figures['input_tokens']} in ({figures['cached_tokens']} of them cached), "
+        f"{figures['output_tokens']} out: {figures['output_tokens_per_second']:.1f} output tokens/s",
+        *_users(figures["latency"]["user_tokens_per_second"]),
+        *_goodput(figures["goodput"]),
+        *_oddities(figures),
+        *_generator(figures["generator"]),
+    ]
+    return [escape(line) for line in lines]
+
+
+def _users(found: Mapping[str, float] | None) -> list[str]:
+    if not found:
+        return []
+    words = f"mean {found['mean']:.1f}, p50 {found['p50']:.1f}, 90 % have {found['p90']:.1f}, 99 % {found['p99']:.1f}"
+    return [f"each user     {words}, the slowest {found['min']:.1f} tokens/s"]
+
+
+def _goodput(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    goals = ", ".join(f"{name} {value * 1e3:g} ms" for name, value in found["goals"].items() if value is not None)
+    return [f"goodput       {found['requests_per_second']:.2f} requests/s, {found['share']:.1%} within {goals}"]
+
+
+def _oddities(figures: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"failed        {count} x {kind}: {figures['error_examples'][kind]}"
+        for kind, count in figures["errors"].items()
+    ]
+    if figures["other_length"]:
+        lines.append(f"other length  {figures['other_length']} outputs are not as long as asked")
+    if figures["estimated_counts"]:
+        lines.append(f"no usage      {figures['estimated_counts']} outputs were counted by deliveries")
+    per = figures["tokens_per_delivery"]
+    if per is not None and per > 1.05:
+        lines.append(f"deliveries    of {per:.2f} tokens on average: ITL is the time between deliveries")
+    return lines
+
+
+def _generator(found: Mapping[str, Any]) -> list[str]:
+    parts = [f"{found['cpu_share']:.0%} of a processor"]
+    for name, words in (("lateness", "sends late by p99"), ("loop_lag", "event loop lags by p99")):
+        if found[name] is not None:
+            parts.append(f"{words} {found[name]['p99'] * 1e3:.2f} ms")
+    if found["cpu_seconds_per_delivery"] is not None:
+        parts.append(f"{found['cpu_seconds_per_delivery'] * 1e6:.0f} us a delivery")
+    return [f"generator     {', '.join(parts)}"]
+
+
+def show_sweep(console: Console, points: Sequence[Mapping[str, Any]], knee: Knee) -> None:
+    """All rates of a sweep, and the knee."""
+    table = Table()
+    heads = ("rate", "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "keeps up", "good")
+    for name in (*heads, "holds"):
+        table.add_column(name, justify="right")
+    for point in sorted(points, key=lambda each: each["rate"]):
+        table.add_row(*_point(point))
+    console.print(table)
+    console.print(_knee(knee), highlight=False)
+
+
+def _point(point: Mapping[str, Any]) -> list[str]:
+    times = [point["latency"][name] for name in ("ttft", "tpot")]
+    cells = [f"{found[each] * 1e3:.1f}" if found else "-" for found in times for each in ("p50", "p99")]
+    keeping, good = point["keeping_up"], point["goodput"]
+    return [
+        f"{point['rate']:.3g}",
+        f"{point['requests_per_second']:.2f}",
+        f"{point['output_tokens_per_second']:.0f}",
+        *cells,
+        "-" if keeping is None else f"{keeping:.0%}",
+        "-" if good is None else f"{good['share']:.0%}",
+        point["breaks"] or "yes",
+    ]
+
+
+def _knee(knee: Knee) -> str:
+    if knee.holds is None:
+        return f"no rate held, down to {knee.breaks:.3g} requests/s"
+    if knee.breaks is None:
+        return f"{knee.holds:.3g} requests/s held, and nothing higher was tried: no knee was found"
+    return f"the knee: {knee.holds:.3g} requests/s hold, {knee.breaks:.3g} do not"
