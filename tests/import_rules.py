@@ -47,6 +47,9 @@ STOREY = {
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
+# Modules of a room that are doors themselves: nobody imports them.
+SERVERS = {"jaxinfer.serve.__main__", "jaxinfer.serve.core.__main__"}
+
 WIRE = {"grpc", "google"}
 NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
 # What a room may import besides the standard library. Rooms above the engine: anything that pyproject.toml declares.
@@ -73,6 +76,11 @@ NO_JAX = (
     "jaxinfer.serve.auth",
     "jaxinfer.serve.backend",
     "jaxinfer.serve.calls",
+    "jaxinfer.serve.core.child",
+    "jaxinfer.serve.core.link",
+    "jaxinfer.serve.core.process",
+    "jaxinfer.serve.core.service",
+    "jaxinfer.serve.core.supervisor",
     "jaxinfer.serve.errors",
     "jaxinfer.serve.frontend",
     "jaxinfer.serve.grpc",
@@ -84,6 +92,7 @@ NO_JAX = (
     "jaxinfer.kv.manager",
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
+    "jaxinfer.engine.async_engine",
     "jaxinfer.engine.queues",
     "jaxinfer.engine.scheduler",
     "jaxinfer.engine.sequence",
@@ -105,7 +114,7 @@ class Module:
         parts = self.name.split(".")
         if parts[0] != "jaxinfer" or len(parts) == 1:
             return parts[0]
-        return "generate" if self.name == "jaxinfer.serve.__main__" else parts[1]
+        return "generate" if self.name in SERVERS else parts[1]
 
     def imports(self, within: ast.AST | None = None) -> Iterator[tuple[int, str]]:
         for node in ast.walk(within or self.tree):

@@ -39,8 +39,8 @@ class Steps(Protocol):
 class Outlet(Protocol):
     """Where the deltas of some requests go; compared by ``==`` and hashed, to find what goes to the same one."""
 
-    def deliver(self, news: Sequence[tuple[Feed, SequenceDelta | Closed]]) -> bool:
-        """What one step brought, called by the engine's thread; false: nobody is there any more."""
+    def deliver(self, news: Sequence[tuple[Any, SequenceDelta | Closed]]) -> bool:
+        """What one step brought to its feeds, called by the engine's thread; false: nobody is there any more."""
         ...
 
 
@@ -87,7 +87,7 @@ class AsyncEngine:
         on_end: called by the thread when it ends, stopped or by a fault.
     """
 
-    def __init__(self, engine: Steps, on_end: Callable[[Closed], None] | None = None) -> None:
+    def __init__(self, engine: Steps, on_end: Callable[[Closed], object] | None = None) -> None:
         self._engine, self._on_end = engine, on_end
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._streams: dict[str, Feed] = {}

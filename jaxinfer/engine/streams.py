@@ -45,7 +45,7 @@ class DeltaStream:
         self._closed: Closed | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    def __aiter__(self) -> DeltaStream:
+    def __aiter__[S: DeltaStream](self: S) -> S:
         return self
 
     async def __anext__(self) -> SequenceDelta:
@@ -72,11 +72,16 @@ class DeltaStream:
         self._news.clear()
         self._wake()
 
-    async def __aenter__(self) -> DeltaStream:
+    async def __aenter__[S: DeltaStream](self: S) -> S:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    @property
+    def ended(self) -> bool:
+        """Every sample has; what came last may not be read yet."""
+        return not self._open
 
     def take(self, news: SequenceDelta | Closed) -> None:
         """Put down what the engine sent."""

@@ -1,0 +1,91 @@
+"""`python -m jaxinfer.serve.core`: the engine's process, started by the front end (see supervisor.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+
+import jax
+
+from jaxinfer.config import EngineConfigError
+from jaxinfer.engine.engine import Engine
+from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine
+from jaxinfer.models.model import Model
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.core import process
+from jaxinfer.serve.core.service import Built, Report
+from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.text.intake import recommended_sampling
+from jaxinfer.weights.checkpoint import read_json_object
+
+
+def build(settings: CoreSettings, report: Report) -> Built:
+    """As `jaxinfer.LLM` does it.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: see `start_engine`.
+    """
+
+    def weights(done: int, total: int, name: str) -> None:
+        report(pb.Startup(phase=pb.Startup.LOADING_WEIGHTS, bytes_done=done, bytes_total=total))
+
+    def compiled(done: int, total: int) -> None:
+        phase = pb.Startup.CHECKING if done == total else pb.Startup.COMPILING
+        report(pb.Startup(phase=phase, compilations_done=done, compilations_total=total))
+
+    report(pb.Startup(phase=pb.Startup.STARTING))
+    model, engine = start_engine(
+        settings.model,
+        settings.engine,
+        settings.dtype,
+        check_finite=settings.check_finite,
+        compilation_cache_dir=settings.compilation_cache_dir,
+        show_progress=False,
+        progress=StartProgress(weights, compiled),
+    )
+    folder = model_folder(settings.model)
+    name = settings.served_model_name or folder_name(settings.model, folder)
+    profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
+    return Built(engine, describe(model, engine, name, folder), str(folder), profiler)
+
+
+def folder_name(model: str, folder: pathlib.Path) -> str:
+    """What clients call a model that was given no name: as it was asked for, or a path's last part."""
+    return folder.name if pathlib.Path(model).exists() else model
+
+
+def describe(model: Model, engine: Engine, name: str, folder: pathlib.Path) -> ModelCard:
+    """What the front end needs to know of a model and its engine."""
+    named = read_json_object(folder / "config.json").get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else type(model.module).__name__
+    return ModelCard(
+        name=name,
+        architecture=architecture,
+        dtype=str(model.dtype),
+        max_model_len=engine.config.max_model_len,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=list(model.tokenizer.eos_ids) if model.tokenizer is not None else [],
+        defaults=recommended_sampling(model.generation_config),
+        engine=dataclasses.asdict(engine.config),
+        created=int(time.time()),
+    )
+
+
+class JaxProfiler:
+    """Traces for TensorBoard and Perfetto below a folder."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+
+    def start(self) -> None:
+        jax.profiler.start_trace(str(self._folder))
+
+    def stop(self) -> str:
+        jax.profiler.stop_trace()
+        return str(self._folder)
+
+
+if __name__ == "__main__":
+    process.run(build, (*LOADING_ERRORS, EngineConfigError))

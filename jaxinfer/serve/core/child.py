@@ -1,0 +1,70 @@
+"""A core as its parent sees it: a process, its socket, and the link to it. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+
+from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.serve.core.link import CoreLink
+from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.settings import ServeConfig
+
+
+class Child:
+    """One core. Made by `start`; `end` must be called."""
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: pathlib.Path, link: CoreLink) -> None:
+        self.process, self.link, self._folder = process, link, folder
+
+    @classmethod
+    async def start(cls, command: Sequence[str], config: ServeConfig, observe: Callable[[pb.FromCore], None]) -> Child:
+        """Start the process, in a session of its own, so that a terminal's Ctrl-C does not reach it.
+
+        Its stdin stays open as long as this process lives; its logs go where ours go.
+
+        Args:
+            observe: see `CoreLink`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxinfer-"))  # of mode 0700: nobody else gets to the socket
+        socket = str(folder / "core")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        assert process.stdin is not None
+        process.stdin.write(CoreSettings.of(config, socket).to_json().encode() + b"\n")
+        return cls(process, folder, CoreLink(socket, observe))
+
+    async def dump(self, seconds: float) -> None:
+        """Ask for the stacks of all threads in the log, and leave it the time to write them."""
+        self._signal(signal.SIGUSR1)
+        await asyncio.sleep(seconds)
+
+    async def end(self, grace: float) -> str:
+        """Wait so long, then kill; how it ended, in words."""
+        try:
+            if grace > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.process.wait(), grace)
+        finally:
+            self._signal(signal.SIGKILL)
+            code = await self.process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.returncode is None:
+                self.process.send_signal(number)

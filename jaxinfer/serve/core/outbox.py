@@ -1,0 +1,40 @@
+"""Messages on their way into a stream of grpc.aio, which takes one at a time. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+
+
+class Outbox[T]:
+    """Keeps the order; `put` never waits. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._messages: collections.deque[T] = collections.deque()
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def put(self, message: T) -> None:
+        self._messages.append(message)
+        self._news.set()
+
+    @property
+    def waiting(self) -> int:
+        """Messages that are not being written yet."""
+        return len(self._messages)
+
+    def close(self) -> None:
+        """Nothing will follow: `run` returns when everything is written."""
+        self._closed = True
+        self._news.set()
+
+    async def run(self, write: Callable[[T], Awaitable[None]]) -> None:
+        """Write until it is closed. What ``write`` raises ends it."""
+        while True:
+            while self._messages:
+                await write(self._messages.popleft())
+            if self._closed:
+                return
+            self._news.clear()
+            await self._news.wait()

@@ -1,0 +1,71 @@
+"""A core's process, whatever engine it serves: settings, signals, logs, and its end. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import functools
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO, NoReturn
+
+from jaxinfer.serve import logs
+from jaxinfer.serve.core import service
+from jaxinfer.serve.core.service import Built, Report
+from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.settings import ServeConfigError
+
+MAX_SETTINGS_BYTES = 1 << 20
+ORPHAN = 3
+"""The exit code of a core whose front end died."""
+
+_log = logging.getLogger("jaxinfer.serve.core")
+
+
+def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Exception], ...]) -> NoReturn:
+    """Be a core: settings come as the first line of stdin, and when stdin ends the front end is dead, and so are we.
+
+    SIGUSR1 writes the stacks of all threads to stderr. A terminal's or a service manager's signals go to all processes
+    of a server at once: the front end answers them, drains, and says when to stop.
+
+    Args:
+        build, permanent: see `jaxinfer.serve.core.service.serve`.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stdin = sys.stdin.buffer
+    try:
+        settings = CoreSettings.from_json(stdin.readline(MAX_SETTINGS_BYTES).decode())
+    except (ServeConfigError, UnicodeDecodeError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        _exit(service.FAILED)
+    logs.configure(settings.log_format, settings.log_level)
+    threading.excepthook = _log_fault
+    threading.Thread(target=_die_with_parent, args=(stdin,), name="jaxinfer-parent", daemon=True).start()
+    _exit(asyncio.run(service.serve(settings.socket, functools.partial(build, settings), permanent)))
+
+
+def _die_with_parent(stdin: BinaryIO) -> None:
+    while stdin.read(1024):
+        pass
+    _exit(ORPHAN)
+
+
+def _exit(code: int) -> NoReturn:
+    """At once: threads may still compile, or hang in a device's driver."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _log_fault(fault: threading.ExceptHookArgs) -> None:
+    if fault.exc_value is not None:
+        info = (fault.exc_type, fault.exc_value, fault.exc_traceback)
+        _log.error("a thread ended by a fault", exc_info=info)

@@ -1,0 +1,321 @@
+"""The core's side of the stream: an `AsyncEngine` behind core.proto. No jax: who calls `serve` builds the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import gc
+import logging
+import threading
+import time
+from collections.abc import AsyncIterable, Callable, Coroutine, Sequence
+from typing import Any, Protocol, override, runtime_checkable
+
+import grpc
+
+from jaxinfer.engine.async_engine import AsyncEngine, Outlet, Steps
+from jaxinfer.engine.streams import Closed, EngineDeadError
+from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.outbox import Outbox
+from jaxinfer.types import QueueFullError, Request, RequestError, SequenceDelta
+
+STOPPED, FAULT, FAILED = 0, 1, 2
+"""What `serve` returns, and a core exits with: asked to, by a fault, or because the start can only fail."""
+
+BEAT_SECONDS = 0.1
+_IDLE_SECONDS = 2.0  # without work, after which a full garbage collection disturbs nobody
+
+# Messages are bounded by what the doors let through; a prompt's log probabilities may be large.
+OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+_log = logging.getLogger("jaxinfer.serve.core")
+
+Report = Callable[[pb.Startup], None]
+
+
+@runtime_checkable
+class Profiler(Protocol):
+    """Traces of the device. Both raise RuntimeError, with a sentence, where that is not possible now."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> str:
+        """The folder with the trace."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """An engine that is ready, and what the front end must know of it; ``folder``: of tokenizer and template."""
+
+    engine: Steps
+    card: ModelCard
+    folder: str
+    profiler: Profiler | None = None
+
+
+async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...] = ()) -> int:
+    """Listen on a unix socket, build the engine, serve one stream until it ends.
+
+    Args:
+        build: called once in a thread of its own; may report from any thread.
+        permanent: what it raises where another try would be in vain: the message is one sentence for a person.
+
+    Returns:
+        `STOPPED`, `FAULT` or `FAILED`.
+    """
+    core = _Core(asyncio.get_running_loop())
+    server = grpc.aio.server(options=OPTIONS)
+    add_CoreServicer_to_server(core, server)
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+    try:
+        return await core.live(build, permanent)
+    finally:
+        await server.stop(grace=None)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Feed:
+    """The engine's end of the stream ``number``."""
+
+    request: Request
+    number: int
+    outlet: Outlet
+    running: set[int]
+
+
+class _Core(CoreServicer):
+    """One core's life. All but `deliver` and `_answered` runs on the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._outbox: Outbox[pb.FromCore] = Outbox()
+        self._feeds: dict[int, _Feed] = {}
+        self._engine: AsyncEngine | None = None
+        self._profiler: Profiler | None = None
+        self._taken = False
+        self._left = loop.create_future()  # the front end wants an end, or is gone
+        self._ended = loop.create_future()  # the stream is over
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life
+
+    async def live(self, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...]) -> int:
+        self._spawn(self._beat())
+        try:
+            code = await self._start_and_serve(build, permanent)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+        self._outbox.close()
+        if self._taken:
+            await self._ended
+        return code
+
+    async def _start_and_serve(self, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...]) -> int:
+        building = _in_thread(functools.partial(build, self._report))
+        await asyncio.wait({building, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        if not building.done():
+            return STOPPED
+        try:
+            built = building.result()
+        except permanent as error:
+            _log.error("the engine cannot start: %s", error)
+            self._outbox.put(pb.FromCore(failed=pb.Failed(message=str(error))))
+            return FAILED
+        except Exception as error:  # noqa: BLE001 - the boundary of the process: the log explains what clients hear of
+            _log.exception("the start ended by a fault")
+            self._outbox.put(pb.FromCore(fault=pb.Fault(message=f"the engine's start ended by a fault: {error!r}")))
+            return FAULT
+        return await self._serve(built)
+
+    async def _serve(self, built: Built) -> int:
+        ended: asyncio.Future[Closed] = self._loop.create_future()
+        engine = AsyncEngine(built.engine, lambda closed: self._from_thread(_settle, ended, closed))
+        self._engine, self._profiler = engine, built.profiler
+        engine.start()
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection need look at it again
+        ready = pb.Ready(card=wire.card_message(built.card), folder=built.folder)
+        self._outbox.put(pb.FromCore(ready=ready))
+        await asyncio.wait({ended, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            self._outbox.put(pb.FromCore(fault=pb.Fault(message=ended.result().message)))
+            return FAULT
+        await engine.stop(drain=False)
+        return STOPPED
+
+    async def _beat(self) -> None:
+        collected, quiet = 0, 0.0
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            if self._engine is None or self._outbox.waiting:
+                continue
+            pulse = self._engine.pulse()
+            self._outbox.put(pb.FromCore(beat=pb.Beat(steps=pulse.steps, busy_seconds=pulse.busy)))
+            quiet = 0.0 if pulse.busy else quiet + BEAT_SECONDS
+            if quiet >= _IDLE_SECONDS and pulse.steps != collected:
+                collected = pulse.steps
+                gc.collect()
+
+    # ---- the stream
+
+    @override
+    async def Serve(self, request_iterator: AsyncIterable[pb.ToCore], context: grpc.aio.ServicerContext) -> None:
+        if self._taken:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this core has its front end")
+        self._taken = True
+        reading = asyncio.create_task(self._read(request_iterator))
+        try:
+            await self._outbox.run(context.write)
+        finally:  # written to the end, or the front end is gone
+            reading.cancel()
+            _settle(self._left, None)
+            _settle(self._ended, None)
+
+    async def _read(self, messages: AsyncIterable[pb.ToCore]) -> None:
+        async for message in messages:
+            match message.WhichOneof("kind"):
+                case "submit":
+                    self._submit(message.submit)
+                case "abort":
+                    self._spawn(self._abort(message.abort))
+                case "leave":
+                    self._leave(message.leave.number)
+                case "ask":
+                    self._spawn(self._answer(message.ask))
+                case _:
+                    break
+        _settle(self._left, None)
+
+    def _submit(self, message: pb.Submit) -> None:
+        number = message.number
+        try:
+            engine = self._running()
+            request = wire.request_of(message.request, time.monotonic())
+        except (RequestError, EngineDeadError) as error:
+            self._outbox.put(_refusal(number, error))
+            return
+        feed = _Feed(request, number, self, set(range(request.params.n)))
+        self._feeds[number] = feed
+        engine.attach(feed).add_done_callback(functools.partial(self._answered, feed))
+
+    def _answered(self, feed: _Feed, future: concurrent.futures.Future[None]) -> None:
+        """In the thread that settled the future, mostly the engine's."""
+        error = future.exception()
+        if error is None:
+            accepted = pb.Accepted(number=feed.number, **wire.seed_fields(feed.request.params.seed))
+            self._from_thread(self._outbox.put, pb.FromCore(accepted=accepted))
+        else:
+            self._from_thread(self._refused, feed.number, error)
+
+    def _refused(self, number: int, error: BaseException) -> None:
+        self._feeds.pop(number, None)
+        self._outbox.put(_refusal(number, error))
+
+    def _leave(self, number: int) -> None:
+        feed = self._feeds.pop(number, None)
+        if feed is not None and self._engine is not None:
+            self._engine.detach(feed)
+
+    async def _abort(self, message: pb.Abort) -> None:
+        with contextlib.suppress(EngineDeadError):
+            await self._running().abort(message.request_id, message.index if message.HasField("index") else None)
+
+    async def _answer(self, message: pb.Ask) -> None:
+        try:
+            answer = await self._answer_to(message.question)
+        except (EngineDeadError, RuntimeError) as error:
+            answer = pb.Answer(refusal=str(error))
+        answer.number = message.number
+        self._outbox.put(pb.FromCore(answer=answer))
+
+    async def _answer_to(self, question: int) -> pb.Answer:
+        engine = self._running()
+        match question:
+            case pb.Ask.STATS:
+                return pb.Answer(stats=wire.stats_message(await engine.stats()))
+            case pb.Ask.RESET_PREFIX_CACHE:
+                return pb.Answer(pages=await engine.reset_prefix_cache())
+            case pb.Ask.CHECK:
+                await engine.check()
+                return pb.Answer(done=True)
+        if self._profiler is None:
+            return pb.Answer(refusal="profiling is off: the server was started without profile_dir")
+        if question == pb.Ask.START_PROFILE:
+            await asyncio.to_thread(self._profiler.start)
+            return pb.Answer(done=True)
+        return pb.Answer(folder=await asyncio.to_thread(self._profiler.stop))
+
+    def _running(self) -> AsyncEngine:
+        if self._engine is None:
+            raise EngineDeadError("the engine is starting")
+        return self._engine
+
+    # ---- from other threads
+
+    def deliver(self, news: Sequence[tuple[_Feed, SequenceDelta | Closed]]) -> bool:
+        """What a step brought, from the engine's thread: one message."""
+        numbered = [(feed.number, item) for feed, item in news if isinstance(item, SequenceDelta)]
+        if not numbered:
+            return True  # the engine has ended, and the front end will be told
+        message = pb.FromCore(deltas=wire.deltas_message(numbered))
+        return self._from_thread(self._delivered, message, [feed.number for feed, _ in news if not feed.running])
+
+    def _delivered(self, message: pb.FromCore, ended: list[int]) -> None:
+        self._outbox.put(message)
+        for number in ended:
+            self._feeds.pop(number, None)
+
+    def _report(self, startup: pb.Startup) -> None:
+        self._from_thread(self._outbox.put, pb.FromCore(startup=startup))
+
+    def _from_thread[**P](self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Call it on the loop; false if that is closed."""
+        try:
+            self._loop.call_soon_threadsafe(functools.partial(function, *args, **kwargs))
+        except RuntimeError:
+            return False
+        return True
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _refusal(number: int, error: BaseException) -> pb.FromCore:
+    match error:
+        case QueueFullError():
+            kind = pb.Refused.QUEUE_FULL
+        case RequestError():
+            kind = pb.Refused.REQUEST
+        case _:
+            kind = pb.Refused.ENGINE
+    return pb.FromCore(refused=pb.Refused(number=number, kind=kind, message=str(error)))
+
+
+def _settle[T](future: asyncio.Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _in_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
+    """Its result on the loop; a daemon, so that a process that shall end need not wait for it."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - who waits for the future gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="jaxinfer-build", daemon=True).start()
+    return asyncio.wrap_future(future)

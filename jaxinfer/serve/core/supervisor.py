@@ -1,0 +1,335 @@
+"""Who starts the engine core, watches over it, and starts it again. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.streams import EngineDeadError
+from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.serve.backend import Backend, BackendStream
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.child import Child
+from jaxinfer.serve.core.link import CoreLink, RefusedError
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.types import Request
+
+STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
+FAILED = "failed"
+
+_log = logging.getLogger("jaxinfer.serve.supervisor")
+
+
+@dataclasses.dataclass(frozen=True)
+class StartupEvent:
+    """How far a start is. ``phase``: "starting", "loading_weights", "compiling", "checking", "ready" or "failed".
+
+    Attributes:
+        message: under "failed", one sentence.
+    """
+
+    phase: str = STARTING
+    bytes_done: int = 0
+    bytes_total: int = 0
+    compilations_done: int = 0
+    compilations_total: int = 0
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Times in seconds that are no user's business.
+
+    Attributes:
+        first_pause, longest_pause: before a core is started again: doubled each time, from the first to the longest.
+        healthy: after so long READY the pauses begin anew.
+        tick: how often progress is looked at.
+        dump: for a core that hangs to write its stacks.
+        end: for a core to end by itself.
+    """
+
+    first_pause: float = 0.5
+    longest_pause: float = 30.0
+    healthy: float = 60.0
+    tick: float = 0.1
+    dump: float = 0.5
+    end: float = 5.0
+
+
+class Supervisor:
+    """Keeps a core running. Belongs to one event loop.
+
+    A core that dies or hangs ends all streams by `EngineDeadError`, and another one is started after a pause. A start
+    that can only fail (a bad model, a setting that cannot be served) is not tried again, unless the same settings were
+    READY before: then what is wrong may pass, as memory that somebody else has.
+
+    Args:
+        command: that starts a core (default: this Python with ``-m jaxinfer.serve.core``).
+
+    Attributes:
+        state: "starting", "ready", "dead" (until the next start) or "stopped".
+        restarts: how often a core was started again.
+        failure: the sentence of a start that can only fail: the state is "stopped" then.
+        backend: of whichever core runs; raises `EngineDeadError` while none is READY.
+    """
+
+    def __init__(
+        self, config: ServeConfig, command: Sequence[str] | None = None, patience: Patience = Patience()
+    ) -> None:
+        self._config, self._patience = config, patience
+        self._command = [sys.executable, "-m", "jaxinfer.serve.core"] if command is None else list(command)
+        self.state, self.restarts = STARTING, 0
+        self.failure: str | None = None
+        self.backend: Backend = _Backend(self._link)
+        self._ready: tuple[ModelCard, str] | None = None  # of the last core that was
+        self._ready_since: float | None = None
+        self._reason = "the engine is starting"
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._listeners: list[Callable[[str], None]] = []
+        self._startup = StartupEvent()
+        self._changed = asyncio.Event()
+        self._progress = self._steps = 0
+
+    # ---- what is known
+
+    @property
+    def card(self) -> ModelCard:
+        """Raises:
+        EngineDeadError: no core was READY yet.
+        """
+        return self._known()[0]
+
+    @property
+    def folder(self) -> str:
+        """Where tokenizer and chat template are; raises as `card`."""
+        return self._known()[1]
+
+    def subscribe(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Call ``listener`` with each new state; returns how to leave off."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    async def watch_startup(self) -> AsyncIterator[StartupEvent]:
+        """The way to "ready" or "failed", from now on; ends there. Who reads slowly misses what is past."""
+        while True:
+            event, changed = self._startup, self._changed
+            yield event
+            if event.phase in (READY, FAILED):
+                return
+            await changed.wait()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Begin. It does not wait for READY: see `until_ready`, `watch_startup` and `subscribe`."""
+        self._task = asyncio.create_task(self._run())
+
+    async def until_ready(self) -> ModelCard:
+        """Raises:
+        EngineDeadError: it was stopped before, or its start can only fail: the message says why.
+        """
+        while self.state != READY:
+            if self.state == STOPPED:
+                raise EngineDeadError(self._reason)
+            await self._changed.wait()
+        return self.card
+
+    async def until_stopped(self) -> str | None:
+        """Wait for the end; the sentence of a start that can only fail, None if it was stopped."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        return self.failure
+
+    async def stop(self, seconds: float = 10.0) -> None:
+        """Abort what runs and end the core; what has not ended by itself by then is killed."""
+        self._stopping = True
+        if self._task is None:
+            return
+        if self._child is not None:
+            self._child.link.stop()
+            await asyncio.wait({self._task}, timeout=seconds)
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def start_profile(self) -> None:
+        """Raises:
+        ServeError: there is no folder for traces, one is being taken, or no core is READY.
+        """
+        await _asked(lambda: self._link().start_profile())
+
+    async def stop_profile(self) -> str:
+        """The folder with the trace.
+
+        Raises:
+            ServeError: none is being taken, or no core is READY.
+        """
+        return await _asked(lambda: self._link().stop_profile())
+
+    # ---- one core after the other
+
+    async def _run(self) -> None:
+        pause = self._patience.first_pause
+        try:
+            while True:
+                reason = await self._live()
+                if self._stopping or self.failure is not None:
+                    return
+                if self._was_healthy():
+                    pause = self._patience.first_pause
+                _log.warning("%s; it is started again in %g s", reason, pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, self._patience.longest_pause)
+                self.restarts += 1
+        finally:
+            reason = self.failure or "the server is stopping"
+            if self._startup.phase != READY:
+                self._startup = StartupEvent(FAILED, message=reason)
+            self._enter(STOPPED, reason)
+
+    async def _live(self) -> str:
+        """One core's life; why it ended."""
+        self._startup, self._ready_since = StartupEvent(), None
+        self._progress = self._steps = 0
+        self._enter(STARTING, "the engine is starting")
+        try:
+            child = await Child.start(self._command, self._config, self._observe)
+        except OSError as error:
+            self.failure = f"the engine core cannot be started: {error}"
+            self._died(self.failure)
+            return self.failure
+        self._child = child
+        carrying, watching = asyncio.create_task(child.link.run()), asyncio.create_task(self._watch())
+        exiting = asyncio.create_task(child.process.wait())
+        grace = 0.0
+        try:
+            await asyncio.wait({carrying, watching, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                self._died(watching.result())
+                await child.dump(self._patience.dump)
+            else:
+                self._died("the engine core is gone")
+                grace = self._patience.end
+        finally:
+            self._child = None
+            watching.cancel()
+            how = await child.end(grace)
+            carrying.cancel()
+            await asyncio.wait({carrying, watching, exiting})
+        if not carrying.cancelled() and (fault := carrying.exception()) is not None:
+            _log.error("the link to the engine core ended by a fault", exc_info=fault)
+        return f"{self._reason} (it {how})"
+
+    async def _watch(self) -> str:
+        """Returns when the core does not get on. Time is counted in ticks: were this process itself held up, a core
+        that was, too, would look as if it hung."""
+        seen, quiet = self._progress, 0.0
+        while True:
+            await asyncio.sleep(self._patience.tick)
+            seen, quiet = self._progress, quiet + self._patience.tick if self._progress == seen else 0.0
+            if self.state == READY and quiet > self._config.step_timeout:
+                return f"the engine hangs: no step ended in {self._config.step_timeout:g} s"
+            if self.state == STARTING and quiet > self._config.startup_timeout:
+                return f"the engine hangs: its start did not get on in {self._config.startup_timeout:g} s"
+
+    def _observe(self, message: pb.FromCore) -> None:
+        if self.state == DEAD:
+            return  # that one is done for, whatever it says
+        match message.WhichOneof("kind"):
+            case "startup":
+                self._progress += 1
+                self._tell(_startup_event(message.startup))
+            case "ready":
+                self._ready = wire.card_of(message.ready.card), message.ready.folder
+                self._ready_since = time.monotonic()
+                self._progress += 1
+                self._startup = StartupEvent(READY)
+                self._enter(READY, "")
+            case "beat":
+                if not message.beat.busy_seconds or message.beat.steps != self._steps:
+                    self._progress, self._steps = self._progress + 1, message.beat.steps
+            case "failed":
+                if self._ready is None:
+                    self.failure = message.failed.message
+                self._died(message.failed.message)
+            case "fault":
+                self._died(message.fault.message)
+
+    def _died(self, reason: str) -> None:
+        """At once, whatever the process still does. The first reason counts."""
+        if self._child is not None:
+            self._child.link.close(reason)
+        if self.state != DEAD and not self._stopping:
+            self._startup = StartupEvent(FAILED, message=reason)
+            self._enter(DEAD, reason)
+
+    def _enter(self, state: str, reason: str) -> None:
+        self.state, self._reason = state, reason
+        self._tell(self._startup)
+        for listener in list(self._listeners):
+            listener(state)
+
+    def _tell(self, event: StartupEvent) -> None:
+        self._startup = event
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _was_healthy(self) -> bool:
+        return self._ready_since is not None and time.monotonic() - self._ready_since >= self._patience.healthy
+
+    def _known(self) -> tuple[ModelCard, str]:
+        if self._ready is None:
+            raise EngineDeadError(self._reason)
+        return self._ready
+
+    def _link(self) -> CoreLink:
+        if self.state != READY or self._child is None:
+            raise EngineDeadError(self._reason)
+        return self._child.link
+
+
+class _Backend:
+    """Whichever core runs."""
+
+    def __init__(self, link: Callable[[], CoreLink]) -> None:
+        self._link = link
+
+    async def submit(self, request: Request) -> BackendStream:
+        return await self._link().submit(request)
+
+    async def abort(self, request_id: str, index: int | None = None) -> None:
+        await self._link().abort(request_id, index)
+
+    async def stats(self) -> EngineStats:
+        return await self._link().stats()
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._link().reset_prefix_cache()
+
+
+async def _asked[T](question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    try:
+        return await question()
+    except RefusedError as error:
+        raise ServeError(Kind.INVALID, str(error)) from error
+    except EngineDeadError as error:
+        raise ServeError(Kind.UNAVAILABLE, str(error), retry_after=1.0) from error
+
+
+def _startup_event(message: pb.Startup) -> StartupEvent:
+    return StartupEvent(
+        pb.Startup.Phase.Name(message.phase).lower(),
+        message.bytes_done,
+        message.bytes_total,
+        message.compilations_done,
+        message.compilations_total,
+    )
