@@ -12,7 +12,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.errors import Kind, ServeError
@@ -33,7 +32,7 @@ _BODIES: tuple[type[requests.Body], ...] = (
 _SCHEMAS = "#/components/schemas/"
 
 
-def build_app(door: Door) -> ASGIApp:
+def build_app(door: Door) -> Gate:
     """The whole server as an ASGI application.
 
     Raises:

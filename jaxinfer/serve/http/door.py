@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
 
+from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import unavailable
@@ -35,39 +35,20 @@ SCOPES: Mapping[str, str | None] = {
 _MODEL = "/v1/models/"
 
 
-@runtime_checkable
-class Caller(Protocol):
-    """Whose key it is."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def scopes(self) -> Sequence[str] | frozenset[str]: ...
-
-
-@runtime_checkable
-class Authoriser(Protocol):
-    """Knows the keys."""
-
-    def authorise(self, token: str | None, scope: str) -> Caller:
-        """Raises `ServeError` UNAUTHENTICATED or FORBIDDEN."""
-        ...
-
-
 @dataclasses.dataclass
 class Door:
     """One server's state. All of it belongs to the event loop.
 
     Attributes:
         frontend: None while the model is loading.
-        authoriser: None: everybody may do everything.
+        authoriser: knows the keys; without a file of them everybody may do everything.
         ready: whether the engine runs; asked by /ready and /metrics.
         version: jaxinfer's.
     """
 
     version: str
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
-    authoriser: Authoriser | None = None
+    authoriser: Authoriser = dataclasses.field(default_factory=lambda: Authoriser(None))
     frontend: Frontend | None = None
     ready: Callable[[], bool] = lambda: True
     metrics: HttpMetrics = dataclasses.field(default_factory=HttpMetrics)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
@@ -27,10 +28,13 @@ class Gate:
     """ASGI, around the application.
 
     A request without a key reaches nothing but `door.OPEN`: a route that is not in the table needs one too.
+
+    Attributes:
+        inner: the application.
     """
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._app, self._door = app, door
+    def __init__(self, app: FastAPI, door: Door) -> None:
+        self.inner, self._door = app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,7 +45,7 @@ class Gate:
         with metrics.in_flight.track_inprogress():
             try:
                 self._enter(scope, route, answer.request_id)
-                await self._app(scope, receive, answer.send)
+                await self.inner(scope, receive, answer.send)
             except (ClientDisconnect, ClientGoneError):
                 answer.status = answer.status or 499
             except Exception as error:  # noqa: BLE001 - the border of the server: every fault gets an answer
@@ -56,10 +60,9 @@ class Gate:
             return
         if scope.get(CROWDED):
             raise unavailable("too many connections: try again later")
-        if self._door.authoriser is not None:
-            needed = INFER if route is None else SCOPES[route]
-            assert needed is not None
-            state["tenant"] = self._door.authoriser.authorise(bearer(Headers(scope=scope)), needed).name
+        needed = INFER if route is None else SCOPES[route]
+        assert needed is not None
+        state["tenant"] = self._door.authoriser.authorise(bearer(Headers(scope=scope)), needed).name
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, answer: _Answer) -> None:
         refusal = answer_to(error)

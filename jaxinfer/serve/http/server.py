@@ -22,6 +22,7 @@ KEEP_ALIVE_SECONDS = 75
 """For which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
 
 _BACKLOG = 2048
+_CLOSING_SECONDS = 0.2  # for connections on which nothing happens
 
 
 class HttpServer:
@@ -71,7 +72,7 @@ class HttpServer:
             return
         serving, sweeping = self._tasks
         self._tasks = []
-        self._server.config.timeout_graceful_shutdown = grace  # type: ignore[assignment]
+        self._server.config.timeout_graceful_shutdown = max(grace, _CLOSING_SECONDS)  # type: ignore[assignment]
         self._server.should_exit = True
         await serving
         sweeping.cancel()

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+import pathlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import httpx
 import openai
+from starlette.routing import BaseRoute
 
 from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.door import Authoriser, Door
+from jaxinfer.serve.http.app import build_app
+from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
@@ -30,6 +34,7 @@ class Running:
     door: Door
     server: HttpServer
     engine: AsyncEngine | None = None
+    routes: Sequence[BaseRoute] = ()
     scheme: str = "http"
 
     @property
@@ -64,23 +69,25 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def serving(
-    mischief: Mischief = Mischief(),
+    mischief: Mischief | None = None,
     *,
-    authoriser: Authoriser | None = None,
-    limits: ServeLimits = ServeLimits(),
+    keys: pathlib.Path | None = None,
+    limits: ServeLimits | None = None,
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """``engine``: fields of `EngineConfig`; ``settings``: of `ServeConfig`."""
+    limits = ServeLimits() if limits is None else limits
     config = ServeConfig(model="fake", http_port=0, limits=limits, **settings)
-    fake = FakeEngine(mischief, **(engine or {}))
+    fake = FakeEngine(mischief or Mischief(), **(engine or {}))
     async with AsyncEngine(fake) as backend:
         frontend = Frontend(backend, fake_card(fake.config), fake_tokenizer(), fake_template(), limits)
-        door = Door(version="1.2.3", limits=limits, authoriser=authoriser, frontend=frontend)
-        server = HttpServer(config, door)
+        door = Door(version="1.2.3", limits=limits, authoriser=Authoriser(keys), frontend=frontend)
+        app = build_app(door)
+        server = HttpServer(config, door, app)
         await server.start()
         try:
-            yield Running(door, server, backend)
+            yield Running(door, server, backend, app.inner.routes)
         finally:
             await server.stop()
             await frontend.aclose()

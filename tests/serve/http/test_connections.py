@@ -1,0 +1,239 @@
+"""Clients that are slow, greedy, rude or gone."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import time
+
+import pytest
+
+from jaxinfer.serve.calls import ServeLimits
+from tests.serve.fake_engine import Mischief
+from tests.serve.http.support import BOUND, post, raw, run, serving
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+def status_of(answer):
+    return int(answer.split()[1])
+
+
+async def closed(reader):
+    """What comes until the server closes."""
+    with contextlib.suppress(ConnectionError):
+        return await asyncio.wait_for(reader.read(), BOUND)
+    return b""
+
+
+def cut_by(running, reason):
+    return running.door.metrics.cut.labels(reason)._value.get()
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n", b"POST /v1/comp", HEAD, HEAD + b"X-A: " + b"b" * 100])
+def test_a_head_that_does_not_come(sent):
+    async def test():
+        async with serving(header_seconds=0.2) as running:
+            reader, writer = await running.connect()
+            writer.write(sent)
+            answer = await closed(reader)
+            assert status_of(answer) == 408
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+            assert cut_by(running, "head") == 1
+            writer.close()
+
+    run(test)
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_more_time():
+    async def test():
+        async with serving(header_seconds=0.3) as running:
+            reader, writer = await running.connect()
+            ended = asyncio.ensure_future(closed(reader))
+            start = time.monotonic()
+            while not ended.done():
+                writer.write(b"P" if time.monotonic() == start else b"O")
+                await asyncio.wait((ended,), timeout=0.02)
+            assert status_of(ended.result()) in (400, 408)
+            writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 100\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n5\r\n"])
+def test_a_body_that_does_not_come(framing):
+    async def test():
+        async with serving(header_seconds=0.2) as running:
+            reader, writer = await running.connect()
+            writer.write(HEAD + framing + b'{"p"')
+            assert await closed(reader) == b""
+            assert cut_by(running, "body") == 1
+            writer.close()
+
+    run(test)
+
+
+def test_blank_lines_keep_no_connection_open():
+    async def test():
+        async with serving(header_seconds=0.3) as running:
+            reader, writer = await running.connect()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            ended = asyncio.ensure_future(closed(reader))
+            while not ended.done():
+                writer.write(b"\r\n")
+                await asyncio.wait((ended,), timeout=0.02)
+            writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("header", [b"X-A: " + b"a" * 2**20, b"\r\n".join(b"X-%d: a" % i for i in range(20_000))])
+def test_a_head_of_a_megabyte(header):
+    async def test():
+        async with serving() as running:
+            assert status_of(await raw(running, HEAD + header + b"\r\n\r\n")) == 431
+            endless = await raw(running, b"GET /" + b"a" * 2**20)
+            assert status_of(endless) == 431
+            async with running.http() as client:
+                assert (await client.get("/health")).status_code == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_over_the_limit_is_refused_before_it_is_read(declared):
+    async def test():
+        async with serving(limits=ServeLimits(message_bytes=100_000)) as running:
+            reader, writer = await running.connect()
+            if declared:
+                writer.write(HEAD + b"Content-Length: 1000000000\r\n\r\n")
+            else:
+                writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+                for _ in range(11):
+                    writer.write(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), BOUND)
+            assert status_of(head) == 413
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof():  # what it goes on to send is thrown away, but not for ever
+                    writer.write(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            assert cut_by(running, "body") == 1
+            writer.close()
+
+    run(test)
+
+
+def test_what_is_no_http():
+    async def test():
+        async with serving() as running:
+            answer = await raw(running, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
+            assert status_of(answer) == 400
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_go_at_any_time_leave_nothing_behind(stream):
+    async def test():
+        async with serving(Mischief(seconds=0.001)) as running:
+            body = json.dumps({"prompt": ["Hi", "Ho"], "max_tokens": 1000, "stream": stream, "n": 2}).encode()
+            chance = random.Random(7)
+
+            async def visit():
+                reader, writer = await running.connect()
+                writer.write(post("/v1/completions", body))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(chance.randrange(1, 3000)), chance.random() * 0.2)
+                if chance.random() < 0.5:
+                    linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"  # close with a reset
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                writer.transport.abort()
+
+            await asyncio.gather(*(visit() for _ in range(40)))
+            await running.quiet()
+            await _empty(running)
+
+    run(test)
+
+
+async def _empty(running):
+    state = running.server._server.server_state
+    while state.connections or state.tasks:
+        await asyncio.sleep(0.005)
+
+
+def test_a_client_that_reads_nothing_is_cut_and_disturbs_no_one():
+    async def test():
+        engine = {"max_model_len": 16384, "num_pages": 16384}
+        async with serving(engine=engine, slow_reader_seconds=0.5) as running:
+            asked = {"prompt": "Hi", "max_tokens": 12_000, "n": 4, "stream": True, "logprobs": 20}
+            lazy = socket.socket()
+            lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            lazy.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(lazy, ("127.0.0.1", running.server.port))
+            await asyncio.get_running_loop().sock_sendall(lazy, post("/v1/completions", json.dumps(asked).encode()))
+            async with running.http() as client:
+                while cut_by(running, "reader") == 0:
+                    answer = await client.post("/v1/completions", json={"prompt": "Ho", "max_tokens": 5})
+                    assert answer.status_code == 200
+            await running.quiet()
+            lazy.close()
+
+    run(test)
+
+
+def test_a_slow_reader_gets_all_of_it():
+    async def test():
+        async with serving(slow_reader_seconds=0.4) as running:
+            asked = {"prompt": "Hi", "max_tokens": 1500, "n": 4, "stream": True, "logprobs": 20, "seed": 1}
+            reader, writer = await running.connect()
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            writer.write(post("/v1/completions", json.dumps(asked).encode()))
+            got = bytearray()
+            while data := await asyncio.wait_for(reader.read(100_000), BOUND):
+                got += data
+                await asyncio.sleep(0.005)
+            assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert got.count(b'"finish_reason": "length"') == 4
+            assert cut_by(running, "reader") == 0
+            writer.close()
+
+    run(test)
+
+
+def test_more_connections_than_are_allowed():
+    async def test():
+        async with serving(max_connections=2) as running:
+            held = [await running.connect() for _ in range(2)]
+            while len(running.server._server.server_state.connections) < 2:
+                await asyncio.sleep(0.005)
+            refused = await raw(running, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert status_of(refused) == 503
+            assert b"retry-after: 1" in refused
+            assert b"connection: close" in refused
+            for path in (b"/health", b"/ready"):
+                assert status_of(await raw(running, b"GET %s HTTP/1.1\r\nConnection: close\r\n\r\n" % path)) == 200
+            for _, writer in held:
+                writer.close()
+
+    run(test)
+
+
+def test_a_stop_ends_what_runs_and_frees_the_port():
+    async def test():
+        async with serving(Mischief(seconds=0.005)) as running:
+            reader, writer = await running.connect()
+            writer.write(post("/v1/completions", b'{"prompt": "Hi", "max_tokens": 2000, "stream": true}'))
+            await reader.readuntil(b"data: ")
+            await running.server.stop()
+            assert not (await closed(reader)).endswith(b"0\r\n\r\n")  # cut, and to be seen as such
+            with pytest.raises(OSError, match="Connect"):
+                await running.connect()
+            await running.quiet()
+            writer.close()
+
+    run(test)
