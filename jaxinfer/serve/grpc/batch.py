@@ -6,8 +6,10 @@ import asyncio
 import uuid
 
 from google.protobuf.message import Message
+from grpc import aio
 
-from jaxinfer.serve.errors import DuplicateIdError, ServeError, refused
+from jaxinfer.serve.errors import DuplicateIdError, refused
+from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert, status
 from jaxinfer.serve.grpc.rpc import Rpc
@@ -56,8 +58,11 @@ class Batch:
         try:
             self._remember(request_id)
             await self._generate(request, request_id)
-        except ServeError as error:
-            await self._write(pb.GenerateResponse(request_id=request_id, error=status.error_message(error)))
+        except aio.BaseError:  # the transport's: the stream is over
+            raise
+        except Exception as fault:  # noqa: BLE001 - the border to the client: every fault gets an answer
+            error = status.error_message(answer_to(fault))
+            await self._write(pb.GenerateResponse(request_id=request_id, error=error))
         finally:
             self._room.release()
 

@@ -23,6 +23,8 @@ from tests.serve.grpc.running import Failure, collected, failure, failure_of, re
 
 PROMPT = fake_tokenizer().encode("Hi")
 SLOW = Mischief(seconds=0.01)
+# The text goes round in fewer tokens than these.
+STOPPED = {"max_tokens": 200, "seed": 5, "stop": ["狐"], "logprobs": 2, "prompt_logprobs": 1}
 
 
 def test_the_stream_begins_brings_deltas_and_finishes() -> None:
@@ -48,13 +50,12 @@ def test_the_stream_begins_brings_deltas_and_finishes() -> None:
 
 def test_the_text_is_the_front_ends_however_it_is_asked_for() -> None:
     """Words, ids and a conversation, with log probabilities and stop strings."""
-    sampling = {"max_tokens": 60, "seed": 5, "stop": ["狐"], "logprobs": 2, "prompt_logprobs": 1}
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hé")])
 
     async def story() -> None:
         async with running() as server:
             for given in ({"prompt": "Hé"}, {"token_ids": pb.TokenIds(ids=[65, 66])}, {"chat": chat}):
-                asked = request(**given, sampling=sampling)
+                asked = request(**given, sampling=STOPPED)
                 deltas = [e.delta async for e in server.inference.Generate(asked) if e.WhichOneof("event") == "delta"]
                 text, tokens, positions, prompt, stop = await alone(server.frontend, asked)
                 assert "".join(delta.text for delta in deltas) == text
@@ -75,8 +76,7 @@ async def alone(frontend: Frontend, asked: pb.GenerateRequest) -> tuple:
     prompt = {"prompt": asked.prompt, "token_ids": list(asked.token_ids.ids)}.get(asked.WhichOneof("input"))
     if from_chat:
         prompt = "[user] Hé\n[a] "
-    sampling = {"max_tokens": 60, "seed": 5, "stop": ["狐"], "logprobs": 2, "prompt_logprobs": 1}
-    async with await frontend.generate(Call(prompt, sampling, add_special_tokens=not from_chat)) as generation:
+    async with await frontend.generate(Call(prompt, STOPPED, add_special_tokens=not from_chat)) as generation:
         deltas = [delta async for delta in generation]
     first = next(delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs)
     return (
@@ -237,6 +237,7 @@ def test_a_fault_is_opaque_and_the_log_has_its_id(caplog: pytest.LogCaptureFixtu
         assert "the secret" in str(record.exc_info[1])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_of_the_engine_ends_the_stream_with_a_status() -> None:
     async def story() -> None:
         async with running(Mischief(fault_at=5)) as server:
@@ -244,8 +245,7 @@ def test_a_fault_of_the_engine_ends_the_stream_with_a_status() -> None:
             assert (found.code, "ZeroDivision" in found.message) == (grpc.StatusCode.UNAVAILABLE, False)
             assert "grpc-retry-pushback-ms" in found.trailers
 
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning):
-        asyncio.run(story())
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("raw", [b"\x1a\x02\xff\xfe", b"\xff\xff\xff", b"\x12\x03\xed\xa0\x80"])

@@ -1,0 +1,134 @@
+"""`jaxinfer.v1.Control` through a real server."""
+
+import asyncio
+
+import grpc
+from google.protobuf import duration_pb2
+
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.v1 import control_pb2 as pb
+from jaxinfer.v1 import inference_pb2
+from tests.serve.fake_engine import Mischief
+from tests.serve.grpc.running import collected, failure, request, running
+
+SLOW = Mischief(seconds=0.005)
+ENDLESS = {"max_tokens": 2000}
+
+
+def test_abort_ends_one_output_or_all() -> None:
+    async def story() -> None:
+        async with running(SLOW) as server:
+            call = server.inference.Generate(request(request_id="mine", sampling={**ENDLESS, "n": 2}))
+            await call.read()
+            await server.control.Abort(pb.AbortRequest(request_id="mine", output_index=1))
+            assert await reasons(call, 1) == {1: inference_pb2.FINISH_REASON_ABORT}
+            await server.control.Abort(pb.AbortRequest(request_id="mine"))
+            assert await reasons(call, 1) == {0: inference_pb2.FINISH_REASON_ABORT}
+            assert (await call.read()).WhichOneof("event") == "finished"
+            await server.control.Abort(pb.AbortRequest(request_id="unknown"))
+            await server.baseline()
+
+    asyncio.run(story())
+
+
+async def reasons(call: grpc.aio.UnaryStreamCall, count: int) -> dict[int, int]:
+    """The next so many outputs to end, and why."""
+    found: dict[int, int] = {}
+    while len(found) < count:
+        delta = (await call.read()).delta
+        if delta.HasField("finish_reason"):
+            found[delta.output_index] = delta.finish_reason
+    return found
+
+
+def test_stats_tell_what_the_engine_did_and_whether_it_lives() -> None:
+    async def story() -> None:
+        async with running() as server:
+            await collected(server.inference.Generate(request(sampling={"max_tokens": 7})))
+            stats = await server.control.GetStats(pb.GetStatsRequest())
+            assert (stats.state, stats.running, stats.prompt_tokens, stats.generated_tokens) == ("ready", 0, 2, 7)
+            assert stats.finished["length"] == 1
+            assert stats.kv_pages["total"] == stats.kv_pages["free"] + stats.kv_pages["cached"] > 0
+            assert stats.steps >= 7
+            server.frontend.draining = True
+            assert (await server.control.GetStats(pb.GetStatsRequest())).state == "draining"
+            server.supervisor.state, server.supervisor.restarts = "dead", 3
+            assert await server.control.GetStats(pb.GetStatsRequest()) == pb.Stats(state="dead", restarts=3)
+
+    asyncio.run(story())
+
+
+def test_stats_before_there_is_a_front_end() -> None:
+    def none_yet() -> Frontend:
+        raise ServeError(Kind.UNAVAILABLE, "the model is being loaded", retry_after=1.0)
+
+    async def story() -> None:
+        async with running(frontend=lambda made: none_yet) as server:
+            server.supervisor.state = "starting"
+            assert await server.control.GetStats(pb.GetStatsRequest()) == pb.Stats(state="starting")
+            assert (
+                await failure(server.control.FlushPrefixCache(pb.FlushPrefixCacheRequest()))
+            ).code.name == "UNAVAILABLE"
+
+    asyncio.run(story())
+
+
+def test_watch_startup_tells_the_way_and_ends() -> None:
+    async def story() -> None:
+        async with running() as server:
+            events = [event async for event in server.control.WatchStartup(pb.WatchStartupRequest())]
+            phases = pb.StartupEvent
+            assert [event.phase for event in events] == [phases.STARTING, phases.LOADING_WEIGHTS, phases.READY]
+            assert (events[1].bytes_done, events[1].bytes_total) == (1, 2)
+
+    asyncio.run(story())
+
+
+def test_drain_waits_then_aborts_and_refuses_what_comes() -> None:
+    async def story() -> None:
+        async with running(SLOW) as server:
+            short = asyncio.create_task(collected(server.inference.Generate(request(sampling={"max_tokens": 20}))))
+            long = server.inference.Generate(request(sampling=ENDLESS))
+            await long.read()
+            timeout = duration_pb2.Duration(nanos=500_000_000)
+            drained = await server.control.Drain(pb.DrainRequest(timeout=timeout))
+            assert drained.aborted == 1
+            assert (await failure(long)).code is grpc.StatusCode.UNAVAILABLE
+            assert (await short)[2].usage.completion_tokens == 20
+            found = await failure(server.inference.Generate(request()))
+            assert (found.code, "RetryInfo" in found.details) == (grpc.StatusCode.UNAVAILABLE, True)
+            await server.baseline()
+            found = await failure(server.control.Drain(pb.DrainRequest(timeout=duration_pb2.Duration(seconds=-1))))
+            assert (found.code, set(found.violations)) == (grpc.StatusCode.INVALID_ARGUMENT, {"timeout"})
+
+    asyncio.run(story())
+
+
+def test_flush_forgets_cached_pages() -> None:
+    async def story() -> None:
+        async with running() as server:
+            await collected(server.inference.Generate(request(prompt="x" * 100)))
+            await server.baseline()
+            assert (await server.control.FlushPrefixCache(pb.FlushPrefixCacheRequest())).pages > 0
+            assert (await server.control.FlushPrefixCache(pb.FlushPrefixCacheRequest())).pages == 0
+
+    asyncio.run(story())
+
+
+def test_profiles_need_a_folder() -> None:
+    async def story() -> None:
+        async with running() as server:
+            for call in (
+                server.control.StartProfile(pb.StartProfileRequest()),
+                server.control.StopProfile(pb.StopProfileRequest()),
+            ):
+                found = await failure(call)
+                assert (found.code, "profile_dir" in found.message) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+            assert server.supervisor.profiles == []
+        async with running(profile_dir="profiles") as server:
+            await server.control.StartProfile(pb.StartProfileRequest())
+            assert (await server.control.StopProfile(pb.StopProfileRequest())).folder == "profiles/1"
+            assert server.supervisor.profiles == ["start", "stop"]
+
+    asyncio.run(story())
