@@ -1,0 +1,92 @@
+"""A core around the fake engine: `python -m tests.serve.core.fake_core OPTIONS`, its settings on stdin as ever.
+
+``--broken SENTENCE``: the start can only fail. ``--crash``: it ends by a fault. ``--slow SECONDS``: it takes so long,
+in ten steps. ``--mute``: it never says that it gets on. ``--once FILE``: what follows in `Mischief` holds for the first
+process only, which makes the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import time
+
+from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.serve.core import process
+from jaxinfer.serve.core.service import Built, Report
+from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.settings import ServeConfig
+from tests.serve import fake_engine as fake
+
+REPO = pathlib.Path(__file__).resolve().parents[3]
+
+
+class BrokenError(Exception):
+    """Nothing to be done."""
+
+
+class FakeProfiler:
+    def __init__(self, folder: str) -> None:
+        self._folder, self._runs = folder, False
+
+    def start(self) -> None:
+        if self._runs:
+            raise RuntimeError("a profile is being taken")
+        self._runs = True
+
+    def stop(self) -> str:
+        if not self._runs:
+            raise RuntimeError("no profile is being taken")
+        self._runs = False
+        return self._folder
+
+
+def command(*options: str, log: pathlib.Path | None = None) -> list[str]:
+    """For `Supervisor`; ``log``: where its stderr goes."""
+    run = ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "tests.serve.core.fake_core", *options]
+    return run if log is None else ["sh", "-c", 'log=$0; exec "$@" 2>>"$log"', str(log), *run]
+
+
+def make_config(**changes: object) -> ServeConfig:
+    return ServeConfig(**{"model": "fake", **changes})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--broken")
+    parser.add_argument("--crash", action="store_true")
+    parser.add_argument("--mute", action="store_true")
+    parser.add_argument("--slow", type=float, default=0.0)
+    parser.add_argument("--once", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--fault-at", type=int)
+    parser.add_argument("--hang-at", type=int)
+    options = parser.parse_args()
+    first = options.once is None or not options.once.exists()
+    if options.once is not None:
+        options.once.touch()
+
+    def build(settings: CoreSettings, report: Report) -> Built:
+        if options.broken and first:
+            raise BrokenError(options.broken)
+        if options.crash and first:
+            raise ZeroDivisionError("in the start")
+        for done in range(1, 11):
+            if not options.mute:
+                report(pb.Startup(phase=pb.Startup.LOADING_WEIGHTS, bytes_done=done, bytes_total=10))
+            time.sleep(options.slow / 10)
+        mischief = fake.Mischief(
+            seconds=options.seconds,
+            fault_at=options.fault_at if first else None,
+            hang_at=options.hang_at if first else None,
+        )
+        engine = fake.FakeEngine(mischief, max_waiting_requests=settings.engine.max_waiting_requests, num_pages=16384)
+        profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
+        return Built(engine, fake.fake_card(engine.config), "nowhere", profiler)
+
+    process.run(build, (BrokenError,))
+
+
+if __name__ == "__main__":
+    main()
