@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import grpc
 import grpc.aio
@@ -79,7 +79,7 @@ class AsyncClient:
         """Ends the connection, and every call that is still open."""
         await self._channel.close()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -255,7 +255,7 @@ class AsyncStream:
         self._call = call
         self._answer = Answer()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> AsyncStream:
         try:
             if self._answer.seed is None:
                 self._answer.take(await self._read())

@@ -72,7 +72,7 @@ class Batch:
             raise Truncated(f"the stream ended with {self._sent - self._ended} of {self._sent} prompts unanswered")
 
     def _request(self, prompt: Prompt) -> pb.GenerateRequest:
-        request = batch_request(self._sent, prompt, self._options | {"request_id": batch_id(self._prefix, self._sent)})
+        request = batch_request(prompt, self._options | {"request_id": batch_id(self._prefix, self._sent)})
         self._sent += 1
         return request
 

@@ -115,15 +115,13 @@ def batch_id(prefix: str, index: int) -> str:
     return f"{prefix}-{index}"
 
 
-def batch_request(index: int, prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+def batch_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
     """The request for one prompt of a batch, whatever the prompt is."""
     if isinstance(prompt, str):
         return generate_request(prompt, None, None, options)
     if prompt and isinstance(prompt[0], Mapping):
         return generate_request(None, None, prompt, options)  # type: ignore[arg-type]
-    if isinstance(prompt, Sequence):
-        return generate_request(None, prompt, None, options)  # type: ignore[arg-type]
-    raise TypeError(f"prompt {index} of the batch must be a text, token ids or chat messages, not {prompt!r}")
+    return generate_request(None, prompt, None, options)  # type: ignore[arg-type]
 
 
 def tokenize_request(

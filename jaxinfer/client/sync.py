@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import grpc
 
@@ -92,7 +92,7 @@ class Client:
         """Ends the connection, and every call that is still open."""
         self._channel.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -224,7 +224,7 @@ class Client:
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(Unavailable, DeadlineExceeded):
                 if self._watched_ready(left):
                     return
             if end is not None and time.monotonic() >= end:
@@ -264,7 +264,7 @@ class Stream:
         self._call = call
         self._answer = Answer()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Stream:
         if self._answer.seed is None:
             self._answer.take(self._read())
         return self
