@@ -10,8 +10,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from grpc import aio
 from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
-from grpc_reflection.v1alpha.reflection import ReflectionServicer
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.auth import Authoriser
@@ -102,8 +101,8 @@ class GrpcServers:
         health = Health(lambda: self.is_ready, [service.full_name for service, _ in services])
         services = [*services, (_HEALTH, health)]
         names = [service.full_name for service, _ in services] + [_REFLECTION.full_name]
-        reflection = ReflectionServicer(names, _Pools([service.file for service, _ in services]))
-        for service, servicer in (*services, (_REFLECTION, reflection)):
+        mirror = reflection.aio.ReflectionServicer(names, _Pools([service.file for service, _ in services]))
+        for service, servicer in (*services, (_REFLECTION, mirror)):
             self._registrar.add(server, service, servicer)
         bound = self._bind(server, host, port)
         await server.start()
