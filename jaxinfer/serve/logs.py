@@ -12,6 +12,9 @@ from typing import Any, TextIO
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 
+# At "info" these tell of every request, every connection, every step of their own.
+_TALKATIVE = ("uvicorn", "grpc", "jax", "opentelemetry", "asyncio")
+
 # What every record has: whatever else is in it was given as ``extra`` and belongs into the line.
 _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -27,8 +30,7 @@ def configure(form: str, level: str, stream: TextIO | io.TextIOBase = sys.stderr
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    # At "info" these two tell of every request and of every connection.
-    for name in ("uvicorn.access", "grpc"):
+    for name in _TALKATIVE:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 

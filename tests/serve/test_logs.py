@@ -64,3 +64,11 @@ def test_the_level_holds():
     assert stream.getvalue() == ""
     logger.error("yes")
     assert "yes" in stream.getvalue()
+
+
+def test_libraries_are_heard_when_something_is_wrong():
+    _, stream = logged("text")
+    logging.getLogger("uvicorn.error").info("started")
+    assert stream.getvalue() == ""
+    logging.getLogger("uvicorn.error").error("failed")
+    assert "failed" in stream.getvalue()

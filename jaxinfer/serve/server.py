@@ -1,0 +1,191 @@
+"""One server: the doors, the front end between them and the engine, and the engine's supervisor. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import pathlib
+from collections.abc import AsyncIterator, Sequence
+
+from jaxinfer.serve.auth import Authoriser
+from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, StartupEvent, Supervisor
+from jaxinfer.serve.faults import unavailable
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc import oip
+from jaxinfer.serve.grpc.server import GrpcServers
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.serve.tracing import Tracing
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer
+
+_CUT_SECONDS = 1.0
+"""For streams that were ended to tell their clients so."""
+
+_log = logging.getLogger("jaxinfer.serve")
+
+
+class Server:
+    """Everything behind `python -m jaxinfer.serve`. Belongs to one event loop.
+
+    The doors are open from the start: until the engine is READY they answer UNAVAILABLE, and health says so.
+
+    Args:
+        command: that starts an engine core (default: the real one).
+
+    Raises:
+        ServeConfigError, KeysError: files of keys or certificates that cannot be used.
+
+    Attributes:
+        frontend: None until the engine was READY for the first time.
+    """
+
+    def __init__(self, config: ServeConfig, command: Sequence[str] | None = None) -> None:
+        self.config = config
+        self.frontend: Frontend | None = None
+        self._supervisor = Supervisor(config, command)
+        self._tracing = Tracing(config.otlp_endpoint)
+        authoriser = Authoriser(config.api_keys)
+        version = importlib.metadata.version("jaxinfer")
+        self._door = Door(version, config.limits, authoriser, ready=lambda: self.state == READY)
+        open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
+        self._grpc = GrpcServers(config, self._serving, self, authoriser, more=[(oip.SERVICE, open_inference)])
+        self._http = HttpServer(config, self._door) if config.http_port is not None else None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- what is known
+
+    @property
+    def grpc_port(self) -> int:
+        return self._grpc.port
+
+    @property
+    def control_port(self) -> int | None:
+        return self._grpc.control_port
+
+    @property
+    def http_port(self) -> int | None:
+        return None if self._http is None else self._http.port
+
+    @property
+    def state(self) -> str:
+        """The engine's, see `Supervisor`; "starting" until the front end is there, too."""
+        state = self._supervisor.state
+        return STARTING if state == READY and self.frontend is None else state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a generation would be accepted."""
+        return self.frontend is not None and not self.frontend.draining and self.state == READY
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    def watch_startup(self) -> AsyncIterator[StartupEvent]:
+        return self._supervisor.watch_startup()
+
+    async def start_profile(self) -> None:
+        await self._supervisor.start_profile()
+
+    async def stop_profile(self) -> str:
+        return await self._supervisor.stop_profile()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Open the doors and begin to start the engine.
+
+        Raises:
+            ServeConfigError: a port cannot be had.
+        """
+        await self._grpc.start()
+        if self._http is not None:
+            await self._http.start()
+        for door, port in (("gRPC", self.grpc_port), ("HTTP", self.http_port), ("Control", self.control_port)):
+            if port is not None:
+                _log.info("%s listens on port %d", door, port)
+        self._supervisor.subscribe(self._tell)
+        await self._supervisor.start()
+        self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
+
+    async def until_ready(self) -> None:
+        """Raises:
+        EngineDeadError: it was stopped before, or its start can only fail: the message says why.
+        TokenizerError, TemplateError: what came with the model cannot be used.
+        """
+        await asyncio.shield(self._tasks[0])
+
+    async def until_failed(self) -> str:
+        """Wait for what no restart mends: a model or a setting that cannot be served. The sentence that says so."""
+        opening, ended = self._tasks[0], asyncio.create_task(self._supervisor.until_stopped())
+        await asyncio.wait({opening, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done() and (error := opening.exception()) is not None:
+            return str(error)
+        return await ended or "the engine was stopped"
+
+    async def drain(self) -> int:
+        """Refuse new requests and leave the others ``drain_seconds``; how many had to be ended after that."""
+        if self.frontend is None:
+            return 0
+        _log.info("draining: %d requests run", self.frontend.active)
+        return await self.frontend.drain(self.config.drain_seconds)
+
+    async def stop(self) -> None:
+        """End what still runs and close the doors."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.frontend is not None:
+            await self.frontend.drain(0.0)
+        await asyncio.gather(self._grpc.stop(_CUT_SECONDS), self._close_http())
+        await self._supervisor.stop()
+        if self.frontend is not None:
+            await self.frontend.aclose()
+        await asyncio.to_thread(self._tracing.close)
+
+    async def _close_http(self) -> None:
+        if self._http is not None:
+            await self._http.stop(_CUT_SECONDS)
+
+    # ---- the front end
+
+    def _serving(self) -> Frontend:
+        if self.frontend is None:
+            raise unavailable("the model is loading: try again later")
+        return self.frontend
+
+    async def _open(self) -> None:
+        """Make the front end when it is known what is served. It outlives the engine's restarts."""
+        config, card = self.config, await self._supervisor.until_ready()
+        folder = pathlib.Path(self._supervisor.folder)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        template = await asyncio.to_thread(ChatTemplate.load, folder)
+        frontend = Frontend(
+            self._supervisor.backend,
+            card,
+            tokenizer,
+            template,
+            config.limits,
+            allow_request_templates=config.allow_request_templates,
+            template_seconds=config.template_seconds,
+        )
+        await frontend.warm()
+        self.frontend = self._door.frontend = frontend
+        _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
+
+    # ---- what the log is told
+
+    def _tell(self, state: str) -> None:
+        if self.frontend is not None:
+            _log.log(logging.INFO if state == READY else logging.WARNING, "the engine is %s", state)
+
+    async def _report(self) -> None:
+        """The phases of the first start."""
+        last = ""
+        async for event in self._supervisor.watch_startup():
+            if event.phase not in (last, STARTING, READY, FAILED):
+                _log.info("%s", event.phase.replace("_", " "))
+            last = event.phase
