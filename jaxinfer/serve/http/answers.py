@@ -20,6 +20,7 @@ from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.http.bodies import gone_away
 from jaxinfer.serve.http.choices import Choice, TextChoice
 from jaxinfer.serve.http.errors import error_json
 
@@ -85,10 +86,6 @@ class Reply:
                 self.choices[each.index].take(each)
 
 
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
-
-
 async def start(frontend: Frontend, calls: Sequence[Call]) -> list[Generation]:
     """All or none.
 
@@ -113,13 +110,13 @@ async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> 
     """What ``work`` returns. It is cancelled when the client goes.
 
     Raises:
-        ClientGoneError: it went.
+        ServeError: CANCELLED: it went.
     """
     doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
         if not doing.done():
-            raise ClientGoneError
+            raise gone_away()
         return doing.result()
     finally:
         doing.cancel()
@@ -187,6 +184,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._write(send))
+        except ServeError as error:  # of the stream's own nothing is raised: the client has gone
+            self._failed(error)
         finally:
             await close(self._replies)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +16,7 @@ from starlette.responses import Response
 
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import answered
 from jaxinfer.serve.http import completions, requests
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
@@ -30,6 +32,8 @@ _BODIES: tuple[type[requests.Body], ...] = (
     requests.DetokenizeRequest,
 )
 _SCHEMAS = "#/components/schemas/"
+
+type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def build_app(door: Door) -> Gate:
@@ -50,7 +54,9 @@ def build_app(door: Door) -> Gate:
 
 
 def _add_routes(app: FastAPI) -> None:
-    add: Callable[..., None] = app.add_api_route
+    def add(path: str, handler: _Handler, **described: Any) -> None:
+        app.add_api_route(path, _answered(handler), **described)
+
     add("/health", _health, summary="Whether the server lives.")
     add("/ready", _ready, summary="Whether it accepts generations.", responses={503: {"description": "Not now."}})
     add("/metrics", _metrics, summary="Figures for Prometheus.")
@@ -68,10 +74,21 @@ def _add_routes(app: FastAPI) -> None:
         add(path, handler, methods=["POST"], summary=(body.__doc__ or "").partition("\n")[0], openapi_extra=described)
 
 
+def _answered(handler: _Handler) -> _Handler:
+    """Every fault becomes a `ServeError` here: above, Starlette would answer in its own words."""
+
+    @functools.wraps(handler)
+    async def wrapper(request: Request) -> Response:
+        with answered():
+            return await handler(request)
+
+    return wrapper
+
+
 # ---- routes
 
 
-async def _health() -> Response:
+async def _health(request: Request) -> Response:
     return Response()
 
 
@@ -122,7 +139,7 @@ def _model_json(card: ModelCard) -> dict[str, Any]:
 
 async def _tokenize(request: Request) -> Response:
     door = _door(request)
-    body = requests.TokenizeRequest.read(await read_json(request, door.limits.message_bytes))
+    body = requests.checked(requests.TokenizeRequest, await read_json(request, door.limits.message_bytes))
     frontend = door.serving()
     if (body.prompt is None) == (body.messages is None):
         raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
@@ -135,7 +152,7 @@ async def _tokenize(request: Request) -> Response:
 
 async def _detokenize(request: Request) -> Response:
     door = _door(request)
-    body = requests.DetokenizeRequest.read(await read_json(request, door.limits.message_bytes))
+    body = requests.checked(requests.DetokenizeRequest, await read_json(request, door.limits.message_bytes))
     text = await door.serving().detokenize(body.tokens, model=body.model, skip_special_tokens=body.skip_special_tokens)
     return _json({"prompt": text})
 

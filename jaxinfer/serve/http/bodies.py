@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NoReturn
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from jaxinfer.serve.errors import Kind, ServeError
 
@@ -27,8 +27,8 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     """The object that a request's body holds.
 
     Raises:
-        ServeError: TOO_LARGE beyond ``limit`` bytes, INVALID for anything but a JSON object in UTF-8.
-        ClientDisconnect: the client has gone.
+        ServeError: TOO_LARGE beyond ``limit`` bytes, INVALID for anything but a JSON object in UTF-8, CANCELLED if the
+            client goes.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # also keeps web pages of others out: browsers ask before they send this type
@@ -40,16 +40,28 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """At most ``limit`` bytes, however they are sent; more raise `ServeError` TOO_LARGE as soon as they are known."""
+    """At most ``limit`` bytes, however they are sent.
+
+    Raises:
+        ServeError: TOO_LARGE, as soon as it is known; CANCELLED if the client goes.
+    """
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or int(declared[:20]) > limit:
         _too_large(limit)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            _too_large(limit)
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                _too_large(limit)
+    except ClientDisconnect as cause:
+        raise gone_away() from cause
     return bytes(body)
+
+
+def gone_away() -> ServeError:
+    """For the figures: nobody is there to read it."""
+    return ServeError(Kind.CANCELLED, "the client has gone")
 
 
 def parse(data: bytes) -> Any:

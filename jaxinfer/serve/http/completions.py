@@ -21,14 +21,14 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted
 from jaxinfer.serve.http.door import Door, fingerprint
 from jaxinfer.serve.http.gate import usable_id
-from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
 from jaxinfer.serve.tracing import HEADERS
 
 
 async def complete(request: Request) -> Response:
     """Texts or token ids in, one choice for each of them and each of ``n`` outputs."""
     door: Door = request.app.state.door
-    body = CompletionRequest.read(await read_json(request, door.limits.message_bytes))
+    body = checked(CompletionRequest, await read_json(request, door.limits.message_bytes))
     frontend, asked = door.serving(), prompts.prompts_of(body)
     sampling = prompts.sampling_of_completion(body)
     name = _id(request, body)
@@ -57,7 +57,7 @@ async def complete(request: Request) -> Response:
 async def chat(request: Request) -> Response:
     """Messages in, through the checkpoint's template."""
     door: Door = request.app.state.door
-    body = ChatCompletionRequest.read(await read_json(request, door.limits.message_bytes))
+    body = checked(ChatCompletionRequest, await read_json(request, door.limits.message_bytes))
     frontend, name = door.serving(), _id(request, body)
     sampling = prompts.sampling_of_chat(body)
     call = _call(request, body, prompts.conversation_of(body), sampling, name)

@@ -58,6 +58,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._in_body = False
         self._head_bytes = self._waste = 0
         self._refusal: tuple[int, str] | None = None
+        self._refused = False
         self._stalled: tuple[int, float] | None = None  # unread bytes, and since when they are no fewer
 
     # ---- asyncio's side
@@ -72,9 +73,12 @@ class Connection(HttpToolsProtocol):
             self.app = _crowded(self.app)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            self._discard(len(data))
+            return
         began = self._in_head
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if self._in_head and began:  # what a head holds that is not complete is known from outside only
             self._count_head(len(data))
@@ -82,14 +86,25 @@ class Connection(HttpToolsProtocol):
             self._due = self._due or self._expect()  # blank lines keep no connection open
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, in OpenAI's shape."""
+        """uvicorn's answer to what is no HTTP, in OpenAI's shape.
+
+        What the client goes on to send is read for a while and thrown away: closing at once would reset the connection,
+        and the client would never see the answer.
+        """
+        if self._refused:
+            return
         status, message = self._refusal or (400, msg)
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        if self._idle:  # else an answer is under way, and this would be taken for a part of it
-            self.transport.write(STATUS_LINE[status] + head + body)
-        self.transport.close()
+        if not self._idle:  # an answer is under way, and this would be taken for a part of it
+            self.transport.close()
+            return
+        self._refused, self._in_head, self._in_body, self._waste = True, False, True, 0
+        self.transport.write(STATUS_LINE[status] + head + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._expect()
 
     # ---- the parser's side
 
@@ -117,9 +132,7 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         if self.cycle.response_complete:
-            self._waste += len(body)
-            if self._waste > self._bounds.waste_bytes:
-                self._close("body")
+            self._discard(len(body))
 
     def on_message_complete(self) -> None:
         self._in_body, self._due = False, None
@@ -185,8 +198,14 @@ class Connection(HttpToolsProtocol):
     def _too_large(self) -> tuple[int, str]:
         return 431, f"the head of the request is larger than {self._bounds.head_bytes} bytes"
 
+    def _discard(self, size: int) -> None:
+        self._waste += size
+        if self._waste > self._bounds.waste_bytes:
+            self._close("body")
+
     def _close(self, reason: str) -> None:
-        self._cut(reason)
+        if not self.transport.is_closing():
+            self._cut(reason)
         self.transport.abort()
 
 

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
-from jaxinfer.serve.http.answers import ClientGoneError
 from jaxinfer.serve.http.door import INFER, OPEN, SCOPES, Door, route_of
 from jaxinfer.serve.http.errors import error_headers, error_json
 
@@ -46,8 +44,6 @@ class Gate:
             try:
                 self._enter(scope, route, answer.request_id)
                 await self.inner(scope, receive, answer.send)
-            except (ClientDisconnect, ClientGoneError):
-                answer.status = answer.status or 499
             except Exception as error:  # noqa: BLE001 - the border of the server: every fault gets an answer
                 await self._refuse(error, scope, receive, answer)
         metrics.requests.labels(route or _UNKNOWN, str(answer.status)).inc()
@@ -65,9 +61,9 @@ class Gate:
         state["tenant"] = self._door.authoriser.authorise(bearer(Headers(scope=scope)), needed).name
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        refusal = answer_to(error)
         if answer.status:  # too late to say anything: the connection is closed before the answer is complete
             raise error
+        refusal = answer_to(error)
         self._door.failed(refusal)
         response = error_response(refusal)
         if scope.get(CROWDED):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxinfer.serve.calls import Conversation
@@ -152,11 +152,13 @@ def _check_format(form: Any) -> None:
         _refuse("response_format", form if kind is None else kind, "is not served: it may be of type 'text'")
 
 
-def _ids(field: str, ids: Sequence[Any]) -> list[int]:
+def _ids(field: str, ids: Any) -> list[int]:
+    if not isinstance(ids, list):
+        _refuse(field, ids, "must be text or token ids")
     for i, token in enumerate(ids):
         if type(token) is not int:
             _refuse(f"{field}[{i}]", token, "must be a token id")
-    return list(ids)
+    return ids
 
 
 def _refuse(field: str, value: Any, reason: str) -> NoReturn:

@@ -12,7 +12,7 @@ they are only described. What is declared with a type is strict: no string is ta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -73,19 +73,6 @@ class Body(pydantic.BaseModel):
     """OpenAI's fields that are not served, and the values of them that ask for nothing."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """OpenAI's fields that are labels: they change no answer."""
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Self:
-        """Raises `ServeError` INVALID, naming field and value."""
-        for name, harmless in cls.unserved.items():
-            value = given.get(name)
-            if not any(value == other and type(value) is type(other) for other in harmless):
-                raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
-        kept = {name: value for name, value in given.items() if name not in cls.unserved and name not in cls.ignored}
-        try:
-            return cls.model_validate(kept)
-        except pydantic.ValidationError as error:
-            raise from_pydantic(error) from error
 
 
 class StreamOptions(Body):
@@ -203,6 +190,23 @@ class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[int]
     skip_special_tokens: bool = False
+
+
+def checked[B: Body](kind: type[B], given: Mapping[str, Any]) -> B:
+    """A body of this kind.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    for name, harmless in kind.unserved.items():
+        value = given.get(name)
+        if not any(value == other and type(value) is type(other) for other in harmless):
+            raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
+    kept = {name: value for name, value in given.items() if name not in kind.unserved and name not in kind.ignored}
+    try:
+        return kind.model_validate(kept)
+    except pydantic.ValidationError as error:
+        raise from_pydantic(error) from error
 
 
 def _token_id(key: str) -> int:

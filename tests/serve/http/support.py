@@ -112,8 +112,7 @@ async def raw(running: Running, request: bytes) -> bytes:
     reader, writer = await running.connect()
     writer.write(request)
     await writer.drain()
-    with contextlib.suppress(ConnectionError):
-        answer = await asyncio.wait_for(reader.read(), BOUND)
+    answer = await asyncio.wait_for(reader.read(), BOUND)
     writer.close()
     return answer
 
