@@ -200,20 +200,26 @@ def _third_party(module: Module, declared: set[str]) -> Iterator[str]:
 
 
 def _jax_where_there_is_none(modules: dict[str, Module]) -> Iterator[str]:
+    graph = _graph(modules, at_run_time=True)
+    uses = {
+        module.name: f"{module.name}:{line} imports {target}"
+        for module in modules.values()
+        for line, target in _run_time_imports(module)
+        if target.split(".")[0] in JAX
+    }
     for start in modules:
         if start == "jaxinfer" or any(start == room or start.startswith(f"{room}.") for room in NO_JAX):
-            yield from _jax_reached_from(start, modules)
+            reached = _reached_from(start, graph)
+            yield from (f"{start} reaches jax: {use}" for name, use in uses.items() if name in reached)
 
 
-def _jax_reached_from(start: str, modules: dict[str, Module]) -> Iterator[str]:
-    graph, seen, todo = _graph(modules, at_run_time=True), {start}, [start]
+def _reached_from(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen, todo = {start}, [start]
     while todo:
-        module = modules[todo.pop()]
-        for line, target in _run_time_imports(module):
-            if target.split(".")[0] in JAX:
-                yield f"{start} reaches jax: {module.name}:{line} imports {target}"
-        todo += graph[module.name] - seen
-        seen |= graph[module.name]
+        more = graph[todo.pop()] - seen
+        todo += more
+        seen |= more
+    return seen
 
 
 def _graph(modules: dict[str, Module], at_run_time: bool) -> dict[str, set[str]]:
