@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import time
 
@@ -88,4 +89,5 @@ class JaxProfiler:
 
 
 if __name__ == "__main__":
+    logging.getLogger("jax").setLevel(logging.WARNING)  # at "info" it tells of every platform that is not there
     process.run(build, (*LOADING_ERRORS, EngineConfigError))

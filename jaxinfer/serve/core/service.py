@@ -78,7 +78,7 @@ async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[
     try:
         return await core.live(build, permanent)
     finally:
-        await server.stop(grace=None)
+        await server.stop(grace=1.0)  # for what is written to arrive
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -115,8 +115,7 @@ class _Core(CoreServicer):
             for task in self._tasks:
                 task.cancel()
         self._outbox.close()
-        if self._taken:
-            await self._ended
+        await self._ended  # not before the front end, which may only be connecting, has everything
         return code
 
     async def _start_and_serve(self, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...]) -> int:

@@ -25,6 +25,8 @@ from jaxinfer.types import Request
 STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
 FAILED = "failed"
 
+_LAST_WORDS_SECONDS = 0.5
+
 _log = logging.getLogger("jaxinfer.serve.supervisor")
 
 
@@ -213,6 +215,8 @@ class Supervisor:
         grace = 0.0
         try:
             await asyncio.wait({carrying, watching, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            if exiting.done():  # what it said last may still be on its way
+                await asyncio.wait({carrying}, timeout=_LAST_WORDS_SECONDS)
             if watching.done():
                 self._died(watching.result())
                 await child.dump(self._patience.dump)

@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--once", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--fault-at", type=int)
     parser.add_argument("--hang-at", type=int)
     options = parser.parse_args()
@@ -81,7 +82,12 @@ def main() -> None:
             fault_at=options.fault_at if first else None,
             hang_at=options.hang_at if first else None,
         )
-        engine = fake.FakeEngine(mischief, max_waiting_requests=settings.engine.max_waiting_requests, num_pages=16384)
+        engine = fake.FakeEngine(
+            mischief,
+            max_waiting_requests=settings.engine.max_waiting_requests,
+            max_num_seqs=options.slots,
+            num_pages=16384,
+        )
         profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
         return Built(engine, fake.fake_card(engine.config), "nowhere", profiler)
 

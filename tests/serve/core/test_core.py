@@ -179,7 +179,7 @@ def test_a_full_queue_is_told():
 def test_who_leaves_frees_everything(how):
     async def main():
         async with ready("--seconds", "0.002") as supervisor:
-            backend, request = supervisor.backend, make_request("a", tokens=1500, n=2)
+            backend, request = supervisor.backend, make_request("a", tokens=500, n=2)
             if how == "cancel":
                 task = asyncio.create_task(collect(backend, request))
                 await asyncio.sleep(0.05)
@@ -312,9 +312,9 @@ def test_a_fault_in_a_step_is_told_and_logged(tmp_path):
 
 def test_a_busy_core_does_not_hang_nor_does_an_idle_one():
     async def main():
-        async with ready("--seconds", "0.4", step_timeout=2.0) as supervisor:
-            await collect(supervisor.backend, make_request("a", tokens=10))
-            await asyncio.sleep(2.5)
+        async with ready("--seconds", "0.3", step_timeout=1.5) as supervisor:
+            await collect(supervisor.backend, make_request("a", tokens=6))
+            await asyncio.sleep(1.8)
             assert (supervisor.state, supervisor.restarts) == ("ready", 0)
 
     run(main())
