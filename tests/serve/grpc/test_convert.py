@@ -126,7 +126,7 @@ def test_log_probabilities_come_in_messages_that_every_client_takes(tokens: int,
         1, "text", list(range(tokens)), positions(tokens, top), "stop", "END", [None, *positions(prompt, top)]
     )
     messages = [m.delta for m in convert.deltas("id", delta, lambda token: "é" * 8)]
-    assert all(len(message.SerializeToString()) < 2 << 20 for message in messages)
+    assert all(len(message.SerializeToString()) < 1 << 20 for message in messages)
     assert "".join(message.text for message in messages) == "text"
     assert [i for message in messages for i in message.token_ids] == delta.token_ids
     assert [p.chosen.logprob for m in messages for p in m.logprobs] == [p.chosen.logprob for p in delta.logprobs]
