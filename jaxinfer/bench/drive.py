@@ -12,6 +12,7 @@ from jaxinfer.bench.record import Record
 from jaxinfer.bench.target import Ending, Item, SendFailed, Target
 
 INTERRUPTED = "interrupted"
+TICK = 1e-9  # seconds: less than a clock can tell is no reason to sleep
 
 
 class Prepared(NamedTuple):
@@ -51,7 +52,7 @@ class Driver:
         self._begin()
         async with asyncio.TaskGroup() as group:
             for each in prepared:
-                while (wait := each.due - self.now()) > 0:
+                while (wait := each.due - self.now()) > TICK:
                     await asyncio.sleep(wait)
                 group.create_task(self._send(each))
 
