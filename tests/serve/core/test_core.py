@@ -178,8 +178,10 @@ def test_a_full_queue_is_told():
 @pytest.mark.parametrize("how", ["aclose", "abort", "abort one", "cancel"])
 def test_who_leaves_frees_everything(how):
     async def main():
-        async with ready("--seconds", "0.002") as supervisor:
-            backend, request = supervisor.backend, make_request("a", tokens=500, n=2)
+        # Left alone it would take longer than anybody waits here, but for the output that nobody aborts.
+        seconds, length = ("0.005", 100) if how == "abort one" else ("0.05", 1500)
+        async with ready("--seconds", seconds) as supervisor:
+            backend, request = supervisor.backend, make_request("a", tokens=length, n=2)
             if how == "cancel":
                 task = asyncio.create_task(collect(backend, request))
                 await asyncio.sleep(0.05)
