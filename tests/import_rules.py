@@ -71,6 +71,7 @@ NO_JAX = (
     "jaxinfer.config",
     "jaxinfer.validate",
     "jaxinfer.planner",
+    "jaxinfer.bench",
     "jaxinfer.text",
     "jaxinfer.client",
     "jaxinfer.serve.auth",

@@ -96,7 +96,7 @@ def test_mooncake_prompts_are_those_of_the_replay(tmp_path: pathlib.Path) -> Non
     expected = [traces.prompt_tokens(trace, request, 50, 4).tolist() for request in trace.requests]
     assert [item.prompt for item in items] == expected
     words = some("mooncake", Asked(Words(2.0), 2.0, path=path, block_tokens=16))
-    assert [len(item.prompt.split()) for item in words] == [11, 11, 11]  # 16 tokens and 5 of the cut block, halved
+    assert [len(item.prompt.split()) for item in words] == [10, 10, 10]  # 16 tokens and 5 of the cut block, halved
     assert words[0].prompt.split()[:8] == words[1].prompt.split()[:8]
 
 

@@ -48,6 +48,13 @@ def test_an_event_is_there_with_its_last_byte_and_not_before() -> None:
     assert parser.feed(b"\n") == [b"x\n"]
 
 
+def test_a_line_end_that_is_cut_in_two_is_one() -> None:
+    parser = EventParser()
+    whole = b"data: a\r\ndata: b\r\n\r\ndata: c\r\r"
+    found = [parser.feed(whole[place : place + 1]) for place in range(len(whole))]
+    assert [event for each in found for event in each] == [b"a\nb", b"c"]
+
+
 def chunked(parts: list[bytes]) -> bytes:
     return b"".join(b"%X;ext=1\r\n%s\r\n" % (len(part), part) for part in parts if part) + b"0\r\nTrailer: x\r\n\r\n"
 
