@@ -84,6 +84,7 @@ def test_blank_lines_keep_no_connection_open():
             while not ended.done():
                 writer.write(b"\r\n")
                 await asyncio.wait((ended,), timeout=0.02)
+            assert status_of(ended.result()) == 408
             writer.close()
 
     run(test)
