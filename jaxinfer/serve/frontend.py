@@ -16,9 +16,10 @@ from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answered, unavailable
-from jaxinfer.serve.generation import Generation, expired
+from jaxinfer.serve.generation import Generation, expired, gone
 from jaxinfer.serve.scoring import check_continuations, score_all
 from jaxinfer.serve.templates import Renderer
+from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class Frontend:
         allow_request_templates: a conversation may bring its own.
         template_seconds: a template that runs longer is stopped.
         clock: the engine's, for deadlines, in seconds.
+        tracing: is told of every generation.
 
     Attributes:
         draining: new calls are refused.
@@ -57,12 +59,14 @@ class Frontend:
         allow_request_templates: bool = False,
         template_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ) -> None:
         most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
         self.tokenizer, self.template = tokenizer, template
         self.draining = False
         self._backend, self._clock = backend, clock
+        self._tracing = tracing or Tracing()
         self._allow_templates = allow_request_templates
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, SamplingLimits(max_logprobs=most))
         self._renderer = Renderer(template, template_seconds)
@@ -108,6 +112,19 @@ class Frontend:
 
     async def generate(self, call: Call) -> Generation:
         """Raises `ServeError` for what is refused, before the first piece."""
+        trace = self._tracing.begin(call, self.card.name)
+        try:
+            generation = await self._generate(call)
+        except asyncio.CancelledError:
+            trace.failed(gone())
+            raise
+        except ServeError as error:
+            trace.failed(error)
+            raise
+        generation.trace = trace
+        return generation
+
+    async def _generate(self, call: Call) -> Generation:
         with answered():
             self._check_open()
             self.check_model(call.model)

@@ -11,6 +11,7 @@ from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import OutputDelta, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.tracing import NOTHING, Trace
 from jaxinfer.text.output import Output
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SequenceDelta
@@ -32,6 +33,7 @@ class Generation:
 
     Attributes:
         request_id, seed, prompt_token_ids, n: as the engine accepted them.
+        trace: is told how it went, once it has ended.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class Generation:
         self._running = self.n
         self._completion = self._cached = 0
         self._cut: ServeError | None = None
+        self._failure: ServeError | None = None
         self._closed = False
+        self.trace: Trace = NOTHING
+        self._reasons: dict[int, str] = {}
         self._aborting: set[asyncio.Future[None]] = set()  # kept, or they might be collected before they ran
         self._deadline: asyncio.TimerHandle | None = None
         if seconds is not None:
@@ -85,7 +90,7 @@ class Generation:
         except StopAsyncIteration:
             self._notice_truncation()
         except Exception as error:  # the border of the front end: every fault gets an answer
-            answer = answer_to(error)
+            self._failure = answer = answer_to(error)
             await self.aclose()
             raise answer from error
         await self.aclose()
@@ -107,7 +112,15 @@ class Generation:
             if self._deadline is not None:
                 self._deadline.cancel()
             self._left(self.request_id)
+            self._tell()
             await self._stream.aclose()
+
+    def _tell(self) -> None:
+        self.trace.accepted(self._stream.request)
+        if self._running:
+            self.trace.failed(self._failure or self._cut or gone())
+        else:
+            self.trace.finished(self.usage, [reason for _, reason in sorted(self._reasons.items())])
 
     def cut(self, error: ServeError) -> None:
         """End it now, whatever the engine does: the reader gets ``error`` instead of more pieces."""
@@ -128,6 +141,8 @@ class Generation:
             return None
         text, reason, stop_reason = output.take(delta)
         tokens, prompt_logprobs = delta.token_ids, None
+        if not self._completion:
+            self.trace.token()
         self._completion += len(tokens)
         if index == 0:
             prompt_logprobs = delta.prompt_logprobs
@@ -138,6 +153,7 @@ class Generation:
             self._cut = expired()
             return OutputDelta(index, text, tokens, delta.logprobs, None, None, prompt_logprobs) if tokens else None
         self._running -= 1
+        self._reasons[index] = reason.value
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
         return OutputDelta(index, text, tokens, delta.logprobs, reason.value, stop_reason, prompt_logprobs)
@@ -145,6 +161,10 @@ class Generation:
     async def _abort(self, index: int) -> None:
         with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams
             await self._backend.abort(self.request_id, index)
+
+
+def gone() -> ServeError:
+    return ServeError(Kind.CANCELLED, "the client has left")
 
 
 def expired() -> ServeError:

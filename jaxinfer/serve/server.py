@@ -171,6 +171,7 @@ class Server:
             config.limits,
             allow_request_templates=config.allow_request_templates,
             template_seconds=config.template_seconds,
+            tracing=self._tracing,
         )
         await frontend.warm()
         self.frontend = self._door.frontend = frontend

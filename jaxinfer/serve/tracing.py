@@ -59,7 +59,7 @@ class Tracing:
     def begin(self, call: Call, model: str) -> Trace:
         """The trace of a call, a child of the client's own where it sent its context."""
         if self._tracer is None:
-            return _NOTHING
+            return NOTHING
         operation = "chat" if isinstance(call.prompt, Conversation) else "text_completion"
         attributes: dict[str, str] = {
             "gen_ai.operation.name": operation,
@@ -110,13 +110,15 @@ class _Recorded:
 
 
 class _Nothing:
+    """Nobody asked for traces."""
+
     def accepted(self, request: Request) -> None: ...
     def token(self) -> None: ...
     def finished(self, usage: Usage, reasons: Sequence[str]) -> None: ...
     def failed(self, error: ServeError) -> None: ...
 
 
-_NOTHING = _Nothing()
+NOTHING: Trace = _Nothing()
 
 
 def _lower(headers: Mapping[str, str]) -> dict[str, str]:

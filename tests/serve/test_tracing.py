@@ -1,5 +1,8 @@
 """Spans of generations, as a collector gets them."""
 
+import asyncio
+
+import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
@@ -7,6 +10,7 @@ from jaxinfer.serve.calls import Call, Conversation, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.types import Request, SamplingParams
+from tests.serve.test_frontend import PROMPT, served, whole
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -69,3 +73,31 @@ def test_without_an_endpoint_nothing_is_recorded():
     trace.token()
     trace.finished(Usage(1, 1, 0), ["stop"])
     tracing.close()
+
+
+def test_the_front_end_tells_how_each_call_went():
+    exporter = InMemorySpanExporter()
+
+    async def play():
+        tracing = Tracing(exporter=exporter)
+        async with served(tracing=tracing) as stage:
+            call = Call(
+                PROMPT, {"max_tokens": 5, "n": 2, "ignore_eos": True}, request_id="whole", trace={"traceparent": PARENT}
+            )
+            await whole(stage.frontend, call)
+            async with await stage.frontend.generate(Call(PROMPT, {"max_tokens": 200, "ignore_eos": True})) as left:
+                await anext(aiter(left))
+            with pytest.raises(ServeError):
+                await stage.frontend.generate(Call(PROMPT, {"top_p": 2}))
+            await stage.pages_are_free()
+        tracing.close()
+
+    asyncio.run(play())
+    done, left, refused = exporter.get_finished_spans()
+    assert format(done.parent.span_id, "016x") == PARENT[36:52]
+    assert done.attributes["gen_ai.response.id"] == "whole"
+    assert done.attributes["gen_ai.usage.output_tokens"] == 10
+    assert done.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
+    assert len(done.events) == 1
+    assert (left.attributes["error.type"], len(left.events)) == ("cancelled", 1)
+    assert (refused.attributes["error.type"], len(refused.events)) == ("invalid", 0)
