@@ -2,7 +2,8 @@
 
 ``--broken SENTENCE``: the start can only fail. ``--crash``: it ends by a fault. ``--slow SECONDS``: it takes so long,
 in ten steps. ``--mute``: it never says that it gets on. ``--once FILE``: what follows in `Mischief` holds for the first
-process only, which makes the file.
+process only, which makes the file. ``--folder FOLDER``: where tokenizer and template are said to be. ``--context``: the
+model's.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ def main() -> None:
     parser.add_argument("--once", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--folder", default="nowhere")
     parser.add_argument("--fault-at", type=int)
     parser.add_argument("--hang-at", type=int)
     options = parser.parse_args()
@@ -85,11 +88,12 @@ def main() -> None:
         engine = fake.FakeEngine(
             mischief,
             max_waiting_requests=settings.engine.max_waiting_requests,
+            max_model_len=options.context,
             max_num_seqs=options.slots,
             num_pages=16384,
         )
         profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
-        return Built(engine, fake.fake_card(engine.config), "nowhere", profiler)
+        return Built(engine, fake.fake_card(engine.config), options.folder, profiler)
 
     process.run(build, (BrokenError,))
 
