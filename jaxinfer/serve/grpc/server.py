@@ -142,10 +142,12 @@ def options_of(config: ServeConfig) -> list[tuple[str, Any]]:
 
 
 class _Pools:
-    """Where reflection finds descriptors: the default pool and those of services that have one of their own."""
+    """Where reflection finds descriptors: in the pools of services that have one of their own, where other packages
+    cannot have put the same names, then in the default one."""
 
     def __init__(self, files: Sequence[FileDescriptor]) -> None:
-        self._pools = [*dict.fromkeys([descriptor_pool.Default(), *(file.pool for file in files)])]
+        default = descriptor_pool.Default()
+        self._pools = [*dict.fromkeys(file.pool for file in files if file.pool is not default), default]
 
     def FindFileByName(self, name: str) -> Any:  # noqa: N802 - the names of DescriptorPool
         return self._first("FindFileByName", name)

@@ -29,7 +29,7 @@ STOPPED = {"max_tokens": 200, "seed": 5, "stop": ["狐"], "logprobs": 2, "prompt
 
 def test_the_stream_begins_brings_deltas_and_finishes() -> None:
     async def story() -> None:
-        async with running() as server:
+        async with running(SLOW) as server:
             call = server.inference.Generate(request(request_id="mine", sampling={"n": 2, "max_tokens": 40, "seed": 3}))
             events = [event async for event in call]
             assert {event.request_id for event in events} == {"mine"}
