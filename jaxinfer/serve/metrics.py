@@ -1,18 +1,97 @@
-"""An engine's figures for Prometheus: vLLM's names with our prefix, so that its dashboards need one replacement."""
+"""Figures for Prometheus, an engine's and a server's: vLLM's names with our prefix, so that its dashboards need one
+replacement. No jax."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
-from prometheus_client import CollectorRegistry
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client import Histogram as ServerHistogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxinfer.engine.stats import EngineStats, Histogram
+from jaxinfer.engine.stats import SECONDS, EngineStats, Histogram
+from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
+from jaxinfer.serve.errors import Kind, ServeError
 
 PREFIX = "jaxinfer:"
+
+
+@runtime_checkable
+class Life(Protocol):
+    """An engine's, as its supervisor tells it."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def restarts(self) -> int: ...
+
+
+class ServerMetrics:
+    """Counts for one server. The labels are routes, methods, statuses and kinds: their number is bounded.
+
+    Args:
+        engine: its state and restarts are shown (None: there is none to show).
+
+    Attributes:
+        http_requests: answered, by route and status.
+        http_in_flight: being answered, streams included.
+        http_errors: by kind, those in started streams included.
+        http_cut: connections that were closed on their clients, by reason.
+        http_seconds: from a request's head to the end of its answer, by route.
+        ready: whether generations are accepted, 0 or 1.
+    """
+
+    def __init__(self, engine: Life | None = None) -> None:
+        self._registry = of = CollectorRegistry()
+        if engine is not None:
+            of.register(_LifeCollector(engine))
+        ProcessCollector(registry=of)
+        self.ready = Gauge(f"{PREFIX}ready", "Whether generations are accepted.", registry=of)
+        what = "Generations that were refused or ended by an error, by kind; every door's."
+        self._failed = Counter(f"{PREFIX}request_errors", what, ["kind"], registry=of)
+        for kind in Kind:  # from 0 on: what first appears as 1 has no rate
+            self._failed.labels(kind.name.lower())
+        labels = ["route", "status"]
+        self.http_requests = Counter(f"{PREFIX}http_requests", "HTTP requests answered.", labels, registry=of)
+        self.http_in_flight = Gauge(f"{PREFIX}http_requests_in_flight", "HTTP requests being answered.", registry=of)
+        self.http_errors = Counter(f"{PREFIX}http_errors", "Errors told to HTTP clients.", ["kind"], registry=of)
+        self.http_cut = Counter(f"{PREFIX}http_connections_cut", "Connections cut, by reason.", ["reason"], registry=of)
+        self.http_seconds = _seconds("http_request_duration_seconds", "HTTP requests, to their end.", "route", of)
+        self._grpc_requests = Counter(f"{PREFIX}grpc_requests", "RPCs that ended.", ["method", "code"], registry=of)
+        self._grpc_seconds = _seconds("grpc_request_duration_seconds", "RPCs, to their end.", "method", of)
+
+    def called(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
+        """An RPC has ended; see `jaxinfer.serve.grpc.rpc.Observer`."""
+        self._grpc_requests.labels(method, code.name).inc()
+        self._grpc_seconds.labels(method).observe(seconds)
+
+    def failed(self, error: ServeError) -> None:
+        """A generation was refused, or ended without its answer."""
+        self._failed.labels(error.kind.name.lower()).inc()
+
+    def render(self) -> bytes:
+        """One scrape in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+
+class _LifeCollector(Collector):
+    def __init__(self, engine: Life) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        state, restarts = self._engine.state, self._engine.restarts
+        states = {each: int(each == state) for each in (STARTING, READY, DEAD, STOPPED)}
+        yield _gauge("engine_state", "1 for the state that the engine is in.", {}, _by("state", states))
+        yield _counter("engine_restarts", "Engines that were started again after one died or hung.", {}, _one(restarts))
+
+    def describe(self) -> list[Metric]:
+        """Nothing: the engine's supervisor may not be there yet."""
+        return []
 
 
 class EngineCollector(Collector):
@@ -42,6 +121,10 @@ def render(snapshot: Callable[[], EngineStats], model: str) -> bytes:
     registry = CollectorRegistry()
     registry.register(EngineCollector(snapshot, model))
     return generate_latest(registry)
+
+
+def _seconds(name: str, what: str, label: str, registry: CollectorRegistry) -> ServerHistogram:
+    return ServerHistogram(PREFIX + name, what, [label], buckets=SECONDS, registry=registry)
 
 
 _Samples = list[tuple[dict[str, str], float]]  # further labels, value

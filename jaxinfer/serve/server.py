@@ -16,6 +16,7 @@ from jaxinfer.serve.grpc import oip
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
@@ -46,12 +47,15 @@ class Server:
         self.config = config
         self.frontend: Frontend | None = None
         self._supervisor = Supervisor(config, command)
-        self._tracing = Tracing(config.otlp_endpoint)
+        metrics = ServerMetrics(self)
+        self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed)
         authoriser = Authoriser(config.api_keys)
         version = importlib.metadata.version("jaxinfer")
-        self._door = Door(version, config.limits, authoriser, ready=lambda: self.state == READY)
+        self._door = Door(version, config.limits, authoriser, ready=lambda: self.state == READY, metrics=metrics)
         open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
-        self._grpc = GrpcServers(config, self._serving, self, authoriser, more=[(oip.SERVICE, open_inference)])
+        self._grpc = GrpcServers(
+            config, self._serving, self, authoriser, more=[(oip.SERVICE, open_inference)], observer=metrics.called
+        )
         self._http = HttpServer(config, self._door) if config.http_port is not None else None
         self._tasks: list[asyncio.Task[None]] = []
 

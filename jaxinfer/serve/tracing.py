@@ -6,7 +6,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -44,13 +44,21 @@ class Tracing:
     Args:
         endpoint: of an OTLP collector (gRPC), "http://..." for one without TLS; None: nothing is recorded.
         exporter: in place of one to ``endpoint``.
+        failed: told of each generation that was refused or failed, recorded or not.
     """
 
-    def __init__(self, endpoint: str | None = None, exporter: SpanExporter | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        exporter: SpanExporter | None = None,
+        failed: Callable[[ServeError], None] | None = None,
+    ) -> None:
         if exporter is None and endpoint is not None:
             exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
         self._provider: TracerProvider | None = None
         self._tracer: Tracer | None = None
+        self._failed = failed or NOTHING.failed
+        self._unrecorded: Trace = _Nothing(self._failed)
         if exporter is not None:
             self._provider = TracerProvider(resource=Resource.create({"service.name": "jaxinfer"}))
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -59,7 +67,7 @@ class Tracing:
     def begin(self, call: Call, model: str) -> Trace:
         """The trace of a call, a child of the client's own where it sent its context."""
         if self._tracer is None:
-            return NOTHING
+            return self._unrecorded
         operation = "chat" if isinstance(call.prompt, Conversation) else "text_completion"
         attributes: dict[str, str] = {
             "gen_ai.operation.name": operation,
@@ -69,7 +77,7 @@ class Tracing:
         }
         parent = TraceContextTextMapPropagator().extract(_lower(call.trace))
         span = self._tracer.start_span(f"{operation} {model}", parent, SpanKind.SERVER, attributes)
-        return _Recorded(span)
+        return _Recorded(span, self._failed)
 
     def close(self) -> None:
         """Send what is recorded and stop."""
@@ -78,8 +86,9 @@ class Tracing:
 
 
 class _Recorded:
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, failed: Callable[[ServeError], None]) -> None:
         self._span, self._start, self._first = span, time.monotonic(), True
+        self._failed = failed
 
     def accepted(self, request: Request) -> None:
         self._span.set_attribute("gen_ai.response.id", request.request_id)
@@ -107,15 +116,21 @@ class _Recorded:
         if error.kind not in _EXPECTED:
             self._span.set_status(StatusCode.ERROR, error.message)
         self._span.end()
+        self._failed(error)
 
 
 class _Nothing:
-    """Nobody asked for traces."""
+    """Nobody asked for traces; ``failed`` may still be told."""
+
+    def __init__(self, failed: Callable[[ServeError], None] = lambda error: None) -> None:
+        self._failed = failed
 
     def accepted(self, request: Request) -> None: ...
     def token(self) -> None: ...
     def finished(self, usage: Usage, reasons: Sequence[str]) -> None: ...
-    def failed(self, error: ServeError) -> None: ...
+
+    def failed(self, error: ServeError) -> None:
+        self._failed(error)
 
 
 NOTHING: Trace = _Nothing()

@@ -12,7 +12,7 @@ from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.metrics import HttpMetrics
+from jaxinfer.serve.metrics import ServerMetrics
 
 INFER, OBSERVE = "infer", "observe"
 OPEN: Mapping[str, None] = {"/health": None, "/ready": None}
@@ -51,7 +51,7 @@ class Door:
     authoriser: Authoriser = dataclasses.field(default_factory=lambda: Authoriser(None))
     frontend: Frontend | None = None
     ready: Callable[[], bool] = lambda: True
-    metrics: HttpMetrics = dataclasses.field(default_factory=HttpMetrics)
+    metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
 
     def serving(self) -> Frontend:
         """Raises `ServeError` UNAVAILABLE while there is nothing to serve."""
@@ -66,7 +66,7 @@ class Door:
 
     def failed(self, error: ServeError) -> None:
         """A client is told of an error."""
-        self.metrics.errors.labels(error.kind.name.lower()).inc()
+        self.metrics.http_errors.labels(error.kind.name.lower()).inc()
 
 
 def route_of(path: str) -> str | None:

@@ -40,13 +40,14 @@ class Gate:
         route = route_of(scope["path"])
         answer = _Answer(send, request_id(Headers(scope=scope)))
         metrics = self._door.metrics
-        with metrics.in_flight.track_inprogress():
+        named = route or _UNKNOWN
+        with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
             try:
                 self._enter(scope, route, answer.request_id)
                 await self.inner(scope, receive, answer.send)
             except Exception as error:  # noqa: BLE001 - the border of the server: every fault gets an answer
                 await self._refuse(error, scope, receive, answer)
-        metrics.requests.labels(route or _UNKNOWN, str(answer.status)).inc()
+        metrics.http_requests.labels(named, str(answer.status)).inc()
 
     def _enter(self, scope: Scope, route: str | None, request_id: str) -> None:
         """Raises `ServeError` for those who may not."""

@@ -106,7 +106,7 @@ class HttpServer:
         return settings
 
     def _cut(self, reason: str) -> None:
-        self._door.metrics.cut.labels(reason).inc()
+        self._door.metrics.http_cut.labels(reason).inc()
 
     async def _sweep(self) -> None:
         """Several times within the shortest bound, but no more often than it is worth."""

@@ -28,7 +28,7 @@ async def closed(reader):
 
 
 def cut_by(running, reason):
-    return running.door.metrics.cut.labels(reason)._value.get()
+    return running.door.metrics.http_cut.labels(reason)._value.get()
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n\r\n", b"POST /v1/comp", HEAD, HEAD + b"X-A: " + b"b" * 100])
