@@ -101,13 +101,14 @@ class DeltaStream:
 
 
 def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
-    """Two deltas of one sample as one. ``first`` is extended: the engine gave it away."""
-    first.token_ids.extend(then.token_ids)
-    return dataclasses.replace(
-        first,
-        logprobs=[*first.logprobs, *then.logprobs],
-        finish_reason=then.finish_reason,
-        stop_reason=then.stop_reason,
-        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
-        cached_tokens=then.cached_tokens if first.cached_tokens is None else first.cached_tokens,
-    )
+    """Two deltas of one sample as one. ``first`` is extended: the engine gave it away. O(``then``), so that a reader
+    who fetches nothing costs no more the longer it does."""
+    first.token_ids += then.token_ids
+    if then.logprobs:
+        known = first.logprobs if isinstance(first.logprobs, list) else list(first.logprobs)
+        known += then.logprobs
+        first.logprobs = known
+    first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
+    first.prompt_logprobs = first.prompt_logprobs or then.prompt_logprobs
+    first.cached_tokens = then.cached_tokens if first.cached_tokens is None else first.cached_tokens
+    return first

@@ -24,8 +24,9 @@ from jaxinfer.serve.template_helper import read_frame, write_frame
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.types import QueueFullError, RequestError
 
-MAX_WAITING = 256
-"""Conversations that wait for a helper; more are refused. At most a second each is lost on bad templates."""
+MAX_WAITING, MAX_WAITING_OWN = 4096, 256
+"""Conversations that wait for a helper, with the checkpoint's template and with their own; more are refused. The
+checkpoint's takes a millisecond or so, one of a request's own may take all the seconds that there are."""
 
 _START_SECONDS = 30.0
 _COMMAND = (sys.executable, "-m", "jaxinfer.serve.template_helper")
@@ -44,8 +45,8 @@ class Renderer:
         sources, tokens = (template.sources, template.tokens) if template is not None else ({}, {})
         self.has_template = template is not None
         setup = json.dumps({"sources": sources, "tokens": tokens}).encode()
-        self._own = _Pool(_OWN_HELPERS, setup, seconds)
-        self._requests = _Pool(_REQUEST_HELPERS, setup, seconds)
+        self._own = _Pool(_OWN_HELPERS, setup, seconds, MAX_WAITING)
+        self._requests = _Pool(_REQUEST_HELPERS, setup, seconds, MAX_WAITING_OWN)
 
     async def warm(self) -> None:
         """Start the helpers of the checkpoint's template, if it has one."""
@@ -74,7 +75,8 @@ class Renderer:
 class _Pool:
     """Some helpers, each busy with one conversation at a time."""
 
-    def __init__(self, size: int, setup: bytes, seconds: float) -> None:
+    def __init__(self, size: int, setup: bytes, seconds: float, most: int) -> None:
+        self._most = most
         self._helpers = [_Helper(setup) for _ in range(size)]
         self._free = list(self._helpers)
         self._places = asyncio.Semaphore(size)
@@ -87,7 +89,7 @@ class _Pool:
         await asyncio.gather(*(loop.run_in_executor(self._threads, helper.start) for helper in self._helpers))
 
     async def ask(self, question: bytes) -> Mapping[str, str]:
-        if self._waiting >= MAX_WAITING:
+        if self._waiting >= self._most:
             raise QueueFullError(f"{self._waiting} conversations wait for their chat template already")
         self._waiting += 1
         try:
