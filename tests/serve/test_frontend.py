@@ -148,6 +148,33 @@ def test_stop_strings_end_one_output_and_the_engine_hears_of_it():
     asyncio.run(run())
 
 
+def test_the_engine_stops_an_output_whose_stop_string_has_come():
+    async def run() -> None:
+        async with served(Mischief(seconds=0.005)) as s:
+            stop = expected_text(PROMPT, 5, 0, 30)[8:16]
+            call = Call(PROMPT, {"n": 2, "seed": 5, "max_tokens": 60, "stop": stop})
+            running: list[int] = []
+            async with await s.frontend.generate(call) as generation:
+                async for delta in generation:
+                    if running or delta.stop_reason == stop:
+                        running.append((await s.backend.stats()).running)
+            assert len(running) > 9
+            assert 1 in running[:6]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sampling", [{"stop": "o"}, {"max_tokens": 5}])
+def test_the_last_piece_is_the_end(sampling):
+    async def run() -> None:
+        async with served() as s, await s.frontend.generate(Call(PROMPT, {"seed": 5, **sampling})) as generation:
+            while (await anext(generation)).finish_reason is None:
+                pass
+            await s.pages_are_free()
+
+    asyncio.run(run())
+
+
 def test_eos_and_own_stop_tokens():
     async def run() -> None:
         async with served(Mischief(eos_after=7)) as s:
@@ -157,6 +184,7 @@ def test_eos_and_own_stop_tokens():
             own = expected_tokens(PROMPT, 1, 0, 4)[3]
             _, outputs = await whole(s.frontend, Call(PROMPT, {"seed": 1, "stop_token_ids": [own]}))
             assert outputs[0].stop_reason == own == outputs[0].token_ids[-1]
+            assert outputs[0].text == expected_text(PROMPT, 1, 0, 3)
 
     asyncio.run(run())
 
@@ -362,7 +390,7 @@ def test_an_id_is_taken_until_its_generation_has_ended():
 def test_a_full_queue_says_when_to_come_back():
     async def run() -> None:
         async with (
-            served(settings={"max_waiting_requests": 1, "max_num_seqs": 2}) as s,
+            served(Mischief(seconds=0.01), settings={"max_waiting_requests": 1, "max_num_seqs": 2}) as s,
             contextlib.AsyncExitStack() as stack,
         ):
 

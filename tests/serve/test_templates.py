@@ -78,18 +78,25 @@ def test_a_loop_is_stopped_when_its_time_is_over():
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_takes_no_helper_with_it():
+def test_a_template_is_stopped_though_its_client_has_left():
     async def run() -> None:
-        renderer = Renderer(fake_template(), 9.0)
-        for _ in range(8):
-            task = asyncio.ensure_future(renderer.render(Conversation(HELLO)))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert await rendered(renderer, *[Conversation(HELLO)] * 4) == [fake_template().render(HELLO)] * 4
+        renderer = Renderer(None, 0.5)
+        loop = Conversation(HELLO, template=LOOP)
+        task = asyncio.ensure_future(renderer.render(loop))
+        while renderer._requests._free:
+            await asyncio.sleep(0.001)
+        await asyncio.wait([task], timeout=0.3)
+        task.cancel()
+        await asyncio.wait([task])
+        async with asyncio.timeout(20):
+            assert await rendered(renderer, Conversation(HELLO, template="next")) == ["next"]
 
     asyncio.run(run())
+
+
+def test_the_memory_of_a_helper_is_bounded():
+    [answer] = asyncio.run(rendered(Renderer(ChatTemplate("{{ 'x'.ljust(3 * 10**9) }}"), 9.0), Conversation(HELLO)))
+    assert "MemoryError" in str(answer)
 
 
 def test_too_many_may_not_wait(monkeypatch):
