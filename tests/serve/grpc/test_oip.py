@@ -312,7 +312,7 @@ def test_stream_infer_with_the_synchronous_client() -> None:
         return "bad" in found and all(key in found and final(found[key][-1]) for key in ("a", "b", "whole"))
 
     async def main() -> None:
-        async with serving() as (run, target):
+        async with serving(Mischief(seconds=0.005)) as (run, target):  # pieces that wait would be merged
             found = await asyncio.to_thread(ask, target)
             await run.baseline()
         for key in ("a", "b"):
