@@ -57,6 +57,8 @@ def trailers_of(error: ServeError) -> tuple[tuple[str, str | bytes], ...]:
         pairs.append((_DETAILS, status.SerializeToString()))
     if error.retry_after is not None:
         pairs.append((_PUSHBACK, str(math.ceil(error.retry_after * 1000))))
+    elif error.kind is Kind.TOO_LARGE:  # the same status as a full queue, after which clients come back
+        pairs.append((_PUSHBACK, "-1"))
     return tuple(pairs)
 
 
