@@ -412,7 +412,7 @@ def test_a_full_queue_says_when_to_come_back():
 @pytest.mark.parametrize("after", range(0, 30, 3))
 def test_leaving_frees_the_pages(after):
     async def run() -> None:
-        async with served() as s:
+        async with served(Mischief(seconds=0.001)) as s:
             for how in ("break", "cancel"):
                 task = asyncio.ensure_future(read(s.frontend, after))
                 got = await task if how == "break" else await cancelled(task, after)
