@@ -106,7 +106,7 @@ def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
     first.token_ids += then.token_ids
     if then.logprobs:
         known = first.logprobs if isinstance(first.logprobs, list) else list(first.logprobs)
-        known += then.logprobs
+        known.extend(then.logprobs)
         first.logprobs = known
     first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
     first.prompt_logprobs = first.prompt_logprobs or then.prompt_logprobs

@@ -47,12 +47,11 @@ _EXACT = 2**53  # whole numbers up to here are exact in a Struct
 def call_of(
     request: pb.GenerateRequest,
     *,
-    request_id: str | None = None,
     timeout: float | None = None,
     tenant: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> Call:
-    """What the client asked for. ``request_id`` is for a request that has none.
+    """What the client asked for.
 
     Raises:
         ServeError: it has no input, or a part of it is no JSON.
@@ -61,7 +60,7 @@ def call_of(
         prompt=input_of(request, "input"),
         sampling=sampling_of(request.sampling),
         model=optional(request, "model"),
-        request_id=request.request_id if request.HasField("request_id") else request_id,
+        request_id=request.request_id if request.HasField("request_id") else None,
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
         priority=request.priority,
         cache_salt=request.cache_salt,

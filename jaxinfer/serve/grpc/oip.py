@@ -5,12 +5,9 @@ The model has the inputs and outputs of Triton's LLM backends, see `jaxinfer.ser
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import override
-
-from google.protobuf.message import Message
 
 from jaxinfer.oip import open_inference_pb2 as pb
 from jaxinfer.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
@@ -19,6 +16,7 @@ from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.grpc import status
+from jaxinfer.serve.grpc.many import ManyRequests
 from jaxinfer.serve.grpc.oip_request import INPUTS, OUTPUTS, Ask, ask_of
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.grpc.tensors import Value, add_output, refuse
@@ -86,58 +84,28 @@ class OpenInference(GRPCInferenceServiceServicer):
         await _Requests(self._frontend(), rpc, self._size).run()
 
 
-class _Requests:
-    """One stream of requests, and the stream of their responses, in the order in which they are made."""
-
-    def __init__(self, frontend: Frontend, rpc: Rpc, size: int) -> None:
-        self._frontend, self._rpc = frontend, rpc
-        self._room = asyncio.Semaphore(size)
-        self._writing = asyncio.Lock()
-
-    async def run(self) -> None:
-        """Serve until the client has half-closed and all requests have ended.
-
-        Raises:
-            ServeError: a message is no request at all; what is in flight is aborted.
-        """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while (request := await self._next()) is not None:
-                    tasks.create_task(self._serve(request))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-    async def _next(self) -> Message | None:
-        await self._room.acquire()
-        return await self._rpc.read()
-
-    async def _serve(self, request: pb.ModelInferRequest) -> None:
-        try:
-            await self._generate(request, _ask(self._frontend, request, self._rpc))
-        except ServeError as error:
-            named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
-            await self._write(pb.ModelStreamInferResponse(error_message=status.message_of(error), infer_response=named))
-        finally:
-            self._room.release()
-
-    async def _generate(self, request: pb.ModelInferRequest, ask: Ask) -> None:
-        async with await self._frontend.generate(ask.call) as generation:
+class _Requests(ManyRequests[pb.ModelInferRequest, pb.ModelStreamInferResponse]):
+    @override
+    async def answer(self, request: pb.ModelInferRequest) -> None:
+        ask = _ask(self.frontend, request, self.rpc)
+        async with await self.frontend.generate(ask.call) as generation:
             if not ask.stream:
-                await self._answer(request, ask, await _whole(ask, generation), final=True)
+                await self._piece(request, ask, await _whole(ask, generation), final=True)
                 return
             running = generation.n
             async for delta in generation:
                 running -= delta.finish_reason is not None
-                await self._answer(request, ask, _Outputs(generation, [delta]), final=not running)
+                await self._piece(request, ask, _Outputs(generation, [delta]), final=not running)
 
-    async def _answer(self, request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs, *, final: bool) -> None:
+    @override
+    def failure(self, request: pb.ModelInferRequest, error: ServeError) -> pb.ModelStreamInferResponse:
+        named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
+        return pb.ModelStreamInferResponse(error_message=status.message_of(error), infer_response=named)
+
+    async def _piece(self, request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs, *, final: bool) -> None:
         response = _response(request, ask, outputs)
         response.parameters[FINAL].bool_param = final
-        await self._write(pb.ModelStreamInferResponse(infer_response=response))
-
-    async def _write(self, response: pb.ModelStreamInferResponse) -> None:
-        async with self._writing:
-            await self._rpc.write(response)
+        await self.write(pb.ModelStreamInferResponse(infer_response=response))
 
 
 class _Outputs:

@@ -108,7 +108,7 @@ def test_a_request_without_input_is_refused_and_one_with_defaults_adds_none() ->
     full = pb.GenerateRequest(
         prompt="", model="m", request_id="", priority=-1, cache_salt="s", add_special_tokens=False
     )
-    call = convert.call_of(full, request_id="unused", timeout=2.0, tenant="t")
+    call = convert.call_of(full, timeout=2.0, tenant="t")
     assert (call.prompt, call.model, call.request_id, call.priority) == ("", "m", "", -1)
     assert (call.cache_salt, call.add_special_tokens, call.timeout, call.tenant) == ("s", False, 2.0, "t")
 
