@@ -107,9 +107,11 @@ class ServeLimits:
     Attributes:
         n: outputs of one request.
         logprobs: most likely tokens for each position (the engine's `max_logprobs` may be less).
-        stop_strings, stop_characters: how many, and of what length each.
-        stop_token_ids: EOS included.
-        bad_words, logit_bias: entries.
+        stop_strings: how many.
+        stop_characters: of each of them.
+        stop_token_ids: how many, EOS included.
+        bad_words: how many.
+        logit_bias: entries.
         prompt_characters: of a text, or of all messages together.
         message_bytes: of one gRPC message or HTTP body.
         score_continuations: of one Score call.

@@ -41,7 +41,8 @@ class ServeConfig:
         control_host: address of Control.
         api_keys: file of hashed keys with their scopes (python -m jaxinfer.serve.keys makes them).
         insecure: allow an address beyond loopback without keys.
-        tls_cert, tls_key: PEM files; read again when they change.
+        tls_cert: PEM file of the certificate with its chain; read again when it changes, as the other two.
+        tls_key: PEM file of its private key.
         tls_client_ca: PEM file; clients must show a certificate that it signed.
         allow_request_templates: requests may bring chat templates of their own (they run in the sandbox).
         template_seconds: a chat template that runs longer is stopped.
@@ -49,9 +50,8 @@ class ServeConfig:
         step_timeout: seconds without progress in a step after which the engine counts as hung.
         startup_timeout: seconds without progress until READY after which it does.
         slow_reader_seconds: a client that reads nothing for so long is cut off.
-        stream_buffer: messages that wait for a slow client, at most; what comes beyond is merged.
         keepalive_seconds: between pings on idle connections.
-        max_connections: of HTTP clients at once.
+        max_connections: of HTTP clients at once; those beyond are told 503.
         header_seconds: for an HTTP client to send its request's head, and again its body.
         log_format: "text" or "json".
         log_level: "debug", "info", "warning" or "error".
@@ -80,7 +80,6 @@ class ServeConfig:
     step_timeout: float = 60.0
     startup_timeout: float = 600.0
     slow_reader_seconds: float = 30.0
-    stream_buffer: int = 64
     keepalive_seconds: float = 30.0
     max_connections: int = 1024
     header_seconds: float = 10.0
@@ -154,8 +153,7 @@ def _check(config: ServeConfig) -> None:
         _require(port is None or 0 <= port < 65536, name, port, "must be a port from 0 to 65535")
     for name in (*(f"{word}_seconds" for word in _SECONDS), "step_timeout", "startup_timeout"):
         _require(getattr(config, name) > 0, name, getattr(config, name), "must be positive")
-    for name in ("stream_buffer", "max_connections"):
-        _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
+    _require(config.max_connections >= 1, "max_connections", config.max_connections, "must be at least 1")
     for name, value in dataclasses.asdict(config.limits).items():
         _require(value >= 1, f"limits.{name}", value, "must be at least 1")
     _require(config.log_format in FORMATS, "log_format", config.log_format, f"must be one of {', '.join(FORMATS)}")
