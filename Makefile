@@ -21,7 +21,7 @@ GENERATOR := grpcio-tools==1.71.2 setuptools<81
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo test test-fast test-slow test-parity lint format types wheel protos protos-check train-demo bench check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-slow test-parity lint format types wheel protos protos-check train-demo bench check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ $(TRAIN): pyproject.toml $(SETUP)
 
 demo: $(BASE) ## generate text with the embedded model (PROMPT=... MAX_TOKENS=... MODEL=folder ARGS=...)
 	@$(RUN) -m jaxinfer.generate --model "$$MODEL" --prompt "$$PROMPT" --max-tokens $(MAX_TOKENS) $(ARGS)
+
+serve: $(BASE) ## serve the embedded model over gRPC and HTTP (docs/serving.md; ARGS="--model ...")
+	@$(RUN) -m jaxinfer.serve --config configs/deployments/demo.yaml $(ARGS)
+
+bench-serve: $(BASE) ## put load on a server that runs here (docs/load_testing.md; ARGS=...)
+	@$(RUN) -m jaxinfer.bench serve --target grpc://localhost:50051 $(ARGS)
 
 test: $(DEV) ## run the tests, the slow and the parity ones aside (ARGS="-k ...")
 	@$(RUN) -m pytest $(ARGS)

@@ -93,7 +93,8 @@ def main() -> None:
             num_pages=16384,
         )
         profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
-        return Built(engine, fake.fake_card(engine.config), options.folder, profiler)
+        card = fake.fake_card(engine.config, settings.served_model_name or "fake")
+        return Built(engine, card, options.folder, profiler)
 
     process.run(build, (BrokenError,))
 

@@ -1,0 +1,155 @@
+"""What README and docs/serving.md say of servers: programs and commands run, tables are those of the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from jaxinfer.bench import options
+from jaxinfer.flags import attribute_docs
+from jaxinfer.serve import __main__ as door
+from jaxinfer.serve import keys
+from jaxinfer.serve.auth import SCOPES
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.errors import Kind
+from jaxinfer.serve.grpc import auth
+from jaxinfer.serve.http import door as http_door
+from jaxinfer.serve.settings import ServeConfig, make_config
+from tests.serve.live import Live, live_fake
+
+PAGES = ("README.md", "docs/serving.md")
+NESTED = ("limits", "engine")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """With the fake engine under the demo model's name."""
+    with live_fake(tmp_path_factory.mktemp("model"), "demo", control_port=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(repo: pathlib.Path) -> dict[str, str]:
+    return {name: (repo / name).read_text(encoding="utf-8") for name in PAGES}
+
+
+@pytest.fixture(scope="module")
+def page(pages: dict[str, str]) -> str:
+    return pages["docs/serving.md"]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def here(text: str, server: Live) -> str:
+    """With the ports of ``server`` in place of those that the pages name."""
+    ports = {"50051": server.server.grpc_port, "50052": server.server.control_port, "8000": server.server.http_port}
+    return re.sub(r"localhost:(\d+)", lambda found: f"127.0.0.1:{ports[found[1]]}", text)
+
+
+def commands(pages: dict[str, str], module: str) -> list[list[str]]:
+    """The arguments of each ``python -m module`` in the pages."""
+    pattern = re.compile(rf"(?:^|`|bin/)python -m {re.escape(module)} ([^`\n]+)", re.MULTILINE)
+    lines = [line for text in pages.values() for line in pattern.findall(text)]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+# ---- what runs
+
+
+@pytest.mark.parametrize(("name", "count"), [("README.md", 2), ("docs/serving.md", 3)])
+def test_programs_run(name: str, count: int, pages: dict, server: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    programs = [block for block in blocks(pages[name], "python") if "localhost" in block]
+    assert len(programs) == count
+    for program in programs:
+        exec(compile(here(program, server), name, "exec"), {})
+        assert capsys.readouterr().out.strip()
+
+
+def test_the_client_of_the_readme_has_ten_lines(pages: dict[str, str]) -> None:
+    (program,) = [block for block in blocks(pages["README.md"], "python") if "jaxinfer.client" in block]
+    assert sum(bool(line) for line in program.splitlines()) <= 10
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize(("name", "count"), [("README.md", 1), ("docs/serving.md", 3)])
+def test_curl_commands_run(name: str, count: int, pages: dict[str, str], server: Live) -> None:
+    lines = [line for block in blocks(pages[name], "sh") for line in block.replace("\\\n", "").splitlines() if line]
+    assert len(lines) == count
+    for line in lines:
+        command = [*shlex.split(here(line, server)), "--fail", "--silent", "--show-error"]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        if "/ready" not in line:
+            assert answer.endswith("data: [DONE]\n\n") if '"stream": true' in line else json.loads(answer)
+
+
+def test_servers_of_the_pages_could_be_started(
+    pages: dict, repo: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo)
+    found = commands(pages, "jaxinfer.serve")
+    assert len(found) >= 5
+    for arguments in found:
+        assert make_config(*door._layers(door.parse(arguments))).model
+
+
+def test_other_commands_of_the_pages_are_understood(pages: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    loads, making = commands(pages, "jaxinfer.bench"), commands(pages, "jaxinfer.serve.keys")
+    assert loads
+    assert making
+    for arguments in loads:
+        assert options.parse(arguments).target.startswith("grpc://localhost:")
+    for arguments in making:
+        assert keys.main(arguments) == 0
+    assert "sha256: " in capsys.readouterr().out
+
+
+# ---- what is told in tables
+
+
+def cells(page: str, heading: str) -> list[list[str]]:
+    """The rows of the table whose header begins with ``heading``."""
+    found = re.search(rf"^\| {re.escape(heading)}.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert found is not None, heading
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in found[1].splitlines()]
+
+
+@pytest.mark.parametrize("kind", [ServeConfig, ServeLimits])
+def test_every_setting_stands_in_its_table(kind: type, page: str) -> None:
+    told = attribute_docs(kind)
+    for field in dataclasses.fields(kind):
+        if field.name not in NESTED:
+            plain = "" if field.default is None or field.default is dataclasses.MISSING else str(field.default)
+            shown = plain.lower() if isinstance(field.default, bool) else plain
+            assert f"\n| `{field.name}` | {shown} | {told[field.name]} |\n" in page
+
+
+def test_no_other_setting_stands_there(page: str) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| [^|]* \|$", page.partition("## Errors")[0], re.MULTILINE)
+    known = [field.name for kind in (ServeConfig, ServeLimits) for field in dataclasses.fields(kind)]
+    assert rows == [name for name in known if name not in NESTED]
+
+
+def test_the_table_of_errors_has_every_kind(page: str) -> None:
+    told = [(kind.strip("`"), grpc, int(http)) for kind, grpc, http, _ in cells(page, "kind |")]
+    assert told == [(kind.name.lower(), kind.code.name, kind.http) for kind in Kind]
+
+
+def test_the_table_of_scopes_has_every_scope_and_what_is_free(page: str) -> None:
+    told = {scope.strip("`"): what for scope, what in cells(page, "scope |")}
+    assert tuple(told) == (*SCOPES, "none")
+    free = [name.rpartition("/")[2] for name, scope in auth.SCOPES.items() if scope is None and "Health" not in name]
+    for name in [*free, *http_door.OPEN]:
+        assert f"`{name}`" in told["none"]
+    observed = [name.rpartition("/")[2] for name, scope in auth.SCOPES.items() if scope == "observe"]
+    for name in observed:
+        assert f"`Control/{name}`" in told["observe"]
