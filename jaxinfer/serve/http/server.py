@@ -138,6 +138,10 @@ class _Server(uvicorn.Server):
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as cause:
         raise ServeConfigError(f"http_port={port}: cannot listen on {host}: {cause}") from cause
+    # Connections inherit it. asyncio sets it only where the socket names its protocol, which this one does not; without
+    # it each second write waits for the client's delayed acknowledgement, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -207,6 +207,20 @@ def test_a_slow_reader_gets_all_of_it():
     run(test)
 
 
+def test_what_is_written_is_sent_at_once():
+    async def test():
+        async with serving() as running:
+            _, writer = await running.connect()
+            while not running.server._server.server_state.connections:
+                await asyncio.sleep(0.005)
+            (connection,) = running.server._server.server_state.connections
+            its = connection.transport.get_extra_info("socket")
+            assert its.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+
+    run(test)
+
+
 def test_more_connections_than_are_allowed():
     async def test():
         async with serving(max_connections=2) as running:
