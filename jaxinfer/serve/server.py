@@ -6,7 +6,7 @@ import asyncio
 import importlib.metadata
 import logging
 import pathlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, StartupEvent, Supervisor
@@ -35,6 +35,7 @@ class Server:
 
     Args:
         command: that starts an engine core (default: the real one).
+        opened: called once, when the front end is there.
 
     Raises:
         ServeConfigError, KeysError: files of keys or certificates that cannot be used.
@@ -43,8 +44,14 @@ class Server:
         frontend: None until the engine was READY for the first time.
     """
 
-    def __init__(self, config: ServeConfig, command: Sequence[str] | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: ServeConfig,
+        command: Sequence[str] | None = None,
+        *,
+        opened: Callable[[], None] | None = None,
+    ) -> None:
+        self.config, self._opened = config, opened
         self.frontend: Frontend | None = None
         self._supervisor = Supervisor(config, command)
         metrics = ServerMetrics(self)
@@ -178,6 +185,8 @@ class Server:
             tracing=self._tracing,
         )
         await frontend.warm()
+        if self._opened is not None:
+            self._opened()
         self.frontend = self._door.frontend = frontend
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
 

@@ -1,0 +1,67 @@
+"""The core's process: `python -m benchmarks.serving.core STAMPS JSON`, its settings on stdin as ever. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jaxinfer
+from benchmarks.serving.paced import Pace, PacedEngine, Stamps
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.core import process
+from jaxinfer.serve.core.service import Built, Report
+from jaxinfer.serve.core.settings import CoreSettings
+
+FOLDER = pathlib.Path(jaxinfer.__file__).parent / "demo" / "target"
+"""A real tokenizer and template; the weights are not read."""
+CONTEXT, VOCAB, EOS = 8192, 2048, 1
+TOKEN, TEXT = 271, " the"
+"""What every output consists of."""
+REPO = pathlib.Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Where the stamps are, and how many."""
+
+    path: str
+    rows: int
+    tokens: int
+
+
+def command(table: Table, pace: Pace) -> list[str]:
+    """For `jaxinfer.serve.server.Server`."""
+    settings = json.dumps({"table": dataclasses.asdict(table), "pace": dataclasses.asdict(pace)})
+    return ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "benchmarks.serving.core", settings]
+
+
+def main() -> None:
+    asked: dict[str, Any] = json.loads(sys.argv[1])
+    table, pace = Table(**asked["table"]), Pace(**asked["pace"])
+
+    def build(settings: CoreSettings, report: Report) -> Built:
+        del report  # nothing takes long
+        stamps = Stamps(pathlib.Path(table.path), table.rows, table.tokens)
+        engine = PacedEngine(settings.engine, CONTEXT, pace, stamps)
+        card = ModelCard(
+            name="paced",
+            architecture="none",
+            dtype="none",
+            max_model_len=engine.config.max_model_len,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
+            defaults={},
+            engine=dataclasses.asdict(engine.config),
+            created=int(time.time()),
+        )
+        return Built(engine, card, str(FOLDER))
+
+    process.run(build, (Exception,))  # there is no start that another try would mend
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Runs of load against one server, and their figures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.serving import core
+from benchmarks.serving.clients import Client, GrpcClient, Heard, HttpClient
+from benchmarks.serving.paced import Pace, Stamps
+from benchmarks.serving.server import Asked, Running, running
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_QUIET_SECONDS = 1.0  # between the last stream's start and the first figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """``streams`` at once for ``seconds``, each with its share of ``rate`` tokens a second; see `Pace.groups`."""
+
+    door: str
+    streams: int = 500
+    rate: float = 5000.0
+    groups: int = 10
+    seconds: float = 15.0
+    connections: int = 8
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self.streams / self.rate, self.groups, core.TOKEN)
+
+    @property
+    def tokens(self) -> int:
+        """Of each stream: before, while and after figures are taken."""
+        return int((self.seconds + 4 * _QUIET_SECONDS) / self.pace.step_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overload:
+    """Requests of ``tokens`` tokens arrive at random, ``factor`` times as many as ``slots`` can serve."""
+
+    door: str
+    slots: int = 32
+    waiting: int = 64
+    tokens: int = 40
+    step_seconds: float = 0.01
+    factor: float = 2.0
+    seconds: float = 15.0
+    connections: int = 8
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(self.step_seconds, 1, core.TOKEN)
+
+    @property
+    def service_rate(self) -> float:
+        """Requests a second, at most."""
+        return self.slots / (self.tokens * self.step_seconds)
+
+    @property
+    def queue_bound(self) -> float:
+        """Seconds to the first token of who is accepted last: all before it must have got a slot, and a step more."""
+        return self.waiting / self.service_rate + self.step_seconds
+
+
+@dataclasses.dataclass
+class Cpu:
+    """Processor seconds of the three processes."""
+
+    front: float
+    engine: float
+    client: float
+
+    @classmethod
+    def now(cls, server: Running) -> Cpu:
+        return cls(cpu_seconds(server.front), cpu_seconds(server.engine), time.process_time())
+
+    def since(self, then: Cpu) -> Cpu:
+        return Cpu(self.front - then.front, self.engine - then.engine, self.client - then.client)
+
+    def each(self, count: int) -> dict[str, float]:
+        return {name: value / count for name, value in dataclasses.asdict(self).items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process (proc(5))."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+async def deliver(load: Delivery, profile: str | None = None) -> dict[str, Any]:
+    """All streams start, and when all run figures are taken for a while; then they end."""
+    async with _served(load.pace, load.streams, load.tokens, load.streams, None, profile) as (server, stamps):
+        client = _client(load.door, server, load.connections)
+        heards = [Heard(row, 0.0) for row in range(load.streams)]
+        with _no_collections():
+            tasks = [asyncio.ensure_future(client.generate(row, load.tokens)) for row in range(load.streams)]
+            before, begun = Cpu.now(server), time.monotonic()
+            await _until(lambda: bool(stamps.times[:, 0].all()), load.seconds)
+            await asyncio.sleep(_QUIET_SECONDS)
+            start, first = Cpu.now(server), time.monotonic()
+            await asyncio.sleep(load.seconds)
+            used, last = Cpu.now(server).since(start), time.monotonic()
+            heards = await asyncio.gather(*tasks)
+            whole, ended = Cpu.now(server).since(before), time.monotonic()
+        await client.close()
+        return _delivered(load, heards, stamps.times, (first, last), used) | {
+            "whole": {"seconds": ended - begun, "cpu_per_token": whole.each(load.streams * load.tokens)}
+        }
+
+
+def _delivered(
+    load: Delivery, heards: Sequence[Heard], stamps: np.ndarray, window: tuple[float, float], used: Cpu
+) -> dict[str, Any]:
+    latency, sent, messages = delays(heards, stamps, window)
+    seconds = window[1] - window[0]
+    return {
+        "load": dataclasses.asdict(load),
+        "errors": errors(heards, load.tokens),
+        "tokens_per_second": sent / seconds,
+        "tokens_per_message": sent / max(1, messages),
+        "cpu_per_token": used.each(max(1, sent)),
+        "delivery": spread(latency),
+    }
+
+
+def delays(heards: Sequence[Heard], stamps: np.ndarray, window: tuple[float, float]) -> tuple[np.ndarray, int, int]:
+    """Seconds from the engine to the client of all tokens that left it in the window; how many those are, and in how
+    many messages they came."""
+    found, messages = [], 0
+    for heard in heards:
+        arrived = np.repeat(heard.times, heard.counts)
+        left = np.asarray(stamps[heard.row, : len(arrived)])
+        inside = (left >= window[0]) & (left < window[1])
+        found.append(arrived[inside] - left[inside])
+        messages += len(np.unique(arrived[inside]))
+    latency = np.concatenate(found)
+    return latency, len(latency), messages
+
+
+def errors(heards: Sequence[Heard], tokens: int) -> list[str]:
+    """One sentence for each stream that did not bring what it should."""
+    found = []
+    for heard in heards:
+        if heard.error is not None or heard.refused:
+            found.append(f"{heard.row}: {heard.error or 'refused'}")
+        elif sum(heard.counts) != tokens:
+            found.append(f"{heard.row}: {sum(heard.counts)} of {tokens} tokens")
+    return found
+
+
+async def overload(load: Overload) -> dict[str, Any]:
+    """An open loop: who is refused goes away."""
+    arrivals = _arrivals(load)
+    async with _served(load.pace, len(arrivals), load.tokens, load.slots, load.waiting, None) as (server, _):
+        client = _client(load.door, server, load.connections)
+        with _no_collections():
+            before, start = Cpu.now(server), time.monotonic() + 0.1
+            tasks = [asyncio.ensure_future(_at(client, start + due, row, load)) for row, due in enumerate(arrivals)]
+            heards = await asyncio.gather(*tasks)
+            used = Cpu.now(server).since(before)
+        await client.close()
+    return _overloaded(load, heards, used)
+
+
+def _arrivals(load: Overload) -> list[float]:
+    rng = np.random.default_rng(0)
+    rate = load.factor * load.service_rate
+    times = np.cumsum(rng.exponential(1 / rate, int(rate * load.seconds)))
+    return [float(each) for each in times]
+
+
+async def _at(client: Client, due: float, row: int, load: Overload) -> Heard:
+    await asyncio.sleep(due - time.monotonic())
+    return await client.generate(row, load.tokens)
+
+
+def _overloaded(load: Overload, heards: Sequence[Heard], used: Cpu) -> dict[str, Any]:
+    accepted = [heard for heard in heards if not heard.refused]
+    refused = [heard for heard in heards if heard.refused]
+    ended = [heard.ended for heard in accepted]
+    served = len(accepted) / (max(ended) - min(heard.sent for heard in heards))
+    return {
+        "load": dataclasses.asdict(load),
+        "errors": errors(accepted, load.tokens),
+        "requests": len(heards),
+        "refused": len(refused),
+        "accepted_per_second": served,
+        "queue_bound": load.queue_bound,
+        "rejection": spread(np.asarray([heard.ended - heard.sent for heard in refused])),
+        "ttft": spread(np.asarray([heard.times[0] - heard.sent for heard in accepted if heard.times])),
+        "cpu_per_request": used.each(len(heards)),
+    }
+
+
+def spread(seconds: np.ndarray) -> dict[str, float]:
+    if not len(seconds):
+        return {"median": 0.0, "p90": 0.0, "p99": 0.0, "max": 0.0}
+    median, p90, p99 = (float(each) for each in np.percentile(seconds, (50, 90, 99)))
+    return {"median": median, "p90": p90, "p99": p99, "max": float(seconds.max())}
+
+
+@contextlib.asynccontextmanager
+async def _served(
+    pace: Pace, rows: int, tokens: int, slots: int, waiting: int | None, profile: str | None
+) -> AsyncIterator[tuple[Running, Stamps]]:
+    with tempfile.TemporaryDirectory(prefix="jaxinfer-load-") as folder:
+        path = pathlib.Path(folder) / "stamps"
+        stamps = Stamps(path, rows, tokens)
+        asked = Asked(core.Table(str(path), rows, tokens), pace, slots, waiting, profile)
+        async with running(asked) as server:
+            yield server, stamps
+
+
+def _client(door: str, server: Running, connections: int) -> Client:
+    return GrpcClient(server.grpc_port, connections) if door == "grpc" else HttpClient(server.http_port)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """In the load generator: its pauses would be taken for the server's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def _until(true: Any, seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.05)

@@ -1,0 +1,128 @@
+"""A server in a process of its own: `python -m benchmarks.serving.server JSON` tells its ports on stdout, and ends with
+stdin. The front end is the real one, with all that a production server has on; only the engine is not. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import cProfile
+import dataclasses
+import json
+import pathlib
+import pstats
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from benchmarks.serving import core
+from benchmarks.serving.paced import Pace
+from jaxinfer.config import EngineConfig
+from jaxinfer.serve import heap
+from jaxinfer.serve.server import Server
+from jaxinfer.serve.settings import ServeConfig
+
+_STOP_SECONDS = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is to be served.
+
+    Attributes:
+        slots: sequences that run at once.
+        waiting: requests that may wait; None: all.
+        profile: where cProfile's table of the front end goes; None: it is not profiled.
+    """
+
+    table: core.Table
+    pace: Pace
+    slots: int
+    waiting: int | None = None
+    profile: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Asked:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "table": core.Table(**fields["table"]), "pace": Pace(**fields["pace"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A server that is ready: its ports and its two processes."""
+
+    grpc_port: int
+    http_port: int
+    front: int
+    engine: int
+
+
+@contextlib.asynccontextmanager
+async def running(asked: Asked) -> AsyncIterator[Running]:
+    """Start one and wait for it.
+
+    Raises:
+        RuntimeError: it did not get ready; its log is on stderr.
+    """
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-m", "benchmarks.serving.server", asked.to_json()]
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, cwd=core.REPO)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        told = await process.stdout.readline()
+        if not told:
+            raise RuntimeError("the server did not start")
+        yield Running(**json.loads(told), front=process.pid, engine=_child(process.pid))
+    finally:
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _child(pid: int) -> int:
+    children = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
+    found = {int(word) for path in children for word in path.read_text().split()}
+    cores = [each for each in found if b"benchmarks.serving.core" in pathlib.Path(f"/proc/{each}/cmdline").read_bytes()]
+    return cores[0]
+
+
+async def serve(asked: Asked) -> None:
+    """Be the server until stdin ends."""
+    engine = EngineConfig(
+        max_num_seqs=asked.slots,
+        max_model_len=core.CONTEXT,
+        num_pages=1 << 15,
+        max_waiting_requests=asked.waiting,
+        swap_space_gib=0.0,
+        enable_prefix_caching=False,
+    )
+    config = ServeConfig(model="paced", grpc_port=0, http_port=0, log_level="warning", engine=engine)
+    server = Server(config, core.command(asked.table, asked.pace), opened=heap.settle)
+    try:
+        await server.start()
+        await server.until_ready()
+        print(json.dumps({"grpc_port": server.grpc_port, "http_port": server.http_port}), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await server.stop()
+
+
+def main() -> None:
+    asked = Asked.from_json(sys.argv[1])
+    if asked.profile is None:
+        asyncio.run(serve(asked))
+        return
+    profiler = cProfile.Profile()
+    profiler.runcall(asyncio.run, serve(asked))
+    with open(asked.profile, "w", encoding="utf-8") as file:
+        pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(60)
+
+
+if __name__ == "__main__":
+    main()
