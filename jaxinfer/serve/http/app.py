@@ -22,7 +22,7 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.errors import error_body
 from jaxinfer.serve.http.gate import Gate, error_response
-from jaxinfer.serve.http.prompts import conversation_of
+from jaxinfer.serve.http.prompts import conversation_of, in_its_words
 from jaxinfer.serve.metrics import render
 
 _BODIES: tuple[type[requests.Body], ...] = (
@@ -144,7 +144,8 @@ async def _tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
     text = conversation_of(body) if body.prompt is None else body.prompt
-    ids = await frontend.tokenize(text, model=body.model, add_special_tokens=body.add_special_tokens)
+    with in_its_words({"template": "chat_template"}):
+        ids = await frontend.tokenize(text, model=body.model, add_special_tokens=body.add_special_tokens)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.card.max_model_len, "tokens": ids}
     answer["token_strs"] = [frontend.token_text(token) for token in ids] if body.return_token_strs else None
     return _json(answer)
@@ -153,7 +154,9 @@ async def _tokenize(request: Request) -> Response:
 async def _detokenize(request: Request) -> Response:
     door = _door(request)
     body = requests.checked(requests.DetokenizeRequest, await read_json(request, door.limits.message_bytes))
-    text = await door.serving().detokenize(body.tokens, model=body.model, skip_special_tokens=body.skip_special_tokens)
+    skip = body.skip_special_tokens
+    with in_its_words({"token_ids": "tokens"}):
+        text = await door.serving().detokenize(body.tokens, model=body.model, skip_special_tokens=skip)
     return _json({"prompt": text})
 
 

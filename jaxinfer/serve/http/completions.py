@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.serve.calls import Call, Input
-from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http import answers, prompts
@@ -61,10 +60,8 @@ async def chat(request: Request) -> Response:
     frontend, name = door.serving(), _id(request, body)
     sampling = prompts.sampling_of_chat(body)
     call = _call(request, body, prompts.conversation_of(body), sampling, name)
-    try:
+    with prompts.in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
-    except ServeError as error:
-        raise prompts.in_its_words(error, body) from error
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
     reply = Reply(generation, [ChatChoice(index, frontend, wanted) for index in range(generation.n)])
     extra = {"prompt_token_ids": list(generation.prompt_token_ids)} if body.return_token_ids else {}

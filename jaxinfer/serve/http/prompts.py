@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from jaxinfer.serve.calls import Conversation
@@ -77,15 +78,22 @@ def sampling_of_chat(body: ChatCompletionRequest) -> dict[str, Any]:
     return fields
 
 
-def in_its_words(error: ServeError, body: ChatCompletionRequest) -> ServeError:
-    """A refusal of a field that the validator knows under another name, in the client's."""
-    renamed = {"logprobs": "top_logprobs"}
-    if body.max_completion_tokens is not None:
-        renamed["max_tokens"] = "max_completion_tokens"
-    if error.field in renamed:
-        error.message = error.message.replace(error.field, renamed[error.field], 1)
-        error.field = renamed[error.field]
-    return error
+def names_in_chat(body: ChatCompletionRequest) -> Mapping[str, str]:
+    """What the validator's fields are called in ``body``, where that differs."""
+    names = {"logprobs": "top_logprobs", "template": "chat_template"}
+    return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
+
+
+@contextlib.contextmanager
+def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
+    """A refusal inside names the field as the client does."""
+    try:
+        yield
+    except ServeError as error:
+        if error.field in names:
+            error.message = error.message.replace(error.field, names[error.field], 1)
+            error.field = names[error.field]
+        raise
 
 
 def conversation_of(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:

@@ -50,7 +50,7 @@ BAD_FIELDS = [
     ("chat/completions", {**CHAT, "max_completion_tokens": -1}, "max_completion_tokens", "_tokens=-1"),
     ("chat/completions", {**CHAT, "max_completion_tokens": 1, "max_tokens": 2}, "max_tokens", "max_tokens=2"),
     ("chat/completions", {**CHAT, "store": True}, "store", "store=True"),
-    ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, "template", "template"),
+    ("chat/completions", {**CHAT, "chat_template": "{{ 1 }}"}, "chat_template", "chat_template"),
 ]
 
 
