@@ -52,7 +52,7 @@ class ServeConfig:
         slow_reader_seconds: a client that reads nothing for so long is cut off.
         keepalive_seconds: between pings on idle connections.
         max_connections: of HTTP clients at once; those beyond are told 503.
-        header_seconds: for an HTTP client to send its request's head, and again its body.
+        header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet.
         log_format: "text" or "json".
         log_level: "debug", "info", "warning" or "error".
         otlp_endpoint: where OpenTelemetry traces go (default: nowhere).

@@ -128,6 +128,7 @@ def options_of(config: ServeConfig) -> list[tuple[str, Any]]:
     ping = int(config.keepalive_seconds * 1000)
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
         ("grpc.max_receive_message_length", config.limits.message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", METADATA_BYTES),
