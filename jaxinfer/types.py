@@ -39,8 +39,8 @@ _INTEGERS: Mapping[str, tuple[int, int | None]] = {
     "n": (1, 1024),
     "top_k": (-1, None),
     "seed": (-(2**63), 2**64 - 1),
-    "max_tokens": (1, None),
-    "min_tokens": (0, None),
+    "max_tokens": (1, 2**63 - 1),
+    "min_tokens": (0, 2**63 - 1),
     "logprobs": (0, None),
     "prompt_logprobs": (0, None),
 }
