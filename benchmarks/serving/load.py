@@ -10,17 +10,19 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from benchmarks.peers import machine
 from benchmarks.serving import core
 from benchmarks.serving.clients import Client, GrpcClient, Heard, HttpClient
 from benchmarks.serving.paced import Pace, Stamps
 from benchmarks.serving.server import Asked, Running, running
 
 _TICKS = os.sysconf("SC_CLK_TCK")
+_START_SECONDS = 30.0
 _QUIET_SECONDS = 1.0  # between the last stream's start and the first figure
 
 
@@ -32,7 +34,7 @@ class Delivery:
     streams: int = 500
     rate: float = 5000.0
     groups: int = 10
-    seconds: float = 15.0
+    seconds: float = 8.0
     connections: int = 8
 
     @property
@@ -51,11 +53,11 @@ class Overload:
 
     door: str
     slots: int = 32
-    waiting: int = 64
-    tokens: int = 40
-    step_seconds: float = 0.01
+    waiting: int = 32
+    tokens: int = 32
+    step_seconds: float = 0.02
     factor: float = 2.0
-    seconds: float = 15.0
+    seconds: float = 10.0
     connections: int = 8
 
     @property
@@ -75,21 +77,27 @@ class Overload:
 
 @dataclasses.dataclass
 class Cpu:
-    """Processor seconds of the three processes."""
+    """Processor seconds of the three processes, and of everything else on the machine."""
 
     front: float
     engine: float
     client: float
+    others: float
 
     @classmethod
     def now(cls, server: Running) -> Cpu:
-        return cls(cpu_seconds(server.front), cpu_seconds(server.engine), time.process_time())
+        own = cpu_seconds(server.front), cpu_seconds(server.engine), time.process_time()
+        return cls(*own, machine.busy_seconds() - sum(own))
 
     def since(self, then: Cpu) -> Cpu:
-        return Cpu(self.front - then.front, self.engine - then.engine, self.client - then.client)
+        return Cpu(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(then), strict=True)))
 
     def each(self, count: int) -> dict[str, float]:
-        return {name: value / count for name, value in dataclasses.asdict(self).items()}
+        return {name: getattr(self, name) / max(1, count) for name in ("front", "engine", "client")}
+
+    def share_of_others(self, seconds: float) -> float:
+        """Of all cores."""
+        return max(0.0, self.others) / seconds / (os.cpu_count() or 1)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -102,11 +110,10 @@ async def deliver(load: Delivery, profile: str | None = None) -> dict[str, Any]:
     """All streams start, and when all run figures are taken for a while; then they end."""
     async with _served(load.pace, load.streams, load.tokens, load.streams, None, profile) as (server, stamps):
         client = _client(load.door, server, load.connections)
-        heards = [Heard(row, 0.0) for row in range(load.streams)]
         with _no_collections():
             tasks = [asyncio.ensure_future(client.generate(row, load.tokens)) for row in range(load.streams)]
             before, begun = Cpu.now(server), time.monotonic()
-            await _until(lambda: bool(stamps.times[:, 0].all()), load.seconds)
+            await _until(lambda: bool(stamps.times[:, 0].all()), _START_SECONDS)
             await asyncio.sleep(_QUIET_SECONDS)
             start, first = Cpu.now(server), time.monotonic()
             await asyncio.sleep(load.seconds)
@@ -129,7 +136,8 @@ def _delivered(
         "errors": errors(heards, load.tokens),
         "tokens_per_second": sent / seconds,
         "tokens_per_message": sent / max(1, messages),
-        "cpu_per_token": used.each(max(1, sent)),
+        "cpu_per_token": used.each(sent),
+        "used_by_others": used.share_of_others(seconds),
         "delivery": spread(latency),
     }
 
@@ -168,9 +176,12 @@ async def overload(load: Overload) -> dict[str, Any]:
             before, start = Cpu.now(server), time.monotonic() + 0.1
             tasks = [asyncio.ensure_future(_at(client, start + due, row, load)) for row, due in enumerate(arrivals)]
             heards = await asyncio.gather(*tasks)
-            used = Cpu.now(server).since(before)
+            used, seconds = Cpu.now(server).since(before), time.monotonic() - start
         await client.close()
-    return _overloaded(load, heards, used)
+    return _overloaded(load, heards) | {
+        "cpu_per_request": used.each(len(heards)),
+        "used_by_others": used.share_of_others(seconds),
+    }
 
 
 def _arrivals(load: Overload) -> list[float]:
@@ -185,7 +196,7 @@ async def _at(client: Client, due: float, row: int, load: Overload) -> Heard:
     return await client.generate(row, load.tokens)
 
 
-def _overloaded(load: Overload, heards: Sequence[Heard], used: Cpu) -> dict[str, Any]:
+def _overloaded(load: Overload, heards: Sequence[Heard]) -> dict[str, Any]:
     accepted = [heard for heard in heards if not heard.refused]
     refused = [heard for heard in heards if heard.refused]
     ended = [heard.ended for heard in accepted]
@@ -199,7 +210,6 @@ def _overloaded(load: Overload, heards: Sequence[Heard], used: Cpu) -> dict[str,
         "queue_bound": load.queue_bound,
         "rejection": spread(np.asarray([heard.ended - heard.sent for heard in refused])),
         "ttft": spread(np.asarray([heard.times[0] - heard.sent for heard in accepted if heard.times])),
-        "cpu_per_request": used.each(len(heards)),
     }
 
 
@@ -237,7 +247,7 @@ def _no_collections() -> Iterator[None]:
         gc.enable()
 
 
-async def _until(true: Any, seconds: float) -> None:
+async def _until(true: Callable[[], bool], seconds: float) -> None:
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.05)

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import pathlib
 import time
+from typing import Literal
 
 import numpy as np
 
@@ -47,8 +48,8 @@ class Stamps:
     """
 
     def __init__(self, path: pathlib.Path, rows: int, tokens: int) -> None:
-        mode = "r+" if path.exists() else "w+"
-        self.times: np.memmap = np.memmap(path, np.float64, mode, shape=(rows, tokens))
+        mode: Literal["r+", "w+"] = "r+" if path.exists() else "w+"
+        self.times: np.ndarray = np.memmap(path, np.float64, mode, shape=(rows, tokens))
         self._next: dict[str, int] = collections.defaultdict(int)
 
     def put(self, deltas: list[SequenceDelta], now: float) -> None:
