@@ -83,9 +83,9 @@ class GrpcServers:
         """
         config = self._config
         self._watchers.append(asyncio.create_task(self._slow.run()))
-        self.port = await self._serve(self._inference, config.host, config.grpc_port)
+        self.port = await self._serve(self._inference, config.host, "grpc_port")
         if config.control_port is not None:
-            self.control_port = await self._serve(self._control, config.control_host, config.control_port)
+            self.control_port = await self._serve(self._control, config.control_host, "control_port")
 
     async def stop(self, grace: float) -> None:
         """Accept no more calls, leave those that run ``grace`` seconds to end, and cut the others."""
@@ -96,7 +96,7 @@ class GrpcServers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    async def _serve(self, services: Sequence[Service], host: str, port: int) -> int:
+    async def _serve(self, services: Sequence[Service], host: str, setting: str) -> int:
         server = aio.server(options=options_of(self._config))
         health = Health(lambda: self.is_ready, [service.full_name for service, _ in services])
         services = [*services, (_HEALTH, health)]
@@ -104,14 +104,15 @@ class GrpcServers:
         mirror = reflection.aio.ReflectionServicer(names, _Pools([service.file for service, _ in services]))
         for service, servicer in (*services, (_REFLECTION, mirror)):
             self._registrar.add(server, service, servicer)
-        bound = self._bind(server, host, port)
+        bound = self._bind(server, host, setting)
         await server.start()
         self._servers.append(server)
         self._healths.append(health)
         self._watchers.append(asyncio.create_task(health.run()))
         return bound
 
-    def _bind(self, server: aio.Server, host: str, port: int) -> int:
+    def _bind(self, server: aio.Server, host: str, setting: str) -> int:
+        port = getattr(self._config, setting)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         credentials = credentials_of(self._config)
         try:
@@ -119,7 +120,7 @@ class GrpcServers:
                 return server.add_insecure_port(address)
             return server.add_secure_port(address, credentials)
         except RuntimeError as error:  # grpc's for an address in use, and for any other
-            raise ServeConfigError(f"cannot listen on {address}: {error}") from error
+            raise ServeConfigError(f"{setting}={port}: cannot listen on {host}: is it in use?") from error
 
 
 def options_of(config: ServeConfig) -> list[tuple[str, Any]]:
