@@ -101,6 +101,9 @@ class PacedEngine:
         self._scheduler.add(request)
         return request
 
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        self._scheduler.check_room(request, ahead)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._scheduler.abort(request_id, index)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.types import FinishReason, Request, RequestError, SequenceDelta
+from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SequenceDelta
 
 __all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Steps", "Stream"]
 
@@ -28,6 +28,7 @@ class Steps(Protocol):
     @property
     def has_work(self) -> bool: ...
     def add(self, request: Request) -> Request: ...
+    def check_room(self, request: Request, ahead: int = 0) -> None: ...
     def abort(self, request_id: str, index: int | None = None) -> None: ...
     def step(self) -> list[SequenceDelta]: ...
     def stats(self) -> EngineStats: ...
@@ -95,6 +96,8 @@ class AsyncEngine:
         self._closed: Closed | None = Closed("the engine is not started")
         self._stopping = False
         self._steps = 0
+        self._joining = 0  # requests in the inbox
+        self._counting = threading.Lock()
         self._since: float | None = None  # when the thread began what it does; None: it waits for a call
 
     # ---- life
@@ -156,8 +159,27 @@ class AsyncEngine:
         return stream
 
     def attach(self, feed: Feed) -> concurrent.futures.Future[None]:
-        """Submit ``feed.request``: its deltas go to ``feed.outlet``. The future fails as `submit` does."""
-        return self._post(functools.partial(self._add, feed))
+        """Submit ``feed.request``: its deltas go to ``feed.outlet``. The future fails as `submit` does.
+
+        Where the queue is full it has failed already: under overload nobody waits for the end of a step to be refused.
+        """
+        try:
+            with self._counting:
+                if self._closed is None:
+                    self._engine.check_room(feed.request, self._joining)
+                self._joining += 1
+        except QueueFullError as refusal:
+            refused: concurrent.futures.Future[None] = concurrent.futures.Future()
+            refused.set_exception(refusal)
+            return refused
+        future = self._post(functools.partial(self._add, feed))
+        future.add_done_callback(self._joined)
+        return future
+
+    def _joined(self, _: concurrent.futures.Future[None]) -> None:
+        """Added, refused, or given up before."""
+        with self._counting:
+            self._joining -= 1
 
     def detach(self, feed: Feed) -> None:
         """A client has gone: abort its request. Nobody waits for the answer."""

@@ -75,6 +75,14 @@ class Engine:
         self._scheduler.add(request)
         return request
 
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """What `add` would say of the queue; see `Scheduler.check_room`. From any thread, also while a step runs.
+
+        Raises:
+            QueueFullError: too much is waiting.
+        """
+        self._scheduler.check_room(request, ahead)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one of its samples) without another delta."""
         self._scheduler.abort(request_id, index)

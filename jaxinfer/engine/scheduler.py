@@ -137,10 +137,22 @@ class Scheduler:
             raise RequestError(
                 f"prompt and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}"
             )
-        requests, tokens = engine.max_waiting_requests, engine.max_waiting_tokens
-        if requests is not None and len(self._queue) >= requests:
-            raise QueueFullError(f"{len(self._queue)} requests wait already, max_waiting_requests = {requests}")
-        more = self._queue.tokens + len(samples[0].prompt)
+        self.check_room(samples[0].request)
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """Whether ``request`` may wait. From any thread: it only reads, what is true at some moment of the call.
+
+        Args:
+            ahead: requests that are on their way here and will be added before it.
+
+        Raises:
+            QueueFullError: too much is waiting.
+        """
+        requests, tokens = self._engine.max_waiting_requests, self._engine.max_waiting_tokens
+        waiting = len(self._queue) + ahead
+        if requests is not None and waiting >= requests:
+            raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {requests}")
+        more = self._queue.tokens + len(request.prompt_token_ids)
         if tokens is not None and more > tokens:
             raise QueueFullError(f"{more} prompt tokens would wait, max_waiting_tokens = {tokens}")
 

@@ -63,11 +63,14 @@ class FakeEngine:
     def add(self, request: Request) -> Request:
         if request.request_id in {s.request.request_id for s in (*self.waiting, *self.running)}:
             raise RequestError(f"request_id={request.request_id!r} is in use")
-        if len(self.waiting) >= QUEUE:
-            raise QueueFullError("too many wait")
+        self.check_room(request)
         request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=7))
         self.waiting += [Sample(request, i, len(request.prompt_token_ids) - 1) for i in range(request.params.n)]
         return request
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        if len(self.waiting) + ahead >= QUEUE:
+            raise QueueFullError("too many wait")
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         def stays(sample: Sample) -> bool:
@@ -252,20 +255,43 @@ def test_a_refused_request_is_an_error_at_once_and_disturbs_nobody():
     asyncio.run(main())
 
 
-def test_a_full_queue_is_told_to_the_client():
+def test_a_full_queue_is_told_to_the_client_while_a_step_runs():
     async def main():
         fake = FakeEngine(gated=True)
-        fake.waiting = [Sample(make_request(f"w{i}"), 0, 2) for i in range(QUEUE + SLOTS)]
+        fake.waiting = [Sample(make_request(f"w{i}"), 0, 2) for i in range(QUEUE - 1)]
         served = AsyncEngine(fake)
         served.start()
-        task = asyncio.create_task(served.submit(make_request("a")))
-        await asyncio.sleep(0.01)
-        fake.allow(1)
+        last = asyncio.create_task(served.submit(make_request("a")))  # in the inbox: no step has ended yet
+        await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="too many wait"):
-            await task
-        fake.waiting = fake.waiting[:SLOTS]
+            await asyncio.wait_for(served.submit(make_request("b")), 2)
+        assert fake.steps == 0
         fake.open_gate()
-        await served.stop()
+        assert (await last).request.request_id == "a"
+        await (await served.submit(make_request("c"))).aclose()  # who was refused is not counted any more
+        await served.stop(drain=False)
+
+    asyncio.run(main())
+
+
+def test_who_gives_up_before_being_added_leaves_the_place():
+    async def main():
+        fake = FakeEngine(gated=True)
+        fake.running = [Sample(make_request("r"), 0, 2)]
+        fake.waiting = [Sample(make_request(f"w{i}"), 0, 2) for i in range(QUEUE - 1)]
+        served = AsyncEngine(fake)
+        served.start()
+        await asyncio.sleep(0.05)  # until a call comes the thread sleeps, or it is within a step
+        first = asyncio.create_task(served.submit(make_request("a")))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(served.submit(make_request("b")))
+        await asyncio.sleep(0)
+        assert not second.done()
+        fake.open_gate()
+        assert (await asyncio.wait_for(second, 5)).request.request_id == "b"
+        await served.stop(drain=False)
 
     asyncio.run(main())
 

@@ -132,6 +132,9 @@ class FakeEngine:
         self._scheduler.add(request)
         return request
 
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        self._scheduler.check_room(request, ahead)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         self._scheduler.abort(request_id, index)
 
