@@ -1,0 +1,144 @@
+"""Servers in processes of their own, as they are started from a shell, and what the kernel says of them.
+
+`python -m tests.serve.processes SETTINGS OPTIONS` is `python -m jaxinfer.serve` over the fake core: settings of
+`ServeConfig` as JSON, then the core's options.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from jaxinfer.serve import logs
+from jaxinfer.serve.__main__ import serve
+from jaxinfer.serve.server import Server
+from jaxinfer.serve.settings import make_config
+from tests.serve.core.fake_core import REPO, command
+from tests.serve.fake_engine import write_fake_folder
+
+BOUND = 120.0  # seconds for what takes a few on an idle machine
+
+
+class ServerProcess:
+    """One that was started; its stderr, and the core's, goes to ``log``."""
+
+    def __init__(self, arguments: list[str], log: pathlib.Path) -> None:
+        self._log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=REPO, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            )
+
+    # ---- what it says
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def port(self, door: str) -> int:
+        found = re.search(rf"{door} listens on port (\d+)", self.log())
+        assert found is not None, self.log()
+        return int(found[1])
+
+    def until_logged(self, text: str) -> None:
+        """Raises AssertionError: it ended before."""
+        wait_until(lambda: text in self.log() or self.process.poll() is not None)
+        assert text in self.log(), self.log()
+
+    # ---- what the kernel says
+
+    @property
+    def core(self) -> int | None:
+        """The process of its engine core."""
+        for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                with contextlib.suppress(OSError):
+                    if b"core" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
+                        return int(child)
+        return None
+
+    def resident_mib(self) -> float:
+        """Of the process of the doors."""
+        pages = int(pathlib.Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def open_files(self) -> int:
+        """Of the process of the doors, sockets included."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    # ---- its end
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def interrupt(self) -> None:
+        """As a terminal's Ctrl-C: the whole group hears it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def wait(self, seconds: float = BOUND) -> int:
+        """Its exit status."""
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        """Nothing is left after this, whatever it did."""
+        core = self.core if self.process.poll() is None else None
+        self.process.kill()
+        self.process.wait()
+        if core is not None:
+            wait_until(lambda: not is_alive(core))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until(condition: Callable[[], object], seconds: float = BOUND) -> float:
+    """How long it took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() < start + seconds, "it did not come true"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], folder: pathlib.Path) -> Iterator[ServerProcess]:
+    """``python ARGUMENTS``; its log goes to ``folder``."""
+    server = ServerProcess(arguments, folder / "server.log")
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@contextlib.contextmanager
+def fake_server(folder: pathlib.Path, *core: str, **settings: object) -> Iterator[ServerProcess]:
+    """One over the fake core with these options, all doors open, that is ready."""
+    model = str(write_fake_folder(folder / "model"))
+    given = {"model": "fake", "grpc_port": 0, "http_port": 0, "control_port": 0, **settings}
+    arguments = ["-m", "tests.serve.processes", json.dumps(given), "--folder", model, *core]
+    with started(arguments, folder) as server:
+        server.until_logged("ready: ")
+        yield server
+
+
+def main() -> int:
+    logs.configure("text", "info")
+    return asyncio.run(serve(Server(make_config(json.loads(sys.argv[1])), command(*sys.argv[2:]))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,382 @@
+"""Clients and engines that fail, by the thousand, at both doors of a whole server over the fake core.
+
+Every stream ends with a status, what it brought is right, those that nobody touched are whole, and soon after nothing
+is left: no sequence, no page, no connection, no memory.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import gc
+import os
+import random
+import signal
+import time
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from jaxinfer.v1 import control_pb2 as control
+from jaxinfer.v1.control_pb2_grpc import ControlStub
+from tests.serve import fake_engine as fake
+from tests.serve.crowd import CUT, GRPC, HTTP, LEFT, OK, BreakingProxy, Crowd, Job
+from tests.serve.processes import BOUND, ServerProcess, fake_server, is_alive
+
+DEADLINE, UNAVAILABLE, TOO_LARGE = "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"
+PACE = ("--seconds", "0.002")
+PATIENCE = 1.0  # seconds, with readers that do not read
+SOON = 1.0  # seconds until nothing is left, and until health tells
+GROWTH_MIB = 48  # what the allocators may keep of a thousand requests, or of ten thousand
+
+thousands = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+a_hundred = pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+
+
+@pytest.fixture(scope="module")
+def steady(tmp_path_factory):
+    """One server for all faults that it is to survive without a new engine."""
+    with fake_server(tmp_path_factory.mktemp("steady"), *PACE, slow_reader_seconds=PATIENCE) as server:
+        asyncio.run(warm(server))
+        yield server
+
+
+def prompt(chance: random.Random, length: int) -> tuple[int, ...]:
+    """ASCII: no byte of it becomes a character only together with the output's first."""
+    return tuple(fake.FIRST_BYTE + chance.randrange(32, 127) for _ in range(length))
+
+
+def job(chance: random.Random, **changes) -> Job:
+    given = {
+        "door": chance.choice([GRPC, HTTP]),
+        "prompt": prompt(chance, chance.randrange(1, 60)),
+        "seed": chance.randrange(1 << 30),
+        "tokens": chance.randrange(1, 32),
+        "n": chance.choice([1, 1, 1, 2]),
+    }
+    return Job(**{**given, **changes})
+
+
+def crowd_of(server: ServerProcess, **options) -> Crowd:
+    return Crowd(server.port("gRPC"), server.port("HTTP"), **options)
+
+
+async def warm(server: ServerProcess) -> None:
+    chance = random.Random(0)
+    async with crowd_of(server) as crowd:
+        await crowd.run([job(chance) for _ in range(400)])
+        assert {outcome.status for outcome in crowd.outcomes} == {OK}
+
+
+def counted(crowd: Crowd, door: str | None = None) -> collections.Counter:
+    return collections.Counter(o.status for o in crowd.outcomes if door in (None, o.job.door))
+
+
+def is_touched(each: Job) -> bool:
+    return each.deadline is not None or each.leave_after is not None or each.reset or each.lingers
+
+
+def untouched_are_whole(crowd: Crowd) -> None:
+    assert {o.status for o in crowd.outcomes if not is_touched(o.job)} == {OK}
+
+
+@contextlib.asynccontextmanager
+async def nothing_left(server: ServerProcess):
+    """When the block ends, everything is as before, soon."""
+    async with aio.insecure_channel(f"127.0.0.1:{server.port('Control')}") as channel:
+        stub = ControlStub(channel)
+        await stub.GetStats(control.GetStatsRequest())
+        files, resident = server.open_files(), server.resident_mib()
+        yield
+        gc.collect()  # our calls that ended by an error are in cycles, and keep their connections
+        end = time.monotonic() + SOON
+        while (left := await _left(stub, server, files)) is not None:
+            assert time.monotonic() < end, left
+            await asyncio.sleep(0.01)
+        assert server.resident_mib() < resident + GROWTH_MIB
+
+
+async def is_idle(server: ServerProcess) -> bool:
+    async with aio.insecure_channel(f"127.0.0.1:{server.port('Control')}") as channel:
+        stats = await ControlStub(channel).GetStats(control.GetStatsRequest())
+        return not (stats.running or sum(stats.waiting.values()))
+
+
+async def _left(stub, server: ServerProcess, files: int) -> object:
+    stats = await stub.GetStats(control.GetStatsRequest())
+    if stats.running or sum(stats.waiting.values()) or stats.kv_pages["held"]:
+        return stats
+    more = server.open_files() - files
+    return f"{more} more open files" if more > 0 else None
+
+
+# ---- clients
+
+
+@thousands
+def test_clients_that_leave(steady, count):
+    async def main():
+        chance = random.Random(1)
+        jobs = [job(chance) for _ in range(count)]
+        jobs = [
+            dataclasses.replace(each, leave_after=chance.randrange(each.tokens + 2)) if rank % 2 else each
+            for rank, each in enumerate(jobs)
+        ]
+        async with nothing_left(steady), crowd_of(steady) as crowd:
+            await crowd.run(jobs)
+        untouched_are_whole(crowd)
+        assert len(crowd.outcomes) == count
+        for door in (GRPC, HTTP):
+            assert set(counted(crowd, door)) == {OK, LEFT}
+            assert counted(crowd, door)[LEFT] > count / 8
+
+    asyncio.run(main())
+
+
+@thousands
+def test_deadlines_in_the_queue_in_the_prompt_and_in_the_output(steady, count):
+    def hurried(chance: random.Random, rank: int) -> Job:
+        match rank % 6:
+            case 1:
+                return job(chance, deadline=chance.uniform(0.001, 0.05))
+            case 3:
+                return job(chance, prompt=prompt(chance, 1900), deadline=chance.uniform(0.005, 0.1))
+            case 5:
+                return job(chance, tokens=1500, n=1, deadline=chance.uniform(0.3, 1.2))
+        return job(chance)
+
+    async def main():
+        chance = random.Random(2)
+        async with nothing_left(steady), crowd_of(steady) as crowd:
+            await crowd.run([hurried(chance, rank) for rank in range(count)])
+        untouched_are_whole(crowd)
+        for door in (GRPC, HTTP):
+            late = [o for o in crowd.outcomes if o.job.door == door and o.status != OK]
+            assert {o.status for o in late} == {DEADLINE}
+            assert all(o.seconds < o.job.deadline + 5 * SOON for o in late)
+            begun = sum(any(o.tokens) for o in late)
+            assert begun > count / 200
+            assert len(late) - begun > count / 200
+
+    asyncio.run(main())
+
+
+@thousands
+def test_connections_that_are_reset(steady, count):
+    """Over HTTP by the client, while it asks or while it is answered; at both doors by what is in between."""
+
+    async def main():
+        chance = random.Random(3)
+        async with (
+            nothing_left(steady),
+            BreakingProxy(steady.port("gRPC")) as grpc_proxy,
+            BreakingProxy(steady.port("HTTP")) as http_proxy,
+            crowd_of(steady) as crowd,
+            Crowd(grpc_proxy.port, http_proxy.port) as broken,
+        ):
+            jobs = [job(chance) for _ in range(count // 4)]
+            resets = [job(chance, door=HTTP, reset=True, leave_after=chance.randrange(8)) for _ in jobs]
+            behind = [job(chance) for _ in range(count // 2)]
+            load = asyncio.gather(crowd.run([*jobs, *resets], 100), broken.run(behind, 100))
+            while not load.done():
+                chance.choice([grpc_proxy, http_proxy, http_proxy]).break_one(chance)
+                await asyncio.wait({load}, timeout=0.03)
+            await load
+        untouched_are_whole(crowd)
+        assert set(counted(crowd)) == {OK, LEFT}
+        assert set(counted(broken, GRPC)) == {OK, UNAVAILABLE}
+        assert set(counted(broken, HTTP)) == {OK, CUT}
+        assert min(grpc_proxy.broken, http_proxy.broken) > 5
+
+    asyncio.run(main())
+
+
+@a_hundred
+def test_readers_that_never_read(steady, count):
+    """They are cut after a second, and the others do not notice. It takes long: their buffers must be full before."""
+
+    async def wave(chance: random.Random, lazy: list[Job]) -> None:
+        async with crowd_of(steady) as crowd, crowd_of(steady, narrow=True) as stuck:
+            lingering = asyncio.create_task(stuck.run(lazy, len(lazy)))
+            while not lingering.done():
+                await crowd.run([job(chance) for _ in range(20)], 20)
+                if len(stuck.begun) == len(lazy) and await is_idle(steady):
+                    break
+            await asyncio.sleep(2.5 * PATIENCE)  # what the engine had left for them is written, or was not taken
+            stuck.released.set()
+            await lingering
+        untouched_are_whole(crowd)
+        assert set(counted(stuck, GRPC)) == {TOO_LARGE}
+        assert set(counted(stuck, HTTP)) <= {CUT, OK}  # the kernel may have room for an answer as a whole
+        assert counted(stuck, HTTP)[CUT] > 5
+
+    async def main():
+        chance = random.Random(4)
+        async with nothing_left(steady):
+            for _ in range(count // 100):
+                lazy = [job(chance, tokens=600, n=1, logprobs=20, lingers=True) for _ in range(100)]
+                await asyncio.wait_for(wave(chance, lazy), BOUND)
+
+    asyncio.run(main())
+
+
+# ---- the engine
+
+
+class Watched:
+    """Readiness, as a watcher of gRPC's health hears it: when, and what."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self.heard: list[tuple[float, int]] = []
+
+    async def __aenter__(self):
+        self._task = asyncio.create_task(self._listen())
+        await self.until(SERVING)
+        return self
+
+    async def __aexit__(self, *_):
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        del self._task  # its exception holds the call
+
+    async def until(self, status: int) -> float:
+        """When it was told."""
+        async with asyncio.timeout(BOUND):
+            while not self.heard or self.heard[-1][1] != status:
+                await asyncio.sleep(0.005)
+        return self.heard[-1][0]
+
+    async def _listen(self) -> None:
+        asked = health_pb2.HealthCheckRequest(service="jaxinfer.v1.Inference")
+        async with aio.insecure_channel(f"127.0.0.1:{self._server.port('gRPC')}") as channel:
+            async for answer in HealthStub(channel).Watch(asked):
+                self.heard.append((time.monotonic(), answer.status))
+
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def patient(crowd: Crowd):
+    """Clients that try again until they have their answer."""
+
+    async def ask(each: Job) -> None:
+        while (outcome := await crowd.ask(each)).status != OK:
+            assert outcome.status == UNAVAILABLE, outcome
+            await asyncio.sleep(0.1)
+
+    return ask
+
+
+def all_got_theirs(crowd: Crowd, jobs: list[Job]) -> None:
+    """Each of them once, after streams that broke in the middle."""
+    assert collections.Counter(o.job for o in crowd.outcomes if o.status == OK) == collections.Counter(jobs)
+    for door in (GRPC, HTTP):
+        assert set(counted(crowd, door)) == {OK, UNAVAILABLE}
+        assert any(o.status == UNAVAILABLE and any(o.tokens) for o in crowd.outcomes if o.job.door == door)
+
+
+@pytest.mark.parametrize(("count", "kills"), [(1000, 2), pytest.param(10_000, 4, marks=pytest.mark.slow)])
+def test_an_engine_core_that_is_killed(tmp_path, count, kills):
+    async def main(server: ServerProcess):
+        await warm(server)
+        chance = random.Random(5)
+        jobs = [job(chance, n=1) for _ in range(count)]
+        async with nothing_left(server), crowd_of(server) as crowd, Watched(server) as watched:
+            load = asyncio.create_task(crowd.run(jobs, ask=patient(crowd)))
+            for kill in range(1, kills + 1):
+                while counted(crowd)[OK] < kill * count / (kills + 2):
+                    await asyncio.sleep(0.005)
+                killed, core = time.monotonic(), server.core
+                os.kill(core, signal.SIGKILL)
+                assert await watched.until(NOT_SERVING) < killed + SOON
+                await watched.until(SERVING)
+                assert server.core != core
+            await load
+        all_got_theirs(crowd, jobs)
+        assert [status for _, status in watched.heard] == [SERVING, *(NOT_SERVING, SERVING) * kills]
+
+    with fake_server(tmp_path, *PACE) as server:
+        asyncio.run(main(server))
+
+
+@thousands
+def test_an_engine_that_hangs(tmp_path, count):
+    """In a step in the middle of everything, with a watchdog of a second."""
+
+    async def main(server: ServerProcess):
+        chance = random.Random(6)
+        jobs = [job(chance, n=1) for _ in range(count)]
+        async with nothing_left(server), crowd_of(server) as crowd, Watched(server) as watched:
+            await crowd.run(jobs, ask=patient(crowd))
+        all_got_theirs(crowd, jobs)
+        assert [status for _, status in watched.heard] == [SERVING, NOT_SERVING, SERVING]
+        assert "hangs" in server.log()
+        assert "fake_engine.py" in server.log()  # where it stood
+
+    once = ("--hang-at", str(count // 5), "--once", str(tmp_path / "once"))
+    with fake_server(tmp_path, *PACE, *once, step_timeout=1.0) as server:
+        asyncio.run(main(server))
+
+
+# ---- the end
+
+
+async def ended(server: ServerProcess, core: int) -> None:
+    assert await asyncio.to_thread(server.wait) == 0
+    assert not is_alive(core)
+
+
+@thousands
+def test_a_server_that_drains_under_load(tmp_path, count):
+    """What was accepted is finished, what comes later is refused or finds nobody, and the exit status is 0."""
+
+    async def main(server: ServerProcess):
+        chance, core = random.Random(7), server.core
+        jobs = [job(chance) for _ in range(count)]
+        signalled = asyncio.Event()
+        # CANCELLED: gRPC's own answer to calls that it has not handed over yet when it stops (grpc/grpc#41785).
+        refusals = (UNAVAILABLE, CUT, "CANCELLED")
+
+        async def ask(each: Job) -> None:
+            late = signalled.is_set()
+            outcome = await crowd.ask(each)
+            assert outcome.status == OK or (not any(outcome.tokens) and outcome.status in refusals), outcome
+            seen[late, outcome.status] += 1
+
+        async with crowd_of(server) as crowd:
+            seen: collections.Counter = collections.Counter()
+            load = asyncio.create_task(crowd.run(jobs, ask=ask))
+            while counted(crowd)[OK] < count / 3:
+                await asyncio.sleep(0.005)
+            signalled.set()
+            server.signal(signal.SIGTERM)
+            await load
+            await ended(server, core)
+        assert seen[True, OK] <= 10  # on their way before the signal was heard
+        assert sum(seen.values()) == count
+
+    with fake_server(tmp_path, *PACE) as server:
+        asyncio.run(main(server))
+
+
+def test_a_second_signal_ends_what_runs(tmp_path):
+    async def main(server: ServerProcess):
+        chance, core = random.Random(8), server.core
+        async with crowd_of(server) as crowd:
+            jobs = [job(chance, tokens=1500, n=1) for _ in range(200)]
+            load = asyncio.create_task(crowd.run(jobs))
+            await asyncio.sleep(1.0)  # some run, some wait
+            server.signal(signal.SIGTERM)
+            await asyncio.to_thread(server.until_logged, "draining")
+            before = time.monotonic()
+            server.signal(signal.SIGTERM)
+            await asyncio.gather(load, ended(server, core))
+            assert time.monotonic() < before + 10
+        assert set(counted(crowd)) == {UNAVAILABLE}
+        assert any(any(o.tokens) for o in crowd.outcomes)
+
+    with fake_server(tmp_path, "--seconds", "0.02") as server:
+        asyncio.run(main(server))

@@ -1,0 +1,113 @@
+"""`python -m jaxinfer.serve` as its user meets it: exit statuses, signals, sentences, and nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import urllib.request
+
+import grpc
+import pytest
+
+from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.v1.inference_pb2_grpc import InferenceStub
+from tests.serve.processes import fake_server, is_alive, started, wait_until
+
+SERVE = ["-m", "jaxinfer.serve", "--grpc-port", "0"]
+DEMO = [*SERVE, "--model", "demo", "--max-num-seqs", "2", "--max-model-len", "256"]
+
+
+def last_line(server) -> str:
+    return server.log().strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_sigterm_lets_requests_end(tmp_path):
+    """The demo model from start to end: a stream in flight is finished, and the status is 0."""
+    with started([*DEMO, "--http-port", "0"], tmp_path) as server:
+        server.until_logged("ready: ")
+        core = server.core
+        with grpc.insecure_channel(f"127.0.0.1:{server.port('gRPC')}") as channel:
+            sampling = pb.SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
+            asked = pb.GenerateRequest(prompt="Once", sampling=sampling)
+            once = list(InferenceStub(channel).Generate(asked))
+            stream = InferenceStub(channel).Generate(asked)
+            events = [next(stream), next(stream)]
+            server.signal(signal.SIGTERM)
+            events += stream
+        assert server.wait() == 0
+        assert not is_alive(core)
+    assert "draining: 1 requests run" in server.log()
+    assert _text(events) == _text(once)
+    assert events[-1].finished.usage.completion_tokens == 200
+
+
+def _text(events) -> str:
+    return "".join(event.delta.text for event in events)
+
+
+def test_ctrl_c_during_the_start_ends_it_in_order(tmp_path):
+    """The terminal's signal goes to the whole group; the core leaves it to the front end to answer it."""
+    with started(DEMO, tmp_path) as server:
+        server.until_logged("compiling")
+        core = server.core
+        server.interrupt()
+        assert server.wait() == 0
+        assert not is_alive(core)
+        assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["--model", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["--model", "demo", "--num-pages", "1"], 1, "num_pages"),
+        (["--model", "demo", "--http-port", "65536"], 2, "http_port = 65536 must be a port"),
+        (["--model", "demo", "--host", "0.0.0.0"], 2, "host = '0.0.0.0' is not loopback"),
+        (["--model", "demo", "--api-keys", "/nowhere/keys"], 2, "/nowhere/keys"),
+        (["--config", "/nowhere/config.yaml"], 2, "/nowhere/config.yaml"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(tmp_path, arguments, status, sentence):
+    with started([*SERVE, *arguments], tmp_path) as server:
+        assert server.wait() == status
+    assert last_line(server).startswith("error: ")
+    assert sentence in last_line(server)
+    assert "Traceback" not in server.log()
+
+
+@pytest.mark.parametrize("door", ["grpc", "http", "control"])
+def test_a_port_in_use_is_one_sentence(tmp_path, door):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ["-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", f"--{door}-port", str(port)]
+        with started(arguments, tmp_path) as server:
+            assert server.wait() == 2
+    assert last_line(server).startswith(f"error: {door}_port={port}")
+    assert "Traceback" not in server.log()
+
+
+def test_no_core_outlives_a_front_end_that_is_killed(tmp_path):
+    with fake_server(tmp_path) as server:
+        core = server.core
+        assert is_alive(core)
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(core), 10)
+
+
+def test_no_core_outlives_a_front_end_that_is_killed_while_it_streams(tmp_path):
+    with fake_server(tmp_path, "--seconds", "0.01") as server:
+        core, first = server.core, threading.Event()
+
+        def read() -> None:
+            body = json.dumps({"prompt": "Hi", "max_tokens": 1500, "stream": True}).encode()
+            url = f"http://127.0.0.1:{server.port('HTTP')}/v1/completions"
+            with urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"})) as got:
+                got.readline()
+                first.set()
+
+        threading.Thread(target=read, daemon=True).start()
+        assert first.wait(60)
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(core), 10)
