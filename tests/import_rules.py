@@ -85,6 +85,7 @@ NO_JAX = (
     "jaxinfer.serve.errors",
     "jaxinfer.serve.frontend",
     "jaxinfer.serve.grpc",
+    "jaxinfer.serve.heap",
     "jaxinfer.serve.http",
     "jaxinfer.serve.keys",
     "jaxinfer.serve.settings",
