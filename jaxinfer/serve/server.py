@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.serve.auth import Authoriser
-from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, StartupEvent, Supervisor
+from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
 from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import oip
@@ -194,7 +194,7 @@ class Server:
 
     def _tell(self, state: str) -> None:
         if self.frontend is not None:
-            _log.log(logging.INFO if state == READY else logging.WARNING, "the engine is %s", state)
+            _log.log(logging.INFO if state in (READY, STOPPED) else logging.WARNING, "the engine is %s", state)
 
     async def _report(self) -> None:
         """The phases of the first start."""
