@@ -90,7 +90,7 @@ def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ServeError as error:
-        if error.field in names:
+        if error.field is not None and error.field in names:
             error.message = error.message.replace(error.field, names[error.field], 1)
             error.field = names[error.field]
         raise
