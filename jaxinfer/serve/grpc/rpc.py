@@ -51,6 +51,7 @@ class Rpc:
         self._context, self._class = context, request_class
         self._task = asyncio.current_task()
         self._cut: ServeError | None = None
+        self._greeting: asyncio.Future[None] | None = None
 
     # ---- the call
 
@@ -93,6 +94,10 @@ class Rpc:
     async def write(self, message: Message) -> None:
         """Return when the transport has taken it. One write at a time."""
         self.writing_since = time.monotonic()
+        if self._greeting is None:
+            self._greeting = asyncio.ensure_future(self._context.send_initial_metadata(()))
+        if not self._greeting.done():
+            await asyncio.shield(self._greeting)
         await self._context.write(message.SerializeToString())
         self.writing_since = None
 
@@ -109,6 +114,10 @@ class Rpc:
         so does this method: nothing else of the call is left then."""
         self.writing_since = None
         try:
+            # Left to the first write, the initial metadata would be sent once more, with the status, if that write is
+            # cancelled: gRPC refuses both then, and the client waits for ever.
+            if self._greeting is not None:
+                await self._greeting
             await status.abort(self._context, error)
         except aio.InternalError:  # the client has gone
             raise asyncio.CancelledError from None
