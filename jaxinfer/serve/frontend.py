@@ -145,6 +145,8 @@ class Frontend:
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its outputs: its reader gets a last piece with "abort". Unknown ids are ignored."""
         with answered():
+            if index is not None and index < 0:
+                raise RequestError(f"output_index={index} must be at least 0")
             await self._backend.abort(request_id, index)
 
     async def score(
