@@ -111,15 +111,14 @@ class Doors:
         return Page(answer.status or 0, answer.headers, bytes(found))
 
     async def raw(self, data: bytes, port: int | None = None) -> Page:
-        """The first answer to bytes on a connection of their own, which is left open until the server closes it."""
+        """The first answer to bytes on a connection of their own, or, with a ``port``, its end."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port or self.server.http_port)
         parser, body = ResponseParser(), bytearray()
         with contextlib.suppress(ConnectionError):
             async with asyncio.timeout(BOUND):
                 writer.write(data)
-                while got := await reader.read(65536):
-                    if port is None and not parser.done:
-                        body += parser.feed(got)
+                while not parser.done and (got := await reader.read(65536)):
+                    body += parser.feed(got) if port is None else b""
         writer.close()
         return Page((parser.status or 0) if parser.done else 0, parser.headers, bytes(body))
 
