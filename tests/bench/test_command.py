@@ -102,9 +102,15 @@ def test_equal_seeds_make_equal_runs(servers: dict[str, str], tmp_path: pathlib.
 
 
 def test_ctrl_c_reports_what_there_is(
-    servers: dict[str, str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    servers: dict[str, str],
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     ended = 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def on_end(self: Progress, record: Record) -> None:
         nonlocal ended
@@ -118,7 +124,7 @@ def test_ctrl_c_reports_what_there_is(
     assert main(["serve", "--target", servers["http"], *words.split()]) == 130
     raw = lines(out)
     assert raw["end"][0]["interrupted"]
-    kinds = [request["error_kind"] for request in raw["request"]]
+    kinds = [each["error_kind"] for each in raw["request"]]
     assert kinds.count(None) >= 3
     assert 1 <= kinds.count("interrupted") <= 2
     assert "failed" in capsys.readouterr().out
