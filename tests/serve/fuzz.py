@@ -155,7 +155,12 @@ def _http(chance: random.Random) -> HttpRequest:
 
 def _body(chance: random.Random, whole: dict[str, Any]) -> bytes:
     names = [name for name in whole if name in _NEEDED or chance.random() < 0.3]
-    value: Any = json.loads(json.dumps({name: whole[name] for name in names}))
+    value: Any = {name: whole[name] for name in names}
+    lists = [name for name in names if isinstance(whole[name], list)]
+    if lists and chance.random() < 0.05:
+        name = chance.choice(lists)
+        value[name] = whole[name] * chance.choice((40, 600))
+    value = json.loads(json.dumps(value))
     for _ in range(chance.choice((0, 1, 1, 1, 2, 4))):
         value = _mutated(chance, value)
     text = json.dumps(value, ensure_ascii=chance.random() < 0.5)
@@ -182,7 +187,7 @@ def _mutated(chance: random.Random, value: Any) -> Any:
     if isinstance(value, list) and value and chance.random() < 0.6:
         rank = chance.randrange(len(value))
         if chance.random() < 0.1:
-            return value * chance.choice((2, 40, 600))
+            return value * chance.choice((2, 9))
         return [*value[:rank], _mutated(chance, value[rank]), *value[rank + 1 :]]
     return _junk(chance)
 
