@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve import fuzz
 from tests.serve.doors import Doors, doors
-from tests.serve.fake_server import ServerProcess, server_process
+from tests.serve.processes import ServerProcess, fake_server
 from tests.serve.test_bad_inputs import check_normal
 
 FAST, SLOW = 1_500, 50_000
@@ -24,15 +24,15 @@ REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUST
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 429, 431, 504}
 OPAQUE = re.compile(rb"internal error [0-9a-f]{32}")
 # Of the process of the doors, after a fifth of the requests has warmed it up. Python and gRPC keep some for reuse.
-MAX_GROWTH_BYTES = 24 << 20
+MAX_GROWTH_MIB = 24
 
 
 @pytest.mark.parametrize("count", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_fuzzed_requests_are_answered_and_leave_nothing_behind(tmp_path, count):
-    with server_process(tmp_path, "--context", CONTEXT, header_seconds=1.0, limits=LIMITS) as server:
+    with fake_server(tmp_path, "--context", CONTEXT, header_seconds=1.0, limits=LIMITS) as server:
         found = asyncio.run(_send(server, count))
         assert server.process.poll() is None
-        log = server.log.read_text()
+        log = server.log()
         assert "internal error" not in log, log[-5000:]
         assert "Traceback" not in log, log[-5000:]
     # That it is a mixture: much is refused, much is not.
@@ -50,12 +50,12 @@ async def _send(server: ServerProcess, count: int) -> collections.Counter[str]:
         warm = count // 5
         await _work(client, found, todo, warm)
         await check_normal(client)
-        files, resident = server.open_files(), server.resident_bytes()
+        files, resident = server.open_files(), server.resident_mib()
         await _work(client, found, todo, count - warm)
         await check_normal(client)
-        grown = server.resident_bytes() - resident
-        print(f"\nresident: {resident >> 20} MiB, {grown / 2**20:+.1f} MiB; open files: {files}, {server.open_files()}")
-        assert grown < MAX_GROWTH_BYTES
+        grown = server.resident_mib() - resident
+        print(f"\nresident: {resident:.0f} MiB, {grown:+.1f} MiB; open files: {files}, {server.open_files()}")
+        assert grown < MAX_GROWTH_MIB
         assert server.open_files() <= files + AT_ONCE
     assert sum(found.values()) == count
     return found
@@ -101,7 +101,7 @@ async def _check_rpc(client: Doors, request: fuzz.RpcRequest) -> str:
             assert message.error.code != 13, message
     if answer.code == "OK" and request.path.endswith("/Generate"):
         assert pb.GenerateResponse.FromString(answer.messages[-1]).WhichOneof("event") == "finished"
-    return f"rpc {answer.code}"
+    return "rpc cut short" if cut_short else f"rpc {answer.code}"
 
 
 async def _check_http(client: Doors, request: fuzz.HttpRequest) -> str:
