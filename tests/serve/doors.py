@@ -1,4 +1,4 @@
-"""A client that can say anything: raw messages and raw bytes to all ports of a `tests.serve.fake_server`."""
+"""A client that can say anything: raw messages and raw bytes to all ports of a `tests.serve.processes.fake_server`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from jaxinfer.bench.http1 import HttpError, Pool, ResponseParser
 from jaxinfer.oip import open_inference_pb2
 from jaxinfer.v1 import control_pb2, inference_pb2
-from tests.serve.fake_server import ServerProcess
+from tests.serve.processes import ServerProcess
 
 FILES = (inference_pb2, control_pb2, open_inference_pb2, health_pb2, reflection_pb2)
 METHODS: dict[str, MethodDescriptor] = {

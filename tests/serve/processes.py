@@ -48,6 +48,18 @@ class ServerProcess:
         assert found is not None, self.log()
         return int(found[1])
 
+    @property
+    def grpc_port(self) -> int:
+        return self.port("gRPC")
+
+    @property
+    def http_port(self) -> int:
+        return self.port("HTTP")
+
+    @property
+    def control_port(self) -> int:
+        return self.port("Control")
+
     def until_logged(self, text: str) -> None:
         """Raises AssertionError: it ended before."""
         wait_until(lambda: text in self.log() or self.process.poll() is not None)

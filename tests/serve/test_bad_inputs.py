@@ -22,7 +22,7 @@ from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve import corpus
 from tests.serve.doors import COMPLETIONS, CONTROL, GENERATE, METHODS, Doors, Page, Rpc, doors, request_class
 from tests.serve.fake_engine import expected_text, fake_tokenizer
-from tests.serve.fake_server import ServerProcess, server_process
+from tests.serve.processes import ServerProcess, fake_server
 
 CORPUS = corpus.load()
 FIELDS = pb.SamplingParams.DESCRIPTOR.fields_by_name
@@ -45,7 +45,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, keys):
-    with server_process(tmp_path_factory.mktemp("server"), api_keys=str(keys[0]), **CORPUS["server"]) as process:
+    with fake_server(tmp_path_factory.mktemp("server"), api_keys=str(keys[0]), **CORPUS["server"]) as process:
         yield process
         _nothing_went_wrong(process)
 
@@ -55,14 +55,14 @@ def lenient(tmp_path_factory):
     """It takes templates of requests."""
     seconds = CORPUS["template_seconds"]
     folder = tmp_path_factory.mktemp("lenient")
-    with server_process(folder, allow_request_templates=True, template_seconds=seconds) as process:
+    with fake_server(folder, allow_request_templates=True, template_seconds=seconds) as process:
         yield process
         _nothing_went_wrong(process)
 
 
 def _nothing_went_wrong(process: ServerProcess):
     assert process.process.poll() is None
-    log = process.log.read_text()
+    log = process.log()
     assert "internal error" not in log, log[-3000:]
     assert "Traceback" not in log, log[-3000:]
 
