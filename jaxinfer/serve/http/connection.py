@@ -11,11 +11,11 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jaxinfer.serve.http.gate import CROWDED
 
@@ -30,7 +30,7 @@ class Bounds:
     Attributes:
         connections: at once.
         head_bytes: of the request line and the headers.
-        waste_bytes: of a body that nobody reads, because the answer has been given.
+        waste_bytes: of what a client goes on to send after an answer that ends its connection.
         read_seconds: for a request's head, and again for its body.
         stall_seconds: for which a client may leave unread what was sent.
     """
@@ -58,7 +58,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._in_body = False
         self._head_bytes = self._waste = 0
         self._refusal: tuple[int, str] | None = None
-        self._refused = False
+        self._ending = False  # the last answer is written: what still comes is thrown away
+        self._early = False  # an answer began before its request's body was there
         self._stalled: tuple[int, float] | None = None  # unread bytes, and since when they are no fewer
 
     # ---- asyncio's side
@@ -73,12 +74,12 @@ class Connection(HttpToolsProtocol):
             self.app = _crowded(self.app)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._ending:
             self._discard(len(data))
             return
         began = self._in_head
         super().data_received(data)
-        if self._refused or self.transport.is_closing():
+        if self._ending or self.transport.is_closing():
             return
         if self._in_head and began:  # what a head holds that is not complete is known from outside only
             self._count_head(len(data))
@@ -86,12 +87,8 @@ class Connection(HttpToolsProtocol):
             self._due = self._due or self._expect()  # blank lines keep no connection open
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, in OpenAI's shape.
-
-        What the client goes on to send is read for a while and thrown away: closing at once would reset the connection,
-        and the client would never see the answer.
-        """
-        if self._refused:
+        """uvicorn's answer to what is no HTTP, in OpenAI's shape."""
+        if self._ending:
             return
         status, message = self._refusal or (400, msg)
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
@@ -100,11 +97,8 @@ class Connection(HttpToolsProtocol):
         if not self._idle:  # an answer is under way, and this would be taken for a part of it
             self.transport.close()
             return
-        self._refused, self._in_head, self._in_body, self._waste = True, False, True, 0
         self.transport.write(STATUS_LINE[status] + head + body)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self._expect()
+        self._linger()
 
     # ---- the parser's side
 
@@ -122,26 +116,52 @@ class Connection(HttpToolsProtocol):
         self._parsed(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._in_body, self._waste = False, True, 0
+        self._in_head, self._in_body = False, True
         super().on_headers_complete()
+        self._watch_answer(self.cycle)
         if self.flow.read_paused:  # an earlier request is being answered
             self._due = None
         else:
             self._expect()
 
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        if self.cycle.response_complete:
-            self._discard(len(body))
-
     def on_message_complete(self) -> None:
         self._in_body, self._due = False, None
         super().on_message_complete()
 
+    # ---- answers
+
     def on_response_complete(self) -> None:
+        if self._early:
+            self.pipeline.clear()
         super().on_response_complete()
-        if self._in_body:
-            self._expect()
+        if self._early and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._linger()
+
+    def _watch_answer(self, cycle: RequestResponseCycle) -> None:
+        """See whether its answer begins before the request's body is there: a refusal that nobody needs to read for."""
+        plain = cycle.send
+
+        def send(message: Message) -> Coroutine[Any, Any, None]:
+            early = message["type"] == "http.response.start" and cycle.more_body
+            return self._answer_early(cycle, plain, message) if early else plain(message)  # type: ignore[arg-type]
+
+        cycle.send = send  # type: ignore[method-assign, assignment]
+
+    async def _answer_early(self, cycle: RequestResponseCycle, send: Send, message: Message) -> None:
+        """The rest of the body would be taken for the next request's head, or read for nothing: no request follows."""
+        self._early = True
+        cycle.keep_alive = False  # says so to the client
+        await send(message)
+        cycle.keep_alive = True  # uvicorn would close at once
+
+    def _linger(self) -> None:
+        """Nothing more is said. What the client goes on to send is read for a while and thrown away: closing at once
+        would reset the connection, and the client would never see the answer."""
+        self._ending, self._in_head, self._in_body, self._waste = True, False, True, 0
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._expect()
 
     # ---- the sweep
 

@@ -22,6 +22,7 @@ KEEP_ALIVE_SECONDS = 75
 """For which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
 
 _BACKLOG = 2048
+_WASTE = 4  # times the limit of a body: whoever sends no more than that learns why it was refused
 _CLOSING_SECONDS = 0.2  # for connections on which nothing happens
 
 
@@ -84,7 +85,7 @@ class HttpServer:
         config = self._config
         bounds = Bounds(
             connections=config.max_connections,
-            waste_bytes=config.limits.message_bytes,
+            waste_bytes=_WASTE * config.limits.message_bytes,
             read_seconds=config.header_seconds,
             stall_seconds=config.slow_reader_seconds,
         )

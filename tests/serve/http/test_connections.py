@@ -9,7 +9,11 @@ import time
 
 import pytest
 
+from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import BOUND, post, raw, run, serving
 
@@ -123,6 +127,90 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(declared):
                     await asyncio.sleep(0)
             assert cut_by(running, "body") == 1
             writer.close()
+
+    run(test)
+
+
+EARLY = [
+    (HEAD + b"Content-Length: 3000000\r\n\r\n", 413),
+    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2DC6C0\r\n", 413),
+    (HEAD.replace(b"json", b"xml") + b"Content-Length: 3000000\r\n\r\n", 400),
+    (HEAD.replace(b"completions", b"nothing") + b"Content-Length: 3000000\r\n\r\n", 404),
+    (HEAD.replace(b"POST", b"PUT") + b"Content-Length: 3000000\r\n\r\n", 405),
+    (HEAD.replace(b"POST /v1/completions", b"GET /health") + b"Content-Length: 3000000\r\n\r\n", 200),
+    (HEAD + b"Connection: close\r\nContent-Length: 3000000\r\n\r\n", 413),
+    (HEAD + b"Expect: 100-continue\r\nContent-Length: 3000000\r\n\r\n", 413),
+    (HEAD + b"X-A: ", 431),
+    (b"PO\0ST ", 400),
+]
+
+
+@pytest.mark.parametrize(("head", "status"), EARLY)
+def test_whoever_still_sends_can_read_the_refusal(head, status):
+    """And learns that the connection is closed: it could not be kept in step."""
+
+    async def test():
+        async with serving(limits=ServeLimits(message_bytes=1_000_000)) as running:
+            reader, writer = await running.connect()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # it is a kept one
+            assert b"close" not in await reader.readuntil(b"\r\n\r\n")
+            writer.write(head)
+            for _ in range(30):
+                writer.write(b"x" * 100_000)
+                await writer.drain()
+                await asyncio.sleep(0)
+            answer = await asyncio.wait_for(reader.read(), BOUND)
+            assert status_of(answer) == status
+            lines, _, body = answer.lower().partition(b"\r\n\r\n")
+            assert b"connection: close" in lines.split(b"\r\n")
+            assert b"content-length: %d" % len(body) in lines.split(b"\r\n")
+            assert status == 200 or json.loads(body)["error"]["message"]
+            writer.close()
+            await _empty(running)
+            assert cut_by(running, "body") == 0
+
+    run(test)
+
+
+def test_a_wrong_key_on_a_kept_connection(tmp_path):
+    path = tmp_path / "keys.yaml"
+    path.write_text(key_entry(new_key(), "me", ["infer"]))
+
+    async def test():
+        async with serving(keys=path) as running:
+            reader, writer = await running.connect()
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}" + HEAD + b"Content-Length: 3000000\r\n\r\n")
+            first, second = [await reader.readuntil(b"\r\n\r\n") + await reader.readuntil(b"}}") for _ in "ab"]
+            assert (status_of(first), status_of(second)) == (401, 401)
+            assert (b"close" in first, b"connection: close" in second) == (False, True)
+            assert await closed(reader) == b""
+            writer.close()
+
+    run(test)
+
+
+def test_what_follows_an_early_answer_is_no_request():
+    async def test():
+        go = asyncio.Event()
+
+        async def app(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await go.wait()
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        server = HttpServer(ServeConfig(model="fake", http_port=0), Door("1"), app)
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(HEAD + b"Content-Length: 5\r\n\r\n")
+        assert b"connection: close" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"12345" + HEAD + b"Content-Length: 0\r\n\r\n")
+        (connection,) = server._server.server_state.connections
+        while not connection.pipeline:
+            await asyncio.sleep(0.005)
+        go.set()
+        assert await closed(reader) == b"ok"
+        writer.close()
+        await server.stop()
 
     run(test)
 
