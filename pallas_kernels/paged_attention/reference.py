@@ -1,82 +1,151 @@
 """The equation of paged attention in plain jnp: oracle for the fast paths and checker of their arguments.
 
 Everywhere: the pool of a layer is ``[pages, 2, kv_heads, page, head_dim]`` (keys at index 0, values at 1); a table
-lists the pages of one sequence in order; query head ``h`` belongs to KV head ``h // (heads // kv_heads)``.
+lists the pages of one sequence in order; query head ``h`` belongs to KV head ``h // (heads // kv_heads)``. What a
+query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
+
+Options, alike in every path:
+
+- ``scale`` multiplies the scores, usually ``head_dim ** -0.5``.
+- ``window``: how many keys a query sees, its own included; None: all before it.
+- ``softcap``: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118).
+- ``sinks [heads]``: one more score per head that takes part in the normalisation alone (gpt-oss; StreamingLLM's
+  learned variant, arXiv:2309.17453). It is neither scaled nor capped.
+- ``scales`` of a pool in int8 or float8: what its numbers are multiplied with, float32, per page and head
+  ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``.
+- ``tree`` (prefill): which tokens of a chunk see which, ``[lanes, chunk, chunk]``, query first; a token sees itself.
+  Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
+
+
+def dequantise(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    scales: Float[Array, "pages 2 kv_heads *page"] | None,
+    dtype: Any,
+) -> Float[Array, "pages 2 kv_heads page head_dim"]:
+    """The numbers that a pool stands for."""
+    pool = pool.astype(dtype)
+    if scales is None:
+        return pool
+    return pool * scales.astype(dtype).reshape(*scales.shape, *(1,) * (pool.ndim - scales.ndim))
 
 
 def gather(
     pool: Float[Array, "pages 2 kv_heads page head_dim"], table: Int[Array, " width"]
 ) -> Float[Array, "2 kv_heads keys head_dim"]:
     """The keys and values of one sequence, contiguous."""
-    _, two, kv_heads, page, head_dim = pool.shape
-    pages = jnp.moveaxis(pool[table], 0, 2)
-    return pages.reshape(two, kv_heads, table.shape[0] * page, head_dim)
+    pages, two, kv_heads, page, head_dim = pool.shape
+    taken = jnp.moveaxis(pool[jnp.clip(table, 0, pages - 1)], 0, 2)
+    return taken.reshape(two, kv_heads, table.shape[0] * page, head_dim)
+
+
+def visible_keys(
+    chunk: int,
+    keys: int,
+    start: Int[Array, ""],
+    length: Int[Array, ""],
+    window: int | None,
+    tree: Bool[Array, "chunk chunk"] | None,
+) -> Bool[Array, "chunk keys"]:
+    """What the queries at ``start``, ``start + 1``, ... see of the sequence's first ``length`` keys."""
+    at, queries = jnp.arange(keys)[None, :], (start + jnp.arange(chunk))[:, None]
+    seen = (at <= queries) & (at < length)
+    if tree is not None:
+        within = jnp.clip(at - start, 0, chunk - 1)
+        own = jnp.take_along_axis(tree, jnp.broadcast_to(within, seen.shape), axis=1)
+        seen = (at < length) & jnp.where(at < start, True, own & (at < start + chunk))
+        queries = start + tree.sum(-1, keepdims=True) - 1
+    return seen if window is None else seen & (at > queries - window)
 
 
 def attend(
     q: Float[Array, "queries heads head_dim"],
-    positions: Int[Array, " queries"],
-    pool: Float[Array, "pages 2 kv_heads page head_dim"],
-    table: Int[Array, " width"],
-    length: Int[Array, ""],
+    keys: Float[Array, "kv_heads keys head_dim"],
+    values: Float[Array, "kv_heads keys value_dim"],
+    visible: Bool[Array, "queries keys"],
     *,
     scale: float,
-    window: int | None = None,
-) -> Float[Array, "queries heads head_dim"]:
-    """Attention of one sequence's queries at ``positions`` to its first ``length`` keys, causally, in float32.
-
-    A query that sees no key gives zeros. ``window`` counts the visible keys, the query's own included.
-    """
-    keys, values = gather(pool, table).astype(jnp.float32)
-    group = q.shape[1] // keys.shape[0]
-    keys, values = (jnp.repeat(x, group, axis=0) for x in (keys, values))
-    scores = jnp.einsum("qhd,hkd->hqk", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST) * scale
-    distance = positions[:, None] - jnp.arange(keys.shape[1])[None, :]
-    visible = (distance >= 0) & (jnp.arange(keys.shape[1]) < length)
-    if window is not None:
-        visible &= distance < window
-    weights = jnp.where(visible.any(-1)[:, None], jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1), 0.0)
-    return jnp.einsum("hqk,hkd->qhd", weights, values, precision=lax.Precision.HIGHEST).astype(q.dtype)
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "queries heads value_dim"]:
+    """Softmax attention in the dtype of the keys. A query that sees nothing gives zeros."""
+    heads, dtype = q.shape[1], keys.dtype
+    keys, values = (jnp.repeat(x, heads // x.shape[0], axis=0) for x in (keys, values))
+    seen = visible.any(0)[None, :, None]
+    keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
+    scores = jnp.einsum("qhd,hkd->hqk", q.astype(dtype), keys, precision=lax.Precision.HIGHEST) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    sink = jnp.full((heads, 1, 1), -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)[:, None, None]
+    top = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    top = jnp.where(top > -jnp.inf, top, 0)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(sink - top)
+    weights = weights / jnp.where(total > 0, total, 1)
+    return jnp.einsum("hqk,hkd->qhd", weights, values, precision=lax.Precision.HIGHEST)
 
 
 def decode(
     q: Float[Array, "rows heads head_dim"],
-    pool: Float[Array, "pages 2 kv_heads page head_dim"],
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "rows heads head_dim"]:
-    """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros."""
+    """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
 
-    def row(q: jax.Array, table: jax.Array, length: jax.Array) -> jax.Array:
-        return attend(q[None], length[None] - 1, pool, table, length, scale=scale, window=window)[0]
-
-    return jax.vmap(row)(q, tables, lengths)
+    Args:
+        dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
+    """
+    starts = jnp.maximum(lengths - 1, 0)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
+    return prefill(q[:, None], pool, tables, starts, lengths, **options, dtype=dtype)[:, 0]
 
 
 def prefill(
     q: Float[Array, "lanes chunk heads head_dim"],
-    pool: Float[Array, "pages 2 kv_heads page head_dim"],
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "lanes width"],
     starts: Int[Array, " lanes"],
     lengths: Int[Array, " lanes"],
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "lanes chunk heads head_dim"]:
-    """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros."""
+    """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros.
 
-    def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
-        return attend(q, start + jnp.arange(q.shape[0]), pool, table, length, scale=scale, window=window)
+    Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
+    With a ``tree``, windows count from a token's depth in it.
+    """
+    numbers = dequantise(pool, scales, dtype)
+    chunk = q.shape[1]
 
-    return jax.vmap(lane)(q, tables, starts, lengths)
+    def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array, tree: jax.Array | None) -> jax.Array:
+        keys, values = gather(numbers, table)
+        visible = visible_keys(chunk, keys.shape[1], start, length, window, tree)
+        visible &= (start + jnp.arange(chunk) < length)[:, None]
+        return attend(q, keys, values, visible, scale=scale, softcap=softcap, sinks=sinks)
+
+    mixed = jax.vmap(lane, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
+    return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

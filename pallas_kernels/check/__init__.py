@@ -1,0 +1,1 @@
+"""Checks of the kernels that need no GPU: operands for comparisons, and compilation to machine code."""
