@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.text.chat_template import ARGUMENTS as TEMPLATE_ARGUMENTS
 from jaxinfer.types import RequestError, SamplingParams
 
 MAX_ID_CHARACTERS = 128
@@ -84,6 +85,8 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
         case Conversation():
             if prompt.template is not None and not allow_templates:
                 raise RequestError("template: this server uses no chat templates of requests")
+            if taken := TEMPLATE_ARGUMENTS & prompt.variables.keys():
+                raise RequestError(f"variables: {min(taken)} is set by its own field")
             parts = (prompt.messages, prompt.tools, dict(prompt.variables), prompt.template)
             _check_characters("messages", sum(map(len, _strings_in(parts))), limits)
         case bytes() | bytearray():

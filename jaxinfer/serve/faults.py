@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxinfer.engine.async_engine import EngineDeadError
 from jaxinfer.serve.errors import Kind, ServeError, refused
@@ -43,6 +43,23 @@ def answer_to(error: Exception) -> ServeError:
             return unavailable("the engine does not run: try again later")
         case _:
             return _internal(error)
+
+
+@contextlib.contextmanager
+def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
+    """A refusal inside names the field as the client does: ``names`` are those of the front end's that differ."""
+    try:
+        yield
+    except ServeError as error:
+        if error.field is not None and error.field in names:
+            error.message = error.message.replace(error.field, names[error.field], 1)
+            error.field = names[error.field]
+        raise
+
+
+def prompt_as(name: str) -> dict[str, str]:
+    """What the front end calls a prompt, as a text and as tokens, is the client's ``name``; see `in_its_words`."""
+    return {"prompt": name, "prompt_token_ids": name}
 
 
 def unavailable(message: str) -> ServeError:

@@ -17,7 +17,7 @@ from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, S
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answered, unavailable
 from jaxinfer.serve.generation import Generation, expired, gone
-from jaxinfer.serve.scoring import check_continuations, score_all
+from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
 from jaxinfer.serve.templates import Renderer
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
@@ -171,7 +171,9 @@ class Frontend:
                 context = await self._ids(prompt, add_special_tokens)
                 if not context:
                     raise RequestError("prompt is empty: a score needs at least one token to stand behind")
+                await self._off_loop(len(context), check_token_ids, "prompt_token_ids", context, self.card.vocab_size)
                 ids = [await self._continuation(rank, each) for rank, each in enumerate(continuations)]
+                check_lengths(context, ids, self.card.max_model_len)
                 return await score_all(self.generate, call, context, ids)
 
     # ---- text

@@ -33,6 +33,26 @@ def check_continuations(continuations: Sequence[str | Sequence[int]], limits: Se
             raise RequestError(f"continuations[{rank}] is empty: there is nothing to score")
 
 
+def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]], max_model_len: int) -> None:
+    """Whether each fits behind the context, with the one token that is generated.
+
+    Raises:
+        RequestError: one does not, or the context leaves no room for any.
+    """
+    room = max_model_len - 1 - len(context)
+    if room < 1:
+        raise RequestError(
+            f"prompt_token_ids has {len(context)} tokens, which leaves no room for a continuation: "
+            f"all together have at most {max_model_len} (max_model_len)"
+        )
+    for rank, ids in enumerate(continuations):
+        if len(ids) > room:
+            raise RequestError(
+                f"continuations[{rank}] has {len(ids)} tokens, but behind a context of {len(context)} is room for "
+                f"{room}: all together have at most {max_model_len} (max_model_len)"
+            )
+
+
 async def score_all(
     generate: Generate, call: Call, context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[Scored]:

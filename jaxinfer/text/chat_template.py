@@ -32,6 +32,9 @@ MAX_POWER_BITS = 1 << 10
 DEFAULT = "default"
 TOOL_USE = "tool_use"
 
+ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables of every template that have an argument of their own."""
+
 # What template code can raise besides Jinja's own errors: it runs as Python.
 _FAULTS = (
     jinja2.TemplateError,
@@ -104,7 +107,7 @@ class ChatTemplate:
             TemplateError: the template refuses the messages, fails on them, or writes too much.
         """
         given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        taken = given.keys() & (extra or {}).keys()
+        taken = ARGUMENTS & (extra or {}).keys()
         if taken:
             raise TemplateError(f"chat template variable {min(taken)} is set by its own argument")
         template = self._choose(with_tools=tools is not None)

@@ -269,7 +269,7 @@ def test_a_bad_template_is_stopped_in_time_and_keeps_nobody_waiting(template, le
             assert page.status == 200, page
             answer = await asked
             if isinstance(answer, Rpc):
-                check_rpc(answer, "INVALID_ARGUMENT", "messages", template["says"])
+                check_rpc(answer, "INVALID_ARGUMENT", "chat.messages", template["says"])
             else:
                 check_page(answer, 400, "messages", template["says"])
             assert time.monotonic() - start < CORPUS["template_seconds"] + SPARE_SECONDS

@@ -258,7 +258,9 @@ def test_scores_are_those_of_the_prompt():
         ("a", ["a"] * 65, "continuations"),
         ("a", ["a", ""], "continuations"),
         ("a", [[VOCAB]], "continuations"),
-        ("a", ["a", "b" * 5000], "prompt_token_ids"),
+        ("a", ["a", "b" * 5000], "continuations"),
+        ("a" * 2047, ["a"], "prompt_token_ids"),
+        ([VOCAB], ["a"], "prompt_token_ids"),
     ],
 )
 def test_bad_scores_are_refused(prompt, continuations, field):
@@ -360,7 +362,7 @@ def test_the_first_thing_wrong_does_not_depend_on_the_order():
         (Call("a", cache_salt="\ud800"), Kind.INVALID, "cache_salt"),
         (Call(Conversation(MESSAGES, template="x")), Kind.INVALID, "template"),
         (Call(Conversation([{"role": "u", "content": ["x" * 5001]}])), Kind.INVALID, "messages"),
-        (Call(Conversation(MESSAGES, variables={"messages": 1})), Kind.INVALID, "messages"),
+        (Call(Conversation(MESSAGES, variables={"messages": 1})), Kind.INVALID, "variables"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -6,6 +6,7 @@ import uuid
 from typing import override
 
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, refused
+from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert, status
 from jaxinfer.serve.grpc.many import ManyRequests
@@ -30,7 +31,9 @@ class Batch(ManyRequests[pb.GenerateRequest, pb.GenerateResponse]):
         self._remember(request.request_id)
         rpc, frontend = self.rpc, self.frontend
         call = convert.call_of(request, timeout=rpc.time_remaining(), tenant=rpc.caller.name, trace=rpc.trace())
-        async with await frontend.generate(call) as generation:
+        with in_its_words(convert.names_of(request, "input")):
+            accepted = await frontend.generate(call)
+        async with accepted as generation:
             prompt_tokens = len(generation.prompt_token_ids)
             await self.write(convert.started(request.request_id, generation.seed, prompt_tokens))
             async for delta in generation:

@@ -25,6 +25,7 @@ from jaxinfer.serve.calls import (
     Usage,
 )
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import prompt_as
 from jaxinfer.types import PositionLogprobs, SamplingParams, TokenLogprob
 from jaxinfer.v1 import inference_pb2 as pb
 
@@ -86,6 +87,15 @@ def input_of(message: Any, oneof: str) -> Input:
         case _:
             names = [field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
             raise ServeError(Kind.INVALID, f"{oneof} is not set: give one of {', '.join(names)}", field=oneof)
+
+
+def names_of(message: Any, oneof: str) -> dict[str, str]:
+    """What the front end's fields are called in a message with this ``oneof``, see `in_its_words`."""
+    field = message.WhichOneof(oneof)
+    if field != "chat":
+        return prompt_as(field or oneof)
+    own = {name: f"chat.{name}" for name in ("messages", "template")}
+    return {**prompt_as("chat.messages"), **own, "variables": "chat.template_variables"}
 
 
 def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import override
 
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert
 from jaxinfer.serve.grpc.batch import Batch
@@ -30,7 +31,9 @@ class Inference(InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, rpc: Rpc) -> None:
         frontend = self._frontend()
         call = convert.call_of(request, timeout=rpc.time_remaining(), tenant=rpc.caller.name, trace=rpc.trace())
-        async with await frontend.generate(call) as generation:
+        with in_its_words(convert.names_of(request, "input")):
+            accepted = await frontend.generate(call)
+        async with accepted as generation:
             request_id = generation.request_id
             await rpc.write(convert.started(request_id, generation.seed, len(generation.prompt_token_ids)))
             async for delta in generation:
@@ -48,11 +51,12 @@ class Inference(InferenceServicer):
         text = convert.input_of(request, "input")
         if not isinstance(text, str | Conversation):
             raise ServeError(Kind.INVALID, "input must be text or chat", field="input")
-        ids = await frontend.tokenize(
-            text,
-            model=convert.optional(request, "model"),
-            add_special_tokens=convert.optional(request, "add_special_tokens"),
-        )
+        with in_its_words(convert.names_of(request, "input")):
+            ids = await frontend.tokenize(
+                text,
+                model=convert.optional(request, "model"),
+                add_special_tokens=convert.optional(request, "add_special_tokens"),
+            )
         return pb.TokenizeResponse(token_ids=ids, max_model_len=frontend.card.max_model_len)
 
     @override
@@ -67,14 +71,15 @@ class Inference(InferenceServicer):
     @override
     async def Score(self, request: pb.ScoreRequest, rpc: Rpc) -> pb.ScoreResponse:
         frontend = self._frontend()
-        results = await frontend.score(
-            convert.input_of(request, "context"),
-            convert.continuations_of(request),
-            model=convert.optional(request, "model"),
-            add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
-            timeout=rpc.time_remaining(),
-            tenant=rpc.caller.name,
-        )
+        with in_its_words(convert.names_of(request, "context")):
+            results = await frontend.score(
+                convert.input_of(request, "context"),
+                convert.continuations_of(request),
+                model=convert.optional(request, "model"),
+                add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
+                timeout=rpc.time_remaining(),
+                tenant=rpc.caller.name,
+            )
         return convert.scored(results, frontend.token_text)
 
     @override

@@ -13,6 +13,7 @@ from jaxinfer.oip import open_inference_pb2 as pb
 from jaxinfer.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from jaxinfer.serve.calls import OutputDelta
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import in_its_words, prompt_as
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.grpc import status
@@ -76,7 +77,7 @@ class OpenInference(GRPCInferenceServiceServicer):
         ask = _ask(frontend, request, rpc)
         if ask.stream:
             raise refuse("stream", "ModelInfer has one response: use ModelStreamInfer")
-        async with await frontend.generate(ask.call) as generation:
+        async with await _generate(frontend, ask) as generation:
             return _response(request, ask, await _whole(ask, generation))
 
     @override
@@ -88,7 +89,7 @@ class _Requests(ManyRequests[pb.ModelInferRequest, pb.ModelStreamInferResponse])
     @override
     async def answer(self, request: pb.ModelInferRequest) -> None:
         ask = _ask(self.frontend, request, self.rpc)
-        async with await self.frontend.generate(ask.call) as generation:
+        async with await _generate(self.frontend, ask) as generation:
             if not ask.stream:
                 await self._piece(request, ask, await _whole(ask, generation), final=True)
                 return
@@ -143,8 +144,14 @@ def _ask(frontend: Frontend, request: pb.ModelInferRequest, rpc: Rpc) -> Ask:
     return ask_of(request, timeout=rpc.time_remaining(), tenant=rpc.caller.name, trace=rpc.trace())
 
 
+async def _generate(frontend: Frontend, ask: Ask) -> Generation:
+    with in_its_words(prompt_as(ask.named)):
+        return await frontend.generate(ask.call)
+
+
 def _check_model(frontend: Frontend, name: str, version: str) -> None:
-    frontend.check_model(name)
+    with in_its_words({"model": "model_name"}):
+        frontend.check_model(name)
     if version not in ("", _VERSION):
         raise ServeError(
             Kind.NOT_FOUND, f"model_version={version[:100]!r} is not served, only {_VERSION!r}", field="model_version"

@@ -55,6 +55,7 @@ class Ask:
         echo: the answer begins with the prompt.
         outputs: names of `OUTPUTS`, in the order in which they are answered.
         raw: the client writes raw contents, and reads them.
+        named: what the client calls the input with the prompt.
     """
 
     call: Call
@@ -62,6 +63,7 @@ class Ask:
     echo: bool
     outputs: tuple[str, ...]
     raw: bool
+    named: str
 
 
 def ask_of(request: pb.ModelInferRequest, *, timeout: float | None, tenant: str, trace: Mapping[str, str]) -> Ask:
@@ -83,7 +85,8 @@ def ask_of(request: pb.ModelInferRequest, *, timeout: float | None, tenant: str,
         trace=trace,
         sampling=_sampling(parameters, inputs.get("sampling_parameters")),
     )
-    return Ask(call, stream, not exclude, _outputs(request, inputs), bool(request.raw_input_contents))
+    raw, named = bool(request.raw_input_contents), {tensor.name for tensor in request.inputs}
+    return Ask(call, stream, not exclude, _outputs(request, inputs), raw, min(named & {"text_input", _ALIAS}))
 
 
 def _inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.serve.calls import Call, OutputDelta, Usage
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.faults import answer_to, in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http.bodies import gone_away
@@ -86,15 +87,23 @@ class Reply:
                 self.choices[each.index].take(each)
 
 
-async def start(frontend: Frontend, calls: Sequence[Call]) -> list[Generation]:
+async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mapping[str, str]]) -> list[Generation]:
     """All or none.
+
+    Args:
+        names: for each call, what its client calls the fields.
 
     Raises:
         ServeError: of the first one that is refused.
     """
+
+    async def one(call: Call, its: Mapping[str, str]) -> Generation:
+        with in_its_words(its):
+            return await frontend.generate(call)
+
     if len(calls) == 1:
-        return [await frontend.generate(calls[0])]
-    tasks = [asyncio.ensure_future(frontend.generate(call)) for call in calls]
+        return [await one(calls[0], names[0])]
+    tasks = [asyncio.ensure_future(one(*each)) for each in zip(calls, names, strict=True)]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
@@ -290,12 +299,15 @@ def timeout_of(header: str | None) -> float | None:
     """Seconds that the client waits, from the header X-Request-Timeout.
 
     Raises:
-        ServeError: INVALID: it is no number.
+        ServeError: INVALID: it is no finite number.
     """
     if header is None:
         return None
     try:
-        return float(header)
-    except ValueError as cause:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
         message = f"X-Request-Timeout={header[:40]!r} must be a number of seconds"
-        raise ServeError(Kind.INVALID, message, "X-Request-Timeout") from cause
+        raise ServeError(Kind.INVALID, message, "X-Request-Timeout")
+    return seconds

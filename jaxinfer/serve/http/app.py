@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import answered
+from jaxinfer.serve.faults import answered, in_its_words
 from jaxinfer.serve.http import completions, requests
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.errors import error_body
 from jaxinfer.serve.http.gate import Gate, error_response
-from jaxinfer.serve.http.prompts import conversation_of, in_its_words
+from jaxinfer.serve.http.prompts import conversation_of, names_in_messages
 from jaxinfer.serve.metrics import render
 
 _BODIES: tuple[type[requests.Body], ...] = (
@@ -144,7 +144,7 @@ async def _tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
     text = conversation_of(body) if body.prompt is None else body.prompt
-    with in_its_words({"template": "chat_template"}):
+    with in_its_words({} if isinstance(text, str) else names_in_messages()):
         ids = await frontend.tokenize(text, model=body.model, add_special_tokens=body.add_special_tokens)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.card.max_model_len, "tokens": ids}
     answer["token_strs"] = [frontend.token_text(token) for token in ids] if body.return_token_strs else None

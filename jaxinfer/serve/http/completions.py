@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.serve.calls import Call, Input
+from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http import answers, prompts
@@ -36,7 +37,7 @@ async def complete(request: Request) -> Response:
         _call(request, body, prompt, sampling, each, add_special_tokens=body.add_special_tokens is not False)
         for prompt, each in zip(asked, names, strict=True)
     ]
-    generations = await answers.start(frontend, calls)
+    generations = await answers.start(frontend, calls, prompts.names_in_prompts(body))
     try:
         echoes = await asyncio.gather(
             *(_echo(frontend, body, prompt, each) for prompt, each in zip(asked, generations, strict=True))
@@ -60,7 +61,7 @@ async def chat(request: Request) -> Response:
     frontend, name = door.serving(), _id(request, body)
     sampling = prompts.sampling_of_chat(body)
     call = _call(request, body, prompts.conversation_of(body), sampling, name)
-    with prompts.in_its_words(prompts.names_in_chat(body)):
+    with in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
     reply = Reply(generation, [ChatChoice(index, frontend, wanted) for index in range(generation.n)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import prompt_as
 from jaxinfer.serve.http.bodies import parse
 from jaxinfer.serve.http.errors import short
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
@@ -80,20 +80,19 @@ def sampling_of_chat(body: ChatCompletionRequest) -> dict[str, Any]:
 
 def names_in_chat(body: ChatCompletionRequest) -> Mapping[str, str]:
     """What the validator's fields are called in ``body``, where that differs."""
-    names = {"logprobs": "top_logprobs", "template": "chat_template"}
+    names = {**names_in_messages(), "logprobs": "top_logprobs"}
     return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
 
-@contextlib.contextmanager
-def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
-    """A refusal inside names the field as the client does."""
-    try:
-        yield
-    except ServeError as error:
-        if error.field is not None and error.field in names:
-            error.message = error.message.replace(error.field, names[error.field], 1)
-            error.field = names[error.field]
-        raise
+def names_in_messages() -> dict[str, str]:
+    """The same, of a conversation alone."""
+    return {**prompt_as("messages"), "template": "chat_template", "variables": "chat_template_kwargs"}
+
+
+def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
+    """The same, for each prompt of ``body``."""
+    several = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
+    return [prompt_as(f"prompt[{i}]") for i in range(len(body.prompt))] if several else [prompt_as("prompt")]
 
 
 def conversation_of(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:

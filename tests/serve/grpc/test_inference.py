@@ -125,7 +125,7 @@ REFUSALS = [
     (request(sampling={"n": 10**6}), "INVALID_ARGUMENT", "n"),
     (request(sampling={"logit_bias": {2**32 - 1: 1.0}}), "INVALID_ARGUMENT", "logit_bias"),
     (request(sampling={"stop": [""]}), "INVALID_ARGUMENT", "stop"),
-    (request(token_ids=pb.TokenIds(ids=[259])), "INVALID_ARGUMENT", "prompt_token_ids"),
+    (request(token_ids=pb.TokenIds(ids=[259])), "INVALID_ARGUMENT", "token_ids"),
     (request(token_ids=pb.TokenIds(ids=[5] * 3000)), "INVALID_ARGUMENT", None),
     (request(request_id="x" * 129), "INVALID_ARGUMENT", "request_id"),
     (request(model="other"), "NOT_FOUND", "model"),
