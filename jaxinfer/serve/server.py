@@ -64,6 +64,7 @@ class Server:
             config, self._serving, self, authoriser, more=[(oip.SERVICE, open_inference)], observer=metrics.called
         )
         self._http = HttpServer(config, self._door) if config.http_port is not None else None
+        self._metrics = HttpServer(config, self._door, metrics=True) if config.metrics_port is not None else None
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- what is known
@@ -79,6 +80,23 @@ class Server:
     @property
     def http_port(self) -> int | None:
         return None if self._http is None else self._http.port
+
+    @property
+    def metrics_port(self) -> int | None:
+        return None if self._metrics is None else self._metrics.port
+
+    @property
+    def _https(self) -> list[HttpServer]:
+        return [server for server in (self._http, self._metrics) if server is not None]
+
+    @property
+    def _doors(self) -> dict[str, int | None]:
+        return {
+            "gRPC": self.grpc_port,
+            "HTTP": self.http_port,
+            "metrics": self.metrics_port,
+            "Control": self.control_port,
+        }
 
     @property
     def state(self) -> str:
@@ -113,9 +131,9 @@ class Server:
             ServeConfigError: a port cannot be had.
         """
         await self._grpc.start()
-        if self._http is not None:
-            await self._http.start()
-        for door, port in (("gRPC", self.grpc_port), ("HTTP", self.http_port), ("Control", self.control_port)):
+        for server in self._https:
+            await server.start()
+        for door, port in self._doors.items():
             if port is not None:
                 _log.info("%s listens on port %d", door, port)
         self._supervisor.subscribe(self._tell)
@@ -151,15 +169,11 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.frontend is not None:
             await self.frontend.drain(0.0)
-        await asyncio.gather(self._grpc.stop(_CUT_SECONDS), self._close_http())
+        await asyncio.gather(self._grpc.stop(_CUT_SECONDS), *(server.stop(_CUT_SECONDS) for server in self._https))
         await self._supervisor.stop()
         if self.frontend is not None:
             await self.frontend.aclose()
         await asyncio.to_thread(self._tracing.close)
-
-    async def _close_http(self) -> None:
-        if self._http is not None:
-            await self._http.stop(_CUT_SECONDS)
 
     # ---- the front end
 

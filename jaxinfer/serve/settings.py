@@ -19,7 +19,7 @@ from jaxinfer.serve.logs import FORMATS, LEVELS
 
 _MAX_FILE_BYTES = 1 << 20
 _SECONDS = ("template", "drain", "slow_reader", "keepalive", "header")
-_PORTS = ("grpc_port", "http_port", "control_port")
+_PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
 
 
 class ServeConfigError(ValueError):
@@ -37,6 +37,9 @@ class ServeConfig:
         host: address to listen on. Anything but loopback needs api_keys or tls_client_ca, or insecure.
         grpc_port: of Inference, health and reflection; 0: any free one.
         http_port: of the OpenAI API and /metrics (default: no HTTP).
+        metrics_port: of /metrics, /health and /ready alone, for servers without HTTP or networks of their own (default:
+            none); 0: any free one.
+        metrics_host: address of these.
         control_port: of Control (default: none); 0: any free one.
         control_host: address of Control.
         api_keys: file of hashed keys with their scopes (python -m jaxinfer.serve.keys makes them).
@@ -67,6 +70,8 @@ class ServeConfig:
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     control_port: int | None = None
     control_host: str = "127.0.0.1"
     api_keys: str | None = None
@@ -166,7 +171,7 @@ def _check(config: ServeConfig) -> None:
 
 
 def _check_exposure(config: ServeConfig, guarded: bool) -> None:
-    for name in ("host", "control_host"):
+    for name in ("host", "metrics_host", "control_host"):
         host = getattr(config, name)
         what = "is not loopback: set api_keys or tls_client_ca, or insecure where the network is trusted"
         _require(guarded or _is_loopback(host), name, host, what)

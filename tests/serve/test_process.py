@@ -47,6 +47,19 @@ def _text(events) -> str:
     return "".join(event.delta.text for event in events)
 
 
+def test_a_server_without_http_has_figures(tmp_path):
+    """From the first second on, and it ends with the others."""
+    with fake_server(tmp_path, http_port=None, metrics_port=0) as server:
+        assert "HTTP listens" not in server.log()
+        url = f"http://127.0.0.1:{server.port('metrics')}"
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            assert b"jaxinfer:ready 1.0" in answer.read()
+        with urllib.request.urlopen(f"{url}/ready", timeout=30) as answer:
+            assert answer.status == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
 def test_ctrl_c_during_the_start_ends_it_in_order(tmp_path):
     """The terminal's signal goes to the whole group; the core leaves it to the front end to answer it."""
     with started(DEMO, tmp_path) as server:

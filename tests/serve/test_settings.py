@@ -38,6 +38,8 @@ REFUSED = [
     ({"model": "demo", "host": "0.0.0.0"}, "host = '0.0.0.0' is not loopback"),
     ({"model": "demo", "host": "example"}, "host = 'example' is not loopback"),
     ({"model": "demo", "control_host": "::"}, "control_host = '::' is not loopback"),
+    ({"model": "demo", "metrics_host": "0.0.0.0"}, "metrics_host = '0.0.0.0' is not loopback"),
+    ({"model": "demo", "metrics_port": 65536}, "metrics_port = 65536 must be a port"),
 ]
 
 

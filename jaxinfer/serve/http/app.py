@@ -43,23 +43,41 @@ def build_app(door: Door) -> Gate:
         KeyError: a route has no entry in `SCOPES`.
     """
     app = FastAPI(title="jaxinfer", version=door.version, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    app.state.door = door
+    _add_operations(app)
     _add_routes(app)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return _gated(app, door)
+
+
+def build_metrics_app(door: Door) -> Gate:
+    """/metrics, /health and /ready, and nothing else."""
+    app = FastAPI(openapi_url=None)
+    _add_operations(app)
+    return _gated(app, door)
+
+
+def _gated(app: FastAPI, door: Door) -> Gate:
+    app.state.door = door
     for route in app.routes:
         SCOPES[route.path]  # type: ignore[attr-defined]
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_exception_handler(ServeError, _refused)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return Gate(app, door)
 
 
-def _add_routes(app: FastAPI) -> None:
-    def add(path: str, handler: _Handler, **described: Any) -> None:
-        app.add_api_route(path, _answered(handler), **described)
+def _add(app: FastAPI, path: str, handler: _Handler, **described: Any) -> None:
+    app.add_api_route(path, _answered(handler), **described)
 
+
+def _add_operations(app: FastAPI) -> None:
+    add = functools.partial(_add, app)
     add("/health", _health, summary="Whether the server lives.")
     add("/ready", _ready, summary="Whether it accepts generations.", responses={503: {"description": "Not now."}})
     add("/metrics", _metrics, summary="Figures for Prometheus.")
+
+
+def _add_routes(app: FastAPI) -> None:
+    add = functools.partial(_add, app)
     add("/version", _version, summary="jaxinfer's version.")
     add("/v1/models", _models, summary="The models that are served.")
     add("/v1/models/{model:path}", _model, summary="One of them.")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from jaxinfer.serve.http.app import build_app
+from jaxinfer.serve.http.app import build_app, build_metrics_app
 from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.tls import ReloadingContext
@@ -32,16 +32,19 @@ class HttpServer:
     Args:
         config: ``host``, ``http_port``, the files of TLS, ``max_connections``, ``header_seconds``,
             ``slow_reader_seconds`` and ``limits``.
-        app: in place of `build_app`'s, for a wrapper around it.
+        app: in place of ours, for a wrapper around it.
+        metrics: serve `build_metrics_app` on ``metrics_host`` and ``metrics_port`` instead.
 
     Raises:
         ServeConfigError: the files of TLS cannot be used.
     """
 
-    def __init__(self, config: ServeConfig, door: Door, app: ASGIApp | None = None) -> None:
+    def __init__(self, config: ServeConfig, door: Door, app: ASGIApp | None = None, *, metrics: bool = False) -> None:
         self._config, self._door = config, door
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
-        self._server = _Server(self._settings(build_app(door) if app is None else app))
+        self._metrics = metrics
+        own = build_metrics_app if metrics else build_app
+        self._server = _Server(self._settings(own(door) if app is None else app))
         self._tasks: list[asyncio.Task[None]] = []
         self._port: int | None = None
 
@@ -57,7 +60,11 @@ class HttpServer:
         Raises:
             ServeConfigError: the address cannot be used.
         """
-        listener = _listen(self._config.host, self._config.http_port or 0)
+        config = self._config
+        if self._metrics:
+            listener = _listen(config.metrics_host, config.metrics_port or 0, "metrics_port")
+        else:
+            listener = _listen(config.host, config.http_port or 0, "http_port")
         self._port = listener.getsockname()[1]
         serving = asyncio.ensure_future(self._server.serve([listener]))
         listening = asyncio.ensure_future(self._server.listening.wait())
@@ -136,12 +143,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, name: str) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as cause:
-        raise ServeConfigError(f"http_port={port}: cannot listen on {host}: {cause}") from cause
+        raise ServeConfigError(f"{name}={port}: cannot listen on {host}: {cause}") from cause
     # Connections inherit it. asyncio sets it only where the socket names its protocol, which this one does not; without
     # it each second write waits for the client's delayed acknowledgement, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -33,6 +33,7 @@ def test_good_and_bad_requests_share_a_stream() -> None:
     asked[10:10] = [
         request(request_id="hot", sampling={"temperature": -1.0}),
         pb.GenerateRequest(request_id="empty"),
+        pb.GenerateRequest(request_id="blank", prompt=""),
         request(request_id="other", model="other"),
     ]
     asked.append(request())
@@ -42,10 +43,11 @@ def test_good_and_bad_requests_share_a_stream() -> None:
             found = await by_id(server.inference.GenerateBatch(iter(asked)))
             for k in range(50):
                 assert text_of(found.pop(f"good-{k}")) == expected_text(PROMPT, k, 0, 20 + k)
-            errors = {name: found.pop(name) for name in ("hot", "empty", "other")}
+            errors = {name: found.pop(name) for name in ("hot", "empty", "blank", "other")}
             ((made, responses),) = found.items()
             assert (len(made), text_of(responses)) == (32, expected_text(PROMPT, 1, 0, 4))
-            for name, code, field in (("hot", 3, "temperature"), ("empty", 3, "input"), ("other", 5, "model")):
+            refused = [("hot", 3, "temperature"), ("empty", 3, "input"), ("blank", 3, "prompt"), ("other", 5, "model")]
+            for name, code, field in refused:
                 (error,) = (response.error for response in errors[name])
                 assert error.code == code
                 (violation,) = unpacked(error.details)["BadRequest"].field_violations

@@ -5,9 +5,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.llm import LLM
+from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import SamplingParams
@@ -109,6 +110,35 @@ def test_tokenize_and_detokenize():
                 assert (await client.post("/tokenize", json=body)).status_code == 400
             for tokens in ([-1], [10**6], ["a"], None):
                 assert (await client.post("/detokenize", json={"tokens": tokens})).status_code == 400
+
+    run(test)
+
+
+def test_a_port_for_figures_alone(tmp_path):
+    path, keys = tmp_path / "keys.yaml", {scope: new_key() for scope in ("infer", "observe")}
+    path.write_text("".join(key_entry(key, scope, [scope]) for scope, key in keys.items()))
+
+    async def test():
+        async with serving(keys=path) as running:
+            server = HttpServer(ServeConfig(model="fake", metrics_port=0, http_port=1), running.door, metrics=True)
+            await server.start()
+            observer = {"authorization": f"Bearer {keys['observe']}"}
+            async with Running(running.door, server).http() as client:
+                assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+                assert (await client.get("/metrics")).status_code == 401
+                inferrer = {"authorization": f"Bearer {keys['infer']}"}
+                assert (await client.get("/metrics", headers=inferrer)).status_code == 403
+                found = samples((await client.get("/metrics", headers=observer)).text)
+                assert found["jaxinfer:ready", ()] == 1
+                assert found["jaxinfer:generation_tokens_total", (("model_name", "fake"),)] == 0
+                for other in SCOPES.keys() - {"/health", "/ready", "/metrics"}:
+                    for method in ("GET", "POST"):
+                        answer = await client.request(method, other.replace("{model:path}", "fake"), headers=inferrer)
+                        assert answer.status_code == 404, other
+            config = ServeConfig(model="fake", metrics_port=server.port, metrics_host="127.0.0.1", host="192.0.2.1")
+            with pytest.raises(ServeConfigError, match=f"metrics_port={server.port}: .* 127.0.0.1"):
+                await HttpServer(config, running.door, metrics=True).start()
+            await server.stop()
 
     run(test)
 
