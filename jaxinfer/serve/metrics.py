@@ -76,7 +76,20 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """One scrape in Prometheus's text format."""
-        return generate_latest(self._registry)
+        return generate_latest(_WithoutBirths(self._registry))
+
+
+class _WithoutBirths(Collector):
+    """Less a ``_created`` series for each counter and histogram, which no query asks for. The client's own switch for
+    them is one for the whole process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if sample.name != f"{family.name}_created"]
+            yield family
 
 
 class _LifeCollector(Collector):

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.engine.stats import EngineStats, StatsRecorder
 from jaxinfer.kv.manager import KVUsage
-from jaxinfer.serve.metrics import EngineCollector, render
+from jaxinfer.serve.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason
 from tests.engine.test_stats import Clock, Fake
 
@@ -151,6 +151,22 @@ def test_an_engine_without_a_cache_has_no_usage() -> None:
     empty = KVUsage(total=0, free=0, cached=0, held=0, host_total=0, host_used=0)
     text = render(lambda: StatsRecorder().snapshot(kv=empty), MODEL["model_name"])
     assert samples(text)["kv_cache_usage_perc", frozenset()] == 0
+
+
+def test_a_server_shows_what_it_counts_and_not_since_when() -> None:
+    metrics = ServerMetrics()
+    metrics.http_requests.labels("/metrics", "200").inc(3)
+    metrics.http_seconds.labels("/metrics").observe(0.25)
+    text = metrics.render().decode()
+    assert "_created" not in text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    kinds = {name.removeprefix("jaxinfer:"): family.type for name, family in families.items()}
+    assert (kinds["http_requests"], kinds["http_request_duration_seconds"]) == ("counter", "histogram")
+    (total,) = families["jaxinfer:http_requests"].samples
+    assert (total.name, total.value) == ("jaxinfer:http_requests_total", 3)
+    seconds = {sample.name.rpartition("_")[2] for sample in families["jaxinfer:http_request_duration_seconds"].samples}
+    assert seconds == {"bucket", "sum", "count"}
+    assert "process_start_time_seconds" in families
 
 
 def test_registering_does_not_ask_the_engine() -> None:
