@@ -101,3 +101,28 @@ def test_the_front_end_tells_how_each_call_went():
     assert len(done.events) == 1
     assert (left.attributes["error.type"], len(left.events)) == ("cancelled", 1)
     assert (refused.attributes["error.type"], len(refused.events)) == ("invalid", 0)
+
+
+def test_a_client_that_leaves_before_the_engine_has_accepted_is_told_of(monkeypatch):
+    exporter = InMemorySpanExporter()
+
+    async def play():
+        tracing = Tracing(exporter=exporter)
+        async with served(tracing=tracing) as stage:
+            asked = asyncio.Event()
+
+            async def silent(request):
+                asked.set()
+                await asyncio.Event().wait()
+
+            monkeypatch.setattr(stage.backend, "submit", silent)
+            leaving = asyncio.ensure_future(stage.frontend.generate(Call(PROMPT)))
+            await asked.wait()
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+        tracing.close()
+
+    asyncio.run(play())
+    (span,) = exporter.get_finished_spans()
+    assert (span.attributes["error.type"], span.status.status_code) == ("cancelled", StatusCode.UNSET)

@@ -1,0 +1,120 @@
+"""`Frontend` until the engine has accepted a call: what reaches the engine, and what ends a call that it has not."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.serve.backend import BackendStream
+from jaxinfer.serve.calls import Call, Conversation
+from jaxinfer.serve.errors import Kind
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
+from jaxinfer.types import Request
+from tests.serve.fake_engine import BOS, EOS, FakeEngine, fake_card, fake_library, fake_template
+from tests.serve.test_frontend import MESSAGES, refusal, served, whole
+
+
+class Gate:
+    """In place of a backend's ``submit``: keeps the requests, and holds them up until it is opened."""
+
+    def __init__(self, submit: Callable[[Request], Awaitable[BackendStream]]) -> None:
+        self.requests: list[Request] = []
+        self.opened = asyncio.Event()
+        self._submit = submit
+
+    async def __call__(self, request: Request) -> BackendStream:
+        self.requests.append(request)
+        await self.opened.wait()
+        return await self._submit(request)
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    def put(backend: AsyncEngine) -> Gate:
+        gate = Gate(backend.submit)
+        monkeypatch.setattr(backend, "submit", gate)
+        return gate
+
+    return put
+
+
+def test_the_engine_is_told_who_asks_how_urgently_and_until_when(gated):
+    async def run() -> None:
+        async with served() as s:
+            gate = gated(s.backend)
+            gate.opened.set()
+            begun = time.monotonic()
+            terms = {"priority": -3, "cache_salt": "salt", "tenant": "alice", "timeout": 50.0}
+            await whole(s.frontend, Call("Hello", {"max_tokens": 2}, request_id="me", **terms))
+            (request,) = gate.requests
+            told = (request.request_id, request.priority, request.cache_salt, request.tenant)
+            assert told == ("me", -3, "salt", "alice")
+            assert begun + 50 <= request.deadline <= time.monotonic() + 50
+
+    asyncio.run(run())
+
+
+def test_a_deadline_holds_though_the_engine_says_nothing(gated):
+    async def run() -> None:
+        async with served() as s:
+            gate = gated(s.backend)
+            async with asyncio.timeout(20):
+                error = await refusal(s.frontend, Call("Hello", timeout=0.05))
+            assert (error.kind, len(gate.requests), s.frontend.active) == (Kind.DEADLINE, 1, 0)
+
+    asyncio.run(run())
+
+
+def test_a_call_that_the_engine_accepts_after_the_end_of_draining_is_ended(gated):
+    async def run() -> None:
+        async with served() as s:
+            gate = gated(s.backend)
+            late = asyncio.ensure_future(refusal(s.frontend, Call("Hello")))
+            while not gate.requests:
+                await asyncio.sleep(0)
+            assert await s.frontend.drain(0.0) == 0
+            gate.opened.set()
+            assert (await late).kind is Kind.UNAVAILABLE
+            await s.pages_are_free()
+
+    asyncio.run(run())
+
+
+def test_of_two_bounds_on_log_probabilities_the_engines_may_be_the_lower():
+    async def run() -> None:
+        async with served(settings={"max_logprobs": 5}) as s:
+            assert s.frontend.limits.logprobs == 5
+            for field in ("logprobs", "prompt_logprobs"):
+                await whole(s.frontend, Call("Hello", {field: 5, "max_tokens": 1}))
+                assert (await refusal(s.frontend, Call("Hello", {field: 6}))).field == field
+
+    asyncio.run(run())
+
+
+def test_a_template_writes_its_special_tokens_itself():
+    """A text gets a BOS unless the client wants none; a conversation none unless it wants one."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        tokenizer = Tokenizer(LibraryBackend(fake_library()), SpecialIds(bos=BOS, eos=(EOS,)), prepend_bos=True)
+        async with AsyncEngine(engine) as backend:
+            frontend = Frontend(backend, fake_card(engine.config), tokenizer, fake_template())
+            chat = Conversation(MESSAGES)
+            asked = {"default": None, "with": True, "without": False}
+            texts = {name: (await frontend.tokenize("Hi", add_special_tokens=how))[0] for name, how in asked.items()}
+            chats = {name: (await frontend.tokenize(chat, add_special_tokens=how))[0] for name, how in asked.items()}
+            assert [name for name, first in texts.items() if first == BOS] == ["default", "with"]
+            assert [name for name, first in chats.items() if first == BOS] == ["with"]
+            for call, begins in (
+                (Call("Hi"), True),
+                (Call("Hi", add_special_tokens=False), False),
+                (Call(chat), False),
+            ):
+                generation, _ = await whole(frontend, call)
+                assert (generation.prompt_token_ids[0] == BOS) is begins
+            await frontend.aclose()
+
+    asyncio.run(run())
