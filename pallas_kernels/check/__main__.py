@@ -1,0 +1,79 @@
+"""``python -m pallas_kernels.check``: compile every kernel that ships to machine code. It needs no GPU.
+
+Prints registers, spills, shared memory and, with a disassembler, the instructions that matter. Exit status: 0, all is
+well; 1, a kernel failed or spills, or nothing matched; 2, a wrong argument; 3, JAX's CUDA plugin is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from pallas_kernels.check.configuration import Configuration
+from pallas_kernels.check.launch import compiling
+from pallas_kernels.check.ops import configurations
+from pallas_kernels.check.plugins import PluginsMissing, default_folder, disassembler, environment, require_plugins
+from pallas_kernels.check.report import Outcome, as_markdown, as_table
+from pallas_kernels.check.target import TARGETS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    folder = arguments.plugins or default_folder()
+    try:
+        require_plugins(folder)
+    except PluginsMissing as error:
+        print(f"check: {error}", file=sys.stderr)
+        return 3
+    work = _matching(configurations(arguments.op), arguments.target or TARGETS, named=bool(arguments.target))
+    if not work:
+        print("check: no configuration matches", file=sys.stderr)
+        return 1
+    launcher = compiling(environment(folder), disassembler(folder), arguments.jobs)
+    outcomes = launcher.run(work)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([one.as_json() for one in outcomes], indent=1) + "\n", encoding="utf-8")
+    print(as_markdown(outcomes) if arguments.markdown else as_table(outcomes))
+    return _verdict(outcomes)
+
+
+def _matching(
+    shipped: Sequence[Configuration], targets: Sequence[str], *, named: bool
+) -> list[tuple[Configuration, str]]:
+    work = []
+    for target in targets:
+        its = [(one, target) for one in shipped if target in one.targets]
+        if named and not its:
+            print(f"{target}: no configuration ships for it", file=sys.stderr)
+        work += its
+    return work
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> int:
+    failed = [one for one in outcomes if one.failure]
+    for one in failed:
+        print(f"\nFAILED {one.op} {one.name} {one.target}: {one.failure}", file=sys.stderr)
+    kernels = sum(len(one.kernels) for one in outcomes)
+    print(f"\n{len(outcomes)} configurations, {kernels} kernels, {len(failed)} failed", file=sys.stderr)
+    return int(bool(failed))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--op", nargs="+", default=[""], metavar="PREFIX", help="only ops that begin with one of these")
+    parser.add_argument("--target", nargs="+", default=[], choices=TARGETS, help="only these (default: all)")
+    parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes at a time")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

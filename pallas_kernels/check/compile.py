@@ -1,0 +1,84 @@
+"""Compile configurations for one target; a program of its own: ``python -m pallas_kernels.check.compile``.
+
+A refused target or kernel may abort the process, and the flags must stand before JAX starts. What it does is written
+to a file line by line, so that whoever started it knows how far it came (`launch`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+
+import jax
+from jax.experimental.mosaic.gpu import core as _  # noqa: F401  sets MOSAIC_GPU_CUDA_ROOT when it is imported
+
+from pallas_kernels.check.configuration import Configuration
+from pallas_kernels.check.ops import configurations
+from pallas_kernels.check.report import Kernel, Outcome, read_dumps
+from pallas_kernels.check.target import TARGETS, Target
+
+SECONDS_EACH = 300  # a kernel takes about one; more than this, and the process is ended
+
+
+def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Path) -> tuple[Outcome, bool]:
+    """What became of one configuration, and whether Mosaic GPU compiled each of its kernels anew.
+
+    A kernel that is equal to an earlier one of this process is not compiled again, and there is no report of it.
+
+    Args:
+        dumps: where Mosaic GPU dumps to; it is emptied.
+    """
+    function, arguments = one.build()
+    compiled = target.compile(function, arguments, donated=one.donated)
+    anew = len(list(dumps.glob("*.ptxas"))) == len(list(dumps.glob("*.resources.txt")))
+    kernels = read_dumps(dumps) if anew else ()
+    for path in dumps.iterdir():
+        path.unlink()  # some 20 MB a kernel
+    donated = sum(x.size * x.dtype.itemsize for i in one.donated for x in jax.tree.leaves(arguments[i]))
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    return Outcome(one.op, one.name, target.name, kernels, _failure(kernels, target, donated, aliased)), anew
+
+
+def _failure(kernels: Sequence[Kernel], target: Target, donated: int, aliased: int) -> str:
+    """The first reason not to ship this, empty if there is none."""
+    if not kernels:
+        return "no Mosaic kernel was compiled, or one of them twice"
+    for kernel in kernels:
+        if kernel.spills:
+            return f"{kernel.name} spills: {kernel.spill_stores} bytes stored, {kernel.spill_loads} loaded"
+        if (used := kernel.dynamic_smem + kernel.static_smem) > target.shared_memory:
+            return f"{kernel.name} needs {used} bytes of shared memory, {target.name} has {target.shared_memory}"
+    if aliased < donated:
+        return f"{donated} bytes are donated, {aliased} of them are updated in place"
+    return ""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--results", type=pathlib.Path, required=True, help="file that gets a line a configuration")
+    parser.add_argument("--cuda-root", help="folder whose bin/ holds nvdisasm")
+    arguments = parser.parse_args(argv)
+    if arguments.cuda_root:
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = arguments.cuda_root
+    wanted = [(op, name) for op, name in json.load(sys.stdin)]
+    shipped = {(one.op, one.name): one for one in configurations({op for op, _ in wanted})}
+    with tempfile.TemporaryDirectory() as folder, arguments.results.open("a", encoding="utf-8") as results:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        for index, pair in enumerate(wanted):
+            signal.alarm(SECONDS_EACH)
+            outcome, anew = compile_configuration(shipped[pair], TARGETS[arguments.target], pathlib.Path(folder))
+            if index and not anew:
+                return  # the next process begins with it
+            results.write(json.dumps(outcome.as_json()) + "\n")
+            results.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Compilations in processes of their own: several configurations a process, as long as that lives.
+
+A process takes one to two seconds to start and a kernel about as long, so a process takes what it can. One that dies
+costs its configuration a result, with what it last said as the reason; the next process goes on behind it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from pallas_kernels.check.configuration import Configuration
+from pallas_kernels.check.report import Outcome
+
+_LAST_WORDS = 12  # lines of a dead process' standard error
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """Starts the processes.
+
+    Attributes:
+        command: reads ``[[op, name], ...]`` as JSON from standard input, takes ``--target`` and ``--results``.
+        environment: of the processes.
+        jobs: how many run at a time.
+    """
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    jobs: int = 2
+
+    def run(self, work: Sequence[tuple[Configuration, str]]) -> list[Outcome]:
+        """The outcomes of all pairs of configuration and target, in their order."""
+        done: dict[tuple[str, str, str], Outcome] = {}
+        with concurrent.futures.ThreadPoolExecutor(max_workers=self.jobs) as threads:
+            for outcomes in threads.map(lambda share: list(self._share(*share)), self._shares(work)):
+                done |= {(one.op, one.name, one.target): one for one in outcomes}
+        return [done[one.op, one.name, target] for one, target in work]
+
+    def _shares(self, work: Sequence[tuple[Configuration, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """Each target's configurations, dealt out to as many processes as may run at a time."""
+        for target in dict.fromkeys(target for _, target in work):
+            names = [(one.op, one.name) for one, its in work if its == target]
+            yield from ((target, share) for job in range(self.jobs) if (share := names[job :: self.jobs]))
+
+    def _share(self, target: str, names: list[tuple[str, str]]) -> Iterator[Outcome]:
+        while names:
+            outcomes, death = self._process(target, names)
+            yield from outcomes
+            names = names[len(outcomes) :]
+            if names and death:
+                yield Outcome(*names.pop(0), target, failure=death)
+
+    def _process(self, target: str, names: list[tuple[str, str]]) -> tuple[list[Outcome], str]:
+        """One process: what it wrote and, unless it ended well, how it died. It may end well before it is through."""
+        with tempfile.TemporaryDirectory() as folder:
+            results = pathlib.Path(folder, "results")
+            command = [*self.command, "--target", target, "--results", str(results)]
+            ended = subprocess.run(
+                command, env=dict(self.environment), input=json.dumps(names), text=True, capture_output=True, check=False
+            )
+            lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+        if ended.returncode == 0 and lines:
+            return [Outcome.from_json(json.loads(line)) for line in lines], ""
+        return [Outcome.from_json(json.loads(line)) for line in lines], _death(ended.returncode, ended.stderr)
+
+
+def _death(code: int, said: str) -> str:
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+    lines = [line for line in said.splitlines() if line.strip()]
+    return "\n".join([f"the compiling process ended with {how}", *lines[-_LAST_WORDS:]])
+
+
+def compiling(environment: Mapping[str, str], disassembler: pathlib.Path | None, jobs: int) -> Launcher:
+    """Processes of `pallas_kernels.check.compile`."""
+    command = [sys.executable, "-m", "pallas_kernels.check.compile"]
+    if disassembler is not None:
+        command += ["--cuda-root", str(disassembler.parents[1])]
+    return Launcher(tuple(command), environment, jobs)

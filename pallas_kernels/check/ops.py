@@ -1,0 +1,42 @@
+"""The ops of this package, found by their folders, and what they ship."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import pallas_kernels
+from pallas_kernels.check.configuration import Configuration
+
+PACKAGE = pathlib.Path(pallas_kernels.__file__).parent
+
+
+def op_folders(package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
+    """Folders with a Mosaic kernel, or with configurations (the one without the other is a mistake, see the tests)."""
+    marks = ("mosaic.py", "mosaic", "configurations.py")
+    return sorted(path for path in package.iterdir() if any((path / mark).exists() for mark in marks))
+
+
+def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
+    """What ships of the ops whose names begin with one of the prefixes; nothing else is imported.
+
+    Raises:
+        ModuleNotFoundError: an op has a kernel, but no configurations.
+        ValueError: an op is not named after its folder, or two of its configurations have the same name.
+    """
+    prefixes = tuple(prefixes)
+    found: list[Configuration] = []
+    for folder in op_folders():
+        if any(folder.name.startswith(prefix.split(".")[0]) for prefix in prefixes):
+            shipped = importlib.import_module(f"pallas_kernels.{folder.name}.configurations").CONFIGURATIONS
+            _check_names(folder.name, [(one.op, one.name) for one in shipped])
+            found += shipped
+    return [one for one in found if one.op.startswith(prefixes)]
+
+
+def _check_names(folder: str, names: Sequence[tuple[str, str]]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{folder}: configurations of the same name: {twice}")
+    if foreign := sorted({op for op, _ in names if op.split(".")[0] != folder}):
+        raise ValueError(f"{folder}: the names of its ops must begin with it: {foreign}")

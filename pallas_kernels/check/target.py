@@ -1,0 +1,87 @@
+"""The GPUs that kernels are compiled for, without one: their descriptions lie beside this file (``*.txtpb``)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from pallas_kernels.check.configuration import ADA, AMPERE, HOPPER
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine code and the device that stands for it.
+
+    Attributes:
+        capability: as CUDA writes it: "9.0".
+        device: its description's name.
+    """
+
+    name: str
+    capability: str
+    device: str
+
+    @property
+    def description(self) -> str:
+        """The device as XLA's compiler wants it told (a text protocol buffer)."""
+        return pathlib.Path(__file__).with_name(f"{self.device}.txtpb").read_text(encoding="utf-8")
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that one thread block may have. Mosaic GPU takes Hopper's limit for granted."""
+        found = re.search(r"shared_memory_per_block_optin: (\d+)", self.description)
+        assert found is not None
+        return int(found[1])
+
+    @functools.cached_property
+    def topology(self) -> Any:
+        """One such device. Needs JAX's CUDA plugin, but neither a driver nor a GPU."""
+        return topologies.get_topology_desc(platform="cuda", target_config=self.description, topology="1x1x1")
+
+    @property
+    def sharding(self) -> jax.sharding.SingleDeviceSharding:
+        return jax.sharding.SingleDeviceSharding(self.topology.devices[0])
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """While it lasts, what is traced and lowered takes this device for the one it will run on."""
+        device = self.topology.devices[0]
+        # Mosaic GPU reads the capability from the abstract device, whose class has no field for it.
+        kind = type("Device", (jax.sharding.AbstractDevice,), {"compute_capability": self.capability})
+        abstract = kind(device_kind=device.device_kind, num_cores=device.core_count, platform="gpu")
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract)):
+            yield
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        donated: Sequence[int] = (),
+        options: dict[str, Any] | None = None,
+    ) -> jax.stages.Compiled:
+        """``function`` compiled for this device.
+
+        Args:
+            arguments: trees of `jax.ShapeDtypeStruct`.
+            donated: positions of the arguments whose memory the results may take over.
+            options: of XLA, for this program alone.
+        """
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding), arguments)
+        jitted = jax.jit(function, donate_argnums=tuple(donated))
+        with self.current():
+            return jitted.trace(*placed).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+
+
+TARGETS = {
+    target.name: target
+    for target in (Target(HOPPER, "9.0", "h100"), Target(AMPERE, "8.0", "a100"), Target(ADA, "8.9", "l40s"))
+}
