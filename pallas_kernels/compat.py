@@ -50,6 +50,14 @@ def kernel(
     return launch
 
 
+def store(target: Any, value: jax.Array) -> None:
+    """An array to a reference in device memory; 0.11.2 has no ``plgpu.store``."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(target, value, optimized=False)
+    else:
+        target[...] = value
+
+
 def interpret_params(*, detect_races: bool = True) -> plgpu.InterpretGPUParams:
     """Run a kernel on the CPU: shared memory, asynchronous copies and barriers are simulated, slowly.
 

@@ -1,37 +1,54 @@
-"""Writing new keys and values into a layer's pool. Under donation both writes happen in place."""
+"""Writing new keys and values into a layer's pool in plain XLA. Under donation every write happens in place."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.kv_write.reference import Rope, Written, places, quantise, rotate, token_scales
 
 
-def write_rows(
-    pool: Float[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "rows kv_heads head_dim"],
-    v: Float[Array, "rows kv_heads head_dim"],
-    pages: Int[Array, " rows"],
-    offsets: Int[Array, " rows"],
-) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """One token per row at ``offsets`` within ``pages``; a row whose page is out of range is dropped."""
-    rows = jnp.stack([k, v], axis=1).astype(pool.dtype)
-    return pool.at[pages, :, :, offsets].set(rows, mode="drop")
-
-
-def write_pages(
-    pool: Float[Array, "pages 2 kv_heads page head_dim"],
+def write(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
     k: Float[Array, "lanes chunk kv_heads head_dim"],
     v: Float[Array, "lanes chunk kv_heads head_dim"],
     pages: Int[Array, "lanes written"],
     offsets: Int[Array, " lanes"],
-) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """Chunks, each from slot ``offsets`` of the first of its ``pages`` on; a token on a page out of range is dropped.
+    *,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    rope: Rope | None = None,
+    interleaved: bool = False,
+    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+) -> Written:
+    """See `reference`."""
 
-    ``written`` pages must hold the chunk at every offset that occurs.
-    """
+    def turned(x: jax.Array) -> jax.Array:
+        return x if rope is None else rotate(x, *rope, interleaved=interleaved).astype(x.dtype)
+
     # Token by token: on a CPU as fast as page by page, since that would have to shift the chunk to the pages' borders.
-    lanes, chunk, page = *k.shape[:2], pool.shape[3]
-    at = offsets[:, None] + jnp.arange(chunk)
-    own = jnp.take_along_axis(pages, at // page, axis=1)
-    k, v = (x.reshape(lanes * chunk, *x.shape[2:]) for x in (k, v))
-    return write_rows(pool, k, v, own.reshape(-1), (at % page).reshape(-1))
+    lanes, chunk = k.shape[:2]
+    ids, slots = (
+        (pages, offsets[:, None]) if (chunk, pages.shape[1]) == (1, 1) else places(pages, offsets, chunk, pool.shape[3])
+    )
+    rows = jnp.stack([x.reshape(lanes * chunk, *x.shape[2:]) for x in (turned(k), v)], axis=1)
+    pool, scales = _scatter(pool, scales, rows, ids.reshape(-1), slots.reshape(-1))
+    return Written(pool, scales, None if q is None else turned(q))
+
+
+def _scatter(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    scales: Float[Array, "pages 2 kv_heads *page"] | None,
+    rows: Float[Array, "tokens 2 kv_heads head_dim"],
+    ids: Int[Array, " tokens"],
+    slots: Int[Array, " tokens"],
+) -> tuple[jax.Array, jax.Array | None]:
+    if scales is None:
+        numbers = rows.astype(pool.dtype)
+    else:
+        rows = rows.astype(jnp.float32)
+        own = token_scales(rows, pool.dtype) if scales.ndim == 4 else scales.at[ids].get(mode="clip")
+        numbers = quantise(rows, own, pool.dtype)
+        if scales.ndim == 4:
+            scales = scales.at[ids, :, :, slots].set(own, mode="drop", wrap_negative_indices=False)
+    return pool.at[ids, :, :, slots].set(numbers, mode="drop", wrap_negative_indices=False), scales

@@ -1,0 +1,105 @@
+"""Which path of an op a program takes, and why: shared by every ``<op>/api.py``.
+
+The choice is made while a program is traced, from what it will be lowered for: the device of the abstract mesh where
+one is set, else JAX's default device. Mosaic GPU asks in the same order for the machine code to emit, so that the two
+cannot disagree. To compile for a GPU on a machine without one, trace under ``jax.sharding.use_abstract_mesh`` with an
+abstract device of platform "gpu" and a ``compute_capability``, or name the `Target`, or force a path. A program that
+is lowered for another platform without any of these takes the XLA path, which runs everywhere.
+
+``jax.lax.platform_dependent`` would decide later, while lowering. It is not used: both branches would be traced in
+every layer on every platform, and it knows a platform's name, not which GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+Wish = Literal["auto", "mosaic", "xla"]
+Capability = tuple[int, int]
+
+AMPERE: Capability = (8, 0)
+ADA: Capability = (8, 9)
+HOPPER: Capability = (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The path taken, and a sentence that says why."""
+
+    path: Literal["mosaic", "xla"]
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a program is lowered for. ``capability`` is an NVIDIA GPU's, (9, 0) for Hopper; None: not known, or none."""
+
+    platform: str
+    capability: Capability | None = None
+
+
+def lowering_target() -> Target:
+    """What the program that is being traced will be lowered for, see the module."""
+    abstract, device = jax.sharding.get_abstract_mesh().abstract_device, _default_device()
+    if abstract is None or (device is not None and abstract.device_kind == device.device_kind):
+        abstract = device
+    if abstract is None:  # a default that is only a platform's name
+        return Target(jax.default_backend())
+    return Target(abstract.platform, _capability(getattr(abstract, "compute_capability", "")))
+
+
+def _default_device() -> jax.Device | None:
+    chosen = jax.config.jax_default_device
+    return jax.local_devices()[0] if chosen is None else chosen if isinstance(chosen, jax.Device) else None
+
+
+def _capability(text: str) -> Capability | None:
+    """ "9.0" is (9, 0); other vendors' names are not capabilities."""
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def choose(
+    wish: Wish,
+    refusal: str | None,
+    *,
+    least: Capability = HOPPER,
+    most: Capability = HOPPER,
+    target: Target | None = None,
+) -> Choice:
+    """The path for a kernel that refuses an op's operands for the reason ``refusal`` (None: it does them).
+
+    Args:
+        wish: "mosaic" and "xla" force a path whatever the platform.
+        least: the lowest compute capability that the kernel was written for.
+        most: the highest one.
+        target: what the program is lowered for; None: `lowering_target`.
+
+    Raises:
+        ValueError: "mosaic" is wished, and the kernel refuses.
+    """
+    if wish == "xla":
+        return Choice("xla", "The XLA path was asked for.")
+    if wish == "mosaic":
+        if refusal is not None:
+            raise ValueError(refusal)
+        return Choice("mosaic", "The Mosaic kernel was asked for.")
+    target = target or lowering_target()
+    if target.platform not in ("gpu", "cuda"):
+        return Choice("xla", f"The program is lowered for platform {target.platform}; Mosaic kernels are for GPUs.")
+    if target.capability is None or not least <= target.capability <= most:
+        supported = f"{_dotted(least)} to {_dotted(most)}" if least != most else _dotted(least)
+        found = "unknown" if target.capability is None else _dotted(target.capability)
+        return Choice("xla", f"The GPU's compute capability is {found}; the Mosaic kernel is for {supported}.")
+    if refusal is not None:
+        return Choice("xla", refusal)
+    return Choice(
+        "mosaic", f"The Mosaic kernel does these operands on compute capability {_dotted(target.capability)}."
+    )
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

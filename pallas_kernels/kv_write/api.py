@@ -1,0 +1,89 @@
+"""The doors of kv_write: one Mosaic kernel for Ampere, Ada and Hopper GPUs, plain XLA everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose
+from pallas_kernels.kv_write import mosaic, xla
+from pallas_kernels.kv_write.reference import Rope, Written
+
+
+def explain(
+    pool: Any,
+    k: Any,
+    v: Any,
+    *,
+    scales: Any | None = None,
+    rope: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    q: Any | None = None,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Choice:
+    """The path that `write` takes for operands of these shapes and dtypes, and why.
+
+    Args:
+        path: "mosaic" and "xla" force one.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+
+    Raises:
+        ValueError: the Mosaic kernel is forced and cannot do these operands.
+    """
+    refusal = mosaic.refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)
+    least = ADA if pool.dtype == jnp.float8_e4m3fn else AMPERE
+    return choose(path, refusal, least=least, most=HOPPER, target=target)
+
+
+def write(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    k: Float[Array, "lanes chunk kv_heads head_dim"],
+    v: Float[Array, "lanes chunk kv_heads head_dim"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    rope: Rope | None = None,
+    interleaved: bool = False,
+    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    path: Wish = "auto",
+) -> Written:
+    """Rotate, quantise and write the keys and values of ``chunk`` tokens a lane, see `reference` for all of it.
+
+    In place where the pool and the scales are donated. Raises ValueError where a forced path cannot do it.
+    """
+    options: dict[str, Any] = {"scales": scales, "rope": rope, "interleaved": interleaved, "q": q}
+    chosen = explain(pool, k, v, **options, path=path)
+    return (mosaic if chosen.path == "mosaic" else xla).write(pool, k, v, pages, offsets, **options)
+
+
+def write_rows(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    k: Float[Array, "rows kv_heads head_dim"],
+    v: Float[Array, "rows kv_heads head_dim"],
+    pages: Int[Array, " rows"],
+    offsets: Int[Array, " rows"],
+    *,
+    path: Wish = "auto",
+) -> Num[Array, "pages 2 kv_heads page head_dim"]:
+    """One token per row at ``offsets`` within ``pages``; a row whose page is out of range is dropped."""
+    return write(pool, k[:, None], v[:, None], pages[:, None], offsets, path=path).pool
+
+
+def write_pages(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    k: Float[Array, "lanes chunk kv_heads head_dim"],
+    v: Float[Array, "lanes chunk kv_heads head_dim"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    path: Wish = "auto",
+) -> Num[Array, "pages 2 kv_heads page head_dim"]:
+    """Chunks, each from slot ``offsets`` of the first of its ``pages`` on; a token on a page out of range is dropped.
+
+    ``written`` pages must hold the chunk at every offset that occurs.
+    """
+    return write(pool, k, v, pages, offsets, path=path).pool

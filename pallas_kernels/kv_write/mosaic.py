@@ -1,0 +1,370 @@
+"""Rotate, quantise and write keys and values in one launch, in Pallas Mosaic GPU, for Ampere, Ada and Hopper.
+
+One thread block (128 threads) handles one token and one tile of up to `Tiles.heads` heads of its keys, of its values,
+or of its queries; nothing is shared between threads but the largest magnitude of a head, by shuffles within a warp:
+
+    device memory          registers                                        device memory
+    k[token, heads]  -->   rotate, cast, largest magnitude, quantise  -->   pool[page, 0, heads, slot]
+    v[token, heads]  -->                 largest magnitude, quantise  -->   pool[page, 1, heads, slot]
+                                         scale of each head           -->   scales[page, side, heads, slot]
+    q[token, heads]  -->   rotate, cast                               -->   turned[token, heads]
+
+The loads do not wait for the look-up of the page. The pool and its scales are mutable references: the kernel's result
+is their memory, and a donated pool is never copied. A head's row is contiguous in the pool, 128 bytes or more, so a
+store fills whole sectors of memory whatever the slot; asynchronous bulk copies could not do that better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels import compat
+from pallas_kernels.kv_write.reference import SMALLEST, Rope, Written, limit
+
+SOURCE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+QUANTISED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
+MAX_HEAD_DIM = 256
+THREADS, LANES, WARPS = 128, 32, 4
+KEYS, VALUES = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut. No bit of a result depends on it.
+
+    Attributes:
+        heads: heads of one token that a thread block takes at most; a power of two.
+    """
+
+    heads: int = 8
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.heads & (self.heads - 1):
+            raise ValueError(f"heads must be a power of two: {self}")
+
+
+def heuristic_tiles(kv_heads: int, head_dim: int) -> Tiles:
+    """About eight numbers a thread: one 16-byte load each."""
+    return Tiles(min(_power_of_two(kv_heads, 64), max(1, _power_of_two(8 * THREADS // head_dim * 2, 64) // 2)))
+
+
+class _Operands(NamedTuple):
+    """In device memory, ``tokens`` being all lanes' one after another. None: not part of this launch."""
+
+    pages: Any  # [lanes, written]
+    offsets: Any  # [lanes]
+    k: Any  # [tokens, kv_heads, *columns]
+    v: Any
+    q: Any | None  # [tokens, heads, *columns]
+    cos: Any | None  # [tokens, half]
+    sin: Any | None
+    given: Any | None  # [pages, 2, kv_heads]: scales per page and head
+    pool: Any  # [pages, 2, kv_heads, page, *columns], mutable
+    found: Any | None  # [pages, 2, kv_heads, page]: scales per token, mutable
+
+
+class _Shape(NamedTuple):
+    """What is static about one launch."""
+
+    tokens: int
+    chunk: int
+    half: int  # of the rotated numbers of a head; 0: nothing is rotated
+    head_dim: int
+    interleaved: bool
+    kv_tile: int
+    q_tile: int
+
+
+def write(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    k: Float[Array, "lanes chunk kv_heads head_dim"],
+    v: Float[Array, "lanes chunk kv_heads head_dim"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    rope: Rope | None = None,
+    interleaved: bool = False,
+    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Written:
+    """See `reference`. The sums of a rotation may be fused multiply-adds; everything else is exact to the bit.
+
+    Args:
+        tiles: how the work is cut; None: `heuristic_tiles`.
+        interpret: run on a CPU (`compat.interpret_params`).
+
+    Raises:
+        ValueError: a shape or dtype that this kernel does not do, see `refusal`.
+    """
+    if (why := refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)) is not None:
+        raise ValueError(why)
+    tiles = tiles or heuristic_tiles(k.shape[2], k.shape[3])
+    shape = _shape_of(k, q, rope, interleaved, tiles)
+    if shape.tokens == 0:
+        return Written(pool, scales, q)
+    flat = functools.partial(_flat, shape)
+    by_token = scales is not None and scales.ndim == 4
+    target = jax.new_ref(pool.reshape(*pool.shape[:4], *_columns(shape)))
+    found = jax.new_ref(scales) if by_token else None
+    operands = _Operands(
+        pages=pages.astype(jnp.int32),
+        offsets=offsets.astype(jnp.int32),
+        k=flat(k),
+        v=flat(v),
+        q=None if q is None or not shape.half else flat(q),
+        cos=None if rope is None else rope[0].reshape(shape.tokens, -1).astype(jnp.float32),
+        sin=None if rope is None else rope[1].reshape(shape.tokens, -1).astype(jnp.float32),
+        given=None if by_token else scales,
+        pool=target,
+        found=found,
+    )
+    turned = _launcher(shape, operands, interpret)(*jax.tree.leaves(operands))
+    return Written(
+        jax.freeze(target).reshape(pool.shape),
+        scales if found is None else jax.freeze(found),
+        q if q is None or not turned else turned[0].reshape(q.shape),
+    )
+
+
+def refusal(
+    pool: Any,
+    k: Any,
+    v: Any,
+    *,
+    scales: Any | None = None,
+    rope: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    q: Any | None = None,
+) -> str | None:
+    """None, or why this kernel cannot do operands of these shapes and dtypes (compute capability 8.0, float8: 8.9)."""
+    head_dim, half = k.shape[-1], 0 if rope is None else rope[0].shape[-1]
+    if pool.shape[1] != 2 or pool.shape[2] != k.shape[2] or pool.shape[4] != head_dim or v.shape != k.shape:
+        return f"keys {k.shape}, values {v.shape} and pool {pool.shape} do not fit."
+    if head_dim % 16 or head_dim > MAX_HEAD_DIM or half % 8 or 2 * half > head_dim:
+        return f"head_dim {head_dim} with {2 * half} numbers rotated: multiples of 16 up to {MAX_HEAD_DIM} are needed."
+    if q is not None and (q.shape[:2] != k.shape[:2] or q.shape[-1] != head_dim):
+        return f"queries {q.shape} and keys {k.shape} do not fit."
+    sources = {jnp.dtype(x.dtype) for x in (k, v, q) if x is not None}
+    if not sources <= set(map(jnp.dtype, SOURCE_DTYPES)):
+        return f"keys, values and queries are {sorted(map(str, sources))}: float32, bfloat16 or float16 is needed."
+    if pool.dtype not in (SOURCE_DTYPES if scales is None else QUANTISED_DTYPES):
+        return f"a pool of {pool.dtype} {'without' if scales is None else 'with'} scales is not written by this kernel."
+    if scales is not None and (scales.dtype != jnp.float32 or scales.shape not in (pool.shape[:3], pool.shape[:4])):
+        return f"scales {scales.dtype}{scales.shape} are neither per page and head nor per token, float32."
+    return None
+
+
+def _shape_of(k: Array, q: Array | None, rope: Rope | None, interleaved: bool, tiles: Tiles) -> _Shape:
+    lanes, chunk, kv_heads, head_dim = k.shape
+    half = 0 if rope is None else rope[0].shape[-1]
+    q_tile = 0 if q is None or not half else _power_of_two(q.shape[2], tiles.heads)
+    pairs = interleaved and half > 0
+    return _Shape(lanes * chunk, chunk, half, head_dim, pairs, _power_of_two(kv_heads, tiles.heads), q_tile)
+
+
+def _power_of_two(number: int, most: int) -> int:
+    """The largest power of two that divides ``number``, at most ``most``."""
+    return min(number & -number, most)
+
+
+def _columns(shape: _Shape) -> tuple[int, ...]:
+    """A head's numbers as this launch sees them: neighbours that are rotated together have an axis of their own."""
+    return (shape.head_dim // 2, 2) if shape.interleaved else (shape.head_dim,)
+
+
+def _flat(shape: _Shape, x: Array) -> Array:
+    return x.reshape(shape.tokens, x.shape[2], *_columns(shape))
+
+
+def _launcher(shape: _Shape, operands: _Operands, interpret: plgpu.InterpretGPUParams | None) -> Any:
+    tree, q = jax.tree.structure(operands), operands.q
+    kv_tiles = operands.k.shape[1] // shape.kv_tile
+    q_tiles = 0 if q is None else q.shape[1] // shape.q_tile
+    return compat.kernel(
+        functools.partial(_body, shape, tree, kv_tiles),
+        out_type=() if q is None else (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        scratch_types=(),
+        grid=(shape.tokens, 2 * kv_tiles + q_tiles),
+        grid_names=("token", "part"),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="kv_write",
+        # No thread reads what another one has written, so that no barriers are needed.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        cost_estimate=_cost(shape, operands),
+        interpret=interpret,
+    )
+
+
+def _cost(shape: _Shape, operands: _Operands) -> pl.CostEstimate:
+    sources = [x for x in (operands.k, operands.v, operands.q) if x is not None]
+    numbers = sum(math.prod(x.shape) for x in sources)
+    moved = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in sources)
+    return pl.CostEstimate(flops=6 * numbers, transcendentals=0, bytes_accessed=2 * moved)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The kernel.
+
+
+class _Part(NamedTuple):
+    """One tile: a token's heads ``heads`` of ``source`` (keys, values or queries)."""
+
+    source: Any
+    token: Any
+    heads: Any
+    rows: int
+    rotated: bool
+
+
+def _body(shape: _Shape, tree: Any, kv_tiles: int, *refs: Any) -> None:
+    gmem: _Operands = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    turned = refs[tree.num_leaves :]
+    token, part = lax.axis_index("token"), lax.axis_index("part")
+
+    for side, source in enumerate((gmem.k, gmem.v)):
+        here = (part >= side * kv_tiles) & (part < (side + 1) * kv_tiles)
+        heads = pl.ds((part - side * kv_tiles) * shape.kv_tile, shape.kv_tile)
+        tile = _Part(source, token, heads, shape.kv_tile, shape.half > 0 and side == KEYS)
+        pl.when(here)(functools.partial(_store_in_pool, shape, gmem, tile, side))
+    if turned:
+        heads = pl.ds((part - 2 * kv_tiles) * shape.q_tile, shape.q_tile)
+        tile = _Part(gmem.q, token, heads, shape.q_tile, True)
+        pl.when(part >= 2 * kv_tiles)(functools.partial(_turn_queries, shape, gmem, tile, turned[0]))
+
+
+def _turn_queries(shape: _Shape, gmem: _Operands, tile: _Part, target: Any) -> None:
+    layout = _layout(shape, tile)
+    for columns, x in zip(_pieces(shape, tile), _load(shape, gmem, tile, layout), strict=True):
+        compat.store(target.at[(tile.token, tile.heads, *columns)], x)
+
+
+def _store_in_pool(shape: _Shape, gmem: _Operands, tile: _Part, side: int) -> None:
+    layout = _layout(shape, tile)
+    loaded = _load(shape, gmem, tile, layout)
+    page, slot, exists = _place(shape, gmem, tile.token)
+
+    @pl.when(exists)
+    def _() -> None:
+        numbers, scales = _quantised(gmem, tile, layout, loaded, (page, side, tile.heads))
+        for columns, x in zip(_pieces(shape, tile), numbers, strict=True):
+            compat.store(gmem.pool.at[(page, side, tile.heads, slot, *columns)], x)
+        if gmem.found is not None:
+            compat.store(gmem.found.at[page, side, tile.heads, slot], scales)
+
+
+def _place(shape: _Shape, gmem: _Operands, token: Any) -> tuple[Any, Any, Any]:
+    """Page and slot of a token, and whether there is such a page."""
+    (pages, _, _, page), written = gmem.pool.shape[:4], gmem.pages.shape[1]
+    lane = lax.div(token, jnp.int32(shape.chunk))
+    at = gmem.offsets[lane] + lax.rem(token, jnp.int32(shape.chunk))
+    index = lax.div(at, jnp.int32(page))
+    own = gmem.pages[lane, jnp.minimum(index, written - 1)]
+    return own, lax.rem(at, jnp.int32(page)), (index < written) & (own >= 0) & (own < pages)
+
+
+def _pieces(shape: _Shape, tile: _Part) -> list[tuple[Any, ...]]:
+    """Column indices that make up a head; of a rotated one the first two hold the pairs."""
+    half, dim = shape.half, shape.head_dim
+    if shape.interleaved:
+        ranges = [(0, half), (half, dim // 2 - half)] if tile.rotated else [(0, dim // 2)]
+        return [(pl.ds(start, size), side) for start, size in ranges for side in (0, 1) if size]
+    ranges = [(0, half), (half, half), (2 * half, dim - 2 * half)] if tile.rotated else [(0, dim)]
+    return [(pl.ds(start, size),) for start, size in ranges if size]
+
+
+def _layout(shape: _Shape, tile: _Part) -> Any:
+    """One layout for all pieces [rows, columns]: each head within one warp, and vectors as wide as can be.
+
+    What does not fill the threads is held, and stored, by several of them alike.
+    """
+    columns = math.gcd(*(columns[0].size for columns in _pieces(shape, tile)))
+    each = max(1, tile.rows * columns // THREADS)
+    widest = 1 if shape.interleaved else 16 // jnp.dtype(tile.source.dtype).itemsize
+    vector = _power_of_two(columns, min(widest, 1 << (each.bit_length() - 1)))
+    lanes = _power_of_two(columns // vector, LANES)
+    lane_rows = _power_of_two(tile.rows, LANES // lanes)
+    warps = _power_of_two(tile.rows // lane_rows, WARPS)
+    return _tiled(warps, lane_rows, lanes, vector)
+
+
+def _tiled(warps: int, lane_rows: int, lanes: int, vector: int) -> Any:
+    """``warps * lane_rows`` rows of ``lanes * vector`` numbers; ``lanes`` is at least 2."""
+    width = lanes * vector
+    split = warps > 1 and lane_rows > 1
+    tiling = ((warps * lane_rows, width), *(((lane_rows, width),) if split else ()), (vector,))
+    warp_dims = (-5,) if split else (-3,) if warps > 1 else ()
+    lane_dims = (-3, -2) if lane_rows > 1 else (-2,)
+    spare_warps, spare_lanes = WARPS // warps, LANES // (lanes * lane_rows)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiling),
+        warp_dims=(*warp_dims, *((plgpu.Replicated(spare_warps),) if spare_warps > 1 else ())),
+        lane_dims=(*lane_dims, *((plgpu.Replicated(spare_lanes),) if spare_lanes > 1 else ())),
+        vector_dim=-1,
+    )
+
+
+def _load(shape: _Shape, gmem: _Operands, tile: _Part, layout: Any) -> list[Any]:
+    """The pieces of a tile, rotated, in the source's dtype."""
+    at = (tile.token, tile.heads)
+    pieces = [
+        plgpu.load(tile.source.at[(*at, *columns)], layout=layout, optimized=False) for columns in _pieces(shape, tile)
+    ]
+    if not tile.rotated:
+        return pieces
+    cos, sin = (
+        _spread(plgpu.load(angle.at[tile.token], layout=layout.reduce(0), optimized=False), layout, tile.rows, axis=1)
+        for angle in (gmem.cos, gmem.sin)
+    )
+    first, second = (x.astype(jnp.float32) for x in pieces[:2])
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return [*(x.astype(tile.source.dtype) for x in turned), *pieces[2:]]
+
+
+def _spread(x: Any, layout: Any, size: int, *, axis: int) -> Any:
+    """[columns] on ``axis`` 1, or [rows] on 0, repeated ``size`` times along the other one."""
+    dims = (size, *x.shape) if axis else (*x.shape, size)
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, (axis,)), layout)
+
+
+def _quantised(
+    gmem: _Operands, tile: _Part, layout: Any, pieces: list[Any], at: tuple[Any, ...]
+) -> tuple[list[Any], Any | None]:
+    """The pieces in the pool's dtype, and the scales per token, if the pool has such."""
+    dtype = gmem.pool.dtype
+    if gmem.found is None and gmem.given is None:
+        return [x.astype(dtype) for x in pieces], None
+    pieces = [x.astype(jnp.float32) for x in pieces]
+    if gmem.found is not None:
+        scales = _largest(pieces) / limit(dtype)
+    else:
+        scales = plgpu.load(gmem.given.at[at], layout=layout.reduce(1), optimized=False)
+    inverse = 1 / jnp.maximum(scales, SMALLEST)
+    rounded: Callable[[Any], Any] = (
+        functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
+        if jnp.issubdtype(dtype, jnp.integer)
+        else lambda x: x
+    )
+    scaled = [x * _spread(inverse, layout, x.shape[1], axis=0) for x in pieces]
+    clipped = [jnp.minimum(jnp.maximum(x, -limit(dtype)), limit(dtype)) for x in scaled]
+    return [rounded(x).astype(dtype) for x in clipped], scales
+
+
+def _largest(pieces: list[Any]) -> Any:
+    tops = [jnp.abs(x).max(axis=1) for x in pieces]
+    return jnp.maximum(functools.reduce(jnp.maximum, tops), SMALLEST)

@@ -1,0 +1,147 @@
+"""The meaning of a write of new keys and values into a layer's pool, and of its options, token by token.
+
+Keys and values are ``[lanes, chunk, kv_heads, head_dim]``: ``chunk`` consecutive tokens of each lane, the first at
+slot ``offsets`` of the lane's first page in ``pages``. A token whose page is out of range, above or below, is dropped;
+``pages`` must be wide enough for the chunk at every offset that occurs. Decode is ``chunk`` 1 with one page a lane.
+No slot may be written twice.
+
+Options, alike in every path:
+
+- ``rope``: cosines and sines ``[lanes, chunk, half]``. Keys (and ``q``, when given) are rotated in float32 and cast
+  back to their own dtype before anything else (Su et al., arXiv:2104.09864). The first ``2 * half`` numbers of a head
+  take part, the others stay as they are (partial rotation). Pairs are ``(i, i + half)``, or with ``interleaved``
+  neighbours ``(2 i, 2 i + 1)``.
+- ``scales`` of a pool in int8 or float8_e4m3fn, float32: what its numbers are multiplied with when they are read.
+  ``[pages, 2, kv_heads, page]``, per token: each is computed from its own token and head alone, largest magnitude /
+  limit (127 or 448), and is written with it, as KIVI (arXiv:2402.02750) does for values.
+  ``[pages, 2, kv_heads]``, per page and head: given, as vLLM's and TensorRT-LLM's static scales are; a write reads
+  them, never changes them, and saturates. `static_scales` makes them for a whole pool.
+- ``q [lanes, chunk, heads, head_dim]``: rotated alike and given back, not written.
+
+Why a page's scale is given and not found from its tokens: it must be known at the page's first token, or what is
+written would depend on how a prompt was cut into chunks, and tokens written earlier would have to be quantised anew.
+Taking it from that first token would depend on no cut, but the first token of a sequence is the attention sink, whose
+values are close to zero (arXiv:2309.17453): every later value of the page would saturate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+Rope = tuple[Float[Array, "lanes chunk half"], Float[Array, "lanes chunk half"]]
+
+# A head of zeros has this as its largest magnitude: its scale can be divided by.
+SMALLEST = 1e-30
+
+
+class Written(NamedTuple):
+    """The pool after a write, its scales (None where it has none) and the rotated queries (None where none came)."""
+
+    pool: Num[Array, "pages 2 kv_heads page head_dim"]
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None
+    q: Float[Array, "lanes chunk heads head_dim"] | None = None
+
+
+def limit(dtype: Any) -> float:
+    """The largest magnitude that a quantised pool stores; ValueError for dtypes that are none."""
+    limits = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+    if jnp.dtype(dtype) not in limits:
+        raise ValueError(f"a pool with scales must be int8 or float8_e4m3fn, not {jnp.dtype(dtype)}")
+    return limits[jnp.dtype(dtype)]
+
+
+def static_scales(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"], largest: Float[Array, "2 kv_heads"]
+) -> Float[Array, "pages 2 kv_heads"]:
+    """Scales of every page for keys (row 0) and values of magnitudes up to ``largest``, as calibration found them."""
+    return jnp.broadcast_to(jnp.asarray(largest, jnp.float32) / limit(pool.dtype), pool.shape[:3])
+
+
+def rotate(
+    x: Float[Array, "*batch heads head_dim"],
+    cos: Float[Array, "*batch half"],
+    sin: Float[Array, "*batch half"],
+    *,
+    interleaved: bool = False,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "*batch heads head_dim"]:
+    """The rotation alone, computed and given back in ``dtype``."""
+    cos, sin = (angle.astype(dtype)[..., None, :] for angle in (cos, sin))
+    rotary = 2 * cos.shape[-1]
+    turned, rest = x[..., :rotary].astype(dtype), x[..., rotary:].astype(dtype)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        turned = jnp.stack([first, second], axis=-1).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate([first, second], axis=-1)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+def token_scales(x: Float[Array, "*batch head_dim"], dtype: Any) -> Float[Array, "*batch"]:
+    """One scale for each head of each token, such that its largest magnitude becomes the limit of ``dtype``."""
+    return jnp.maximum(jnp.abs(x).max(-1), SMALLEST) / limit(dtype)
+
+
+def quantise(
+    x: Float[Array, "*batch head_dim"], scales: Float[Array, "*batch"], dtype: Any
+) -> Num[Array, "*batch head_dim"]:
+    """``x / scales`` rounded to ``dtype`` (to even), saturated at its limit."""
+    numbers = x * (1 / jnp.maximum(scales, SMALLEST))[..., None]
+    numbers = jnp.clip(numbers, -limit(dtype), limit(dtype))
+    return (jnp.round(numbers) if jnp.issubdtype(dtype, jnp.integer) else numbers).astype(dtype)
+
+
+def places(
+    pages: Int[Array, "lanes written"], offsets: Int[Array, " lanes"], chunk: int, page: int
+) -> tuple[Int[Array, "lanes chunk"], Int[Array, "lanes chunk"]]:
+    """Page and slot of every token; page -1 for tokens beyond the ``written`` pages."""
+    at = offsets[:, None] + jnp.arange(chunk)
+    own = jnp.take_along_axis(pages, jnp.minimum(at // page, pages.shape[1] - 1), axis=1)
+    return jnp.where(at // page < pages.shape[1], own, -1), at % page
+
+
+def write(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    k: Float[Array, "lanes chunk kv_heads head_dim"],
+    v: Float[Array, "lanes chunk kv_heads head_dim"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    rope: Rope | None = None,
+    interleaved: bool = False,
+    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    dtype: Any = jnp.float32,
+) -> Written:
+    """See the module. ``dtype`` is what is computed in; wider than float32, nothing is rounded on the way."""
+
+    def turned(x: jax.Array) -> jax.Array:
+        exact = jnp.promote_types(x.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else x.dtype
+        return (x if rope is None else rotate(x, *rope, interleaved=interleaved, dtype=dtype)).astype(exact)
+
+    (lanes, chunk), page = k.shape[:2], pool.shape[3]
+    ids, slots = places(pages, offsets, chunk, page)
+    rows = jnp.stack([turned(k), v], axis=2).astype(dtype)
+    for lane in range(lanes):
+        for token in range(chunk):
+            here = jnp.arange(pool.shape[0]) == ids[lane, token]
+            at = here[:, None, None, None] & (jnp.arange(page) == slots[lane, token])
+            row = rows[lane, token]
+            if scales is None:
+                pool = jnp.where(at[..., None], row[:, :, None].astype(pool.dtype), pool)
+                continue
+            if scales.ndim == 4:
+                scales = jnp.where(at, token_scales(row, pool.dtype)[:, :, None].astype(scales.dtype), scales)
+                own = token_scales(row, pool.dtype)
+            else:
+                own = scales[jnp.clip(ids[lane, token], 0, pool.shape[0] - 1)].astype(dtype)
+            pool = jnp.where(at[..., None], quantise(row, own, pool.dtype)[:, :, None], pool)
+    return Written(pool, scales, None if q is None else turned(q))
