@@ -67,11 +67,13 @@ async def serve(server: Server) -> int:
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
         await server.start()
+        tidying = asyncio.create_task(heap.tidy(lambda: server.active))
         asked, failed = asyncio.create_task(signals.get()), asyncio.create_task(server.until_failed())
         await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             print(f"error: {failed.result()}", file=sys.stderr)
             return 1
+        tidying.cancel()
         await _until_drained(server, signals)
         return 0
     finally:

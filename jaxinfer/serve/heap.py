@@ -1,11 +1,17 @@
-"""The garbage collector of a process that serves. No jax."""
+"""The memory of a process that serves. No jax."""
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import gc
+from collections.abc import Callable
 
 _THRESHOLDS = (10_000, 20, 50)
 """Container objects between two collections of the youngest; of these, and again, between those of the older ones."""
+
+_LOOK_SECONDS = 0.25
+_FEW = 1000  # container objects, whose collection is not worth it
 
 
 def settle() -> None:
@@ -18,3 +24,36 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+async def tidy(active: Callable[[], int]) -> None:
+    """Give back what requests left, soon after the last one has ended; until cancelled.
+
+    Streams that end by an error are in cycles with it, and so are their buffers: `settle` leaves these for long. When
+    nothing runs, looking at everything disturbs nobody.
+
+    Args:
+        active: how many requests there are.
+    """
+    quiet = False
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if active():
+            quiet = False
+        elif not quiet:
+            quiet = True
+        elif _has_grown():
+            gc.collect()
+            await asyncio.to_thread(_trim)
+
+
+def _has_grown() -> bool:
+    young, *older = gc.get_count()
+    return young > _FEW or any(older)
+
+
+def _trim() -> None:
+    """glibc keeps what was freed below something that is in use; others have no such call, nor the need."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

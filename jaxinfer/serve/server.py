@@ -110,6 +110,11 @@ class Server:
         return self.frontend is not None and not self.frontend.draining and self.state == READY
 
     @property
+    def active(self) -> int:
+        """Generations in flight."""
+        return 0 if self.frontend is None else self.frontend.active
+
+    @property
     def restarts(self) -> int:
         return self._supervisor.restarts
 

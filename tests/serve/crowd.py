@@ -197,7 +197,7 @@ class Crowd:
     async def _connect(self, job: Job) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         plain = socket.socket()
         if job.lingers:  # small segments keep the kernel's buffers small
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
         plain.setblocking(False)
         try:

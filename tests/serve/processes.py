@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from jaxinfer.serve import logs
+from jaxinfer.serve import heap, logs
 from jaxinfer.serve.__main__ import serve
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import make_config
@@ -148,8 +148,9 @@ def fake_server(folder: pathlib.Path, *core: str, **settings: object) -> Iterato
 
 
 def main() -> int:
+    config = make_config(json.loads(sys.argv[1]))
     logs.configure("text", "info")
-    return asyncio.run(serve(Server(make_config(json.loads(sys.argv[1])), command(*sys.argv[2:]))))
+    return asyncio.run(serve(Server(config, command(*sys.argv[2:]), opened=heap.settle)))
 
 
 if __name__ == "__main__":

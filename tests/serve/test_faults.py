@@ -30,15 +30,15 @@ PACE = ("--seconds", "0.002")
 PATIENCE = 1.0  # seconds, with readers that do not read
 SOON = 1.0  # seconds until nothing is left, and until health tells
 GROWTH_MIB = 48  # what the allocators may keep of a thousand requests, or of ten thousand
+GROWTH_OF_FULL_BUFFERS_MIB = 96  # the same of a thousand at once whose buffers were full
 
 thousands = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-a_hundred = pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
 def steady(tmp_path_factory):
     """One server for all faults that it is to survive without a new engine."""
-    with fake_server(tmp_path_factory.mktemp("steady"), *PACE, slow_reader_seconds=PATIENCE) as server:
+    with fake_server(tmp_path_factory.mktemp("steady"), *PACE) as server:
         asyncio.run(warm(server))
         yield server
 
@@ -83,19 +83,18 @@ def untouched_are_whole(crowd: Crowd) -> None:
 
 
 @contextlib.asynccontextmanager
-async def nothing_left(server: ServerProcess):
+async def nothing_left(server: ServerProcess, growth: float = GROWTH_MIB):
     """When the block ends, everything is as before, soon."""
     async with aio.insecure_channel(f"127.0.0.1:{server.port('Control')}") as channel:
         stub = ControlStub(channel)
         await stub.GetStats(control.GetStatsRequest())
-        files, resident = server.open_files(), server.resident_mib()
+        files, most = server.open_files(), server.resident_mib() + growth
         yield
         gc.collect()  # our calls that ended by an error are in cycles, and keep their connections
         end = time.monotonic() + SOON
-        while (left := await _left(stub, server, files)) is not None:
+        while (left := await _left(stub, server, files, most)) is not None:
             assert time.monotonic() < end, left
             await asyncio.sleep(0.01)
-        assert server.resident_mib() < resident + GROWTH_MIB
 
 
 async def is_idle(server: ServerProcess) -> bool:
@@ -104,12 +103,14 @@ async def is_idle(server: ServerProcess) -> bool:
         return not (stats.running or sum(stats.waiting.values()))
 
 
-async def _left(stub, server: ServerProcess, files: int) -> object:
+async def _left(stub, server: ServerProcess, files: int, most: float) -> object:
     stats = await stub.GetStats(control.GetStatsRequest())
     if stats.running or sum(stats.waiting.values()) or stats.kv_pages["held"]:
         return stats
-    more = server.open_files() - files
-    return f"{more} more open files" if more > 0 else None
+    if (more := server.open_files() - files) > 0:
+        return f"{more} more open files"
+    resident = server.resident_mib()
+    return f"{resident:.0f} MiB, and {most:.0f} may be" if resident > most else None
 
 
 # ---- clients
@@ -196,30 +197,41 @@ def test_connections_that_are_reset(steady, count):
     asyncio.run(main())
 
 
-@a_hundred
-def test_readers_that_never_read(steady, count):
-    """They are cut after a second, and the others do not notice. It takes long: their buffers must be full before."""
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory):
+    """Cuts readers soon, and has a name that is in each event over HTTP: buffers are full after a few."""
+    settings = {"slow_reader_seconds": PATIENCE, "served_model_name": "long" * 12_000}
+    with fake_server(tmp_path_factory.mktemp("impatient"), *PACE, **settings) as server:
+        asyncio.run(warm(server))
+        yield server
+
+
+@thousands
+def test_readers_that_never_read(impatient, count):
+    """They are cut after a second, a thousand at a time, and the others do not notice."""
 
     async def wave(chance: random.Random, lazy: list[Job]) -> None:
-        async with crowd_of(steady) as crowd, crowd_of(steady, narrow=True) as stuck:
+        async with crowd_of(impatient) as crowd, crowd_of(impatient, narrow=True) as stuck:
             lingering = asyncio.create_task(stuck.run(lazy, len(lazy)))
-            while not lingering.done():
+            while not (len(stuck.begun) == len(lazy) and await is_idle(impatient)):
                 await crowd.run([job(chance) for _ in range(20)], 20)
-                if len(stuck.begun) == len(lazy) and await is_idle(steady):
-                    break
+                assert not lingering.done()
             await asyncio.sleep(2.5 * PATIENCE)  # what the engine had left for them is written, or was not taken
             stuck.released.set()
             await lingering
         untouched_are_whole(crowd)
         assert set(counted(stuck, GRPC)) == {TOO_LARGE}
-        # The kernel may have room for an answer as a whole; tests/serve/http has one that is too large for that.
-        assert set(counted(stuck, HTTP)) <= {CUT, OK}
+        # On a busy machine a few may get all in an event or two, for which the kernel has room.
+        assert counted(stuck, HTTP)[CUT] + counted(stuck, HTTP)[OK] == len(lazy) // 2
+        assert counted(stuck, HTTP)[CUT] > 0.45 * len(lazy)
 
     async def main():
         chance = random.Random(4)
-        async with nothing_left(steady):
-            for _ in range(count // 100):
-                lazy = [job(chance, tokens=600, n=1, logprobs=20, lingers=True) for _ in range(100)]
+        async with nothing_left(impatient, GROWTH_OF_FULL_BUFFERS_MIB):
+            for _ in range(count // 1000):
+                lazy = [job(chance, door=HTTP, tokens=60, n=1, lingers=True) for _ in range(500)]
+                lazy += [job(chance, door=GRPC, tokens=60, n=1, lingers=True, logprobs=20) for _ in lazy]
+                chance.shuffle(lazy)
                 await asyncio.wait_for(wave(chance, lazy), BOUND)
 
     asyncio.run(main())

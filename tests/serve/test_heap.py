@@ -18,6 +18,41 @@ assert gc.get_threshold()[0] > 700
 """
 
 
+TIDYING = """
+import asyncio, gc, weakref
+from jaxinfer.serve import heap
+
+class Thing:
+    pass
+
+def leave() -> weakref.ref:
+    things = [Thing() for _ in range(20_000)]
+    for thing in things:
+        thing.me = thing
+    return weakref.ref(things[0])
+
+async def main():
+    heap.settle()
+    gc.disable()  # only who tidies collects
+    active, garbage = 1, leave()
+    tidying = asyncio.create_task(heap.tidy(lambda: active))
+    await asyncio.sleep(1.0)
+    assert garbage() is not None, "collected while something ran"
+    active = 0
+    async with asyncio.timeout(30):
+        while garbage() is not None:
+            await asyncio.sleep(0.05)
+    tidying.cancel()
+
+asyncio.run(main())
+"""
+
+
 def test_what_there_is_stays_and_garbage_goes() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_requests_left_goes_when_none_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", TIDYING], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -207,6 +207,8 @@ class Registrar:
             return response
         except ServeError as error:
             code = error.kind.code
+            # Who does not read is refused late: the frames of what failed, and all that they hold, need not wait.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             await rpc.refuse(error)
             return None
         finally:

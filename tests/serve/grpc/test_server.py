@@ -1,6 +1,7 @@
 """The server itself: TLS, limits, connections that are silent, readers that stop reading."""
 
 import asyncio
+import gc
 import pathlib
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+from jaxinfer.types import PositionLogprobs
 from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
 from tests.serve.grpc.running import FakeSupervisor, Keys, collected, failure, request, running
@@ -201,6 +203,9 @@ def test_a_reader_that_stops_is_cut_with_a_status_and_disturbs_nobody() -> None:
                 while server.frontend.active:
                     await asyncio.sleep(0.05)
             await server.baseline()
+            # Their statuses wait until they read; what could not be sent does not wait with them.
+            gc.collect()
+            assert not any(isinstance(each, PositionLogprobs) for each in gc.get_objects())
             for call in (stuck, batch):
                 found = await failure(call)
                 assert found.code is grpc.StatusCode.RESOURCE_EXHAUSTED
