@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -254,7 +253,7 @@ class Supervisor:
                 self._tell(_startup_event(message.startup))
             case "ready":
                 self._ready = wire.card_of(message.ready.card), message.ready.folder
-                self._ready_since = time.monotonic()
+                self._ready_since = asyncio.get_running_loop().time()
                 self._progress += 1
                 self._startup = StartupEvent(READY)
                 self._enter(READY, "")
@@ -288,7 +287,8 @@ class Supervisor:
         self._changed = asyncio.Event()
 
     def _was_healthy(self) -> bool:
-        return self._ready_since is not None and time.monotonic() - self._ready_since >= self._patience.healthy
+        now = asyncio.get_running_loop().time()
+        return self._ready_since is not None and now - self._ready_since >= self._patience.healthy
 
     def _known(self) -> tuple[ModelCard, str]:
         if self._ready is None:
