@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginsMissing as error:
         print(f"check: {error}", file=sys.stderr)
         return 3
-    work = _matching(configurations(arguments.op), arguments.target or TARGETS, named=bool(arguments.target))
+    work = _matching(configurations(arguments.op), arguments.target or tuple(TARGETS), named=bool(arguments.target))
     if not work:
         print("check: no configuration matches", file=sys.stderr)
         return 1
-    launcher = compiling(environment(folder), disassembler(folder), arguments.jobs)
+    launcher = compiling(environment(folder), disassembler(folder), arguments.jobs, arguments.keep)
     outcomes = launcher.run(work)
     if arguments.json:
         arguments.json.write_text(json.dumps([one.as_json() for one in outcomes], indent=1) + "\n", encoding="utf-8")
@@ -70,6 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", nargs="+", default=[], choices=TARGETS, help="only these (default: all)")
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="keep PTX and machine code there")
     parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes at a time")
     return parser.parse_args(argv)

@@ -10,13 +10,13 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 
 import jax
-from jax.experimental.mosaic.gpu import core as _  # noqa: F401  sets MOSAIC_GPU_CUDA_ROOT when it is imported
 
 from pallas_kernels.check.configuration import Configuration
 from pallas_kernels.check.ops import configurations
@@ -32,16 +32,16 @@ def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Pat
     A kernel that is equal to an earlier one of this process is not compiled again, and there is no report of it.
 
     Args:
-        dumps: where Mosaic GPU dumps to; it is emptied.
+        dumps: where Mosaic GPU dumps to.
     """
     function, arguments = one.build()
     compiled = target.compile(function, arguments, donated=one.donated)
     anew = len(list(dumps.glob("*.ptxas"))) == len(list(dumps.glob("*.resources.txt")))
     kernels = read_dumps(dumps) if anew else ()
-    for path in dumps.iterdir():
-        path.unlink()  # some 20 MB a kernel
     donated = sum(x.size * x.dtype.itemsize for i in one.donated for x in jax.tree.leaves(arguments[i]))
-    aliased = compiled.memory_analysis().alias_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    aliased = memory.alias_size_in_bytes
     return Outcome(one.op, one.name, target.name, kernels, _failure(kernels, target, donated, aliased)), anew
 
 
@@ -59,21 +59,32 @@ def _failure(kernels: Sequence[Kernel], target: Target, donated: int, aliased: i
     return ""
 
 
+def _clear(dumps: pathlib.Path, keep: pathlib.Path | None) -> None:
+    """Empty the folder (some 20 MB a kernel); machine code and reports go to ``keep``."""
+    for path in dumps.iterdir():
+        if keep is not None and path.suffix in (".ptx", ".ptxas", ".sass_ctrl"):
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, keep)
+        path.unlink()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--results", type=pathlib.Path, required=True, help="file that gets a line a configuration")
     parser.add_argument("--cuda-root", help="folder whose bin/ holds nvdisasm")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder that gets PTX, machine code and reports")
     arguments = parser.parse_args(argv)
-    if arguments.cuda_root:
-        os.environ["MOSAIC_GPU_CUDA_ROOT"] = arguments.cuda_root
     wanted = [(op, name) for op, name in json.load(sys.stdin)]
     shipped = {(one.op, one.name): one for one in configurations({op for op, _ in wanted})}
+    if arguments.cuda_root:  # only now: Mosaic GPU overwrites it when it is imported, which the kernels have done
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = arguments.cuda_root
     with tempfile.TemporaryDirectory() as folder, arguments.results.open("a", encoding="utf-8") as results:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         for index, pair in enumerate(wanted):
             signal.alarm(SECONDS_EACH)
             outcome, anew = compile_configuration(shipped[pair], TARGETS[arguments.target], pathlib.Path(folder))
+            _clear(pathlib.Path(folder), arguments.keep and arguments.keep / arguments.target / "-".join(pair))
             if index and not anew:
                 return  # the next process begins with it
             results.write(json.dumps(outcome.as_json()) + "\n")

@@ -63,9 +63,8 @@ class Launcher:
         with tempfile.TemporaryDirectory() as folder:
             results = pathlib.Path(folder, "results")
             command = [*self.command, "--target", target, "--results", str(results)]
-            ended = subprocess.run(
-                command, env=dict(self.environment), input=json.dumps(names), text=True, capture_output=True, check=False
-            )
+            environment, wanted = dict(self.environment), json.dumps(names)
+            ended = subprocess.run(command, env=environment, input=wanted, text=True, capture_output=True, check=False)
             lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
         if ended.returncode == 0 and lines:
             return [Outcome.from_json(json.loads(line)) for line in lines], ""
@@ -78,9 +77,13 @@ def _death(code: int, said: str) -> str:
     return "\n".join([f"the compiling process ended with {how}", *lines[-_LAST_WORDS:]])
 
 
-def compiling(environment: Mapping[str, str], disassembler: pathlib.Path | None, jobs: int) -> Launcher:
-    """Processes of `pallas_kernels.check.compile`."""
+def compiling(
+    environment: Mapping[str, str], disassembler: pathlib.Path | None, jobs: int, keep: pathlib.Path | None = None
+) -> Launcher:
+    """Processes of `pallas_kernels.check.compile`. ``keep``: a folder that gets PTX and machine code."""
     command = [sys.executable, "-m", "pallas_kernels.check.compile"]
     if disassembler is not None:
         command += ["--cuda-root", str(disassembler.parents[1])]
+    if keep is not None:
+        command += ["--keep", str(keep.resolve())]
     return Launcher(tuple(command), environment, jobs)

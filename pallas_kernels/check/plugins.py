@@ -12,8 +12,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-import jaxlib
-
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEFAULT_FOLDER = ROOT / "build" / "gpu_plugins"  # where `make check-kernels` puts them
@@ -29,13 +27,13 @@ def require_plugins(folder: pathlib.Path | None) -> None:
     Raises:
         PluginsMissing: one sentence and two commands.
     """
-    wanted = jaxlib.__version__
+    wanted = importlib.metadata.version("jaxlib")
     found = {name: _version(name, folder) for name in PACKAGES}
     if wrong := {name: version for name, version in found.items() if version != wanted}:
         state = ", ".join(f"{name} is {version or 'missing'}" for name, version in wrong.items())
         into = folder or DEFAULT_FOLDER
         commands = "\n".join(f"    pip install --no-deps --target {into} {name}=={wanted}" for name in PACKAGES)
-        raise PluginsMissing(f"compiling for a GPU needs JAX's CUDA plugin in version {wanted}, but {state}:\n{commands}")
+        raise PluginsMissing(f"compiling for a GPU needs JAX's CUDA plugin in version {wanted}: {state}\n{commands}")
 
 
 def default_folder() -> pathlib.Path | None:

@@ -54,7 +54,7 @@ class Outcome:
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Mosaic GPU's dumps of one kernel: NAME.ptxas, NAME.resources.txt and, with a disassembler, NAME.sass.
+# Mosaic GPU's dumps of one kernel: NAME.ptxas, NAME.resources.txt and, with a disassembler, NAME.sass_ctrl.
 
 
 def read_dumps(folder: pathlib.Path) -> tuple[Kernel, ...]:
@@ -63,7 +63,7 @@ def read_dumps(folder: pathlib.Path) -> tuple[Kernel, ...]:
 
 
 def _read_kernel(ptxas: pathlib.Path) -> Kernel:
-    sass = ptxas.with_suffix(".sass")
+    sass = ptxas.with_suffix(".sass_ctrl")
     code = sass.read_text(encoding="utf-8") if sass.exists() else ""
     return Kernel(
         **read_ptxas(ptxas.read_text(encoding="utf-8")),
@@ -107,7 +107,7 @@ def read_resources(text: str) -> int:
 
 def count_instructions(sass: str) -> dict[str, int]:
     """How often each of `INSTRUCTIONS` stands in a disassembly, whatever its modifiers; and how many there are."""
-    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.MULTILINE)
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass)
     found = collections.Counter(lines)
     return {**{name: found[name] for name in INSTRUCTIONS if found[name]}, "total": len(lines)}
 
