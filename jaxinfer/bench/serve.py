@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import ssl
 from collections.abc import Awaitable, Iterator
 from typing import Any
 
@@ -200,13 +201,13 @@ async def _cut_short(work: Awaitable[None]) -> bool:
 def make_target(options: argparse.Namespace) -> Target:
     """
     Raises:
-        OptionsError: a file that is named cannot be read.
+        OptionsError: a file that is named cannot be read, or is not what it should be.
     """
     access = Access(
         options.target,
         options.model,
         _first_line(options.api_key_file),
-        _bytes(options.ca_file),
+        _authority(options.ca_file),
         options.connections,
     )
     exact = DATASETS[options.dataset].lengths_given if options.ignore_eos is None else options.ignore_eos
@@ -219,6 +220,17 @@ def make_target(options: argparse.Namespace) -> Target:
 def _first_line(path: pathlib.Path | None) -> str | None:
     content = _bytes(path)
     return None if content is None else content.decode("latin-1").partition("\n")[0].strip()
+
+
+def _authority(path: pathlib.Path | None) -> bytes | None:
+    """Looked at here: gRPC would only say that it cannot connect."""
+    content = _bytes(path)
+    if content is not None:
+        try:
+            ssl.create_default_context(cadata=content.decode("ascii"))
+        except (UnicodeDecodeError, ValueError, ssl.SSLError) as cause:
+            raise OptionsError(f"{path} holds no certificates in PEM") from cause
+    return content
 
 
 def _bytes(path: pathlib.Path | None) -> bytes | None:
