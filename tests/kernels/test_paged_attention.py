@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
+from pallas_kernels.check.cases import attention_case
 from pallas_kernels.paged_attention import reference
 
 SCALE = 0.3
@@ -72,3 +73,43 @@ def test_foreign_pages_do_not_matter():
     poisoned = pool.at[jnp.array([0, 1, 2, 4, 6, 7])].set(1e3).at[5, :, :, 4:].set(-1e3)
     got = paged_attention.decode(q, poisoned, tables, lengths, scale=SCALE)
     np.testing.assert_array_equal(got, want)
+
+
+OPTIONS = {
+    "softcap": {"lengths": (37, 0, 150), "softcap": 5.0},
+    "sinks": {"lengths": (37, 0, 150, 64, 1, 2, 3, 4, 5, 6), "sinks": True, "window": 9},
+    "float8 per token": {"lengths": (40, 75), "pool_dtype": jnp.float8_e4m3fn, "scales": "token"},
+    "int8 per head": {"lengths": (40, 75, *range(9)), "pool_dtype": jnp.int8, "scales": "head"},
+    "lanes": {"lengths": (37, 0, 150), "counts": (37, 0, 9), "chunk": 40, "sinks": True},
+    "tree": {"lengths": (37, 0, 150), "counts": (37, 0, 9), "chunk": 40, "tree": True, "softcap": 3.0},
+    "window in a tree": {"lengths": (300, 20), "counts": (12, 3), "window": 70, "tree": True, "head_dim": 80},
+    "float8 lanes": {"lengths": (90, 20), "counts": (8, 3), "pool_dtype": jnp.float8_e4m3fn, "scales": "head"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_that_of_the_equation(name):
+    """Whatever no query may see is NaN. Computed in float32, so that the result's rounding hides nothing."""
+    case = attention_case(dtype=jnp.float32, **OPTIONS[name])
+    path = paged_attention.decode if case.starts is None else paged_attention.prefill
+    got = np.array(jax.jit(lambda *a: path(*a, **case.options))(*case.arrays))
+    assert np.isfinite(got).all()
+    if case.starts is not None:  # padding
+        for lane, count in enumerate(case.lengths - case.starts):
+            got[lane, count:] = 0
+    np.testing.assert_allclose(got, case.expected(), atol=5e-6, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_those_that_it_is_sorted_among():
+    """Twenty rows run in three parts: which part, and where in it, changes no bit."""
+    pool, q = _pool(5, 320, 2, 16, 8), _queries(6, 20, 4, 8)
+    tables = jnp.asarray(np.random.default_rng(7).permutation(320).reshape(20, 16), jnp.int32)
+    decode = jax.jit(lambda *a: paged_attention.decode(*a, scale=SCALE))
+    lengths = np.random.default_rng(8).integers(1, 256, 20)
+    lengths[3] = 100
+    rows = []
+    for others in (lengths, np.zeros(20, int), np.full(20, 256), lengths[::-1]):
+        now = others.copy()
+        now[3] = 100
+        rows.append(np.asarray(decode(q, pool, tables, jnp.asarray(now, jnp.int32))[3]).tobytes())
+    assert len(set(rows)) == 1
