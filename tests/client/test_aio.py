@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from jaxinfer import client as c
 from jaxinfer.serve.errors import Kind, ServeError
-from tests.client.serving import SEED, expected
+from jaxinfer.v1 import inference_pb2 as pb
+from tests.client.serving import SEED, expected, scripted
 from tests.serve.fake_engine import FIRST_BYTE, Mischief
 from tests.serve.grpc.running import Running, running
 
@@ -151,6 +153,31 @@ def test_errors_are_typed() -> None:
             assert queue.value.retry_after == 0.01
 
     asyncio.run(main())
+
+
+def test_a_client_has_a_timeout_and_a_call_may_have_another() -> None:
+    async def main() -> None:
+        async with running(SLOW) as run, c.AsyncClient(f"127.0.0.1:{run.servers.port}", timeout=0.1) as client:
+            with pytest.raises(c.DeadlineExceeded):
+                await client.generate("Hi", max_tokens=1500)
+            assert (await client.generate("Hi", max_tokens=20, seed=SEED, timeout=20)).text == expected("Hi", 20)
+
+    asyncio.run(main())
+
+
+def test_a_truncated_stream_is_an_error() -> None:
+    def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(started=pb.Started(seed=1, prompt_tokens=2))
+        yield pb.GenerateResponse(delta=pb.Delta(text="half"))
+
+    async def main(target: str) -> None:
+        async with c.AsyncClient(target) as client, client.stream("Hi") as stream:
+            assert (await anext(stream)).text == "half"
+            with pytest.raises(c.Truncated):
+                await anext(stream)
+
+    with scripted(Generate=generate) as target:
+        asyncio.run(main(target))
 
 
 def test_wait_ready() -> None:

@@ -153,8 +153,23 @@ def test_errors_are_typed(client: c.Client) -> None:
         pass
     with pytest.raises(c.DeadlineExceeded):
         client.generate("Hi", max_tokens=1500, timeout=1e-6)
-    with client.stream("Hi", max_tokens=1500, request_id="twice"), pytest.raises(c.AlreadyExists):
+
+
+def test_an_id_in_use() -> None:
+    with (
+        served(SLOW) as run,
+        c.Client(run.target) as client,
+        client.stream("Hi", max_tokens=1500, request_id="twice"),
+        pytest.raises(c.AlreadyExists),
+    ):
         client.generate("Hi", request_id="twice")
+
+
+def test_a_client_has_a_timeout_and_a_call_may_have_another() -> None:
+    with served(SLOW) as run, c.Client(run.target, timeout=0.1) as client:
+        with pytest.raises(c.DeadlineExceeded):
+            client.generate("Hi", max_tokens=1500)
+        assert client.generate("Hi", max_tokens=20, seed=SEED, timeout=20).text == expected("Hi", 20)
 
 
 def test_keys() -> None:
@@ -257,6 +272,16 @@ def test_truncated_streams_are_errors() -> None:
             client.generate("Hi", n=2)
         with pytest.raises(c.Truncated):
             list(client.generate_batch(["a", "b"]))
+
+
+def test_a_message_may_be_larger_than_grpc_takes_by_itself() -> None:
+    def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        yield started(request)
+        yield pb.GenerateResponse(delta=pb.Delta(text="x" * (5 << 20), finish_reason=pb.FINISH_REASON_STOP))
+        yield pb.GenerateResponse(finished=pb.Finished())
+
+    with scripted(Generate=generate) as target, c.Client(target) as client:
+        assert len(client.generate("Hi").text) == 5 << 20
 
 
 def test_nobody_listens() -> None:

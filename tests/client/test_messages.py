@@ -1,0 +1,37 @@
+"""What the client's arguments become, and what it makes of a status: without a server."""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import json_format
+
+from jaxinfer import client as c
+from jaxinfer.client.errors import from_status
+from jaxinfer.client.requests import generate_request
+
+
+def test_all_of_a_conversation_is_sent() -> None:
+    message = {"role": "user", "content": "Hi", "name": "me"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    options = {"tools": [tool, tool], "template_variables": {"thinking": True}, "template": "t"}
+    request = generate_request(None, None, [message], {**options, "add_generation_prompt": False, "priority": 0})
+    chat = json_format.MessageToDict(request.chat, preserving_proto_field_name=True)
+    assert chat == {
+        "messages": [{"role": "user", "content": "Hi", "fields": {"name": "me"}}],
+        "tools": [tool, tool],
+        "template_variables": {"thinking": True},
+        "template": "t",
+        "add_generation_prompt": False,
+    }
+    assert request.HasField("priority")
+
+
+def test_an_empty_list_is_not_none() -> None:
+    assert generate_request("a", None, None, {"allowed_token_ids": []}).sampling.HasField("allowed_token_ids")
+    assert not generate_request("a", None, None, {"allowed_token_ids": None}).sampling.HasField("allowed_token_ids")
+
+
+def test_a_limit_is_no_full_queue() -> None:
+    """Both are RESOURCE_EXHAUSTED; only after the one is another try worth it."""
+    error = from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the body is too large", ())
+    assert type(error) is c.ResourceExhausted
