@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import promql_parser as promql
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -96,29 +97,156 @@ def test_every_figure_of_ours_is_on_the_dashboard(board: dict[str, Any], samples
     assert {_SUFFIX.sub("", name) for name in samples if name.startswith("jaxinfer:")} - on_it == set()
 
 
-def test_labels_of_the_dashboard_are_those_of_the_metrics(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
-    given_by_prometheus = {"instance"}
+def test_queries_ask_for_labels_that_there_are(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
     for expression in expressions(board):
-        named = _NAME.findall(expression)
-        known = set.intersection(*(samples[name] for name in named)) | given_by_prometheus
-        selected = {label for braces in re.findall(r"{(.*?)}", expression) for label in re.findall(r"(\w+)=", braces)}
-        grouped = {label.strip() for by in re.findall(r"by \((.*?)\)", expression) for label in by.split(",")}
-        assert named
-        assert selected | grouped <= known, expression
+        if not expression.startswith("label_values("):
+            labels_of(parsed(expression), samples)
+
+
+def test_legends_name_labels_that_the_answer_has(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
+    told = [
+        (target["expr"], target["legendFormat"]) for panel in board["panels"] for target in panel.get("targets", [])
+    ]
+    told += [(each["expr"], each["titleFormat"]) for each in board["annotations"]["list"]]
+    for expression, legend in told:
+        assert set(re.findall(r"{{(.*?)}}", legend)) == labels_of(parsed(expression), samples), expression
+
+
+def parsed(expression: str) -> promql.Expr:
+    """As Prometheus does it, with functions and types; raises ValueError. Grafana fills its own interval in before."""
+    assert re.findall(r"\[(.*?)\]", expression) in ([], ["$__rate_interval"], ["$__rate_interval"] * 2)
+    return promql.parse(expression.replace("$__rate_interval", "1m"))
+
+
+def labels_of(tree: promql.Expr, samples: dict[str, set[str]]) -> set[str]:
+    """Those of the series in the answer that can differ there; the right functions for each kind of figure."""
+    match tree:
+        case promql.VectorSelector():
+            return _labels_of_selector(tree, samples)
+        case promql.MatrixSelector():
+            name = tree.vector_selector.name
+            assert re.search("_(total|bucket|sum|count)$", name), f"{name} is no counter"
+            return _labels_of_selector(tree.vector_selector, samples)
+        case promql.Call(func=promql.Function(name="histogram_quantile")):
+            found = labels_of(tree.args[1], samples)
+            assert "le" in found
+            return found - {"le"}
+        case promql.Call(func=promql.Function(name="rate" | "changes")):
+            return labels_of(tree.args[0], samples)
+        case promql.AggregateExpr(modifier=None):
+            labels_of(tree.expr, samples)
+            return set()
+        case promql.AggregateExpr():
+            by = set(tree.modifier.labels)
+            assert tree.modifier.type == promql.AggModifierType.By
+            assert by <= labels_of(tree.expr, samples), by
+            return by
+        case promql.BinaryExpr(rhs=promql.NumberLiteral()):
+            return labels_of(tree.lhs, samples)
+        case promql.BinaryExpr():
+            left = labels_of(tree.lhs, samples)
+            assert left == labels_of(tree.rhs, samples), "nothing would match"
+            return left
+    raise AssertionError(f"{tree} is of no kind that is used here")
+
+
+def _labels_of_selector(selector: promql.VectorSelector, samples: dict[str, set[str]]) -> set[str]:
+    """Variables choose servers and models: what a server alone knows of has no model."""
+    known = samples[selector.name] | {"instance"}  # Prometheus adds it
+    chosen = {each.name: each.value for each in selector.matchers.matchers}
+    assert all(each.op == promql.MatchOp.Re for each in selector.matchers.matchers)
+    variables = {"instance": "$instance", "model_name": "$model"}
+    assert chosen == {label: text for label, text in variables.items() if label in known}
+    return known - {"model_name"}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "sum(rate(jaxinfer:engine_steps_total[$__rate_interval])",
+        "rate(jaxinfer:engine_steps_total)",
+        "rates(jaxinfer:engine_steps_total[$__rate_interval])",
+        'sum by (reason) (jaxinfer:num_requests_running{model_name=~"$model",instance=~"$instance"})',
+        'jaxinfer:num_requests_running{model_name=~"$model"}',
+        'jaxinfer:num_requests_running{model_name="$model",instance=~"$instance"}',
+        'jaxinfer:ready{model_name=~"$model",instance=~"$instance"}',
+        'rate(jaxinfer:num_requests_running{model_name=~"$model",instance=~"$instance"}[$__rate_interval])',
+        'rate(jaxinfer:engine_steps_total{model_name=~"$model",instance=~"$instance"}[5m])',
+        'histogram_quantile(0.5, sum(rate(jaxinfer:http_request_duration_seconds_bucket{instance=~"$instance"}'
+        "[$__rate_interval])))",
+    ],
+)
+def test_broken_queries_would_be_seen(broken: str, samples: dict[str, set[str]]) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        labels_of(parsed(broken), samples)
+
+
+# ---- the file
+
+
+def test_the_board_has_what_an_import_needs(board: dict[str, Any]) -> None:
+    assert board["schemaVersion"] >= 39
+    assert "id" not in board  # a board with the number of one that is there would take its place
+    assert re.fullmatch(r"[\w-]{1,40}", board["uid"])
+    assert board["title"]
+    assert board["time"].keys() == {"from", "to"}
+    assert re.fullmatch(r"\d+[smh]", board["refresh"])
+    assert board["editable"] is True
+
+
+def test_every_query_goes_to_the_data_source_that_was_picked(board: dict[str, Any]) -> None:
+    first, *others = board["templating"]["list"]
+    assert (first["name"], first["type"], first["query"]) == ("datasource", "datasource", "prometheus")
+    asking = [panel for panel in board["panels"] if panel["type"] != "row"]
+    asking += [target for panel in asking for target in panel["targets"]] + others + board["annotations"]["list"]
+    assert all(each["datasource"] == {"type": "prometheus", "uid": "${datasource}"} for each in asking)
+
+
+def test_variables_are_defined_and_used(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
+    defined = {variable["name"] for variable in board["templating"]["list"]}
+    text = json.dumps({**board, "templating": None})
+    assert set(re.findall(r"\$\{?(\w+)", text)) == defined | {"__rate_interval"}
+    for variable in board["templating"]["list"][1:]:
+        assert variable["query"] == {"query": variable["definition"], "refId": variable["name"]}
+        name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", variable["definition"]).groups()
+        assert label in samples[name] | {"instance"}
+        assert variable["includeAll"]
+        assert variable["multi"]
+        assert variable["allValue"] == ".*"
+
+
+def test_panels_are_whole(board: dict[str, Any]) -> None:
+    units = {"none", "s", "percentunit", "bytes", "reqps", "ops", "short"}
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            assert panel["panels"] == []
+            assert panel["collapsed"] is False
+            continue
+        assert panel["type"] in {"stat", "gauge", "timeseries"}
+        assert panel["description"].endswith(".")
+        assert panel["fieldConfig"].keys() == {"defaults", "overrides"}
+        assert panel["fieldConfig"]["defaults"].get("unit", "none") in units
+        assert [target["refId"] for target in panel["targets"]] == list("ABCDE"[: len(panel["targets"])])
+        assert panel["targets"]
 
 
 def test_panels_have_a_place_and_an_id_of_their_own(board: dict[str, Any]) -> None:
-    assert board["schemaVersion"] >= 39
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     taken = set()
     for panel in panels:
         at = panel["gridPos"]
         cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert at["x"] + at["w"] <= 24
+        assert cells
+        assert 0 <= at["x"] < at["x"] + at["w"] <= 24
         assert not cells & taken, panel["title"]
         taken |= cells
-        assert panel["type"] == "row" or (panel["targets"] and panel["description"].endswith("."))
+    rows = {y for _, y in taken}
+    assert len(taken) == 24 * len(rows), "a hole"
+    assert rows == set(range(max(rows) + 1)), "a gap"
+
+
+# ---- the page
 
 
 def test_the_page_about_metrics_names_them_all(repo: pathlib.Path, samples: dict[str, set[str]]) -> None:
