@@ -57,7 +57,8 @@ class Delta:
         logprobs: one for each of ``token_ids``, if asked for.
         finish_reason: in an output's last delta: "stop", "length" or "abort".
         stop_reason: under "stop", the stop token or stop string of the request's own that ended it.
-        prompt_logprobs: in output 0's first delta, if asked for: of each prompt token but the first.
+        prompt_logprobs: in output 0's first delta, if asked for: of each prompt token but the first. A long prompt's go
+            on in the next ones, which have no tokens before the last of them.
     """
 
     index: int

@@ -304,7 +304,7 @@ class Deltas(_message.Message):
     def __init__(self, streams: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., others: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("stream", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "prompt_logprobs", "cached_tokens")
+    __slots__ = ("stream", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "prompt_logprobs", "cached_tokens", "continues")
     STREAM_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,7 @@ class Delta(_message.Message):
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUES_FIELD_NUMBER: _ClassVar[int]
     stream: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -323,7 +324,8 @@ class Delta(_message.Message):
     stop_string: str
     prompt_logprobs: Positions
     cached_tokens: int
-    def __init__(self, stream: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Positions, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Union[Positions, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    continues: bool
+    def __init__(self, stream: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Positions, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Union[Positions, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., continues: bool = ...) -> None: ...
 
 class Positions(_message.Message):
     __slots__ = ("tops", "token_ids", "logprobs", "ranks")

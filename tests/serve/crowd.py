@@ -28,7 +28,7 @@ HANGS = 90.0  # seconds after which a client has waited for nothing
 RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: close by RST
 _NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
 _HTTP_STATUS = {kind.http: kind.code.name for kind in Kind}
-_CHANNELS = 6
+_CHANNELS, _NARROW_CHANNELS = 6, 20  # those of a connection that do not read use up what all of them may be sent
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 20),
@@ -110,6 +110,7 @@ class Crowd:
     def __init__(self, grpc_port: int, http_port: int, *, narrow: bool = False) -> None:
         self._grpc_port, self._http_port = grpc_port, http_port
         self._options = (*_OPTIONS, *(_NARROW if narrow else ()))
+        self._connections = _NARROW_CHANNELS if narrow else _CHANNELS
         self._stubs: Iterable[Any] = ()
         self._channels: list[aio.Channel] = []
         self.released = asyncio.Event()
@@ -117,7 +118,8 @@ class Crowd:
         self.begun: set[Job] = set()
 
     async def __aenter__(self) -> Self:
-        self._channels = [aio.insecure_channel(f"127.0.0.1:{self._grpc_port}", self._options) for _ in range(_CHANNELS)]
+        target = f"127.0.0.1:{self._grpc_port}"
+        self._channels = [aio.insecure_channel(target, self._options) for _ in range(self._connections)]
         self._stubs = itertools.cycle([InferenceStub(channel) for channel in self._channels])
         return self
 

@@ -18,7 +18,7 @@ from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.internal.core_pb2_grpc import CoreStub
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.types import QueueFullError, Request, RequestError, SequenceDelta
+from jaxinfer.types import PositionLogprobs, QueueFullError, Request, RequestError, SequenceDelta
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a prompt's log probabilities may be large
@@ -41,6 +41,17 @@ class LinkStream(DeltaStream):
     def __init__(self, request: Request, leave: Callable[[LinkStream], None], number: int) -> None:
         super().__init__(request, leave)
         self.number = number
+        self._parts: dict[int, list[PositionLogprobs | None]] = {}
+
+    def take_message(self, message: pb.Delta) -> None:
+        """A delta that was not plain, or a part of one: nobody sees it before it is whole."""
+        if message.continues:
+            self._parts.setdefault(message.index, []).extend(wire.positions_of(message.prompt_logprobs))
+            return
+        delta = wire.delta_of(message, self.request.request_id)
+        if (parts := self._parts.pop(message.index, None)) is not None:
+            delta.prompt_logprobs = parts + (delta.prompt_logprobs or [])
+        self.take(delta)
 
 
 class CoreLink:
@@ -198,7 +209,7 @@ class CoreLink:
         for delta in deltas.others:
             stream = streams.get(delta.stream)
             if stream is not None:
-                stream.take(wire.delta_of(delta, stream.request.request_id))
+                stream.take_message(delta)
                 if stream.ended:
                     del streams[delta.stream]
 

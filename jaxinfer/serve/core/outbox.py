@@ -13,11 +13,20 @@ class Outbox[T]:
     def __init__(self) -> None:
         self._messages: collections.deque[T] = collections.deque()
         self._news = asyncio.Event()
+        self._calm = asyncio.Event()
+        self._calm.set()
         self._closed = False
 
     def put(self, message: T) -> None:
         self._messages.append(message)
         self._news.set()
+        self._calm.clear()
+
+    async def put_last(self, message: T) -> None:
+        """Put it as soon as nothing else waits: what comes meanwhile goes before it."""
+        while self._messages:
+            await self._calm.wait()
+        self.put(message)
 
     @property
     def waiting(self) -> int:
@@ -36,5 +45,6 @@ class Outbox[T]:
                 await write(self._messages.popleft())
             if self._closed:
                 return
+            self._calm.set()
             self._news.clear()
             await self._news.wait()

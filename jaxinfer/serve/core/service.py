@@ -17,7 +17,7 @@ from typing import Any, Protocol, override, runtime_checkable
 import grpc
 
 from jaxinfer.engine.async_engine import AsyncEngine, Outlet, Steps
-from jaxinfer.engine.streams import Closed, EngineDeadError
+from jaxinfer.engine.streams import Closed, EngineDeadError, merged
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
 from jaxinfer.serve.calls import ModelCard
@@ -83,12 +83,18 @@ async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Feed:
-    """The engine's end of the stream ``number``."""
+    """The engine's end of the stream ``number``.
+
+    ``apart``: a large delta is on its way in parts, and what follows must not overtake it. Set by the engine's thread,
+    taken back by the loop when everything is in the outbox.
+    """
 
     request: Request
     number: int
     outlet: Outlet
     running: set[int]
+    apart: bool = False
+    held: dict[int, SequenceDelta] = dataclasses.field(default_factory=dict)
 
 
 class _Core(CoreServicer):
@@ -98,6 +104,7 @@ class _Core(CoreServicer):
         self._loop = loop
         self._outbox: Outbox[pb.FromCore] = Outbox()
         self._feeds: dict[int, _Feed] = {}
+        self._sending: dict[int, asyncio.Task[None]] = {}  # large deltas, by the stream's number
         self._engine: AsyncEngine | None = None
         self._profiler: Profiler | None = None
         self._taken = False
@@ -220,7 +227,9 @@ class _Core(CoreServicer):
         self._outbox.put(_refusal(number, error))
 
     def _leave(self, number: int) -> None:
-        feed = self._feeds.pop(number, None)
+        feed, sending = self._feeds.pop(number, None), self._sending.pop(number, None)
+        if sending is not None:
+            sending.cancel()
         if feed is not None and self._engine is not None:
             self._engine.detach(feed)
 
@@ -262,16 +271,50 @@ class _Core(CoreServicer):
 
     def deliver(self, news: Sequence[tuple[_Feed, SequenceDelta | Closed]]) -> bool:
         """What a step brought, from the engine's thread: one message."""
-        numbered = [(feed.number, item) for feed, item in news if isinstance(item, SequenceDelta)]
-        if not numbered:
+        numbered: list[tuple[int, SequenceDelta]] = []
+        apart: list[tuple[_Feed, SequenceDelta]] = []
+        for feed, item in news:
+            if isinstance(item, SequenceDelta):
+                feed.apart = feed.apart or wire.is_large(item)
+                if feed.apart:
+                    apart.append((feed, item))
+                else:
+                    numbered.append((feed.number, item))
+        if not (numbered or apart):
             return True  # the engine has ended, and the front end will be told
-        message = pb.FromCore(deltas=wire.deltas_message(numbered))
-        return self._from_thread(self._delivered, message, [feed.number for feed, _ in news if not feed.running])
+        message = pb.FromCore(deltas=wire.deltas_message(numbered)) if numbered else None
+        return self._from_thread(self._delivered, message, apart, [feed.number for feed, _ in news if not feed.running])
 
-    def _delivered(self, message: pb.FromCore, ended: list[int]) -> None:
-        self._outbox.put(message)
+    def _delivered(
+        self, message: pb.FromCore | None, apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]
+    ) -> None:
+        if message is not None:
+            self._outbox.put(message)
+        for feed, delta in apart:
+            self._hold(feed, delta)
         for number in ended:
             self._feeds.pop(number, None)
+
+    def _hold(self, feed: _Feed, delta: SequenceDelta) -> None:
+        """Until its stream's large delta has gone out; what is held is merged."""
+        if not feed.apart:  # it has, since the engine's thread looked
+            self._outbox.put(pb.FromCore(deltas=wire.deltas_message([(feed.number, delta)])))
+            return
+        before = feed.held.get(delta.index)
+        feed.held[delta.index] = delta if before is None else merged(before, delta)
+        if feed.number not in self._sending:
+            self._sending[feed.number] = self._spawn(self._send_apart(feed))
+
+    async def _send_apart(self, feed: _Feed) -> None:
+        """In parts, between which others' deltas go out: a long prompt's log probabilities take seconds."""
+        while (large := next(filter(wire.is_large, feed.held.values()), None)) is not None:
+            for part in wire.parts(feed.number, large):
+                await self._outbox.put_last(pb.FromCore(deltas=part))
+        held = [(feed.number, delta) for delta in feed.held.values()]
+        self._outbox.put(pb.FromCore(deltas=wire.deltas_message(held)))
+        feed.held.clear()
+        feed.apart = False
+        del self._sending[feed.number]
 
     def _report(self, startup: pb.Startup) -> None:
         self._from_thread(self._outbox.put, pb.FromCore(startup=startup))
@@ -284,10 +327,11 @@ class _Core(CoreServicer):
             return False
         return True
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _refusal(number: int, error: BaseException) -> pb.FromCore:

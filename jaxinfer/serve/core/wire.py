@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.engine.stats import EngineStats, Histogram
@@ -20,6 +20,9 @@ from jaxinfer.types import (
     SequenceDelta,
     TokenLogprob,
 )
+
+MOST_CANDIDATES = 4096
+"""Of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""
 
 _LARGE = 2**63
 _SAME = (  # fields of `SamplingParams` that are plain in the message too
@@ -194,6 +197,30 @@ def _delta_message(number: int, delta: SequenceDelta) -> pb.Delta:
     return message
 
 
+def is_large(delta: SequenceDelta) -> bool:
+    """Its prompt's log probabilities are too many for one message."""
+    known = delta.prompt_logprobs
+    return known is not None and len(known) > _positions_at_once(known)
+
+
+def parts(number: int, delta: SequenceDelta) -> Iterator[pb.Deltas]:
+    """The log probabilities of a large delta's prompt, but for the last of them, which stay with it. One message is
+    made when it is asked for."""
+    known = delta.prompt_logprobs
+    assert known is not None
+    most = _positions_at_once(known)
+    last = (len(known) - 1) // most * most
+    for first in range(0, last, most):
+        part = _positions_message(known[first : first + most])
+        yield pb.Deltas(others=[pb.Delta(stream=number, index=delta.index, prompt_logprobs=part, continues=True)])
+    delta.prompt_logprobs = known[last:]
+
+
+def _positions_at_once(positions: Sequence[PositionLogprobs | None]) -> int:
+    widest = positions[-1]  # all of a prompt ask for as many; the first token has none
+    return MOST_CANDIDATES if widest is None else max(1, MOST_CANDIDATES // (1 + len(widest.top)))
+
+
 def delta_of(message: pb.Delta, request_id: str) -> SequenceDelta:
     """A delta that was not plain."""
     stop = message.WhichOneof("stop_reason")
@@ -201,10 +228,10 @@ def delta_of(message: pb.Delta, request_id: str) -> SequenceDelta:
         request_id,
         message.index,
         list(message.token_ids),
-        logprobs=_known(_positions_of(message.logprobs)) if message.HasField("logprobs") else (),
+        logprobs=_known(positions_of(message.logprobs)) if message.HasField("logprobs") else (),
         finish_reason=_REASON_OF[message.finish_reason],
         stop_reason=None if stop is None else getattr(message, stop),
-        prompt_logprobs=_positions_of(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None,
+        prompt_logprobs=positions_of(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None,
         cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
     )
 
@@ -219,7 +246,7 @@ def _positions_message(positions: Sequence[PositionLogprobs | None]) -> pb.Posit
     )
 
 
-def _positions_of(message: pb.Positions) -> list[PositionLogprobs | None]:
+def positions_of(message: pb.Positions) -> list[PositionLogprobs | None]:
     candidates = map(TokenLogprob, message.token_ids, message.logprobs, message.ranks)
     return [
         None if top < 0 else PositionLogprobs(next(candidates), tuple(next(candidates) for _ in range(top)))

@@ -1,0 +1,153 @@
+"""A long prompt's log probabilities on their way out of the core: in parts, between which others' tokens go."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.serve.core import link, service, wire
+from jaxinfer.serve.core.outbox import Outbox
+from jaxinfer.types import SequenceDelta
+from tests.serve import fake_engine as fake
+from tests.serve.core.test_core import BOUND, collect, make_request, nothing_is_left, ready, run, tokens
+
+CONTEXT = 6000
+LONG = tuple(3 + i % 250 for i in range(5000))
+BYTES = 32 * wire.MOST_CANDIDATES
+"""More than a message can have: 17 bytes for a candidate, and little else."""
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """Every message with deltas that a front end gets."""
+    found: list[pb.Deltas] = []
+    take = link.CoreLink._take_deltas
+
+    def listen(self, deltas: pb.Deltas) -> None:
+        found.append(deltas)
+        take(self, deltas)
+
+    monkeypatch.setattr(link.CoreLink, "_take_deltas", listen)
+    return found
+
+
+def is_part(message: pb.Deltas) -> bool:
+    return any(delta.continues for delta in message.others)
+
+
+def test_the_answer_is_the_same_no_message_is_large_and_others_get_theirs_meanwhile(heard):
+    async def main():
+        long = [make_request(f"long{n}", LONG, 40, n=n, prompt_logprobs=20, logprobs=2) for n in (1, 2)]
+        other = make_request("other", (5, 6), 1900)
+        async with AsyncEngine(fake.FakeEngine(max_model_len=CONTEXT)) as near:
+            want = [await collect(near, request) for request in long]
+        async with ready("--context", str(CONTEXT)) as supervisor:
+            far = supervisor.backend
+            *got, meanwhile = await asyncio.gather(*(collect(far, request) for request in (*long, other)))
+            assert got == want
+            assert meanwhile[0][0] == tokens(other)
+            await nothing_is_left(far)
+        sizes = [message.ByteSize() for message in heard]
+        parts = [place for place, message in enumerate(heard) if is_part(message)]
+        assert max(sizes) < BYTES
+        assert len(parts) >= 3 * (len(LONG) * 21 // wire.MOST_CANDIDATES - 1)
+        between = heard[parts[0] : parts[-1]]
+        assert sum(not is_part(message) for message in between) > len(parts) / 4
+
+    run(main())
+
+
+@contextlib.asynccontextmanager
+async def core_that_writes():
+    """A core without an engine, the messages that it has written, and leave for one more to be."""
+    core, written, gate = service._Core(asyncio.get_running_loop()), [], asyncio.Semaphore(0)
+
+    async def write(message: pb.FromCore) -> None:
+        await gate.acquire()
+        written.append(message.deltas)
+
+    writing = asyncio.create_task(core._outbox.run(write))
+    yield core, written, gate.release
+    writing.cancel()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def large_delta() -> SequenceDelta:
+    known = [None, *(fake.expected_logprobs(token, at, 20) for at, token in enumerate(LONG[1:], 1))]
+    return SequenceDelta("long", 0, [7], prompt_logprobs=known)
+
+
+def test_what_follows_a_large_delta_does_not_overtake_it():
+    async def main():
+        async with core_that_writes() as (core, written, release):
+            feed = service._Feed(make_request("long", prompt_logprobs=20), 7, core, {0})
+            core.deliver([(feed, large_delta())])
+            await settled()
+            for token in (8, 9):
+                core.deliver([(feed, SequenceDelta("long", 0, [token]))])
+                release()
+                await settled()
+            for _ in range(100):
+                release()
+                await settled()
+            core.deliver([(feed, SequenceDelta("long", 0, [10]))])
+            await settled()
+        *parts, rest, after = written
+        assert all(map(is_part, parts))
+        assert list(rest.others[0].token_ids) == [7, 8, 9]
+        assert list(after.tokens) == [10]
+        found = link.LinkStream(feed.request, lambda _: None, 7)
+        for message in (*parts, rest):
+            found.take_message(message.others[0])
+        assert (await anext(found)).prompt_logprobs == large_delta().prompt_logprobs
+
+    asyncio.run(main())
+
+
+def test_who_leaves_gets_no_more_parts():
+    async def main():
+        async with core_that_writes() as (core, written, release):
+            feed = service._Feed(make_request("long", prompt_logprobs=20), 7, core, {0})
+            core.deliver([(feed, large_delta())])
+            await settled()
+            release()
+            await settled()
+            core._leave(7)
+            for _ in range(100):
+                release()
+                await settled()
+        assert 1 <= len(written) <= 3  # what was being written, and what waited
+
+    asyncio.run(main())
+
+
+def test_what_is_put_last_lets_the_others_go_first():
+    async def main():
+        box: Outbox[str] = Outbox()
+        written: list[str] = []
+        gate = asyncio.Semaphore(0)
+
+        async def write(message: str) -> None:
+            await gate.acquire()
+            written.append(message)
+
+        running = asyncio.create_task(box.run(write))
+        box.put("a")
+        box.put("b")
+        last = asyncio.create_task(box.put_last("z"))
+        await asyncio.sleep(0)
+        box.put("c")
+        for _ in range(4):
+            gate.release()
+        await asyncio.wait_for(last, BOUND)
+        box.close()
+        await asyncio.wait_for(running, BOUND)
+        assert written == ["a", "b", "c", "z"]
+
+    asyncio.run(main())
