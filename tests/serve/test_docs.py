@@ -1,4 +1,4 @@
-"""What README and docs/serving.md say of servers: programs and commands run, tables are those of the code."""
+"""What README and the pages about serving say: programs and commands run, tables are those of the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxinfer.serve.http import door as http_door
 from jaxinfer.serve.settings import ServeConfig, make_config
 from tests.serve.live import Live, live_fake
 
-PAGES = ("README.md", "docs/serving.md")
+PAGES = ("README.md", "docs/serving.md", "docs/client.md", "docs/load_testing.md")
 NESTED = ("limits", "engine")
 
 
@@ -66,7 +66,7 @@ def commands(pages: dict[str, str], module: str) -> list[list[str]]:
 # ---- what runs
 
 
-@pytest.mark.parametrize(("name", "count"), [("README.md", 2), ("docs/serving.md", 3)])
+@pytest.mark.parametrize(("name", "count"), [("README.md", 2), ("docs/serving.md", 3), ("docs/client.md", 3)])
 def test_programs_run(name: str, count: int, pages: dict, server: Live, capsys: pytest.CaptureFixture[str]) -> None:
     programs = [block for block in blocks(pages[name], "python") if "localhost" in block]
     assert len(programs) == count
@@ -103,11 +103,13 @@ def test_servers_of_the_pages_could_be_started(
 
 
 def test_other_commands_of_the_pages_are_understood(pages: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    loads, making = commands(pages, "jaxinfer.bench"), commands(pages, "jaxinfer.serve.keys")
-    assert loads
+    loads = [arguments for arguments in commands(pages, "jaxinfer.bench") if arguments != ["serve"]]
+    making = commands(pages, "jaxinfer.serve.keys")
+    assert len(loads) >= 6
     assert making
     for arguments in loads:
-        assert options.parse(arguments).target.startswith("grpc://localhost:")
+        given = options.parse(arguments)
+        assert given.self_test or given.target in ("grpc://localhost:50051", "http://localhost:8000")
     for arguments in making:
         assert keys.main(arguments) == 0
     assert "sha256: " in capsys.readouterr().out
