@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.serving import core
 from benchmarks.serving.paced import Pace
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve import heap
+from jaxinfer.serve import event_loop, heap
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig
 
@@ -116,10 +116,10 @@ async def serve(asked: Asked) -> None:
 def main() -> None:
     asked = Asked.from_json(sys.argv[1])
     if asked.profile is None:
-        asyncio.run(serve(asked))
+        event_loop.run(serve(asked))
         return
     profiler = cProfile.Profile()
-    profiler.runcall(asyncio.run, serve(asked))
+    profiler.runcall(event_loop.run, serve(asked))
     with open(asked.profile, "w", encoding="utf-8") as file:
         pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(60)
 

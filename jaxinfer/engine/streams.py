@@ -44,6 +44,7 @@ class DeltaStream:
         self._news: dict[int, SequenceDelta] = {}
         self._closed: Closed | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def __aiter__[S: DeltaStream](self: S) -> S:
         return self
@@ -79,6 +80,15 @@ class DeltaStream:
         await self.aclose()
 
     @property
+    def idle(self) -> bool:
+        """The next delta must be waited for."""
+        return not self._news and bool(self._open) and self._closed is None
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever something comes that no reader waits for, be it the end."""
+        self._listener = listener
+
+    @property
     def ended(self) -> bool:
         """Every sample has; what came last may not be read yet."""
         return not self._open
@@ -98,6 +108,8 @@ class DeltaStream:
         reader, self._reader = self._reader, None
         if reader is not None and not reader.done():
             reader.set_result(None)
+        elif self._listener is not None:
+            self._listener()
 
 
 def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:

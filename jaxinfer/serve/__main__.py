@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.flags import add_flags, given_settings
-from jaxinfer.serve import heap, logs
+from jaxinfer.serve import event_loop, heap, logs
 from jaxinfer.serve.auth import KeysError
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.server import Server
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = make_config(*_layers(parse(arguments)))
         logs.configure(config.log_format, config.log_level)
-        return asyncio.run(serve(Server(config, opened=heap.settle)))
+        return event_loop.run(serve(Server(config, opened=heap.settle)))
     except (ServeConfigError, KeysError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

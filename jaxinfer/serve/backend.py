@@ -6,7 +6,7 @@ one in another.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol, Self, runtime_checkable
 
 from jaxinfer.engine.stats import EngineStats
@@ -24,6 +24,15 @@ class BackendStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[SequenceDelta]:
         """What a slow reader has not fetched is merged, one delta for each output: nothing is lost."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """The next delta must be waited for."""
+        ...
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever something comes that no reader waits for, be it the end."""
         ...
 
     async def __aenter__(self) -> Self: ...

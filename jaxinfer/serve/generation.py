@@ -99,6 +99,15 @@ class Generation:
             raise cut
         raise StopAsyncIteration
 
+    @property
+    def idle(self) -> bool:
+        """The next piece must be waited for."""
+        return bool(self._running) and self._cut is None and self._stream.idle
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever something comes that nobody waits for, be it the end."""
+        self._stream.listen(listener)
+
     async def __aenter__(self) -> Generation:
         return self
 

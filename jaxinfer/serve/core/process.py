@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import functools
@@ -14,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO, NoReturn
 
-from jaxinfer.serve import logs
+from jaxinfer.serve import event_loop, logs
 from jaxinfer.serve.core import service
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
@@ -49,7 +48,7 @@ def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Ex
     logs.configure(settings.log_format, settings.log_level)
     threading.excepthook = _log_fault
     threading.Thread(target=_die_with_parent, args=(stdin,), name="jaxinfer-parent", daemon=True).start()
-    _exit(asyncio.run(service.serve(settings.socket, functools.partial(build, settings), permanent)))
+    _exit(event_loop.run(service.serve(settings.socket, functools.partial(build, settings), permanent)))
 
 
 def _die_with_parent(stdin: BinaryIO) -> None:

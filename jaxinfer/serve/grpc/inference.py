@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import override
 
-from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.calls import Conversation, OutputDelta
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert
 from jaxinfer.serve.grpc.batch import Batch
+from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.v1.inference_pb2_grpc import InferenceServicer
@@ -35,10 +36,13 @@ class Inference(InferenceServicer):
             accepted = await frontend.generate(call)
         async with accepted as generation:
             request_id = generation.request_id
-            await rpc.write(convert.started(request_id, generation.seed, len(generation.prompt_token_ids)))
-            async for delta in generation:
+
+            async def write(delta: OutputDelta) -> None:
                 for response in convert.deltas(request_id, delta, frontend.token_text):
                     await rpc.write(response)
+
+            await rpc.write(convert.started(request_id, generation.seed, len(generation.prompt_token_ids)))
+            await Pump(generation, write).run()
             await rpc.write(convert.finished(request_id, generation.usage))
 
     @override
