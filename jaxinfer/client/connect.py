@@ -38,6 +38,9 @@ class TLS:
 class RetryPolicy:
     """When a call is made again: only where no answer has begun. The deadline of the call covers all attempts.
 
+    That is where the server is unavailable, and where it cancels the call itself: gRPC's own answer, before ours, to
+    calls that reach a server while it stops (grpc/grpc#41785). What the caller cancels is not made again.
+
     The gRPC library does it (proposal A6): it waits a random part of ``first_pause``, ``first_pause * factor`` and so
     on up to ``longest_pause``, or as long as the server says (``grpc-retry-pushback-ms``), which may also forbid it.
 
@@ -63,7 +66,7 @@ class RetryPolicy:
 
     def service_config(self) -> str:
         """The JSON that gRPC reads."""
-        codes = ["UNAVAILABLE", *(["RESOURCE_EXHAUSTED"] if self.queue_full else [])]
+        codes = ["UNAVAILABLE", "CANCELLED", *(["RESOURCE_EXHAUSTED"] if self.queue_full else [])]
         policy = {
             "maxAttempts": self.attempts,
             "initialBackoff": f"{self.first_pause:.9f}s",

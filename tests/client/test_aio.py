@@ -14,6 +14,7 @@ from jaxinfer import client as c
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.v1 import inference_pb2 as pb
 from tests.client.serving import SEED, expected, scripted
+from tests.client.test_sync import cancelling
 from tests.serve.fake_engine import FIRST_BYTE, Mischief
 from tests.serve.grpc.running import Running, running
 
@@ -151,6 +152,17 @@ def test_errors_are_typed() -> None:
             with pytest.raises(c.QueueFull) as queue:
                 await client.generate("Hi")
             assert queue.value.retry_after == 0.01
+
+    asyncio.run(main())
+
+
+def test_what_a_stopping_server_cancels_is_tried_again() -> None:
+    async def main() -> None:
+        calls: list[int] = []
+        with scripted(Generate=cancelling(calls, 2)) as target:
+            async with c.AsyncClient(target) as client:
+                assert (await client.generate("Hi")).text == "Hi"
+        assert len(calls) == 3
 
     asyncio.run(main())
 

@@ -255,6 +255,55 @@ def test_a_started_stream_is_not_tried_again() -> None:
     assert len(calls) == 1
 
 
+def cancelling(calls: list[int], times: int) -> Any:
+    """A server that cancels the first calls itself, as one does that stops: for the argument of `scripted`."""
+
+    def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        calls.append(1)
+        if len(calls) <= times:
+            context.abort(grpc.StatusCode.CANCELLED, "Cancelled on the server side")
+        yield started(request)
+        yield pb.GenerateResponse(delta=pb.Delta(text="Hi", finish_reason=pb.FINISH_REASON_LENGTH))
+        yield pb.GenerateResponse(finished=pb.Finished(usage=pb.Usage(completion_tokens=1)))
+
+    return generate
+
+
+def test_what_a_stopping_server_cancels_is_tried_again() -> None:
+    calls: list[int] = []
+    with scripted(Generate=cancelling(calls, 2)) as target, c.Client(target) as client:
+        assert client.generate("Hi").text == "Hi"
+        assert len(calls) == 3
+    with scripted(Generate=cancelling(calls, 100)) as target:
+        with c.Client(target, retry=c.RetryPolicy(attempts=2)) as client, pytest.raises(c.Cancelled, match="server"):
+            client.generate("Hi")
+        assert len(calls) == 5
+        with c.Client(target, retry=None) as client, pytest.raises(c.Cancelled, match="server"):
+            client.generate("Hi")
+        assert len(calls) == 6
+
+
+def test_what_the_caller_cancels_is_not_tried_again() -> None:
+    calls, waits = [], threading.Event()
+
+    def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        calls.append(1)
+        context.add_callback(waits.set)
+        waits.wait(20)
+        yield started(request)
+
+    with scripted(Generate=generate) as target, c.Client(target) as client:
+        stream = client.stream("Hi")
+        while not calls:
+            time.sleep(0.01)
+        stream.cancel()
+        with pytest.raises(c.Cancelled):
+            next(stream)
+        assert waits.wait(20)
+        time.sleep(0.5)  # longer than the first pause
+        assert len(calls) == 1
+
+
 def test_truncated_streams_are_errors() -> None:
     def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
         yield started(request)
