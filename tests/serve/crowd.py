@@ -143,8 +143,11 @@ class Crowd:
         """Raises TimeoutError: it ends by nothing."""
         outcome = Outcome(job)
         start = asyncio.get_running_loop().time()
-        async with asyncio.timeout(HANGS):
-            outcome.status = await (self._over_grpc if job.door == GRPC else self._over_http)(job, outcome)
+        try:
+            async with asyncio.timeout(HANGS):
+                outcome.status = await (self._over_grpc if job.door == GRPC else self._over_http)(job, outcome)
+        except TimeoutError as error:
+            raise TimeoutError(f"{outcome}") from error
         outcome.seconds = asyncio.get_running_loop().time() - start
         outcome.check()
         self.outcomes.append(outcome)
