@@ -1,20 +1,59 @@
-"""The meaning of a copy of pages, one page after the other."""
+"""The meaning of copies within a pool, one after the other.
+
+What is copied within is one array or a tree of arrays ``[pages, ...]``: the numbers of one or more pools and their
+scales, per page and head or per token. A copy whose target is out of range, above or below, is dropped, whatever its
+source. All sources are read before anything is written: what is both a source and a target gives what it held before.
+Nothing may be the target of two copies. Arrays of size zero stand for scales that a pool does not have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 
-def copy_pages(
-    pool: Float[Array, "pages 2 kv_heads page head_dim"], source: Int[Array, " copies"], target: Int[Array, " copies"]
-) -> Float[Array, "pages 2 kv_heads page head_dim"]:
-    """Page ``source[i]`` to page ``target[i]``. A target beyond the pool is dropped, whatever its source.
+def each[Pool](change: Callable[..., jax.Array], pool: Pool, *others: Pool) -> Pool:
+    """``change`` of every array that is not empty."""
+    return jax.tree.map(lambda array, *rest: change(array, *rest) if array.size else array, pool, *others)
 
-    No page may be the target of two copies; one that is both a source and a target gives what it held before.
+
+def copy_pages[Pool](pool: Pool, source: Int[Array, " copies"], target: Int[Array, " copies"]) -> Pool:
+    """Page ``source[i]`` to page ``target[i]``."""
+
+    def copied(array: jax.Array) -> jax.Array:
+        result = array
+        for i in range(source.shape[0]):
+            meant = (jnp.arange(array.shape[0]) == target[i]).reshape(-1, *(1,) * (array.ndim - 1))
+            result = jnp.where(meant, array[jnp.clip(source[i], 0, array.shape[0] - 1)], result)
+        return result
+
+    return each(copied, pool)
+
+
+def move_rows[Pool](
+    pool: Pool,
+    source_pages: Int[Array, " moves"],
+    source_slots: Int[Array, " moves"],
+    target_pages: Int[Array, " moves"],
+    target_slots: Int[Array, " moves"],
+) -> Pool:
+    """Slot ``source_slots[i]`` of page ``source_pages[i]``, all heads' keys and values, to another slot.
+
+    Arrays are ``[pages, 2, kv_heads, page, ...]``: tokens of a draft tree that were accepted move up to where a chain
+    would have written them. Scales per page and head do not move with a token: they must be alike on both pages.
     """
-    result = pool
-    for i in range(source.shape[0]):
-        meant = jnp.arange(pool.shape[0]) == target[i]
-        result = jnp.where(meant[:, None, None, None, None], pool[jnp.minimum(source[i], pool.shape[0] - 1)], result)
-    return result
+
+    def moved(array: jax.Array) -> jax.Array:
+        result = array
+        pages, slots = jnp.arange(array.shape[0])[:, None], jnp.arange(array.shape[3])
+        for i in range(source_pages.shape[0]):
+            row = array[jnp.clip(source_pages[i], 0, array.shape[0] - 1), :, :, source_slots[i]]
+            meant = ((pages == target_pages[i]) & (slots == target_slots[i]))[:, None, None]
+            meant = meant.reshape(meant.shape + (1,) * (array.ndim - 4))
+            result = jnp.where(meant, row[None, :, :, None], result)
+        return result
+
+    return each(moved, pool)

@@ -1,12 +1,47 @@
-"""Copying pages in plain XLA: a gather, then a scatter in place (under donation)."""
+"""Copies within a pool in plain XLA: a gather, then a scatter in place (under donation)."""
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+import jax
+from jaxtyping import Array, Int
+
+from pallas_kernels.kv_copy.reference import each
 
 
-def copy_pages(
-    pool: Float[Array, "pages 2 kv_heads page head_dim"], source: Int[Array, " copies"], target: Int[Array, " copies"]
-) -> Float[Array, "pages 2 kv_heads page head_dim"]:
+def copy_pages[Pool](pool: Pool, source: Int[Array, " copies"], target: Int[Array, " copies"]) -> Pool:
     """See `reference.copy_pages`."""
-    return pool.at[target].set(pool.at[source].get(mode="clip"), mode="drop")
+
+    def copied(array: jax.Array) -> jax.Array:
+        return array.at[target].set(array.at[source].get(mode="clip"), mode="drop", wrap_negative_indices=False)
+
+    return each(copied, pool)
+
+
+def move_rows[Pool](
+    pool: Pool,
+    source_pages: Int[Array, " moves"],
+    source_slots: Int[Array, " moves"],
+    target_pages: Int[Array, " moves"],
+    target_slots: Int[Array, " moves"],
+) -> Pool:
+    """See `reference.move_rows`."""
+
+    def moved(array: jax.Array) -> jax.Array:
+        rows = array.at[source_pages, :, :, source_slots].get(mode="clip")
+        return array.at[target_pages, :, :, target_slots].set(rows, mode="drop", wrap_negative_indices=False)
+
+    return each(moved, pool)
+
+
+def gather_pages[Pool](pool: Pool, pages: Int[Array, " staged"]) -> Pool:
+    """Pages one after another in memory, to be swapped out or exported: ``[staged, ...]`` of every array."""
+    return each(lambda array: array.at[pages].get(mode="clip"), pool)
+
+
+def scatter_pages[Pool](pool: Pool, pages: Int[Array, " staged"], staged: Pool) -> Pool:
+    """What `gather_pages` gave, into ``pages``; what belongs to a page out of range is dropped."""
+
+    def put(array: jax.Array, own: jax.Array) -> jax.Array:
+        return array.at[pages].set(own, mode="drop", wrap_negative_indices=False)
+
+    return each(put, pool, staged)

@@ -31,11 +31,11 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import compat
 from pallas_kernels.kv_write.reference import SMALLEST, Rope, Written, limit
+from pallas_kernels.layouts import THREADS, power_of_two, row_layout
 
 SOURCE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 QUANTISED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
 MAX_HEAD_DIM = 256
-THREADS, LANES, WARPS = 128, 32, 4
 KEYS, VALUES = 0, 1
 
 
@@ -54,9 +54,9 @@ class Tiles:
             raise ValueError(f"heads must be a power of two: {self}")
 
 
-def heuristic_tiles(kv_heads: int, head_dim: int) -> Tiles:
-    """About eight numbers a thread: one 16-byte load each."""
-    return Tiles(min(_power_of_two(kv_heads, 64), max(1, _power_of_two(8 * THREADS // head_dim * 2, 64) // 2)))
+def heuristic_tiles(head_dim: int) -> Tiles:
+    """As many heads as give each thread up to eight numbers."""
+    return Tiles(1 << ((8 * THREADS // head_dim).bit_length() - 1))
 
 
 class _Operands(NamedTuple):
@@ -100,7 +100,7 @@ def write(
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Written:
-    """See `reference`. The sums of a rotation may be fused multiply-adds; everything else is exact to the bit.
+    """See `reference`. Sums of a rotation may be fused multiply-adds, and a division may be wrong in its last bit.
 
     Args:
         tiles: how the work is cut; None: `heuristic_tiles`.
@@ -111,7 +111,7 @@ def write(
     """
     if (why := refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)) is not None:
         raise ValueError(why)
-    tiles = tiles or heuristic_tiles(k.shape[2], k.shape[3])
+    tiles = tiles or heuristic_tiles(k.shape[3])
     shape = _shape_of(k, q, rope, interleaved, tiles)
     if shape.tokens == 0:
         return Written(pool, scales, q)
@@ -170,14 +170,9 @@ def refusal(
 def _shape_of(k: Array, q: Array | None, rope: Rope | None, interleaved: bool, tiles: Tiles) -> _Shape:
     lanes, chunk, kv_heads, head_dim = k.shape
     half = 0 if rope is None else rope[0].shape[-1]
-    q_tile = 0 if q is None or not half else _power_of_two(q.shape[2], tiles.heads)
+    q_tile = 0 if q is None or not half else power_of_two(q.shape[2], tiles.heads)
     pairs = interleaved and half > 0
-    return _Shape(lanes * chunk, chunk, half, head_dim, pairs, _power_of_two(kv_heads, tiles.heads), q_tile)
-
-
-def _power_of_two(number: int, most: int) -> int:
-    """The largest power of two that divides ``number``, at most ``most``."""
-    return min(number & -number, most)
+    return _Shape(lanes * chunk, chunk, half, head_dim, pairs, power_of_two(kv_heads, tiles.heads), q_tile)
 
 
 def _columns(shape: _Shape) -> tuple[int, ...]:
@@ -289,34 +284,10 @@ def _pieces(shape: _Shape, tile: _Part) -> list[tuple[Any, ...]]:
 
 
 def _layout(shape: _Shape, tile: _Part) -> Any:
-    """One layout for all pieces [rows, columns]: each head within one warp, and vectors as wide as can be.
-
-    What does not fill the threads is held, and stored, by several of them alike.
-    """
+    """One layout for all pieces [rows, columns], a head within one warp."""
     columns = math.gcd(*(columns[0].size for columns in _pieces(shape, tile)))
-    each = max(1, tile.rows * columns // THREADS)
     widest = 1 if shape.interleaved else 16 // jnp.dtype(tile.source.dtype).itemsize
-    vector = _power_of_two(columns, min(widest, 1 << (each.bit_length() - 1)))
-    lanes = _power_of_two(columns // vector, LANES)
-    lane_rows = _power_of_two(tile.rows, LANES // lanes)
-    warps = _power_of_two(tile.rows // lane_rows, WARPS)
-    return _tiled(warps, lane_rows, lanes, vector)
-
-
-def _tiled(warps: int, lane_rows: int, lanes: int, vector: int) -> Any:
-    """``warps * lane_rows`` rows of ``lanes * vector`` numbers; ``lanes`` is at least 2."""
-    width = lanes * vector
-    split = warps > 1 and lane_rows > 1
-    tiling = ((warps * lane_rows, width), *(((lane_rows, width),) if split else ()), (vector,))
-    warp_dims = (-5,) if split else (-3,) if warps > 1 else ()
-    lane_dims = (-3, -2) if lane_rows > 1 else (-2,)
-    spare_warps, spare_lanes = WARPS // warps, LANES // (lanes * lane_rows)
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tiling),
-        warp_dims=(*warp_dims, *((plgpu.Replicated(spare_warps),) if spare_warps > 1 else ())),
-        lane_dims=(*lane_dims, *((plgpu.Replicated(spare_lanes),) if spare_lanes > 1 else ())),
-        vector_dim=-1,
-    )
+    return row_layout(tile.rows, columns, widest)[0]
 
 
 def _load(shape: _Shape, gmem: _Operands, tile: _Part, layout: Any) -> list[Any]:
