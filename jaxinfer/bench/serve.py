@@ -156,7 +156,9 @@ class Session:
     async def sweep(self, load: Load, raw: RawFile | None) -> Knee:
         """Runs at rates until the knee is found, or the search is cut short."""
         options = self.options
-        search = Search(load.rate or 1.0, options.sweep_precision, highest=options.sweep_max_rate).rates()
+        start = load.rate or 1.0
+        limits = {"lowest": min(start, lowest_rate(load.duration)), "highest": options.sweep_max_rate}
+        search = Search(start, options.sweep_precision, **limits).rates()
         rate = next(search)
         while True:
             figures = await self.run(dataclasses.replace(load, rate=rate), raw)
@@ -177,6 +179,11 @@ class Session:
         if good is not None and good["share"] < options.good_share:
             return "goals"
         return "queue grows" if keeping is not None and keeping < options.keep_up else None
+
+
+def lowest_rate(duration: float | None) -> float:
+    """Below it a run of so many seconds would have too few requests to tell anything, or none."""
+    return Search.lowest if duration is None else max(Search.lowest, 5 / duration)
 
 
 def known(runs: list[dict[str, Any]]) -> Knee:

@@ -184,6 +184,18 @@ def test_a_sweep_finds_the_capacity(goal: list[str], why: str) -> None:
     assert known(runs) == knee
 
 
+def test_a_sweep_of_a_server_that_meets_no_goal_ends() -> None:
+    """It stops at the rate below which a run would have next to no request."""
+
+    async def measured() -> tuple[Knee, list[dict]]:
+        made = session(Scripted(slots=8), "--duration", "1", "--request-rate", "20", "--goodput", "ttft:0.001")
+        return await made.sweep(Load.of(made.options), None), made.runs
+
+    knee, runs = run(measured())
+    assert knee == Knee(None, 5.0)
+    assert [each["rate"] for each in runs] == [20.0, 10.0, 5.0]
+
+
 def test_a_plot_with_a_knee(tmp_path: pathlib.Path) -> None:
     def point(rate: float) -> dict:
         latency = {name: {"p50": rate / 100, "p99": rate / 50} for name in ("ttft", "tpot")}
