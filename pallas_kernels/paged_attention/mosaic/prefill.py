@@ -1,0 +1,348 @@
+"""Paged prefill attention for Hopper GPUs, in Pallas Mosaic GPU: chunks of many sequences against their pages.
+
+A thread block handles one *tile*: 128 rows, which are 128 query tokens of one head, or fewer tokens of two to sixteen
+heads that share their keys. It walks the key blocks that the tile's queries see from the last to the first:
+
+    producer (warpgroup 2)                           consumers (warpgroups 0 and 1, 64 rows each)
+    ----------------------                           --------------------------------------------
+                                      query_ready    load their own queries, wait
+    per key block:                                   per key block:
+      waits keys_free             <-                   arrive when their scores are there
+      keys, one copy per page     ->  keys_ready       wait
+                                      turn             wait for one's own; issue scores = queries . keys, and output
+                                                       += probabilities . values of the block before; give the turn
+                                                       to the other; softmax of the scores meanwhile
+      waits values_free           <-                   arrive when the products with the values are done
+      values, one copy per page   ->  values_ready     wait, at the end of the block's softmax
+                                      values_clean     consumer 0 arrives when it has zeroed the values at both ends
+                                                       that nobody may see; both wait
+                                                     write their rows over their queries, and from there to memory
+
+Two things overlap with the products on the tensor cores, as in FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608):
+the softmax of the other warpgroup (the turns), and the softmax of one's own next block. Only blocks at the diagonal,
+at the far end of a window or within a tree are masked; those before the window are neither read nor counted.
+
+Of a quantised pool the producer copies into buffers of its own, and writes the slots itself, multiplied with the
+scales and rounded to the queries' type; it then has more registers, and the consumers fewer.
+
+Key blocks lie at absolute multiples of ``block_keys``, and one that a row does not see adds exact zeros to it: no bit
+of a row depends on other lanes, on its lane, on the chunk it is part of, on the width of the table or on the pages.
+
+Online softmax: Milakov and Gimelshein 2018 (arXiv:1805.02867).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.mosaic.prefill_consumer import LOG2_E, LOWEST, Rows, consume, write_zeros
+from pallas_kernels.paged_attention.mosaic.prefill_producer import produce
+from pallas_kernels.paged_attention.mosaic.prefill_types import (
+    BLOCK_ROWS,
+    WARPGROUP_ROWS,
+    Barriers,
+    Gmem,
+    Shape,
+    Smem,
+    barrier_types,
+    smem_types,
+    this_tile,
+)
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGES = (16, 32, 64, 128)
+DTYPES = (jnp.bfloat16, jnp.float16)
+QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
+LARGEST_TREE = 512  # its mask is a byte per query, key and head of a tile
+SHARED_BYTES = 232_448 - 1024  # what a block may have on Hopper, less barriers
+PRODUCER = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Block sizes, tuned for speed. ``block_keys`` is part of the numerics: changing it changes the last bits.
+
+    Attributes:
+        block_keys: keys of one pipeline slot, 64 or 128.
+        stages: pipeline slots, at least 2.
+        heads: query heads, all of one KV head, that share a thread block: 1, 2, 4, 8 or 16. It then has
+            ``128 // heads`` tokens, and computes less beyond the diagonal.
+    """
+
+    block_keys: int = 128
+    stages: int = 2
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_keys not in (64, 128) or self.stages < 2 or self.heads not in (1, 2, 4, 8, 16):
+            raise ValueError(f"block_keys must be 64 or 128, stages at least 2, heads 1, 2, 4, 8 or 16: {self}")
+
+
+def heuristic_tiles(*, group: int, head_dim: int, tree: bool) -> Tiles:
+    """What the registers allow (64 keys where the output, or a tree's mask, needs many); slots up to some 190 KiB.
+
+    Args:
+        group: query heads per KV head.
+    """
+    heads = math.gcd(group, 16)
+    block_keys = 64 if tree or head_dim > 128 else 128
+    slot_bytes = 4 * block_keys * head_dim
+    return Tiles(block_keys, max(2, min(4, 160_000 // slot_bytes)), heads)
+
+
+def prefill(
+    q: Float[Array, "lanes chunk heads head_dim"],
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "lanes chunk heads head_dim"]:
+    """`reference.prefill` on Hopper GPUs. Padding queries give zeros, and so does a lane of length 0.
+
+    Products are of bfloat16 or float16 numbers, probabilities among them; sums are float32; exp2 is the hardware's
+    approximation. Numbers of a quantised pool are rounded to the queries' type when they have been scaled.
+
+    Args:
+        tiles: block sizes; None: `heuristic_tiles`.
+        interpret: run on a CPU (`compat.interpret_params`).
+
+    Raises:
+        ValueError: a shape, dtype or option that this kernel does not do; the message names it (`refusal`).
+    """
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+    optional: dict[str, Any] = {"sinks": sinks, "scales": scales, "tree": tree}
+    if reason := refusal(q, pool, tables, starts, lengths, **options, **optional, tiles=tiles):
+        raise ValueError(reason)
+    shape = _shape_of(q, pool, tables, tiles, **options, **optional, interpret=interpret is not None)
+    chunk, off = q.shape[1], jnp.zeros((1,), jnp.float32)
+    if shape.chunk > chunk:
+        q = jnp.pad(q, ((0, 0), (0, shape.chunk - chunk), (0, 0), (0, 0)))
+    starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
+    levels = off if sinks is None else jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
+    factors = off if scales is None else _factors(shape, scales, tables)
+    masks = (off, off) if tree is None else _tree_masks(shape, tree, starts, lengths)
+    launch = _launcher(shape, interpret)
+    return launch(q, pool, tables.astype(jnp.int32), starts, lengths, levels, factors, *masks)[:, :chunk]
+
+
+def refusal(
+    q: Any,
+    pool: Any,
+    tables: Any,
+    starts: Any,
+    lengths: Any,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    scales: Any = None,
+    tree: Any = None,
+    tiles: Tiles | None = None,
+) -> str | None:
+    """Why this kernel cannot do `prefill` of these operands, of which it reads shapes and dtypes only; None: it can."""
+    reasons = (
+        _wrong_shapes(q, pool, tables, starts, lengths)
+        or _wrong_dtypes(q, pool, scales)
+        or _wrong_options(q, pool, scale, window, softcap, sinks, scales, tree)
+    )
+    if reasons:
+        return reasons
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": False}
+    shape = _shape_of(q, pool, tables, tiles, **options, sinks=sinks, scales=scales, tree=tree)
+    if (shape.heads // shape.kv_heads) % shape.block_heads:
+        return f"{shape.block_heads} heads a tile do not divide the {shape.heads // shape.kv_heads} of a KV head"
+    if shape.shared_bytes > SHARED_BYTES:
+        return f"{shape.shared_bytes} bytes of shared memory: a block has {SHARED_BYTES} ({tiles})"
+    return None
+
+
+def _wrong_shapes(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any) -> str | None:
+    if q.ndim != 4 or pool.ndim != 5:
+        return f"queries {q.shape} and pool {pool.shape}: 4 and 5 dimensions are needed"
+    (lanes, _, heads, head_dim), (_, two, kv_heads, page, pool_dim) = q.shape, pool.shape
+    if two != 2 or pool_dim != head_dim or heads % kv_heads:
+        return f"queries {q.shape} and pool {pool.shape} do not fit"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}: this kernel does {HEAD_DIMS}"
+    if page not in PAGES:
+        return f"page size {page}: this kernel does {PAGES}"
+    if tables.ndim != 2 or tables.shape[0] != lanes or starts.shape != (lanes,) or lengths.shape != (lanes,):
+        return f"{lanes} lanes, but tables {tables.shape}, starts {starts.shape} and lengths {lengths.shape}"
+    return None
+
+
+def _wrong_dtypes(q: Any, pool: Any, scales: Any) -> str | None:
+    if q.dtype not in DTYPES:
+        return f"queries are {q.dtype}: this kernel does bfloat16 and float16"
+    if pool.dtype != q.dtype and pool.dtype not in QUANTISED:
+        return f"queries are {q.dtype}, the pool is {pool.dtype}: it must be the same, int8 or float8_e4m3fn"
+    if pool.dtype in QUANTISED and q.shape[-1] > 128:
+        return f"head_dim {q.shape[-1]} and a pool in {pool.dtype}: their conversion finds no registers"
+    if scales is not None and pool.dtype not in QUANTISED:
+        return f"scales for a pool in {pool.dtype}"
+    return None
+
+
+def _wrong_options(
+    q: Any, pool: Any, scale: float, window: int | None, softcap: float | None, sinks: Any, scales: Any, tree: Any
+) -> str | None:
+    lanes, chunk, heads, _ = q.shape
+    if scale <= 0 or (softcap is not None and softcap <= 0) or (window is not None and window < 1):
+        return f"scale {scale}, softcap {softcap} and window {window} must be positive"
+    if sinks is not None and sinks.shape != (heads,):
+        return f"{heads} heads, but sinks {sinks.shape}"
+    if scales is not None and scales.shape not in (pool.shape[:3], pool.shape[:4]):
+        return f"pool {pool.shape}, but scales {scales.shape}"
+    if tree is not None and (tree.shape != (lanes, chunk, chunk) or chunk > LARGEST_TREE):
+        return f"queries {q.shape}, but a tree {tree.shape}; at most {LARGEST_TREE} tokens"
+    return None
+
+
+def _shape_of(
+    q: Any,
+    pool: Any,
+    tables: Any,
+    tiles: Tiles | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Any,
+    scales: Any,
+    tree: Any,
+    interpret: bool,
+) -> Shape:
+    (lanes, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
+    tiles = tiles or heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, tree=tree is not None)
+    tokens = BLOCK_ROWS // tiles.heads
+    return Shape(
+        lanes=lanes,
+        chunk=pl.cdiv(chunk, tokens) * tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        page=page,
+        head_dim=head_dim,
+        width=tables.shape[1],
+        dtype=q.dtype,
+        pool_dtype=pool.dtype,
+        block_keys=tiles.block_keys,
+        stages=tiles.stages,
+        block_heads=tiles.heads,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks is not None,
+        scales=scales is not None,
+        tree=tree is not None,
+        interpret=interpret,
+    )
+
+
+def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
+    return compat.kernel(
+        functools.partial(_body, shape),
+        out_type=jax.ShapeDtypeStruct((shape.lanes, shape.chunk, shape.heads, shape.head_dim), shape.dtype),
+        scratch_types={"smem": smem_types(shape), "barriers": barrier_types(shape)},
+        grid=(shape.tiles, shape.lanes, shape.heads // shape.block_heads),
+        grid_names=("tile", "lane", "head"),  # the last one fastest: neighbours read the same keys
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="paged_prefill",
+        # Sums over a row stay within a warp: no shared memory is needed for them.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        cost_estimate=_cost(shape),
+        interpret=interpret,
+    )
+
+
+def _cost(shape: Shape) -> pl.CostEstimate:
+    """As if every lane filled its table: lengths are not known when the step is compiled."""
+    keys = shape.width * shape.page
+    pairs = shape.lanes * shape.heads * shape.chunk * keys
+    queries = 2 * shape.lanes * shape.heads * shape.chunk * jnp.dtype(shape.dtype).itemsize
+    pool = 2 * shape.lanes * shape.kv_heads * keys * jnp.dtype(shape.pool_dtype).itemsize
+    return pl.CostEstimate(
+        flops=4 * pairs * shape.head_dim, transcendentals=pairs, bytes_accessed=(queries + pool) * shape.head_dim
+    )
+
+
+def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
+    gmem = Gmem(*refs)
+    tile = this_tile(shape, gmem)
+    warpgroup = lax.axis_index("warpgroup")
+    # 504 of the 512 registers that four threads of the three warpgroups share.
+    consumer_registers, producer_registers = (216, 72) if shape.quantised else (240, 24)
+
+    @pl.when(warpgroup < PRODUCER)
+    def _compute() -> None:
+        plgpu.set_max_registers(consumer_registers, action="increase")
+        rows = Rows(shape, tile, warpgroup, gmem)
+        pl.when(tile.steps > 0)(lambda: consume(rows, smem, barriers))
+        pl.when(tile.steps == 0)(lambda: write_zeros(rows, smem))
+
+    @pl.when(warpgroup == PRODUCER)
+    def _load() -> None:
+        plgpu.set_max_registers(producer_registers, action="decrease")
+        pl.when(tile.steps > 0)(lambda: produce(shape, tile, gmem, smem, barriers))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Operands that XLA prepares.
+
+
+def _factors(
+    shape: Shape, scales: Float[Array, "pages 2 kv_heads *page"], tables: Int[Array, "lanes width"]
+) -> Float[Array, "lanes 2 kv_heads keys"]:
+    """Scales in the order of the keys, one per key: so that the kernel reads both kinds alike, and in large pieces."""
+    taken = scales.astype(jnp.float32)[jnp.clip(tables, 0, scales.shape[0] - 1)]
+    if scales.ndim == 3:
+        taken = jnp.broadcast_to(taken[..., None], (*taken.shape, shape.page))
+    ordered = jnp.transpose(taken, (0, 2, 3, 1, 4)).reshape(shape.lanes, 2, shape.kv_heads, -1)
+    return jnp.pad(ordered, ((0, 0), (0, 0), (0, 0), (0, -ordered.shape[-1] % shape.block_keys)))
+
+
+def _tree_masks(
+    shape: Shape, tree: Bool[Array, "lanes chunk chunk"], starts: Int[Array, " lanes"], lengths: Int[Array, " lanes"]
+) -> tuple[Any, Any]:
+    """`Gmem.seen` and `Gmem.depths`. The mask's columns begin with the key block in which the chunk starts."""
+    chunk, block = tree.shape[1], shape.block_keys
+    rows = jnp.pad(tree, ((0, 0), (0, shape.chunk - chunk), (0, 0)))
+    keys = (starts // block * block)[:, None, None] + jnp.arange(shape.tree_blocks * block)
+    within = keys - starts[:, None, None]
+    columns = jnp.broadcast_to(jnp.clip(within, 0, chunk - 1), (shape.lanes, shape.chunk, keys.shape[-1]))
+    own = jnp.take_along_axis(rows, columns, axis=2) & (within < chunk)
+    seen = (keys < lengths[:, None, None]) & ((within < 0) | own)
+    before = jnp.ones((shape.lanes, shape.chunk, block), bool)
+    blocks = jnp.concatenate([before, seen], axis=2).astype(jnp.int8).reshape(shape.lanes, shape.chunk, -1, block)
+    depths = rows.sum(-1, dtype=jnp.int32) - 1
+    return _by_rows(shape, blocks).swapaxes(3, 4), _by_rows(shape, depths)
+
+
+def _by_rows(shape: Shape, per_token: Num[Array, "lanes chunk *rest"]) -> Num[Array, "lanes tiles 2 rows *rest"]:
+    """Each token's entry, once for each row that holds it."""
+    rest = per_token.shape[2:]
+    parts = shape.tokens // shape.part_tokens
+    split = per_token.reshape(shape.lanes, shape.tiles, parts, 1, shape.part_tokens, *rest)
+    repeated = (shape.lanes, shape.tiles, 2, shape.part_heads, shape.part_tokens, *rest)
+    return jnp.broadcast_to(split, repeated).reshape(shape.lanes, shape.tiles, 2, WARPGROUP_ROWS, *rest)

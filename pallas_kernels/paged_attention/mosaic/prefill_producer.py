@@ -1,0 +1,141 @@
+"""The producer of `prefill`: one warpgroup that owns every copy of keys and values into shared memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.mosaic.prefill_types import (
+    RAW_SLOTS,
+    WARPGROUP_ROWS,
+    Barriers,
+    Gmem,
+    Shape,
+    Smem,
+    Tile,
+    slot_of,
+)
+
+
+_COLUMNS = 64  # of a quantised pool, converted at a time: what the producer's registers hold; whole swizzled tiles
+
+
+class _Source(NamedTuple):
+    """Where one copy reads."""
+
+    page: Any
+    offset: Any  # first position within the page
+
+
+def _halves(smem: Smem, barriers: Barriers) -> tuple[tuple[int, Any, Any, Any], ...]:
+    """Index in the pool, slots, and their barriers: of the keys and of the values."""
+    keys = (0, smem.keys, barriers.keys_ready, barriers.keys_free)
+    return keys, (1, smem.values, barriers.values_ready, barriers.values_free)
+
+
+def produce(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
+    """Keep the slots full; at the end wait for the last arrivals, so that no barrier ends in the middle of a phase."""
+    if shape.quantised:
+        _produce_converted(shape, tile, gmem, smem, barriers)
+    else:
+        _produce_copied(shape, tile, gmem, smem, barriers)
+
+    def drain(step: Any, _: None) -> None:
+        plgpu.barrier_wait(barriers.keys_free.at[slot_of(shape, step)])
+        plgpu.barrier_wait(barriers.values_free.at[slot_of(shape, step)])
+
+    lax.fori_loop(jnp.maximum(tile.steps - shape.stages, 0), tile.steps, drain, None)
+
+
+def _produce_copied(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
+    def fill(step: Any, _: None) -> None:
+        slot = slot_of(shape, step)
+        sources = _sources(shape, tile, gmem, step)
+        for half, target, ready, free in _halves(smem, barriers):
+            _await_free(shape, step, free.at[slot])
+            _copy(shape, tile, sources, half, gmem, target.at[slot], ready.at[slot])
+
+    lax.fori_loop(0, tile.steps, fill, None)
+
+
+def _await_free(shape: Shape, step: Any, free: Any) -> None:
+    @pl.when(step >= shape.stages)
+    def _reused() -> None:
+        plgpu.barrier_wait(free)
+
+
+def _sources(shape: Shape, tile: Tile, gmem: Gmem, step: Any) -> list[_Source]:
+    """A block may end past the sequence's last page, or past the table: any page of the pool will do there."""
+    pages = gmem.pool.shape[0]
+    found = []
+    for i in range(shape.copies):
+        key = tile.first_key(shape, step) + i * shape.piece
+        index = lax.div(key, jnp.int32(shape.page))
+        page = gmem.tables[tile.lane, jnp.minimum(index, shape.width - 1)]
+        found.append(_Source(jnp.clip(page, 0, pages - 1), key - index * shape.page))
+    return found
+
+
+def _copy(shape: Shape, tile: Tile, sources: list[_Source], half: int, gmem: Gmem, target: Any, ready: Any) -> None:
+    for i, source in enumerate(sources):
+        place = gmem.pool.at[source.page, half, tile.kv_head]
+        if shape.page > shape.piece:
+            place = place.at[pl.ds(pl.multiple_of(source.offset, shape.piece), shape.piece)]
+        plgpu.copy_gmem_to_smem(place, target.at[pl.ds(i * shape.piece, shape.piece)], ready)
+
+
+def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
+    """Of a quantised pool: the copies land in ``raw``, which only this warpgroup reads, and go on as 16-bit numbers."""
+
+    def raw_slot(half: int, step: Any) -> tuple[Any, Any]:
+        slot = lax.rem(step, jnp.int32(RAW_SLOTS))
+        return smem.raw.at[half, slot], barriers.raw_ready.at[half * RAW_SLOTS + slot]
+
+    def fetch(half: int, step: Any) -> None:
+        @pl.when(step < tile.steps)
+        def _start() -> None:
+            _copy(shape, tile, _sources(shape, tile, gmem, step), half, gmem, *raw_slot(half, step))
+
+    def fill(step: Any, _: None) -> None:
+        slot = slot_of(shape, step)
+        for half, target, ready, free in _halves(smem, barriers):
+            raw, raw_ready = raw_slot(half, step)
+            plgpu.barrier_wait(raw_ready)
+            _await_free(shape, step, free.at[slot])
+            _convert(shape, tile, gmem, step, half, raw, target.at[slot])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ready.at[slot])
+            fetch(half, step + RAW_SLOTS)
+
+    for step in range(RAW_SLOTS):
+        fetch(0, jnp.int32(step))
+        fetch(1, jnp.int32(step))
+    lax.fori_loop(0, tile.steps, fill, None)
+
+
+def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: Any, target: Any) -> None:
+    """Numbers times scales; zero what no query of the tile sees, whose scales may be anything."""
+    start = tile.first_key(shape, step)
+    for row in range(0, shape.block_keys, WARPGROUP_ROWS):
+        rows = pl.ds(row, WARPGROUP_ROWS)
+        if shape.scales:
+            keys = pl.ds(pl.multiple_of(start + row, WARPGROUP_ROWS), WARPGROUP_ROWS)
+            place = gmem.factors.at[tile.lane, half, tile.kv_head, keys]
+            factors = plgpu.load(place, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        for column in range(0, shape.head_dim, _COLUMNS):
+            part = rows, pl.ds(column, min(_COLUMNS, shape.head_dim - column))
+            numbers = plgpu.load(raw.at[part], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+            if shape.scales:
+                numbers = numbers * lax.broadcast_in_dim(factors, numbers.shape, [0])
+            kept = rows_between(numbers.shape, tile.low - start - row, tile.high - start - row)
+            target[part] = jnp.where(kept, numbers, 0.0).astype(shape.dtype)
+
+
+def rows_between(dims: tuple[int, ...], low: Any, high: Any) -> Any:
+    """True in the rows [low, high) of a matrix."""
+    index = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=plgpu.Layout.WGMMA)
+    return (index >= low) & (index < high)

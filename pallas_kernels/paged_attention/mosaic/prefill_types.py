@@ -1,0 +1,196 @@
+"""What the parts of `prefill` share: the shape of a launch, its memory and barriers, and one thread block's work."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPGROUP_ROWS = 64  # rows of a wgmma
+BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
+RAW_SLOTS = 2  # blocks of a quantised pool's keys, and as many of its values, that are on their way from memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is static about one launch."""
+
+    lanes: int
+    chunk: int  # a multiple of `tokens`
+    heads: int
+    kv_heads: int
+    page: int
+    head_dim: int
+    width: int
+    dtype: Any
+    pool_dtype: Any
+    block_keys: int
+    stages: int
+    block_heads: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    scales: bool
+    tree: bool
+    interpret: bool
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of one thread block."""
+        return BLOCK_ROWS // self.block_heads
+
+    @property
+    def part_tokens(self) -> int:
+        """Query tokens of one warpgroup."""
+        return min(self.tokens, WARPGROUP_ROWS)
+
+    @property
+    def part_heads(self) -> int:
+        """Query heads of one warpgroup: row ``r`` holds token ``r % part_tokens`` of head ``r // part_tokens``."""
+        return WARPGROUP_ROWS // self.part_tokens
+
+    @property
+    def tiles(self) -> int:
+        return self.chunk // self.tokens
+
+    @property
+    def quantised(self) -> bool:
+        return jnp.dtype(self.pool_dtype).itemsize == 1
+
+    @property
+    def piece(self) -> int:
+        """Keys of one copy: a page, or what of it belongs to one block."""
+        return min(self.page, self.block_keys)
+
+    @property
+    def copies(self) -> int:
+        return self.block_keys // self.piece
+
+    @property
+    def tree_blocks(self) -> int:
+        """Key blocks that a chunk may touch, wherever it starts."""
+        return -(-(self.chunk + self.block_keys - 1) // self.block_keys)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory, barriers aside."""
+        numbers = (BLOCK_ROWS + 2 * self.stages * self.block_keys) * jnp.dtype(self.dtype).itemsize
+        raw = 2 * RAW_SLOTS * self.block_keys if self.quantised else 0
+        return (numbers + raw) * self.head_dim
+
+
+class Gmem(NamedTuple):
+    """Operands and result in device memory. Operands of options that are off are single numbers that nobody reads."""
+
+    query: Any  # [lanes, chunk, heads, head_dim]
+    pool: Any  # [pages, 2, kv_heads, page, head_dim]
+    tables: Any  # [lanes, width]
+    starts: Any  # [lanes]
+    lengths: Any  # [lanes]
+    sinks: Any  # [heads] float32, in units of log 2
+    factors: Any  # [lanes, 2, kv_heads, keys] float32: a quantised pool's scales in the order of the keys
+    seen: Any  # [lanes, tiles, 2, 1 + tree_blocks, WARPGROUP_ROWS, block_keys] int8: the tree's mask
+    depths: Any  # [lanes, tiles, 2, WARPGROUP_ROWS] int32: each row's distance from its tree's root
+    output: Any  # [lanes, chunk, heads, head_dim]
+
+
+class Smem(NamedTuple):
+    """One thread block's shared memory."""
+
+    query: Any  # [2, WARPGROUP_ROWS, head_dim]; each warpgroup's results leave through its half
+    keys: Any  # [stages, block_keys, head_dim]
+    values: Any  # [stages, block_keys, head_dim]
+    raw: Any  # [2, RAW_SLOTS, block_keys, head_dim] of a quantised pool, else a dummy
+    probs: Any  # [2, WARPGROUP_ROWS, block_keys] when interpreting, else a dummy
+
+
+class Barriers(NamedTuple):
+    """See the picture in `prefill` for who arrives and who waits."""
+
+    query_ready: Any  # one per consumer
+    keys_ready: Any  # one per slot, as the next three
+    values_ready: Any
+    keys_free: Any
+    values_free: Any
+    turn: Any  # one per consumer: it may issue its products
+    values_clean: Any  # for the first step and for the last: consumer 0 has zeroed the values that nobody may see
+    raw_ready: Any  # one per slot of raw keys, then of raw values
+
+
+class Tile(NamedTuple):
+    """Which part of the work a thread block does. Traced scalars."""
+
+    index: Any  # which of the chunk's tiles
+    lane: Any
+    head: Any  # first query head
+    kv_head: Any
+    token: Any  # first query token, within the chunk
+    start: Any  # position of the chunk's first query
+    length: Any
+    low: Any  # keys [low, high) are those that some query of the tile may see
+    high: Any
+    last: Any  # key blocks [last - steps, last); step 0 is the last block
+    steps: Any  # 0 if all queries are padding
+
+    def first_key(self, shape: Shape, step: Any) -> Any:
+        return (self.last - 1 - step) * shape.block_keys
+
+
+def smem_types(shape: Shape) -> Smem:
+    block, dim = shape.block_keys, shape.head_dim
+    dummy = plgpu.SMEM((8,), jnp.float32)
+    return Smem(
+        query=_tiled((2, WARPGROUP_ROWS, dim), shape.dtype),
+        keys=_tiled((shape.stages, block, dim), shape.dtype),
+        values=_tiled((shape.stages, block, dim), shape.dtype),
+        raw=_tiled((2, RAW_SLOTS, block, dim), shape.pool_dtype) if shape.quantised else dummy,
+        probs=_tiled((2, WARPGROUP_ROWS, block), shape.dtype) if shape.interpret else dummy,
+    )
+
+
+def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the swizzled tiles of 8 rows in which wgmma and the copy engine want it."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = min(plgpu.find_swizzle(dims[-1] * bits), 8 * bits)
+    if swizzle == 16:  # none at all: only a quantised pool of head_dim 80
+        return plgpu.SMEM(dims, dtype)
+    tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
+    return plgpu.SMEM(dims, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def barrier_types(shape: Shape) -> Barriers:
+    stages, fills = shape.stages, 1 if shape.quantised else shape.copies
+    return Barriers(
+        query_ready=plgpu.Barrier(num_arrivals=shape.part_heads, num_barriers=2),
+        keys_ready=plgpu.Barrier(num_arrivals=fills, num_barriers=stages),
+        values_ready=plgpu.Barrier(num_arrivals=fills, num_barriers=stages),
+        keys_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        values_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=2),
+        values_clean=plgpu.Barrier(num_barriers=2),
+        raw_ready=plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * RAW_SLOTS),
+    )
+
+
+def this_tile(shape: Shape, gmem: Gmem) -> Tile:
+    """Tiles come in falling order of their tokens: those with the most keys start first."""
+    index = shape.tiles - 1 - lax.axis_index("tile")
+    lane, head = lax.axis_index("lane"), lax.axis_index("head") * shape.block_heads
+    start, length, token = gmem.starts[lane], gmem.lengths[lane], index * shape.tokens
+    high = length if shape.tree else jnp.minimum(length, start + token + shape.tokens)
+    low = jnp.int32(0)
+    if shape.window is not None:
+        low = jnp.maximum(start + (0 if shape.tree else token) - shape.window + 1, 0)
+    last = pl.cdiv(high, jnp.int32(shape.block_keys))
+    steps = jnp.where(start + token < length, last - lax.div(low, jnp.int32(shape.block_keys)), 0)
+    kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
+    return Tile(index, lane, head, kv_head, token, start, length, low, high, last, steps)
+
+
+def slot_of(shape: Shape, step: Any) -> Any:
+    return lax.rem(step, jnp.int32(shape.stages))
