@@ -19,12 +19,15 @@ PARITY ?=
 PROTOC := build/protos/.installed
 GENERATOR := grpcio-tools==1.71.2 setuptools<81
 
+GPU_PLUGINS := build/gpu_plugins
+DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
+
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo serve bench-serve test test-fast test-slow test-parity lint format types wheel protos protos-check train-demo bench check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-slow test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BASE): pyproject.toml $(SETUP)
 	@$(SETUP) $(VENV) .
@@ -82,7 +85,7 @@ protos-check: $(PROTOC) ## are the generated messages those of protos/?
 	@build/protos/bin/python -m tools.gen_protos --check
 
 wheel: $(DEV) ## build dist/jaxinfer-*.whl
-	@rm -rf build dist
+	@rm -rf build/lib build/bdist.* dist
 	@$(RUN) -m pip wheel . --no-deps --quiet --wheel-dir dist
 	@ls dist
 
@@ -91,6 +94,20 @@ train-demo: $(TRAIN) ## train the embedded models again (docs/demo_model.md)
 
 bench: $(DEV) ## compare speed with other engines (benchmarks/vs_peers.py)
 	@$(RUN) -m benchmarks.vs_peers $(ARGS)
+
+# A folder of its own: in .venv, the plugin would make every start of JAX look for a GPU.
+$(GPU_PLUGINS)/.installed: $(BASE)
+	@rm -rf $(GPU_PLUGINS)
+	@version=$$($(RUN) -c "import jaxlib; print(jaxlib.__version__)") && \
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --target $(GPU_PLUGINS) \
+	    "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" "$(DISASSEMBLER)"
+	@touch $@
+
+check-kernels: $(GPU_PLUGINS)/.installed ## compile every kernel for GPUs, without one: registers, spills (docs/kernels.md)
+	@$(RUN) -m pallas_kernels.check --target sm_90a sm_80 $(ARGS)
+
+check-programs: $(GPU_PLUGINS)/.installed ## compile the engine's steps at an 8B shape for an H100, without one
+	@$(RUN) -m tools.check_programs $(ARGS)
 
 check-gpu: $(BASE) ## check kernels and rates on this machine's GPU
 	@$(RUN) -m tools.gpu_check $(ARGS)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from pallas_kernels.check.configuration import Configuration
 from pallas_kernels.check.launch import compiling
-from pallas_kernels.check.ops import configurations
+from pallas_kernels.check.ops import configurations, forgotten
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, disassembler, environment, require_plugins
 from pallas_kernels.check.report import Outcome, as_markdown, as_table
 from pallas_kernels.check.target import TARGETS
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginsMissing as error:
         print(f"check: {error}", file=sys.stderr)
         return 3
-    work = _matching(configurations(arguments.op), arguments.target or tuple(TARGETS), named=bool(arguments.target))
+    shipped = [one for one in configurations(arguments.op) if arguments.name in one.name]
+    work = _matching(shipped, arguments.target or tuple(TARGETS), named=bool(arguments.target))
     if not work:
         print("check: no configuration matches", file=sys.stderr)
         return 1
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps([one.as_json() for one in outcomes], indent=1) + "\n", encoding="utf-8")
     print(as_markdown(outcomes) if arguments.markdown else as_table(outcomes))
-    return _verdict(outcomes)
+    return _verdict(outcomes, [name for name in forgotten() if name.startswith(tuple(arguments.op))])
 
 
 def _matching(
@@ -53,13 +54,15 @@ def _matching(
     return work
 
 
-def _verdict(outcomes: Sequence[Outcome]) -> int:
+def _verdict(outcomes: Sequence[Outcome], without: Sequence[str]) -> int:
     failed = [one for one in outcomes if one.failure]
     for one in failed:
         print(f"\nFAILED {one.op} {one.name} {one.target}: {one.failure}", file=sys.stderr)
+    for name in without:
+        print(f"\nFAILED {name}: it has a Mosaic kernel, but no configurations.py", file=sys.stderr)
     kernels = sum(len(one.kernels) for one in outcomes)
     print(f"\n{len(outcomes)} configurations, {kernels} kernels, {len(failed)} failed", file=sys.stderr)
-    return int(bool(failed))
+    return int(bool(failed or without))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,6 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m pallas_kernels.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--op", nargs="+", default=[""], metavar="PREFIX", help="only ops that begin with one of these")
+    parser.add_argument("--name", default="", metavar="PART", help="only configurations whose names hold it")
     parser.add_argument("--target", nargs="+", default=[], choices=TARGETS, help="only these (default: all)")
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there, too")

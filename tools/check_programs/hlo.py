@@ -1,0 +1,144 @@
+"""Optimised HLO and XLA's dump of what it launches, read from their text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+_INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<type>\(.*?\)|\w+\[[\d,]*\]\S*) (?P<opcode>[a-z][\w-]*)\("
+)
+_HEADER = re.compile(r"^(?:(?P<entry>ENTRY) )?%(?P<name>\S+) \(.*\{$")
+_GEMM = re.compile(r'"kind":"__triton_(?:nested_)?gemm\w*"|custom_call_target="__cublas')
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of HLO. ``dims`` are those of an array; a tuple has None."""
+
+    name: str
+    dims: tuple[int, ...] | None
+    opcode: str
+    operands: tuple[str, ...]
+    line: str
+    root: bool
+
+    @property
+    def size(self) -> int:
+        """Elements; 0 for a tuple."""
+        return 0 if self.dims is None else math.prod(self.dims)
+
+    @property
+    def is_gemm(self) -> bool:
+        """A matrix product that XLA compiles with Triton or leaves to cuBLAS."""
+        return self.opcode in ("fusion", "custom-call") and _GEMM.search(self.line) is not None
+
+    def called(self, how: str) -> list[str]:
+        return re.findall(rf"\b{how}=%([\w.-]+)", self.line)
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """An optimised program."""
+
+    computations: dict[str, tuple[Instruction, ...]]
+    entry: str
+
+    @functools.cached_property
+    def _inlined(self) -> set[str]:
+        """Computations that run inside a kernel, whose intermediate results never reach memory."""
+        every = [one for body in self.computations.values() for one in body]
+        return {name for one in every for how in ("calls", "to_apply") for name in one.called(how)}
+
+    def in_memory(self) -> Iterator[Instruction]:
+        """Instructions whose results lie in device memory."""
+        for name, body in self.computations.items():
+            if name not in self._inlined:
+                yield from body
+
+    def parameters(self) -> dict[int, Instruction]:
+        """The program's arguments, by position."""
+        found = {}
+        for one in self.computations[self.entry]:
+            if one.opcode == "parameter" and (number := re.search(r"parameter\((\d+)\)", one.line)):
+                found[int(number[1])] = one
+        return found
+
+    def source(self, name: str) -> str:
+        """What an operand of the entry computation is a view of."""
+        entry = {one.name: one for one in self.computations[self.entry]}
+        while name in entry and entry[name].opcode == "bitcast":
+            name = entry[name].operands[0]
+        return name
+
+    def root_opcode(self, fusion: Instruction) -> str:
+        """What a fusion does last, its views aside."""
+        body = {one.name: one for one in self.computations[fusion.called("calls")[0]]}
+        root = next(one for one in body.values() if one.root)
+        while root.opcode == "bitcast" and root.operands[0] in body:
+            root = body[root.operands[0]]
+        return root.opcode
+
+
+def read_module(text: str) -> Module:
+    """Raises ValueError where there is no entry computation."""
+    computations: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    entry = None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            body = computations.setdefault(header["name"], [])
+            entry = header["name"] if header["entry"] else entry
+        elif found := _INSTRUCTION.match(line):
+            body.append(_instruction(line, found))
+    if entry is None:
+        raise ValueError("no entry computation in what should be HLO")
+    return Module({name: tuple(body) for name, body in computations.items()}, entry)
+
+
+def _instruction(line: str, found: re.Match[str]) -> Instruction:
+    array = re.match(r"\w+\[([\d,]*)\]", found["type"])
+    dims = None if array is None else tuple(int(dim) for dim in array[1].split(",") if dim)
+    operands = re.findall(r"%([\w.-]+)", line[found.end() :].partition(")")[0])
+    return Instruction(found["name"], dims, found["opcode"], tuple(operands), line, "ROOT %" in line[: found.end()])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is launched: the dump ``*.thunk_sequence_after_thunk_passes.txt``.
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel, copy or library call. ``buffer``: which command buffer (CUDA graph) of the program, if any."""
+
+    kind: str
+    name: str
+    buffer: int | None
+
+    @property
+    def is_gemm(self) -> bool:
+        return "gemm" in self.name or self.kind in ("kGemm", "kCublasLtMatmul")
+
+
+# Thunks that launch nothing themselves.
+_STRUCTURE = {"kCommandBuffer", "kConditional", "kWhile", "kSequential", "kAsyncStart", "kAsyncDone"}
+
+
+def read_launches(text: str) -> list[Launch]:
+    """Everything that may be launched, in order, branches and bodies of loops once each."""
+    launches, buffers, depth = [], -1, None
+    for line in text.splitlines():
+        found = re.match(r"( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(\S*)", line)
+        if found is None:
+            continue
+        indent, kind, name = len(found[1]), found[2], found[3]
+        if depth is not None and indent <= depth:
+            depth = None
+        if kind == "kCommandBuffer" and depth is None:
+            buffers, depth = buffers + 1, indent
+        if kind not in _STRUCTURE:
+            launches.append(Launch(kind, name, None if depth is None else buffers))
+    return launches
