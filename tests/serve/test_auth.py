@@ -155,6 +155,16 @@ def test_the_door_makes_keys_that_open(tmp_path, capsys):
     assert authoriser.authorise(made[0], "observe").name == "alice"
     assert authoriser.authorise(made[1], "admin").name == "Zoë: '#1'"
     assert len(read_keys(path)) == 2
+    for token in (made[0] + "x", made[0][:-1]):
+        assert refusal(authoriser, token) is Kind.UNAUTHENTICATED
+
+
+def test_a_key_may_only_infer_unless_asked_for_more(tmp_path, capsys):
+    assert keys.main(["new", "carol"]) == 0
+    path = tmp_path / "keys.yaml"
+    path.write_text(capsys.readouterr().out)
+    (key,) = read_keys(path)
+    assert key.caller.scopes == {"infer"}
 
 
 def test_the_door_refuses_unknown_scopes(capsys):

@@ -106,6 +106,42 @@ def test_too_many_may_not_wait(monkeypatch):
     assert answers.count(fake_template().render(HELLO)) >= 2
 
 
+def test_who_leaves_the_queue_makes_room_in_it(monkeypatch):
+    monkeypatch.setattr(templates, "MAX_WAITING_OWN", 2)
+
+    async def run() -> None:
+        renderer = Renderer(None, 0.5)
+        slow = asyncio.ensure_future(renderer.render(Conversation(HELLO, template=LOOP)))
+        while renderer._requests._free:
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            waiting = [asyncio.ensure_future(renderer.render(Conversation(HELLO, template="x"))) for _ in range(2)]
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in waiting)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+        with pytest.raises(RequestError):
+            await slow
+        assert await rendered(renderer, Conversation(HELLO, template="next")) == ["next"]
+
+    asyncio.run(run())
+
+
+def test_a_helper_that_answers_in_time_lives_on():
+    async def run() -> None:
+        renderer = Renderer(None, 0.2)
+        for text in ("one", "two"):
+            assert await renderer.render(Conversation(HELLO, template=text)) == text
+            await asyncio.sleep(0.3)  # beyond the time of that one
+            (helper,) = renderer._requests._helpers
+            assert helper._process is not None
+            assert helper._process.poll() is None
+        renderer.close()
+
+    asyncio.run(run())
+
+
 def nested(depth: int) -> object:
     value: object = 1
     for _ in range(depth):
