@@ -20,7 +20,6 @@ from pallas_kernels.paged_attention.mosaic.prefill_types import (
     slot_of,
 )
 
-
 _COLUMNS = 64  # of a quantised pool, converted at a time: what the producer's registers hold; whole swizzled tiles
 
 
