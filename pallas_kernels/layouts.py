@@ -32,7 +32,7 @@ def _tiled(warps: int, lane_rows: int, lanes: int, vector: int) -> Any:
     """``warps * lane_rows`` rows of ``lanes * vector`` numbers, in the one spelling that Mosaic takes as canonical."""
     width = lanes * vector
     split = warps > 1 and lane_rows > 1
-    tiling = [(warps * lane_rows, width)]
+    tiling: list[tuple[int, ...]] = [(warps * lane_rows, width)]
     if split:
         tiling.append((lane_rows, width))
     if lanes > 1:

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from pallas_kernels import compat
-from pallas_kernels.layouts import LANES, THREADS, power_of_two, row_layout
+from pallas_kernels.layouts import LANES, THREADS, WARPS, power_of_two, row_layout
 
 THREAD_NAME = "warpgroup"
 GROUP = 8  # copies whose loads are under way together
@@ -182,10 +182,10 @@ def _launch(
 
 
 def _cut(shape: tuple[int, ...], dtype: Any, tiles: Tiles) -> _Tiled:
-    """Long columns first; where they are short, as with scales, several rows make up a tile."""
+    """At least one row for each warp; where columns are short, as with scales, many rows make up a tile."""
     pages, rows, slots, columns = shape
     numbers = tiles.bytes // jnp.dtype(dtype).itemsize
-    wide = power_of_two(columns, numbers)
+    wide = power_of_two(columns, numbers // WARPS)
     return _Tiled(pages, rows, slots, columns, dtype, power_of_two(rows, numbers // wide), wide)
 
 

@@ -66,12 +66,12 @@ class _Operands(NamedTuple):
     offsets: Any  # [lanes]
     k: Any  # [tokens, kv_heads, *columns]
     v: Any
-    q: Any | None  # [tokens, heads, *columns]
-    cos: Any | None  # [tokens, half]
-    sin: Any | None
-    given: Any | None  # [pages, 2, kv_heads]: scales per page and head
+    q: Any  # [tokens, heads, *columns]
+    cos: Any  # [tokens, half]
+    sin: Any
+    given: Any  # [pages, 2, kv_heads]: scales per page and head
     pool: Any  # [pages, 2, kv_heads, page, *columns], mutable
-    found: Any | None  # [pages, 2, kv_heads, page]: scales per token, mutable
+    found: Any  # [pages, 2, kv_heads, page]: scales per token, mutable
 
 
 class _Shape(NamedTuple):
@@ -315,7 +315,7 @@ def _spread(x: Any, layout: Any, size: int, *, axis: int) -> Any:
 
 def _quantised(
     gmem: _Operands, tile: _Part, layout: Any, pieces: list[Any], at: tuple[Any, ...]
-) -> tuple[list[Any], Any | None]:
+) -> tuple[list[Any], Any]:
     """The pieces in the pool's dtype, and the scales per token, if the pool has such."""
     dtype = gmem.pool.dtype
     if gmem.found is None and gmem.given is None:
