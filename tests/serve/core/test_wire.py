@@ -128,6 +128,12 @@ def test_requests(request):
     assert wire.request_of(through(wire.request_message(request, 0.0)), 0.0) == request
 
 
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1])
+def test_the_ends_of_both_halves_of_the_seeds(seed):
+    request = Request("a", (1,), SamplingParams(seed=seed))
+    assert wire.request_of(through(wire.request_message(request, 0.0)), 0.0).params.seed == seed
+
+
 def test_a_deadline_travels_as_the_seconds_that_are_left():
     request = Request("a", (1,), SamplingParams(), deadline=107.5)
     message = through(wire.request_message(request, 100.0))

@@ -1,16 +1,20 @@
 """`jaxinfer.v1.Control` through a real server."""
 
 import asyncio
+import dataclasses
 
 import grpc
+import pytest
 from google.protobuf import duration_pb2
 
+from jaxinfer.engine.stats import EngineStats
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.v1 import control_pb2 as pb
 from jaxinfer.v1 import inference_pb2
 from tests.serve.fake_engine import Mischief
 from tests.serve.grpc.running import collected, failure, request, running
+from tests.serve.test_metrics import busy
 
 SLOW = Mischief(seconds=0.005)
 ENDLESS = {"max_tokens": 2000}
@@ -57,6 +61,28 @@ def test_stats_tell_what_the_engine_did_and_whether_it_lives() -> None:
             assert await server.control.GetStats(pb.GetStatsRequest()) == pb.Stats(state="dead", restarts=3)
 
     asyncio.run(story())
+
+
+def test_every_figure_of_the_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> pb.Stats:
+        async with running() as server:
+
+            async def stats() -> EngineStats:
+                return busy()
+
+            monkeypatch.setattr(server.frontend, "stats", stats)
+            return await server.control.GetStats(pb.GetStatsRequest())
+
+    told, figures = asyncio.run(story()), busy()
+    for name in {field.name for field in told.DESCRIPTOR.fields} & {
+        field.name for field in dataclasses.fields(figures)
+    }:
+        value = getattr(figures, name)
+        if name == "finished":
+            value = {reason.value: count for reason, count in value.items()}
+        assert (dict(getattr(told, name)) if isinstance(value, dict) else getattr(told, name)) == value, name
+    kv = {"total": 16, "free": 1, "cached": 3, "held": 12, "host_total": 11, "host_used": 4}
+    assert (dict(told.kv_pages), dict(told.waiting)) == (kv, {"slot": 8, "pages": 5})
 
 
 def test_stats_before_there_is_a_front_end() -> None:

@@ -1,0 +1,52 @@
+"""The shape of one output, where the fake engine's log probabilities do not lead: equal texts, impossible tokens."""
+
+import json
+import math
+
+from jaxinfer.serve.calls import OutputDelta
+from jaxinfer.serve.http.choices import LOWEST_LOGPROB, ChatChoice, TextChoice, Wanted
+from jaxinfer.types import PositionLogprobs, TokenLogprob
+
+
+class Words:
+    """Tokens 1 and 2 look alike; 9 is a special one."""
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return {1: b"\xc3", 2: b"\xa9", 3: b"c", 9: b"<s>"}[token]
+
+
+def position(*candidates: tuple[int, float]) -> PositionLogprobs:
+    """The first is the chosen one, the others are the likeliest."""
+    chosen, *top = (TokenLogprob(token, logprob, rank) for rank, (token, logprob) in enumerate(candidates))
+    return PositionLogprobs(chosen, tuple(top))
+
+
+def logprobs_of(*positions: PositionLogprobs, hidden: frozenset[int] = frozenset()) -> dict:
+    tokens = [each.chosen.token_id for each in positions]
+    choice = TextChoice(0, Words(), Wanted(logprobs=True, hidden=hidden), [])
+    (chunk,) = choice.chunks(OutputDelta(0, "text", tokens, positions))
+    return json.loads(chunk)["logprobs"]
+
+
+def test_of_two_tokens_with_one_text_the_likelier_is_shown():
+    found = logprobs_of(position((2, -3.0), (1, -0.5), (3, -1.0)))
+    assert found["top_logprobs"] == [{"�": -0.5, "c": -1.0}]
+    assert found["token_logprobs"] == [-3.0]
+
+
+def test_what_cannot_be_has_a_number_all_the_same():
+    impossible = position((3, -math.inf), (1, -math.inf))
+    assert logprobs_of(impossible)["token_logprobs"] == [LOWEST_LOGPROB]
+    choice = ChatChoice(0, Words(), Wanted(logprobs=True))
+    (chunk,) = choice.chunks(OutputDelta(0, "c", [3], [impossible]))
+    (shown,) = json.loads(chunk)["logprobs"]["content"]
+    assert (shown["logprob"], shown["top_logprobs"][0]["logprob"]) == (LOWEST_LOGPROB, LOWEST_LOGPROB)
+
+
+def test_hidden_tokens_take_no_place_in_the_text():
+    three = [position((9, -1.0)), position((3, -1.0)), position((3, -1.0))]
+    assert logprobs_of(*three)["text_offset"] == [0, 3, 4]
+    assert logprobs_of(*three, hidden=frozenset({9}))["text_offset"] == [0, 0, 1]
