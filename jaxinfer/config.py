@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal, cast
 
 from jaxinfer.types import CacheSpec
 
 # Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
 _BATCHED_TOKENS = 2048
+
+Backend = Literal["auto", "mosaic", "xla"]
 
 # The pool's default bound where nobody has looked how much memory there is.
 _KV_CACHE_BYTES = 4 << 30
@@ -50,6 +53,8 @@ class EngineConfig:
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that the n-gram drafter looks for.
         exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
             are reused.
+        attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
+            XLA; "mosaic" and "xla" force one of them.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -76,6 +81,7 @@ class EngineConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     exactness: str = "exact"
+    attention_backend: str = "auto"
     seed: int | None = None
 
 
@@ -111,6 +117,7 @@ class ResolvedEngine:
     prompt_lookup_min: int
     prompt_lookup_max: int
     exactness: str
+    attention_backend: Backend
     seed: int | None
 
     @property
@@ -175,6 +182,7 @@ def resolve(
         prompt_lookup_min=config.prompt_lookup_min,
         prompt_lookup_max=config.prompt_lookup_max,
         exactness=config.exactness,
+        attention_backend=cast("Backend", config.attention_backend),
         seed=config.seed,
     )
 
@@ -184,6 +192,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "batching": ("continuous", "static"),
     "speculative": (None, "ngram"),
     "exactness": ("exact", "relaxed"),
+    "attention_backend": ("auto", "mosaic", "xla"),
 }
 _AT_LEAST_ONE = ("max_num_seqs", "multi_step", "num_speculative_tokens", "prompt_lookup_min")
 

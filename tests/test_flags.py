@@ -46,6 +46,7 @@ EVERY = {
     "prompt_lookup_min": (["--prompt-lookup-min", "1"], 1),
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
     "exactness": (["--exactness", "relaxed"], "relaxed"),
+    "attention_backend": (["--attention-backend", "xla"], "xla"),
     "seed": (["--seed", "5"], 5),
 }
 

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import Drafter, NgramDrafter
@@ -133,6 +134,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
     """
     # XLA:CPU runs one-row bfloat16 products twenty times slower than two-row ones.
     min_rows = 2 if platform == "cpu" and model.dtype != jnp.float32 else 1
+    _require_backend(model, config, platform)
     return resolve(
         config,
         model.cache_spec,
@@ -141,6 +143,16 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
         min_rows=min_rows,
         prefill_rows=_prefill_rows(model, platform),
     )
+
+
+def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
+    if config.attention_backend != "mosaic":
+        return
+    why = no_kernel(model.cache_spec, config.page_size, model.dtype)
+    if platform == "cpu":
+        why = "its kernels are for GPUs, and this is a CPU"
+    if why is not None:
+        raise EngineConfigError(f"attention_backend = mosaic cannot be: {why}")
 
 
 def _prefill_rows(model: Model, platform: str) -> int:

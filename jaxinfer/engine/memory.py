@@ -192,7 +192,7 @@ def _temporaries(model: Model, engine: ResolvedEngine, state: StepState) -> int:
         is_leaf=lambda x: isinstance(x, ParamSpec),
     )
     slots = _placed(HostSlots(engine.rows, limits).snapshot())
-    programs = make_programs(model, engine.max_logprobs, engine.multi_step)
+    programs = make_programs(model, engine.max_logprobs, engine.multi_step, engine.attention_backend)
     largest = compile_largest(programs, engine, params, slots, state, len(model.cache_spec.groups))
     return max(temporary_bytes(program) for program in largest)
 

@@ -83,7 +83,10 @@ class Runner:
         self._slots = jax.device_put(self._shown, self._everywhere)
         self._state = self._new_state(model, limits)
         self._host_pages = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
-        programs, self._groups = make_programs(model, engine.max_logprobs, engine.multi_step), tables.shape[0]
+        programs, self._groups = (
+            make_programs(model, engine.max_logprobs, engine.multi_step, engine.attention_backend),
+            tables.shape[0],
+        )
         self._run = compile_programs(programs, engine, self._params, self._slots, self._state, self._groups, progress)
         self._prove(limits)
         self._state, self.costs = measure_costs(

@@ -24,6 +24,7 @@ from jaxinfer.sampling import (
     resume_slot,
     sample,
 )
+from pallas_kernels.choice import Wish
 
 
 class StepState(NamedTuple):
@@ -81,23 +82,30 @@ class Programs(NamedTuple):
     restore: Callable[[StepState, jax.Array, jax.Array], StepState]
 
 
-def make_programs(model: Model, max_logprobs: int, multi_step: int = 1) -> Programs:
-    """The programs of one model. ``multi_step`` is the most steps of one ``decode_many``."""
-    decode = _decode(model, max_logprobs)
-    prefill, prefill_logprobs = _prefill(model, max_logprobs)
+def make_programs(model: Model, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto") -> Programs:
+    """The programs of one model. ``multi_step``: the most steps of one ``decode_many``; ``backend``: attention's."""
+    decode = _decode(model, max_logprobs, backend)
+    prefill, prefill_logprobs = _prefill(model, max_logprobs, backend)
     return Programs(
-        decode, _decode_many(decode, multi_step), prefill, prefill_logprobs, _admit, _keep, _resume, *_moves(model)
+        decode,
+        _decode_many(decode, multi_step),
+        prefill,
+        prefill_logprobs,
+        _admit,
+        _keep,
+        _resume,
+        *_moves(model, backend),
     )
 
 
-def _decode(model: Model, max_logprobs: int) -> Callable[..., tuple[StepState, Sampled]]:
+def _decode(model: Model, max_logprobs: int, backend: Wish) -> Callable[..., tuple[StepState, Sampled]]:
     apply: Any = model.module.apply
     groups = model.cache_spec.groups
 
     def decode(params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch) -> tuple[StepState, Sampled]:
         active = batch.positions >= 0
         tokens = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens)
-        attend = DecodeAttend(groups, batch.tables, batch.positions)
+        attend = DecodeAttend(groups, batch.tables, batch.positions, backend)
         positions = jnp.maximum(batch.positions, 0)
         hidden, pools = apply({"params": params}, tokens, positions, attend, state.pools)
         logits = apply({"params": params}, hidden, method="head")
@@ -164,12 +172,12 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
 
 
-def _prefill(model: Model, max_logprobs: int) -> tuple[Callable[..., StepState], Callable[..., Any]]:
+def _prefill(model: Model, max_logprobs: int, backend: Wish) -> tuple[Callable[..., StepState], Callable[..., Any]]:
     apply: Any = model.module.apply
     groups = model.cache_spec.groups
 
     def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
-        attend = PrefillAttend(groups, batch.tables, batch.starts, batch.lengths)
+        attend = PrefillAttend(groups, batch.tables, batch.starts, batch.lengths, backend)
         positions = batch.starts[:, None] + jnp.arange(batch.tokens.shape[1])
         # Lanes end to end: the products see one matrix.
         hidden, pools = apply({"params": params}, batch.tokens.reshape(-1), positions.reshape(-1), attend, state.pools)
@@ -202,12 +210,12 @@ def _resume(state: StepState, slot: Int[Array, ""], kept: SlotState) -> StepStat
     return state._replace(slots=resume_slot(state.slots, slot, kept))
 
 
-def _moves(model: Model) -> tuple[Callable[..., Any], ...]:
+def _moves(model: Model, backend: Wish) -> tuple[Callable[..., Any], ...]:
     """Programs that move pages: to other pages, out of the pools, and back into them."""
     spec = model.cache_spec
 
     def copy(state: StepState, source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> StepState:
-        return state._replace(pools=copy_pages(spec, state.pools, source, target))
+        return state._replace(pools=copy_pages(spec, state.pools, source, target, backend))
 
     def export(state: StepState, source: Int[Array, "groups pages"]) -> jax.Array:
         return export_pages(spec, state.pools, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy, kv_write, paged_attention
+from pallas_kernels.choice import HOPPER, Target, Wish
 
 
 class LayerPool(NamedTuple):
@@ -25,18 +26,28 @@ def new_pools(spec: CacheSpec, pages: int, page_size: int, dtype: jnp.dtype) -> 
     return [LayerPool(jnp.zeros(shape, dtype), jnp.zeros((0,), jnp.float32)) for _ in spec.layers]
 
 
+def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
+    """Why the attention kernels cannot do such a cache, for queries of the same dtype; None: they can."""
+    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), dtype)
+    q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
+    table, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    chosen = paged_attention.explain_decode(q, pool, table, length, target=Target("gpu", HOPPER))
+    return None if chosen.path == "mosaic" else chosen.why
+
+
 class DecodeAttend(NamedTuple):
     """`Attend` for rows of one token each: row r stands at ``positions[r]`` of the sequence with ``tables[:, r]``.
 
     A row at position -1 is padding: it writes nothing and attends to nothing. Rows may be consecutive positions of one
     sequence: all write before any attends.
 
-    ``groups`` are the cache's, one table for each.
+    ``groups`` are the cache's, one table for each. ``backend`` is `EngineConfig.attention_backend`.
     """
 
     groups: tuple[LayerSpec, ...]
     tables: Int[Array, "groups rows width"]
     positions: Int[Array, " rows"]
+    backend: Wish = "auto"
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
@@ -44,8 +55,10 @@ class DecodeAttend(NamedTuple):
         pages, page, table = cache.data.shape[0], cache.data.shape[3], self.tables[self.groups.index(layer)]
         at = jnp.maximum(self.positions, 0)
         own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
-        data = kv_write.write_rows(cache.data, k, v, jnp.where(self.positions >= 0, own, pages), at % page)
-        mixed = paged_attention.decode(q, data, table, self.positions + 1, scale=scale, window=layer.window)
+        own, backend = jnp.where(self.positions >= 0, own, pages), self.backend
+        data = kv_write.write_rows(cache.data, k, v, own, at % page, path=backend)
+        lengths = self.positions + 1
+        mixed = paged_attention.decode(q, data, table, lengths, scale=scale, window=layer.window, path=backend)
         return mixed, cache._replace(data=data)
 
 
@@ -60,6 +73,7 @@ class PrefillAttend(NamedTuple):
     tables: Int[Array, "groups lanes width"]
     starts: Int[Array, " lanes"]
     lengths: Int[Array, " lanes"]
+    backend: Wish = "auto"
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
@@ -67,9 +81,10 @@ class PrefillAttend(NamedTuple):
         (lanes, _), table = self.tables.shape[1:], self.tables[self.groups.index(layer)]
         q, k, v = (x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:]) for x in (q, k, v))
         pages, offsets = self._written(table, k.shape[1], cache)
-        data = kv_write.write_pages(cache.data, k, v, pages, offsets)
+        data = kv_write.write_pages(cache.data, k, v, pages, offsets, path=self.backend)
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
-        mixed = paged_attention.prefill(q, data, table, self.starts, ends, scale=scale, window=layer.window)
+        options: dict[str, Any] = {"scale": scale, "window": layer.window, "path": self.backend}
+        mixed = paged_attention.prefill(q, data, table, self.starts, ends, **options)
         return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)
 
     def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
@@ -83,11 +98,15 @@ class PrefillAttend(NamedTuple):
 
 
 def copy_pages(
-    spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]
+    spec: CacheSpec,
+    pools: list[LayerPool],
+    source: Int[Array, "groups copies"],
+    target: Int[Array, "groups copies"],
+    backend: Wish = "auto",
 ) -> list[LayerPool]:
     """Pages to other pages in every layer, each group by its own ids; a target beyond the pool is dropped."""
 
     def copied(pool: LayerPool, group: int) -> LayerPool:
-        return pool._replace(data=kv_copy.copy_pages(pool.data, source[group], target[group]))
+        return pool._replace(data=kv_copy.copy_pages(pool.data, source[group], target[group], path=backend))
 
     return [copied(pool, spec.groups.index(layer)) for pool, layer in zip(pools, spec.layers, strict=True)]

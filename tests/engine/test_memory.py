@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine import memory
+from jaxinfer.engine.engine import resolve_for
 from jaxinfer.engine.memory import Budget, Needs, available_memory, device_budget, plan_engine, plan_memory
 from jaxinfer.llm import LLM
 from jaxinfer.loading import abstract_model, load_model
@@ -175,6 +176,14 @@ def test_settings_are_refused_before_the_weights_are_looked_for(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(llama_json()))
     with pytest.raises(EngineConfigError, match="max_model_len = 300 is beyond"):
         LLM(str(tmp_path), "bfloat16", max_model_len=300, compilation_cache_dir="")
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"), [("cpu", "for GPUs, and this is a CPU"), ("gpu", r"head_dim 8: this kernel does \(64, ")]
+)
+def test_kernels_that_cannot_be_are_refused_before_anything_is_loaded(platform, why):
+    with pytest.raises(EngineConfigError, match=f"attention_backend = mosaic cannot be: .*{why}"):
+        resolve_for(tiny_model(), EngineConfig(attention_backend="mosaic"), platform)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,8 @@ import pytest
 
 from pallas_kernels import paged_attention
 from pallas_kernels.check.cases import attention_case
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.choice import AMPERE, HOPPER, Target
+from pallas_kernels.paged_attention import api, reference
 
 SCALE = 0.3
 
@@ -113,3 +114,53 @@ def test_a_row_does_not_depend_on_those_that_it_is_sorted_among():
         now[3] = 100
         rows.append(np.asarray(decode(q, pool, tables, jnp.asarray(now, jnp.int32))[3]).tobytes())
     assert len(set(rows)) == 1
+
+
+def shapes(dtype, *, chunk=None, group=4, head_dim=128, page=64):
+    """Operands of `decode`, or of `prefill` of so many queries a lane."""
+    rows = (3,) if chunk is None else (3, chunk)
+    q = jax.ShapeDtypeStruct((*rows, 2 * group, head_dim), dtype)
+    pool = jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)
+    table, length = jax.ShapeDtypeStruct((3, 4), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    return (q, pool, table, length) if chunk is None else (q, pool, table, length, length)
+
+
+H100, A100 = Target("gpu", HOPPER), Target("gpu", AMPERE)
+
+
+@pytest.mark.parametrize(
+    ("operands", "target", "path", "why"),
+    [
+        (shapes(jnp.bfloat16), H100, "mosaic", "capability 9.0"),
+        (shapes(jnp.bfloat16), A100, "xla", "capability is 8.0"),
+        (shapes(jnp.bfloat16), None, "xla", "platform cpu"),
+        (shapes(jnp.float32), H100, "xla", "float32"),
+        (shapes(jnp.bfloat16, head_dim=72), H100, "xla", "head_dim 72"),
+        (shapes(jnp.bfloat16, chunk=3), H100, "mosaic", "capability 9.0"),
+        (shapes(jnp.bfloat16, chunk=256), H100, "mosaic", "capability 9.0"),
+        (shapes(jnp.bfloat16, chunk=256, page=48), H100, "xla", "page size 48"),
+    ],
+)
+def test_the_path_and_why(operands, target, path, why):
+    explain = paged_attention.explain_decode if len(operands) == 4 else paged_attention.explain_prefill
+    options = {} if len(operands) == 4 else {"scale": SCALE}
+    choice = explain(*operands, **options, target=target)
+    assert choice.path == path
+    assert why in choice.why
+
+
+def test_a_path_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="float32"):
+        jax.eval_shape(
+            lambda *a: paged_attention.prefill(*a, scale=SCALE, path="mosaic"), *shapes(jnp.float32, chunk=256)
+        )
+
+
+@pytest.mark.parametrize(("chunk", "kernel"), [(3, "decode"), (16, "decode"), (17, "prefill")])
+def test_few_queries_are_the_decode_kernels(monkeypatch, chunk, kernel):
+    """Four heads a KV head: 16 tokens are the 64 queries that it takes."""
+    monkeypatch.setattr(api.few, "extend", lambda q, *_, **__: q * 1)
+    monkeypatch.setattr(api.many, "prefill", lambda q, *_, **__: q * 2)
+    operands = [jnp.ones(each.shape, each.dtype) for each in shapes(jnp.bfloat16, chunk=chunk)]
+    got = paged_attention.prefill(*operands, scale=SCALE, path="mosaic")
+    assert got[0, 0, 0, 0] == {"decode": 1, "prefill": 2}[kernel]
