@@ -9,8 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# What to look at in Hopper's and Ampere's machine code: tensor cores, asynchronous copies, barriers, local memory.
-INSTRUCTIONS = ("HGMMA", "IGMMA", "QGMMA", "UTMALDG", "UTMASTG", "HMMA", "IMMA", "LDGSTS", "BAR", "SYNCS", "LDL", "STL")
+# What to look at in Hopper's and Ampere's machine code.
+_TENSOR_CORES = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")
+_COPIES = ("UTMALDG", "UTMASTG", "LDGSTS", "LDG", "STG")  # the first three are asynchronous
+_LOCAL_MEMORY = ("LDL", "STL")
+INSTRUCTIONS = (*_TENSOR_CORES, *_COPIES, "USETMAXREG", "BAR", "SYNCS", *_LOCAL_MEMORY)
 _BARRIER_BYTES = 8
 
 
