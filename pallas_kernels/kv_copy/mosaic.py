@@ -156,7 +156,8 @@ def _run[Pool](
         raise ValueError(why)
     count = copies.source_pages.shape[0]
     tiles = tiles or heuristic_tiles(count)
-    large = [i for i, array in enumerate(arrays) if array.size]
+    least = 1 if copies.target_slots is None else 4  # scales per page and head do not move with rows
+    large = [i for i, array in enumerate(arrays) if array.size and array.ndim >= least]
     indices = jax.tree.map(lambda x: x.astype(jnp.int32), copies)
     for first in range(0, len(large) if count else 0, ARRAYS):
         places = large[first : first + ARRAYS]

@@ -43,10 +43,12 @@ def move_rows[Pool](
     """Slot ``source_slots[i]`` of page ``source_pages[i]``, all heads' keys and values, to another slot.
 
     Arrays are ``[pages, 2, kv_heads, page, ...]``: tokens of a draft tree that were accepted move up to where a chain
-    would have written them. Scales per page and head do not move with a token: they must be alike on both pages.
+    would have written them. Scales per page and head (``[pages, 2, kv_heads]``) stay: they must be alike on both pages.
     """
 
     def moved(array: jax.Array) -> jax.Array:
+        if array.ndim < 4:
+            return array
         result = array
         pages, slots = jnp.arange(array.shape[0])[:, None], jnp.arange(array.shape[3])
         for i in range(source_pages.shape[0]):

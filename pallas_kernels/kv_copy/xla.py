@@ -27,6 +27,8 @@ def move_rows[Pool](
     """See `reference.move_rows`."""
 
     def moved(array: jax.Array) -> jax.Array:
+        if array.ndim < 4:  # scales per page and head
+            return array
         rows = array.at[source_pages, :, :, source_slots].get(mode="clip")
         return array.at[target_pages, :, :, target_slots].set(rows, mode="drop", wrap_negative_indices=False)
 
