@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -121,6 +121,12 @@ class ScriptedStream:
     async def __aiter__(self) -> AsyncIterator[SequenceDelta]:
         for delta in self._script.deltas(self.request):
             yield delta
+
+    @property
+    def idle(self) -> bool:
+        return False
+
+    def listen(self, listener: Callable[[], None]) -> None: ...
 
     async def __aenter__(self) -> ScriptedStream:
         return self
