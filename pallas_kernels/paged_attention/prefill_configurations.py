@@ -70,7 +70,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration("bf16", 32, 96, 1),
     _configuration("bf16", 64, 256, 2),
     _configuration("bf16-window-softcap-sinks", 64, 128, 4, **_EVERY),
-    _configuration("bf16-window-softcap-sinks", 64, 256, 2, **_EVERY),
+    _configuration("bf16-window-softcap", 64, 256, 2, window=1024, softcap=30.0),
     _configuration("bf16-tree-window", 64, 128, 4, chunk=128, tree=True, window=1024),
     _configuration("int8-head", 64, 128, 4, pool_dtype=jnp.int8, scales="head"),
     _configuration("int8-token-window-softcap-sinks", 16, 128, 4, pool_dtype=jnp.int8, scales="token", **_EVERY),

@@ -14,7 +14,7 @@ heads that share their keys. It walks the key blocks that the tile's queries see
                                                        to the other; softmax of the scores meanwhile
       waits values_free           <-                   arrive when the products with the values are done
       values, one copy per page   ->  values_ready     wait, at the end of the block's softmax
-                                      values_clean     consumer 0 arrives when it has zeroed the values at both ends
+                               last_clean, first_clean consumer 0 arrives when it has zeroed the values at either end
                                                        that nobody may see; both wait
                                                      write their rows over their queries, and from there to memory
 

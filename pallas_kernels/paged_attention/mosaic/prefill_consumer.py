@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic.prefill_producer import rows_between
+from pallas_kernels.paged_attention.mosaic.prefill_producer import pieces, rows_between
 from pallas_kernels.paged_attention.mosaic.prefill_types import (
     WARPGROUP_ROWS,
     Barriers,
@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.mosaic.prefill_types import (
     Smem,
     Tile,
     slot_of,
+    this_tile,
 )
 
 LOWEST = -1e30  # where a row's maximum starts: finite, so that a block in which a row sees nothing adds exact zeros
@@ -70,12 +71,14 @@ def consume(rows: Rows, smem: Smem, barriers: Barriers) -> None:
     pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
     softmax = _first_scores(rows, smem, barriers)
     plgpu.barrier_wait(barriers.values_ready.at[0])
-    _clear_unseen(rows, jnp.int32(0), smem, barriers.values_clean.at[0])
+    _clear_unseen(rows, jnp.int32(0), smem, barriers.last_clean)
     carry = (_zeros(shape), softmax._replace(probs=softmax.probs.astype(shape.dtype)))
     carry = lax.fori_loop(1, tile.steps, functools.partial(_overlapped_step, rows, smem, barriers), carry)
+    # Read again, so that not all of it occupies registers during the loop.
+    rows = dataclasses.replace(rows, tile=this_tile(shape, rows.gmem))
     if shape.window is not None:
-        last = tile.steps - 1
-        pl.when(last > 0)(lambda: _clear_unseen(rows, last, smem, barriers.values_clean.at[1]))
+        last = rows.tile.steps - 1
+        pl.when(last > 0)(lambda: _clear_unseen(rows, last, smem, barriers.first_clean))
     output = _last_values(rows, smem, barriers, *carry)
     pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barriers.turn.at[0]))
     _write_out(rows, smem, output, carry[1].total)
@@ -153,10 +156,11 @@ def _clear_unseen(rows: Rows, step: Any, smem: Smem, clean: Any) -> None:
         @pl.when(rows.warpgroup == 0)
         def _clear() -> None:
             values = smem.values.at[slot_of(shape, step)]
-            for row in range(0, shape.block_keys, WARPGROUP_ROWS):
-                part = values.at[pl.ds(row, WARPGROUP_ROWS)]
+            for keys, columns in pieces(shape):
+                part = values.at[keys, columns]
                 kept = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-                part[...] = jnp.where(rows_between(kept.shape, low - row, high - row), kept, jnp.zeros_like(kept))
+                first = keys.start
+                part[...] = jnp.where(rows_between(kept.shape, low - first, high - first), kept, jnp.zeros_like(kept))
             plgpu.commit_smem()
             plgpu.barrier_arrive(clean)
 
@@ -300,10 +304,12 @@ def _visible(rows: Rows, step: Any) -> Any:
     # Added to the columns and not taken from the rows: else each thread's 32 column numbers outlive the loop and spill.
     keys = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=plgpu.Layout.WGMMA) + begin
     positions = tile.start + (_depths(rows) if shape.tree else rows.tokens())
-    seen = _tree_block(rows, step) if shape.tree else keys <= _spread(positions, shape.block_keys)
-    if shape.window is None:
-        return seen
-    return seen & (keys > _spread(positions - shape.window, shape.block_keys))
+    if shape.tree:
+        seen = _tree_block(rows, step)
+        return seen if shape.window is None else seen & (keys > _spread(positions - shape.window, shape.block_keys))
+    behind = _spread(positions, shape.block_keys) - keys
+    # One comparison for both ends, and no register for the window's: what lies ahead is a huge unsigned number.
+    return behind >= 0 if shape.window is None else behind.astype(jnp.uint32) < shape.window
 
 
 def _depths(rows: Rows) -> Any:

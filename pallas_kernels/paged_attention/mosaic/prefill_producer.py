@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.mosaic.prefill_types import (
     slot_of,
 )
 
-_COLUMNS = 64  # of a quantised pool, converted at a time: what the producer's registers hold; whole swizzled tiles
+_COLUMNS = 64  # of keys or values that a warpgroup converts or clears at a time
 
 
 class _Source(NamedTuple):
@@ -119,19 +119,23 @@ def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barrier
 def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: Any, target: Any) -> None:
     """Numbers times scales; zero what no query of the tile sees, whose scales may be anything."""
     start = tile.first_key(shape, step)
-    for row in range(0, shape.block_keys, WARPGROUP_ROWS):
-        rows = pl.ds(row, WARPGROUP_ROWS)
+    for rows, columns in pieces(shape):
+        numbers = plgpu.load(raw.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        first = start + rows.start
         if shape.scales:
-            keys = pl.ds(pl.multiple_of(start + row, WARPGROUP_ROWS), WARPGROUP_ROWS)
+            keys = pl.ds(pl.multiple_of(first, WARPGROUP_ROWS), WARPGROUP_ROWS)
             place = gmem.factors.at[tile.lane, half, tile.kv_head, keys]
             factors = plgpu.load(place, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        for column in range(0, shape.head_dim, _COLUMNS):
-            part = rows, pl.ds(column, min(_COLUMNS, shape.head_dim - column))
-            numbers = plgpu.load(raw.at[part], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-            if shape.scales:
-                numbers = numbers * lax.broadcast_in_dim(factors, numbers.shape, [0])
-            kept = rows_between(numbers.shape, tile.low - start - row, tile.high - start - row)
-            target[part] = jnp.where(kept, numbers, 0.0).astype(shape.dtype)
+            numbers = numbers * lax.broadcast_in_dim(factors, numbers.shape, [0])
+        kept = rows_between(numbers.shape, tile.low - first, tile.high - first)
+        target[rows, columns] = jnp.where(kept, numbers, 0.0).astype(shape.dtype)
+
+
+def pieces(shape: Shape) -> list[tuple[Any, Any]]:
+    """A slot's rows and columns in pieces that cost few registers: whole swizzled tiles, rows of a wgmma."""
+    rows, columns = range(0, shape.block_keys, WARPGROUP_ROWS), range(0, shape.head_dim, _COLUMNS)
+    widths = {column: min(_COLUMNS, shape.head_dim - column) for column in columns}
+    return [(pl.ds(row, WARPGROUP_ROWS), pl.ds(column, widths[column])) for row in rows for column in columns]
 
 
 def rows_between(dims: tuple[int, ...], low: Any, high: Any) -> Any:

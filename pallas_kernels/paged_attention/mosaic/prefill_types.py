@@ -118,7 +118,8 @@ class Barriers(NamedTuple):
     keys_free: Any
     values_free: Any
     turn: Any  # one per consumer: it may issue its products
-    values_clean: Any  # for the first step and for the last: consumer 0 has zeroed the values that nobody may see
+    last_clean: Any  # consumer 0 has zeroed the values that nobody may see: of the last key block
+    first_clean: Any  # and of the first one
     raw_ready: Any  # one per slot of raw keys, then of raw values
 
 
@@ -172,7 +173,8 @@ def barrier_types(shape: Shape) -> Barriers:
         keys_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         values_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         turn=plgpu.Barrier(num_barriers=2),
-        values_clean=plgpu.Barrier(num_barriers=2),
+        last_clean=plgpu.Barrier(),
+        first_clean=plgpu.Barrier(),
         raw_ready=plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * RAW_SLOTS),
     )
 
