@@ -33,11 +33,21 @@ def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
     found: list[Configuration] = []
     for folder in op_folders():
         wanted = any(folder.name.startswith(prefix.split(".")[0]) for prefix in prefixes)
-        if wanted and folder.name not in forgotten():
-            shipped = importlib.import_module(f"pallas_kernels.{folder.name}.configurations").CONFIGURATIONS
+        if wanted:
+            shipped = list(dict.fromkeys(one for name in _modules(folder) for one in _listed(name)))
             _check_names(folder.name, [(one.op, one.name) for one in shipped])
             found += shipped
     return [one for one in found if one.op.startswith(prefixes)]
+
+
+def _modules(folder: pathlib.Path) -> list[str]:
+    """``configurations.py`` and, where an op has many, ``<kernel>_configurations.py``."""
+    return [f"pallas_kernels.{folder.name}.{path.stem}" for path in sorted(folder.glob("*configurations.py"))]
+
+
+def _listed(module: str) -> tuple[Configuration, ...]:
+    listed: tuple[Configuration, ...] = importlib.import_module(module).CONFIGURATIONS
+    return listed
 
 
 def _check_names(folder: str, names: Sequence[tuple[str, str]]) -> None:

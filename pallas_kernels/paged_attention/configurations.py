@@ -1,4 +1,4 @@
-"""The shapes of paged attention that ship, for `python -m pallas_kernels.check`."""
+"""The shapes of paged decode that ship, for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import Configuration, shaped
-from pallas_kernels.paged_attention.mosaic import paged_decode_mosaic
+from pallas_kernels.paged_attention.mosaic.decode import decode
 
 _ROWS, _KV_HEADS, _PAGES, _CONTEXT = 64, 8, 256, 4096
 
 
 def _decode(page: int, head_dim: int, group: int, dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    decode = functools.partial(paged_decode_mosaic, scale=head_dim**-0.5)
-    return decode, (
+    return functools.partial(decode, scale=head_dim**-0.5), (
         shaped(_ROWS, _KV_HEADS * group, head_dim, dtype=dtype),
         shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=dtype),
         shaped(_ROWS, _CONTEXT // page, dtype=jnp.int32),

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
-from tools.check_programs.programs import MODELS, PATHS
+from tools.check_programs.programs import MODELS, PAGES, PATHS
 from tools.check_programs.rules import Finding
 
 QUICK_LAYERS = 4
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"check_programs: {error}", file=sys.stderr)
         return 3
     layers = QUICK_LAYERS if arguments.quick else None
-    return max([_check(arguments.model, layers, path, plugins) for path in arguments.attention])
+    return max([_check(arguments.model, layers, arguments.pages, path, plugins) for path in arguments.attention])
 
 
-def _check(model: str, layers: int | None, path: str, plugins: pathlib.Path | None) -> int:
-    found = run(model, layers, path, plugins)
+def _check(model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None) -> int:
+    found = run(model, layers, pages, path, plugins)
     print(f"\n{model}, attention {path}" + (f", {layers} layers" if layers else ""))
     for name, some in found.items():
         for one in some:
@@ -42,7 +42,9 @@ def _check(model: str, layers: int | None, path: str, plugins: pathlib.Path | No
     return int(any(one.broken for some in found.values() for one in some))
 
 
-def run(model: str, layers: int | None, path: str, plugins: pathlib.Path | None) -> dict[str, list[Finding]]:
+def run(
+    model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None
+) -> dict[str, list[Finding]]:
     """The findings of each program, compiled in a process of its own.
 
     Raises:
@@ -50,7 +52,17 @@ def run(model: str, layers: int | None, path: str, plugins: pathlib.Path | None)
     """
     with tempfile.TemporaryDirectory() as folder:
         dumps, results = pathlib.Path(folder, "dumps"), pathlib.Path(folder, "results")
-        command = [sys.executable, "-m", "tools.check_programs.programs", "--model", model, "--attention", path]
+        command = [
+            sys.executable,
+            "-m",
+            "tools.check_programs.programs",
+            "--model",
+            model,
+            "--attention",
+            path,
+            "--pages",
+            str(pages),
+        ]
         command += ["--dumps", str(dumps), "--results", str(results)] + ["--layers", str(layers)] * bool(layers)
         variables = environment(plugins)
         variables["XLA_FLAGS"] += f" --xla_dump_to={dumps} --xla_dump_hlo_as_text"
@@ -64,6 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     known = ", ".join(MODELS)
     parser.add_argument("--model", default="llama-3.1-8b", help=f"one of {known}, or a folder with a config.json")
     parser.add_argument("--attention", nargs="+", choices=PATHS, default=["auto"], help="which path attention takes")
+    parser.add_argument("--pages", type=int, default=PAGES, help=f"of the pool, of 64 tokens each (default: {PAGES})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     return parser.parse_args(argv)

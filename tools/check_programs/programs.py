@@ -6,15 +6,14 @@ The programs, their options, shapes and donations are the engine's: `engine.comp
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +27,8 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 from jaxinfer.types import ParamSpec
-from pallas_kernels import paged_attention
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
-from pallas_kernels.paged_attention import mosaic, xla
 from tools.check_programs.hlo import read_launches, read_module
 from tools.check_programs.rules import Finding, Step, findings
 from tools.gpu_check.step import LLAMA_8B
@@ -39,26 +36,12 @@ from tools.gpu_check.step import LLAMA_8B
 MODELS = {"llama-3.1-8b": LLAMA_8B}
 PATHS = ("auto", "mosaic", "xla")
 LIMITS = SamplingLimits(max_logprobs=20)
-ENGINE = EngineConfig(max_num_seqs=64, page_size=64, num_pages=4096, max_model_len=4096, prefill_sizes=(32, 128, 256))
-PREFILL_ROWS = 2048
+ENGINE = EngineConfig(max_num_seqs=64, page_size=64, max_model_len=4096, prefill_sizes=(32, 128, 256))
+PREFILL_ROWS, PAGES = 2048, 4096
 # Bytes of temporaries: a few arrays of logits (float32, of the whole vocabulary) or of the widest activation. A copy of
 # one layer's pool or of the head would not fit.
 _MIB = 2**20
 CEILINGS = {"decode": 160 * _MIB, "prefill": 256 * _MIB, "prefill_logprobs": 448 * _MIB}
-
-
-@contextlib.contextmanager
-def attention(path: str) -> Iterator[None]:
-    """Attention by one path where there is a kernel for it, or, with "auto", by the one that the op takes itself."""
-
-    def decode(q: Any, pool: Any, tables: Any, lengths: Any, *, scale: float, window: int | None = None) -> Any:
-        if window is not None:
-            return xla.decode(q, pool, tables, lengths, scale=scale, window=window)
-        return mosaic.paged_decode_mosaic(q, pool, tables, lengths, scale=scale)
-
-    chosen: Callable[..., Any] = {"auto": paged_attention.decode, "mosaic": decode, "xla": xla.decode}[path]
-    with mock.patch.object(paged_attention, "decode", chosen):
-        yield
 
 
 def config_folder(model: str, layers: int | None, folder: pathlib.Path) -> pathlib.Path:
@@ -70,13 +53,13 @@ def config_folder(model: str, layers: int | None, folder: pathlib.Path) -> pathl
     return folder
 
 
-def compile_steps(model: Model) -> Iterator[tuple[str, Any, int, int]]:
+def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, Any, int, int]]:
     """Name, executable, tokens and donated bytes of the engine's widest programs. Nothing is allocated."""
     target = TARGETS[HOPPER]
     mesh = make_mesh(target.topology.devices)
     everywhere = replicated(mesh)
     engine = resolve(
-        ENGINE,
+        settings,
         model.cache_spec,
         max_position=model.config.max_position,
         itemsize=model.dtype.itemsize,
@@ -92,7 +75,14 @@ def compile_steps(model: Model) -> Iterator[tuple[str, Any, int, int]]:
     slots = _placed(HostSlots(engine.rows, LIMITS).snapshot(), everywhere)
     groups = len(model.cache_spec.groups)
     with target.current():
-        compiled = compile_largest(make_programs(model, LIMITS.max_logprobs), engine, params, slots, state, groups)
+        compiled = compile_largest(
+            make_programs(model, LIMITS.max_logprobs, backend=engine.attention_backend),
+            engine,
+            params,
+            slots,
+            state,
+            groups,
+        )
     donated = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     size, lanes = max(engine.wide_prefills, default=(engine.prefill_sizes[-1], 1), key=lambda pair: pair[0] * pair[1])
     tokens = {"decode": engine.rows, "prefill": size * lanes, "prefill_logprobs": engine.prefill_sizes[-1]}
@@ -118,10 +108,10 @@ def _placed(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def check(model: Model, dumps: pathlib.Path) -> dict[str, list[Finding]]:
+def check(model: Model, settings: EngineConfig, dumps: pathlib.Path) -> dict[str, list[Finding]]:
     """The findings of each program. ``dumps``: the folder that XLA was told to dump to."""
     found = {}
-    for name, executable, tokens, donated in compile_steps(model):
+    for name, executable, tokens, donated in compile_steps(model, settings):
         dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
         layers, needs_head = len(model.config.layers), name != "prefill"
         step = Step(
@@ -129,7 +119,7 @@ def check(model: Model, dumps: pathlib.Path) -> dict[str, list[Finding]]:
             module=read_module(executable.as_text()),
             launches=read_launches(dump),
             weights=len(jax.tree.leaves(model.params)),
-            pool=_elements(model),
+            pool=math.prod(model.cache_spec.pool_shape(settings.num_pages or 0, settings.page_size)),
             tokens=tokens,
             widest=max(2 * model.config.intermediate_size, model.config.vocab_size if needs_head else 0),
             # A prompt's chunk is computed for its keys and values: what follows the last layer's is not needed.
@@ -144,24 +134,19 @@ def check(model: Model, dumps: pathlib.Path) -> dict[str, list[Finding]]:
     return found
 
 
-def _elements(model: Model) -> int:
-    size = 1
-    for dim in model.cache_spec.pool_shape(ENGINE.num_pages or 0, ENGINE.page_size):
-        size *= dim
-    return size
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--pages", type=int, required=True)
     parser.add_argument("--attention", choices=PATHS, required=True)
     parser.add_argument("--dumps", type=pathlib.Path, required=True)
     parser.add_argument("--results", type=pathlib.Path, required=True)
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, attention(arguments.attention):
+    settings = dataclasses.replace(ENGINE, num_pages=arguments.pages, attention_backend=arguments.attention)
+    with tempfile.TemporaryDirectory() as folder:
         named = config_folder(arguments.model, arguments.layers, pathlib.Path(folder))
-        found = check(abstract_model(str(named), "bfloat16"), arguments.dumps)
+        found = check(abstract_model(str(named), "bfloat16"), settings, arguments.dumps)
     plain = {name: [dataclasses.asdict(one) for one in some] for name, some in found.items()}
     arguments.results.write_text(json.dumps(plain), encoding="utf-8")
 
