@@ -101,6 +101,36 @@ def test_equal_seeds_make_equal_runs(servers: dict[str, str], tmp_path: pathlib.
     assert dues(1) == dues(1) != dues(2)
 
 
+def test_runs_differ_in_prompts_and_pauses() -> None:
+    """No run finds the prompts of another one cached."""
+
+    def drawn(seed: int) -> tuple[list[object], list[list[float]]]:
+        options = parse(["serve", "--target", "grpc://a", "--seed", str(seed)])
+        made = Session(options, Scripted(), Served("a"), Asked(Ids(10**6), 1.0))
+        load = Load(rate=5.0, requests=4)
+        dues = [[each.due for each in made._prepare(load, made.items(number), number)] for number in (0, 1)]
+        return [next(made.items(number)).prompt for number in (0, 1, 1 << 20)], dues
+
+    (first, dues), (other, others) = drawn(1), drawn(2)
+    assert len({tuple(prompt) for prompt in (*first, *other)}) == 6
+    assert len({tuple(each) for each in (*dues, *others)}) == 4
+
+
+def test_what_warms_up_is_in_no_figure(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, out = Scripted(ttft=0.001, itl=0.0), tmp_path / "raw.jsonl"
+    monkeypatch.setattr("jaxinfer.bench.serve.make_target", lambda options: target)
+    words = f"--target grpc://a --num-requests 4 --warmup 3 --out {out}"
+    assert main(["serve", *words.split()]) == 0
+    assert (len(target.messages), len(lines(out)["request"])) == (7, 4)
+
+
+def test_a_rate_at_which_requests_fail_does_not_hold() -> None:
+    session = Session(parse(["serve", "--target", "grpc://a"]), Scripted(), Served("a"), Asked(Ids(5), 1.0))
+    figures = {"goodput": None, "keeping_up": 1.0, "requests": 100}
+    assert session._breaks({**figures, "completed": 98}) == "errors"
+    assert session._breaks({**figures, "completed": 99}) is None
+
+
 def test_ctrl_c_reports_what_there_is(
     servers: dict[str, str],
     tmp_path: pathlib.Path,

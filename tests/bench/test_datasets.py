@@ -74,7 +74,7 @@ def test_sharegpt(tmp_path: pathlib.Path) -> None:
 
 @pytest.fixture
 def azure(tmp_path: pathlib.Path) -> pathlib.Path:
-    rows = [f"2023-11-16 18:15:{40 + 2 * i}.5000000,{20 * (i + 1)},{10 * (i + 1)}" for i in range(5)]
+    rows = [f"2023-11-16 18:15:{40 + 2 * i}.{5 + i}000000,{20 * (i + 1)},{10 * (i + 1)}" for i in range(5)]
     path = tmp_path / "azure.csv"
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     return path
@@ -83,7 +83,7 @@ def azure(tmp_path: pathlib.Path) -> pathlib.Path:
 def test_azure(azure: pathlib.Path) -> None:
     items = some("azure", Asked(Ids(50), 1.0, max_len=75, path=azure))
     assert [(item.prompt_len, item.output_len) for item in items] == [(10, 5), (20, 10), (30, 15), (40, 20), (50, 25)]
-    assert [item.due for item in items] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert [item.due for item in items] == pytest.approx([0.0, 2.1, 4.2, 6.3, 8.4])
     assert [len(item.prompt) for item in items] == [10, 20, 30, 40, 50]
 
 
@@ -95,6 +95,7 @@ def test_mooncake_prompts_are_those_of_the_replay(tmp_path: pathlib.Path) -> Non
     trace = traces.scale_mooncake(traces.read_mooncake(path), 1000, 16)
     expected = [traces.prompt_tokens(trace, request, 50, 4).tolist() for request in trace.requests]
     assert [item.prompt for item in items] == expected
+    assert [item.due for item in items] == [0.0, 1.0, 2.0]
     words = some("mooncake", Asked(Words(2.0), 2.0, path=path, block_tokens=16))
     assert [len(item.prompt.split()) for item in words] == [10, 10, 10]  # 16 tokens and 5 of the cut block, halved
     assert words[0].prompt.split()[:8] == words[1].prompt.split()[:8]

@@ -95,7 +95,7 @@ def test_failures_are_counted_by_kind_and_disturb_no_other() -> None:
 def test_a_timeout() -> None:
     (record,) = drive(Scripted(ttft=0.5, itl=0.4), due(0.0), timeout=1.0)
     assert (record.error_kind, record.ended) == ("timeout", pytest.approx(1.0))
-    assert len(record.times) == 2
+    assert (len(record.times), record.output_tokens) == (2, 2)
     assert summary([record], Goals())["tokens_of_failed_requests"] == 2
 
 

@@ -61,6 +61,14 @@ def test_goals(goals: Goals, good: bool) -> None:
     assert not goals.met(record(0, 0.0, 1.0, 0.5, error="timeout"))
 
 
+def test_tokens_of_prompts_the_cached_ones_and_other_lengths_are_counted() -> None:
+    records = [record(0, 0.0, 1.0, 0.5), record(1, 0.0, 4.0, 0.5, tokens=5)]
+    records[0].asked_output, records[0].cached_tokens = 9, 8
+    figures = summary(records, Goals())
+    assert (figures["other_length"], figures["cached_tokens"]) == (1, 8)
+    assert figures["tokens_per_second"] == pytest.approx((20 + 8) / 6)
+
+
 def test_deliveries_of_several_tokens() -> None:
     made = record(0, 0.0, 1.0, 0.6)
     made.counts, made.output_tokens = array("L", [1, 4, 4]), 9

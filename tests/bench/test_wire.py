@@ -3,9 +3,10 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from jaxinfer.bench.null_server import Script, serve_grpc, serve_http
 from jaxinfer.bench.sse import EventParser
 from jaxinfer.bench.target import Access, Ending, Item, Sampling, SendFailed, Served, TargetError
 from jaxinfer.v1 import inference_pb2 as pb
+from tests.client.serving import scripted
 
 ITEM = Item([5, 6, 7], 3, 4)
 
@@ -248,6 +250,49 @@ def test_a_request_over_grpc() -> None:
     assert (request.model, list(request.token_ids.ids)) == ("null", [5, 6, 7])
     assert (request.sampling.max_tokens, request.sampling.ignore_eos) == (4, True)
     assert request.sampling.HasField("temperature")
+
+
+def test_a_key_goes_with_a_call_and_every_token_of_a_delivery_counts() -> None:
+    seen: list[object] = []
+
+    def generate(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
+        seen.append(dict(context.invocation_metadata())["authorization"])
+        yield pb.GenerateResponse(delta=pb.Delta(text="abc", token_ids=[5, 6, 7]))
+        if request.sampling.seed != 3:
+            yield pb.GenerateResponse(finished=pb.Finished(usage=pb.Usage(prompt_tokens=2, completion_tokens=3)))
+
+    async def main(port: str) -> tuple[Ending, list[int]]:
+        target = GrpcTarget(Access(f"grpc://{port}", api_key="k1"), Sampling())
+        with pytest.raises(TargetError, match="UNIMPLEMENTED"):  # it has no models, but the channels are open
+            await target.open()
+        notes: list[int] = []
+        ending = await target.stream(pb.GenerateRequest().SerializeToString(), notes.append)
+        with pytest.raises(SendFailed, match="without its last message"):
+            await target.stream(pb.GenerateRequest(sampling={"seed": 3}).SerializeToString(), notes.append)
+        await target.close()
+        return ending, notes
+
+    with scripted(Generate=generate) as port:
+        assert asyncio.run(asyncio.wait_for(main(port), 30)) == (Ending(None, 2, 3, 0), [3, 3])
+    assert seen == ["Bearer k1"] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_the_seed_is_sent_where_it_counts(temperature: float) -> None:
+    async def main() -> Any:
+        stop, target = await null_target("grpc")
+        await target.open()
+        target._sampling = Sampling(temperature, seed=3)
+        message = target.prepare(ITEM)
+        await target.close()
+        await stop()
+        return pb.GenerateRequest.FromString(message).sampling
+
+    sampling = asyncio.run(asyncio.wait_for(main(), 30))
+    assert (sampling.seed, sampling.temperature) == (3, temperature)
+    over_http = HttpTarget(Access("http://127.0.0.1:1"), Sampling(temperature, seed=3), "completions", 100)
+    body = json.loads(over_http.prepare(ITEM).partition(b"\r\n\r\n")[2])
+    assert body.get("seed") == (3 if temperature else None)  # some servers refuse what greedy sampling has no use for
 
 
 def opened(target: HttpTarget | GrpcTarget) -> Served:

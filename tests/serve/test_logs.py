@@ -72,3 +72,6 @@ def test_libraries_are_heard_when_something_is_wrong():
     assert stream.getvalue() == ""
     logging.getLogger("uvicorn.error").error("failed")
     assert "failed" in stream.getvalue()
+    _, stream = logged("text", "error")
+    logging.getLogger("uvicorn.error").warning("not so bad")
+    assert stream.getvalue() == ""

@@ -179,6 +179,18 @@ def test_registering_does_not_ask_the_engine() -> None:
         list(registry.collect())
 
 
+class Reborn:
+    state, restarts = "dead", 3
+
+
+def test_the_engines_life_is_told() -> None:
+    families = text_string_to_metric_families(ServerMetrics(Reborn()).render().decode())
+    told = {(s.name, s.labels.get("state")): s.value for family in families for s in family.samples}
+    assert told["jaxinfer:engine_restarts_total", None] == 3
+    states = {state: value for (name, state), value in told.items() if name == "jaxinfer:engine_state"}
+    assert states == {"starting": 0, "ready": 0, "dead": 1, "stopped": 0}
+
+
 def test_over_http() -> None:
     registry = CollectorRegistry()
     registry.register(EngineCollector(busy, MODEL["model_name"]))

@@ -60,6 +60,31 @@ def test_a_fault_is_an_error_and_a_refusal_is_not():
     refusal = traced(Call("a"), lambda trace: trace.failed(ServeError(Kind.INVALID, "n=0 must be at least 1")))
     assert refusal.status.status_code is StatusCode.UNSET
     assert (fault.attributes["error.type"], refusal.attributes["error.type"]) == ("internal", "invalid")
+    left = traced(Call("a"), lambda trace: trace.failed(ServeError(Kind.CANCELLED, "the client has left")))
+    assert left.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_who_counts_errors_is_told_of_each_recorded_or_not(recorded):
+    told = []
+    tracing = Tracing(exporter=InMemorySpanExporter() if recorded else None, failed=told.append)
+    error = ServeError(Kind.INVALID, "n=0 must be at least 1")
+    tracing.begin(Call("a"), "demo").failed(error)
+    tracing.close()
+    assert told == [error]
+
+
+def test_only_plain_http_goes_without_tls(monkeypatch):
+    asked = {}
+
+    def exporter(*, endpoint, insecure):
+        asked[endpoint] = insecure
+        return InMemorySpanExporter()
+
+    monkeypatch.setattr("jaxinfer.serve.tracing.OTLPSpanExporter", exporter)
+    for endpoint in ("http://a:4317", "https://a:4317", "a:4317"):
+        Tracing(endpoint).close()
+    assert asked == {"http://a:4317": True, "https://a:4317": False, "a:4317": False}
 
 
 def test_a_context_that_is_none_is_ignored():

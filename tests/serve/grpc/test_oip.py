@@ -20,6 +20,8 @@ from tritonclient.utils import InferenceServerException
 from jaxinfer.oip import open_inference_pb2 as pb
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.grpc.oip import FINAL, SERVICE, OpenInference
+from jaxinfer.serve.grpc.oip_request import ask_of
+from jaxinfer.serve.grpc.tensors import read_scalar
 from tests.serve.fake_engine import FIRST_BYTE, Mischief, expected_text
 from tests.serve.grpc.running import Running, running
 
@@ -383,6 +385,26 @@ def test_timeouts_of_request_and_call() -> None:
             await run.baseline()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("call", "microseconds", "earlier"),
+    [(5.0, 1_000_000, 1.0), (1.0, 5_000_000, 1.0), (None, 5_000_000, 5.0), (5.0, 0, 5.0), (None, 0, None)],
+)
+def test_of_two_timeouts_the_earlier_one_counts(call: float | None, microseconds: int, earlier: float | None) -> None:
+    request = pb.ModelInferRequest(model_name="fake")
+    text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    text.contents.bytes_contents.append(b"a")
+    request.parameters["timeout"].int64_param = microseconds
+    assert ask_of(request, timeout=call, tenant="", trace={}).call.timeout == earlier
+
+
+@pytest.mark.parametrize("shape", [[], [0], [-1, -1], [1, 1, 1]])
+def test_shapes_that_no_client_of_tritons_can_send(shape: list[int]) -> None:
+    tensor = pb.ModelInferRequest.InferInputTensor(name="text_input", datatype="BYTES", shape=shape)
+    tensor.contents.bytes_contents.append(b"a")
+    with pytest.raises(ServeError, match="text_input: shape"):
+        read_scalar(tensor, None, "BYTES")
 
 
 def test_more_requests_than_there_is_room_for_wait() -> None:

@@ -189,6 +189,7 @@ def test_queue_full_says_when_to_come_back():
                     statuses.append(answers[-1].status_code)
                 refused = answers[statuses.index(429)]
                 assert int(refused.headers["retry-after"]) >= 1
+                assert int(refused.headers["retry-after-ms"]) >= 1
                 assert json.loads(await refused.aread())["error"]["type"] == "rate_limit_error"
                 for answer in answers:
                     await answer.aclose()
