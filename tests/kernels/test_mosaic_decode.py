@@ -1,68 +1,133 @@
-"""The Mosaic GPU decode kernel, interpreted on the CPU. What compiles it to machine code: test_check.py."""
+"""The Mosaic GPU decode kernel, interpreted on the CPU. What compiles it to machine code: test_check.py.
 
+Mutations, each of which must be caught (`MUTATIONS` and `test_a_missing_wait_is_caught`): a removed wait at each of
+the barriers that race detection guards; off by one at the mask's end, at its start (window), in a chunk's causal bound
+and in a tree's bits; values of unseen keys not cleared; a page's place in its block; keys' and values' halves swapped;
+the page's scale taken from its neighbour; a split skipped in the merge; sinks forgotten; a head's offset in its tile.
+"""
+
+import dataclasses
 import inspect
 import linecache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention.mosaic import Tiles, paged_decode_mosaic
-from tools.gpu_check.reference import Case, float64_decode, poisoned_case
+from pallas_kernels.check.cases import Case, attention_case
+from pallas_kernels.paged_attention.mosaic import decode as kernel
+from pallas_kernels.paged_attention.mosaic import decode_consumer, decode_producer, decode_schedule
+from pallas_kernels.paged_attention.mosaic.decode import Tiles, heuristic_tiles, refusal
 
-# Half an ulp of the result, and as much for the probabilities' rounding before they meet the values.
-TOLERANCE = {jnp.bfloat16: 8e-3, jnp.float16: 1e-3}
-
-
-def make_case(*, lengths, page=16, dtype=jnp.bfloat16, **options):
-    return poisoned_case(lengths, page=page, dtype=dtype, **options)
-
-
-def decode(case, tiles):
-    arguments = [jnp.asarray(array) for array in case]
-    scale = case.q.shape[-1] ** -0.5
-    return compat.interpreted(
-        lambda: paged_decode_mosaic(*arguments, scale=scale, tiles=tiles, interpret=compat.interpret_params())
-    )
+INT8, FP8 = jnp.int8, jnp.float8_e4m3fn
+TINY = Tiles(stages=2, keys_per_split=64, blocks=3)
+ONE = Tiles(stages=2, keys_per_split=256, blocks=1)
 
 
+def run(case: Case, tiles: Tiles) -> np.ndarray:
+    op = kernel.decode if case.starts is None else kernel.extend
+    options = {**case.options, "tiles": tiles, "interpret": compat.interpret_params()}
+    return np.asarray(compat.interpreted(lambda: op(*case.arrays, **options)))
+
+
+def assert_close(case: Case, got: np.ndarray) -> None:
+    """Relative error of the whole at most 1e-3 beyond the rounding of the result itself, per number a few half ulps.
+
+    A result in bfloat16 cannot be nearer than its half ulp, 2**-9 of it, and about 1.1e-3 in the mean: so it is
+    compared with the exact result rounded likewise, too, and may differ by one rounding now and then.
+    """
+    exact, real = case.expected(), np.ones(got.shape[:1], bool)
+    if case.starts is not None:
+        real = case.starts[:, None] + np.arange(got.shape[1]) < case.lengths[:, None]
+    assert np.isfinite(got.astype(np.float32)).all()
+    assert not got[case.lengths == 0].any()
+    number, exact = got.astype(np.float64)[real], exact[real]
+    half_ulp = float(jnp.finfo(got.dtype).eps) / 2
+    excess = np.maximum(np.abs(number - exact) - half_ulp * np.abs(exact), 0)
+    bound = 2e-2 if case.options["scales"] is not None else 2e-3
+    assert np.linalg.norm(excess) <= bound * np.linalg.norm(exact)
+    np.testing.assert_allclose(number, exact, rtol=8 * half_ulp, atol=6 * half_ulp * np.abs(exact).max())
+
+
+# Odd lengths and tables are in every case: rows of nothing, of one key, of a page's edge, one short of it and full.
 CASES = {
-    "page16": ({"lengths": (37, 0, 150), "page": 16}, Tiles(stages=2, keys_per_split=64)),
-    "page64": (
-        {"lengths": (64, 129), "page": 64, "head_dim": 128, "group": 8, "kv_heads": 1},
-        Tiles(keys_per_split=128),
+    "plain": (TINY, {"lengths": (37, 0, 150)}),
+    "edges, one head a group": (TINY, {"lengths": (1, 15, 16, 17, 64), "group": 1, "width": 9}),
+    "page 64, dim 128": (TINY, {"lengths": (64, 129), "page": 64, "head_dim": 128, "group": 8, "kv_heads": 1}),
+    "half a page a slot": (TINY, {"lengths": (190, 65), "page": 128, "kv_heads": 1, "window": 100}),
+    "seven to a group": (ONE, {"lengths": (70,), "group": 7, "page": 32, "spread": 30.0, "sinks": True}),
+    "sixteen, block 128": (
+        Tiles(block_keys=128, stages=1, keys_per_split=128, blocks=2),
+        {"lengths": (200, 128), "page": 128, "group": 16, "kv_heads": 1, "softcap": 5.0},
     ),
-    "one slot": ({"lengths": (200,), "page": 16, "group": 1}, Tiles(stages=1, keys_per_split=256)),
-    "block128": ({"lengths": (1, 130), "page": 64, "group": 5}, Tiles(block_keys=128, stages=2, keys_per_split=128)),
-    "float16": ({"lengths": (90,), "page": 16, "dtype": jnp.float16}, Tiles(stages=2, keys_per_split=64)),
-    "odd width": ({"lengths": (75,), "page": 16, "width": 5, "spread": 30.0}, Tiles(stages=2, keys_per_split=64)),
+    "dim 80": (ONE, {"lengths": (40, 3), "head_dim": 80, "group": 3, "window": 20}),
+    "dim 96, fp16": (TINY, {"lengths": (90,), "head_dim": 96, "page": 32, "dtype": jnp.float16, "sinks": True}),
+    "dim 256": (TINY, {"lengths": (70, 20), "head_dim": 256, "kv_heads": 1, "group": 2, "softcap": 20.0}),
+    "window": (TINY, {"lengths": (200, 30), "window": 70, "sinks": True, "kv_heads": 1}),
+    "window of one": (TINY, {"lengths": (65,), "window": 1, "kv_heads": 1}),
+    "int8 per head": (TINY, {"lengths": (100, 0), "pool_dtype": INT8, "scales": "head", "kv_heads": 1}),
+    "int8 per token": (ONE, {"lengths": (50,), "page": 32, "pool_dtype": INT8, "scales": "token", "window": 33}),
+    "fp8 per head": (
+        ONE,
+        {"lengths": (75,), "pool_dtype": FP8, "scales": "head", "dtype": jnp.float16, "head_dim": 128},
+    ),
+    "chunk": (TINY, {"lengths": (70, 0, 66), "counts": (4, 0, 2), "chunk": 4, "group": 2, "kv_heads": 2}),
+    "chunk, window, sinks": (
+        TINY,
+        {"lengths": (100,), "counts": (8,), "group": 4, "window": 20, "sinks": True, "kv_heads": 1},
+    ),
+    "tree": (ONE, {"lengths": (40, 8), "counts": (8, 8), "group": 1, "tree": True}),
+    "tree, window, fp8": (
+        TINY,
+        {"lengths": (130,), "counts": (6,), "tree": True, "window": 66, "pool_dtype": FP8, "scales": "token"}
+        | {"page": 64, "kv_heads": 1, "group": 2, "softcap": 9.0},
+    ),
+}
+SLOW = {
+    "fp8 per token, page 128": (
+        Tiles(block_keys=128, stages=2, keys_per_split=256, blocks=2),
+        {"lengths": (300,), "page": 128, "pool_dtype": FP8, "scales": "token", "head_dim": 256, "kv_heads": 1},
+    ),
+    "fp8 without scales": (TINY, {"lengths": (80,), "pool_dtype": FP8, "kv_heads": 1, "sinks": True}),
+    "sixteen queries": (TINY, {"lengths": (100, 16), "counts": (16, 16), "group": 4, "kv_heads": 1, "head_dim": 128}),
+    "a tree of 32": (TINY, {"lengths": (100,), "counts": (32,), "group": 1, "tree": True, "kv_heads": 2}),
+    "many blocks": (Tiles(stages=3, keys_per_split=64, blocks=17), {"lengths": (300, 5, 0, 64), "group": 5}),
+    "more blocks than units": (dataclasses.replace(TINY, blocks=9), {"lengths": (20,), "kv_heads": 1}),
+    "one slot": (Tiles(stages=1, keys_per_split=128, blocks=2), {"lengths": (200,), "page": 64, "group": 6}),
+    "int8, fp16, window": (
+        TINY,
+        {"lengths": (190, 64), "pool_dtype": INT8, "scales": "head", "dtype": jnp.float16, "window": 64, "page": 32},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_equals_float64(name):
-    options, tiles = CASES[name]
-    case = make_case(**options)
-    expected = float64_decode(case, case.q.shape[-1] ** -0.5)
-    got = np.asarray(decode(case, tiles), np.float64)
-    np.testing.assert_allclose(got, expected, atol=TOLERANCE[options.get("dtype", jnp.bfloat16)], rtol=8e-3)
-    assert not got[case.lengths == 0].any()
+    tiles, options = (CASES | SLOW)[name]
+    if options.get("head_dim", 64) % 64 and not compat.CLIPPED_STORES:
+        pytest.skip("needs JAX 0.12")
+    case = attention_case(**options)
+    assert_close(case, run(case, tiles))
 
 
-def test_neighbours_and_table_width_change_no_bit():
-    """250 keys are split after 128 whatever the table: splitting by length or by width would group them differently."""
-    tiles = Tiles(stages=2, keys_per_split=128)
-    q, pool, tables, lengths = make_case(lengths=(250, 40), width=33, kv_heads=1)
-    together = np.asarray(decode(Case(q, pool, tables, lengths), tiles))
-    alone = np.asarray(decode(Case(q[:1], pool, tables[:1, :16], lengths[:1]), tiles))
-    assert together[:1].tobytes() == alone.tobytes()
+def test_neighbours_pages_and_table_width_change_no_bit():
+    """250 keys in splits of 64: merged in one block, or by many that left their sums to each other."""
+    case = attention_case((250, 40), width=20, kv_heads=1, sinks=True)
+    together = run(case, TINY)
+    order = np.random.default_rng(1).permutation(case.pool.shape[0])
+    moved = np.empty_like(case.pool)
+    moved[order] = case.pool
+    tables = order[np.clip(case.tables[:1, :16], 0, case.pool.shape[0] - 1)].astype(np.int32)
+    alone = dataclasses.replace(case, q=case.q[:1], pool=moved, tables=tables, lengths=case.lengths[:1])
+    assert together[:1].tobytes() == run(alone, dataclasses.replace(TINY, blocks=1)).tobytes()
 
 
 @pytest.mark.parametrize("barrier", ["keys_ready", "values_ready", "slot_free"])
 def test_a_missing_wait_is_caught(monkeypatch, barrier):
-    """Race detection guards these barriers. It is blind to ``query_ready``: waiting for a later copy hides it."""
+    """Race detection guards these barriers. Not those of the queries: waiting for a later copy hides them."""
     wait, skipped = plgpu.barrier_wait, []
 
     def wait_unless_chosen(ref):
@@ -74,24 +139,114 @@ def test_a_missing_wait_is_caught(monkeypatch, barrier):
 
     monkeypatch.setattr(plgpu, "barrier_wait", wait_unless_chosen)
     with pytest.raises(Exception, match=r"(?i)race|barrier"):
-        decode(make_case(lengths=(200,)), Tiles(stages=1, keys_per_split=256))
+        run(attention_case((130,), kv_heads=1), Tiles(stages=1, keys_per_split=256, blocks=1))
     assert skipped
+
+
+# What to change, where, and a case that must fail then.
+MUTATIONS = {
+    "mask's end": (decode_consumer, "key < bounds.high", "key <= bounds.high", {"lengths": (37,)}),
+    "mask's start": (decode_consumer, "key >= bounds.low)", "key > bounds.low)", {"lengths": (37,), "window": 5}),
+    "causal bound": (decode_consumer, "jnp.minimum(at + 1, length)", "jnp.minimum(at + 2, length)", {"counts": (4,)}),
+    "tree's bits": (decode_consumer, "== 1)", "== 0)", {"counts": (4,), "tree": True}),
+    "unseen values": (decode_consumer, "_clear_unseen(shape, unit, values, at)", "pass", {"lengths": (37,)}),
+    "place of a page": (decode_producer, "pl.ds(index * shape.piece", "pl.ds((index ^ 1) * shape.piece", {}),
+    "halves": (decode_producer, "where, to = (piece.page, piece.half,", "where, to = (piece.page, 1 - piece.half,", {}),
+    "a page's scale": (decode_consumer, "gmem.scales[page, half,", "gmem.scales[page, 0,", {"scales": "head"}),
+    "order of the merge": (decode_consumer, "unit.keys.last_split + 1, add", "unit.keys.last_split, add", {}),
+    "sinks": (decode_consumer, "if not shape.sinks", "if True", {"sinks": True}),
+    "offset in the tile": (decode_consumer, "smem.output.at[pl.ds(offset,", "smem.output.at[pl.ds(offset * 0,", {}),
+}
+FAST_MUTATIONS = ("mask's end", "order of the merge")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST_MUTATIONS else pytest.mark.slow) for name in MUTATIONS]
+)
+def test_a_mutation_is_caught(monkeypatch, name):
+    module, old, new, options = MUTATIONS[name]
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, source.count(old)
+    mutant = dict(module.__dict__)
+    exec(compile(source.replace(old, new), module.__file__, "exec"), mutant)
+    entry = "consume" if module is decode_consumer else "produce"
+    monkeypatch.setattr(kernel, entry, mutant[entry])
+    if "scales" in options:
+        options = {**options, "pool_dtype": INT8}
+    case = attention_case(**{"lengths": (140,), "kv_heads": 2, "group": 4, **options})
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_close(case, run(case, TINY))
+
+
+def plan_of(starts, lengths, *, window, tiles, kv_heads):
+    sizes = {"block_keys": tiles.block_keys, "keys_per_split": tiles.keys_per_split}
+    spans = decode_schedule.span(jnp.asarray(starts), jnp.asarray(lengths), **sizes, window=window)
+    per_split = tiles.keys_per_split // tiles.block_keys
+    plan = decode_schedule.plan(spans, kv_heads=kv_heads, blocks=tiles.blocks, blocks_per_split=per_split)
+    return jax.tree.map(np.asarray, spans), np.asarray(plan)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("blocks", [1, 7, 264])
+def test_the_plan_covers_every_unit_once_in_equal_shares(blocks, window):
+    rng = np.random.default_rng(blocks)
+    lengths = np.concatenate([rng.integers(0, 5000, 12), [0, 1, 64, 20000, 0]]).astype(np.int32)
+    tiles, kv_heads = Tiles(blocks=blocks), 3
+    starts = np.maximum(lengths - 1, 0)
+    spans, (row, within, count) = plan_of(starts, lengths, window=window, tiles=tiles, kv_heads=kv_heads)
+    in_head = spans.last_split - spans.first_split + 1
+    before = np.concatenate([[0], np.cumsum(in_head * kv_heads)])
+    first = before[row] + within
+    busy = count > 0
+    assert (first[busy] == np.concatenate([[0], np.cumsum(count[busy])])[:-1]).all()
+    assert count.sum() == before[-1]
+    cost = (np.sum(spans.end_block - spans.first_block) + in_head.sum()) * kv_heads
+    units = np.concatenate([_costs(spans, i, kv_heads, 8) for i in range(len(lengths))])
+    most = max(units[f : f + n].sum() for f, n in zip(first, count, strict=True))
+    assert most <= cost / blocks + 2 * (8 + 1)
+
+
+def _costs(spans, row, kv_heads, per_split):
+    splits = np.arange(spans.first_split[row], spans.last_split[row] + 1)
+    low = np.maximum(splits * per_split, spans.first_block[row])
+    high = np.minimum((splits + 1) * per_split, spans.end_block[row])
+    return np.tile(np.maximum(high - low, 0) + 1, kv_heads)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 80}, "head_dim 80"),
+        ({"head_dim": 72}, "head_dim 72"),
         ({"dtype": jnp.float32}, "float32"),
         ({"page": 24}, "page size 24"),
         ({"group": 65}, "at most 64"),
+        ({"pool_dtype": INT8, "scales": "token", "page": 16}, "a scale per token"),
+        ({"pool_dtype": INT8, "scales": "head", "head_dim": 96}, "quantised pool"),
     ],
 )
 def test_refuses_what_it_cannot_do(change, message):
+    case = attention_case(**{"lengths": (8,), **change})
     with pytest.raises(ValueError, match=message):
-        decode(make_case(lengths=(8,), **change), Tiles())
+        run(case, TINY)
 
 
 def test_refuses_tiles_that_do_not_fit():
     with pytest.raises(ValueError, match="keys_per_split"):
         Tiles(keys_per_split=100)
+    case = attention_case((8,), page=128)
+    options = {name: value for name, value in case.options.items() if name != "scale"}
+    assert "shared memory" in (refusal(*case.arrays, **options, tiles=Tiles(128, stages=20, keys_per_split=128)) or "")
+
+
+@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
+@pytest.mark.parametrize("queries", [1, 8, 64])
+def test_heuristic_tiles_fit(head_dim, queries):
+    for page in kernel.PAGES:
+        for pool_dtype in (jnp.bfloat16, INT8):
+            tiles = heuristic_tiles(head_dim, page, jnp.bfloat16, pool_dtype, queries=queries)
+            q = jax.ShapeDtypeStruct((2, queries, 1, head_dim), jnp.bfloat16)
+            pool = jax.ShapeDtypeStruct((4, 2, 1, page, head_dim), pool_dtype)
+            tables, lengths = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+            why = refusal(q, pool, tables, lengths, tiles=tiles) or "quantised pool"
+            assert "quantised pool" in why or "needs JAX" in why
+            assert tiles.stages >= 2 or head_dim == 256

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import compat, paged_attention
-from pallas_kernels.paged_attention.mosaic import Tiles, paged_decode_mosaic
+from pallas_kernels.paged_attention.mosaic import decode as mosaic
+from pallas_kernels.paged_attention.mosaic.decode import Tiles
 from tools.gpu_check.measure import fill, relative_error, time_calls
 from tools.gpu_check.reference import Case, float64_decode, poisoned_case
 from tools.gpu_check.report import Report
@@ -36,8 +37,8 @@ class Shape(NamedTuple):
     tiles: Tiles
 
     def __str__(self) -> str:
-        tiles = f"{self.tiles.stages} stages, {self.tiles.keys_per_split} keys a split"
-        return f"{self.rows} rows, {self.context} keys, page {self.page}, {tiles}"
+        tiles = f"{self.tiles.stages} stages of {self.tiles.block_keys}, {self.tiles.keys_per_split} keys a split"
+        return f"{self.rows} rows, {self.context} keys, page {self.page}, {tiles}, {self.tiles.blocks} blocks"
 
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -49,12 +50,13 @@ TIMED = (
     Shape(64, 2048, 16, Tiles()),
     Shape(64, 4096, 64, Tiles(keys_per_split=4096)),
     Shape(64, 2048, 64, Tiles(keys_per_split=2048)),
-    Shape(64, 4096, 64, Tiles(keys_per_split=512)),
+    Shape(64, 4096, 64, Tiles(keys_per_split=1024)),
     Shape(64, 4096, 64, Tiles(stages=2)),
-    Shape(64, 4096, 64, Tiles(stages=5)),
+    Shape(64, 4096, 64, Tiles(stages=6, blocks=132)),
+    Shape(64, 4096, 64, Tiles(block_keys=128, stages=3, blocks=132)),
     Shape(1, 4096, 64, Tiles(keys_per_split=256)),
-    Shape(8, 4096, 64, Tiles(keys_per_split=512)),
-    Shape(64, 512, 64, Tiles(keys_per_split=512)),
+    Shape(8, 4096, 64, Tiles()),
+    Shape(64, 512, 64, Tiles()),
 )
 _RESERVE_S = 8.0
 
@@ -81,7 +83,7 @@ def run(report: Report) -> None:
 
 def _parity(case: Case, interpret: Any) -> dict[str, Any]:
     scale = case.q.shape[-1] ** -0.5
-    tiles = Tiles(stages=2, keys_per_split=64) if interpret else Tiles(keys_per_split=512)
+    tiles = Tiles(stages=2, keys_per_split=64, blocks=3) if interpret else Tiles()
     run_kernel = functools.partial(_decode, scale=scale, tiles=tiles, interpret=interpret)
     out = run_kernel(case)
     exact = float64_decode(case, scale)
@@ -97,7 +99,7 @@ def _parity(case: Case, interpret: Any) -> dict[str, Any]:
 
 def _decode(case: Case, *, scale: float, tiles: Tiles, interpret: Any) -> np.ndarray:
     def kernel(*operands: jax.Array) -> jax.Array:
-        return paged_decode_mosaic(*operands, scale=scale, tiles=tiles, interpret=interpret)
+        return mosaic.decode(*operands, scale=scale, tiles=tiles, interpret=interpret)
 
     operands = [jnp.asarray(array) for array in case]
     return np.asarray(compat.interpreted(lambda: kernel(*operands)) if interpret else jax.jit(kernel)(*operands))
@@ -107,7 +109,7 @@ def _time(report: Report, shape: Shape) -> None:
     operands = _operands(shape)
     moved = 2 * shape.rows * shape.context * KV_HEADS * HEAD_DIM * operands[1].dtype.itemsize
     scale = HEAD_DIM**-0.5
-    kernel = functools.partial(paged_decode_mosaic, scale=scale, tiles=shape.tiles)
+    kernel = functools.partial(mosaic.decode, scale=scale, tiles=shape.tiles)
     report.put(str(shape), **_timing(report, kernel, operands, moved))
     if shape.tiles == Tiles():
         xla = functools.partial(paged_attention.decode, scale=scale)

@@ -1,0 +1,350 @@
+"""Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU: few queries per row, split over the keys.
+
+A launch has a fixed number of thread blocks. Each takes a run of *units* (one split of one KV head of one row; see
+`decode_schedule`) and works through it without a pause in its loads: while the consumer finishes one unit, the copies
+of the next are on their way. Two warpgroups of a block:
+
+    producer (warpgroup 1)                          consumer (warpgroup 0)
+    ----------------------                          ----------------------
+    per unit:                                       per unit:
+      waits query_free (from the third unit on)  <-   arrives at the unit's end
+      queries                    -> query_ready  ->   waits
+      per key block:                                  per key block:
+        waits slot_free (not on first use)       <-     arrives when keys and values of the slot are read
+        keys, one copy per page    -> keys_ready   ->   waits, scores = keys . queries, online softmax
+        values, one copy per page  -> values_ready ->   waits, sums += values . probabilities
+
+The ``*_ready`` barriers are arrived at by the copy engine (one arrival per copy; the producer arrives for a page that
+nobody sees) and waited on by the consumer; the ``*_free`` ones the other way round, and the producer drains their last
+arrivals, so that no barrier ends in the middle of a phase.
+
+A head whose splits all lie in one block is merged there, in registers. Otherwise every split's sums go to device
+memory (they stay in the L2 cache), and the block that has the last split merges them in order after its own work, once
+a semaphore says that all are there. The same splits are merged in the same order either way, to the same bits.
+
+Online softmax: Milakov and Gimelshein 2018. Splitting over keys with a log-sum-exp merge: Dao et al. 2023
+(Flash-Decoding). Equal shares of one list of units: Osama et al. 2023 (Stream-K, arXiv:2301.03598).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.mosaic import decode_schedule as schedule
+from pallas_kernels.paged_attention.mosaic import decode_types as types
+from pallas_kernels.paged_attention.mosaic.decode_consumer import consume
+from pallas_kernels.paged_attention.mosaic.decode_producer import produce
+from pallas_kernels.paged_attention.mosaic.decode_types import Gmem, Shape, Tiles
+
+__all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "refusal"]
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGES = (16, 32, 64, 128)
+DTYPES = (jnp.bfloat16, jnp.float16)
+QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
+MOST_QUERIES = 64  # of one row and KV head
+MOST_IN_TREE = 32  # tokens of a tree: bits of a word
+CONSUMER, PRODUCER = 0, 1
+_BLOCK_BYTES = 232_448  # shared memory that one thread block may have
+_MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 233_472, 1024  # what several share, and what each costs beyond its own
+_COLUMNS_OF_TWO = 16  # more queries need more than 128 registers a thread, and two blocks do not fit any longer
+
+
+def decode(
+    q: Float[Array, "rows heads head_dim"],
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    tables: Int[Array, "rows width"],
+    lengths: Int[Array, " rows"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "rows heads head_dim"]:
+    """See `reference.decode`. Products are of bfloat16 or float16 numbers, sums in float32; exp2 is approximate.
+
+    Args:
+        tiles: block sizes; None: `heuristic_tiles`.
+        interpret: run on a CPU (`compat.interpret_params`).
+
+    Raises:
+        ValueError: what `refusal` says.
+    """
+    starts = jnp.maximum(lengths - 1, 0)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
+    return extend(q[:, None], pool, tables, starts, lengths, **options, tiles=tiles, interpret=interpret)[:, 0]
+
+
+def extend(
+    q: Float[Array, "lanes chunk heads head_dim"],
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Float[Array, "lanes chunk heads head_dim"]:
+    """See `reference.prefill`: a few queries per row, at most 64 to a KV head. Padding queries give finite numbers.
+
+    Raises:
+        ValueError: what `refusal` says.
+    """
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "scales": scales, "tree": tree}
+    why = refusal(q, pool, tables, lengths, **options, starts=starts, tiles=tiles)
+    if why is not None:
+        raise ValueError(why)
+    tiles = tiles or heuristic_tiles(pool.shape[4], pool.shape[3], q.dtype, pool.dtype, queries=_queries(q, pool))
+    shape = _shape_of(q, pool, tables, scale, options, tiles, interpret is not None)
+    starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
+    sizes = {"block_keys": tiles.block_keys, "keys_per_split": tiles.keys_per_split}
+    spans = schedule.span(starts, lengths, **sizes, window=window)
+    per_split = tiles.keys_per_split // tiles.block_keys
+    plan = schedule.plan(spans, kv_heads=shape.kv_heads, blocks=tiles.blocks, blocks_per_split=per_split)
+    given = {
+        "query": _flat_queries(shape, q),
+        "pool": pool,
+        "tables": tables.astype(jnp.int32),
+        "starts": starts,
+        "lengths": lengths,
+        "plan": plan,
+        **({} if sinks is None else {"sinks": sinks.astype(jnp.float32)}),
+        **({} if scales is None else {"scales": scales.astype(jnp.float32)}),
+        **({} if tree is None else _tree_words(tree)),
+    }
+    output = _launcher(shape, tuple(given), interpret)(*given.values())[0]
+    return _unflat(shape, output[: shape.rows * shape.kv_heads * shape.queries])
+
+
+def refusal(
+    q: Any,
+    pool: Any,
+    tables: Any,
+    lengths: Any,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Any = None,
+    scales: Any = None,
+    tree: Any = None,
+    starts: Any = None,
+    tiles: Tiles | None = None,
+) -> str | None:
+    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
+    if q.ndim == 3:
+        q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
+    return (
+        _shape_refusal(q, pool, tables, lengths, starts)
+        or _option_refusal(q, window, softcap, sinks, tree)
+        or _pool_refusal(q, pool, scales)
+        or _tiles_refusal(q, pool, scales, tiles)
+    )
+
+
+def _shape_refusal(q: Any, pool: Any, tables: Any, lengths: Any, starts: Any) -> str | None:
+    rows, chunk, heads, head_dim = q.shape
+    _, two, kv_heads, page, pool_dim = pool.shape
+    if two != 2 or pool_dim != head_dim or heads % kv_heads:
+        return f"queries {q.shape} and pool {pool.shape} do not fit each other"
+    if tables.shape[0] != rows or lengths.shape != (rows,) or (starts is not None and starts.shape != (rows,)):
+        return f"{rows} rows, but tables {tables.shape} and lengths {lengths.shape}"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}: this kernel does {HEAD_DIMS}"
+    if head_dim % 64 and not compat.CLIPPED_STORES:
+        return f"head_dim {head_dim} needs JAX 0.12"
+    if page not in PAGES:
+        return f"page size {page}: this kernel does {PAGES}"
+    if chunk * (heads // kv_heads) > MOST_QUERIES:
+        return f"{chunk} queries of {heads // kv_heads} heads to a KV head: this kernel does at most {MOST_QUERIES}"
+    return None
+
+
+def _option_refusal(q: Any, window: int | None, softcap: float | None, sinks: Any, tree: Any) -> str | None:
+    rows, chunk, heads, _ = q.shape
+    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
+        return f"window {window} and softcap {softcap} must be positive"
+    if sinks is not None and sinks.shape != (heads,):
+        return f"{heads} heads, but sinks {sinks.shape}"
+    if tree is not None and (tree.shape != (rows, chunk, chunk) or chunk > MOST_IN_TREE):
+        return f"a tree of shape {tree.shape}: [lanes, chunk, chunk] with at most {MOST_IN_TREE} tokens is needed"
+    return None
+
+
+def _pool_refusal(q: Any, pool: Any, scales: Any) -> str | None:
+    head_dim, page = pool.shape[4], pool.shape[3]
+    if q.dtype not in DTYPES:
+        return f"queries are {q.dtype}: this kernel does bfloat16 and float16"
+    if pool.dtype not in QUANTISED:
+        if pool.dtype != q.dtype or scales is not None:
+            return f"queries are {q.dtype}, the pool is {pool.dtype}: neither alike nor the pool int8 or float8_e4m3fn"
+        return None
+    if scales is not None and scales.shape not in (pool.shape[:3], pool.shape[:4]):
+        return f"scales {scales.shape} fit neither the pages nor the tokens of pool {pool.shape}"
+    if head_dim % 64:
+        return f"head_dim {head_dim} of a quantised pool: multiples of 64 only"
+    if scales is not None and scales.ndim == 4 and page < 32:
+        return f"page size {page} with a scale per token: the copy engine needs 32 of them side by side"
+    return None
+
+
+def _tiles_refusal(q: Any, pool: Any, scales: Any, tiles: Tiles | None) -> str | None:
+    if tiles is None:
+        return None
+    options = {"sinks": None, "scales": scales, "window": None, "softcap": None, "tree": None}
+    need = types.smem_bytes(_shape_of(q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), 1.0, options, tiles, False))
+    if need > _BLOCK_BYTES:
+        return f"{tiles} with head_dim {pool.shape[4]} need {need} bytes of shared memory: there are {_BLOCK_BYTES}"
+    return None
+
+
+def heuristic_tiles(
+    head_dim: int, page: int, dtype: Any, pool_dtype: Any, *, queries: int, multiprocessors: int = 132
+) -> Tiles:
+    """Two thread blocks a multiprocessor, so that one computes while the other waits, each with all stages that fit.
+
+    Where two would have fewer than two stages, or too few registers, one gets all. Not measured on a GPU yet.
+    """
+    for resident in (2, 1):
+        room = min(_BLOCK_BYTES, _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES)
+        stages = _stages(head_dim, page, dtype, pool_dtype, queries, room)
+        if stages >= 2 and (resident == 1 or types.columns(queries) <= _COLUMNS_OF_TWO):
+            break
+    return Tiles(stages=max(stages, 1), blocks=resident * multiprocessors)
+
+
+def _stages(head_dim: int, page: int, dtype: Any, pool_dtype: Any, queries: int, room: int) -> int:
+    def need(stages: int) -> int:
+        tiles, scaled = Tiles(stages=stages), "token" if jnp.dtype(pool_dtype).itemsize == 1 else None
+        sizes: dict[str, Any] = {"page": page, "head_dim": head_dim, "splits": 1}
+        storage: dict[str, Any] = {"dtype": dtype, "pool_dtype": pool_dtype, "scaled_by": scaled}
+        off: dict[str, Any] = {"window": None, "softcap": None, "sinks": False, "tree": False, "interpret": False}
+        return types.smem_bytes(
+            Shape(rows=1, chunk=1, kv_heads=1, group=queries, scale=1.0, tiles=tiles, **sizes, **storage, **off)
+        )
+
+    return max((stages for stages in range(1, 9) if need(stages) <= room), default=0)
+
+
+def _queries(q: Any, pool: Any) -> int:
+    return int(q.shape[1] * (q.shape[2] // pool.shape[2]))
+
+
+def _shape_of(
+    q: Any, pool: Any, tables: Any, scale: float, options: dict[str, Any], tiles: Tiles, interpret: bool
+) -> Shape:
+    rows, chunk, heads, head_dim = q.shape
+    kv_heads, page = pool.shape[2:4]
+    scales = options["scales"]
+    return Shape(
+        rows=rows,
+        chunk=chunk,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        page=page,
+        head_dim=head_dim,
+        splits=pl.cdiv(tables.shape[1] * page, tiles.keys_per_split),
+        dtype=jnp.dtype(q.dtype),
+        pool_dtype=jnp.dtype(pool.dtype),
+        scaled_by=None if scales is None else {3: "head", 4: "token"}[scales.ndim],
+        scale=float(scale),
+        window=options["window"],
+        softcap=options["softcap"],
+        sinks=options["sinks"] is not None,
+        tree=options["tree"] is not None,
+        tiles=tiles,
+        interpret=interpret,
+    )
+
+
+def _flat_queries(shape: Shape, q: Array) -> Array:
+    """[rows * kv_heads * queries, head_dim]; one query per row is that already, but for the tile it must fill."""
+    if shape.chunk > 1:
+        grouped = q.reshape(shape.rows, shape.chunk, shape.kv_heads, shape.group, shape.head_dim)
+        q = jnp.swapaxes(grouped, 1, 2)
+    flat = q.reshape(-1, shape.head_dim)
+    missing = max(-flat.shape[0] % types.TILE_ROWS, shape.columns - flat.shape[0])
+    return jnp.pad(flat, ((0, missing), (0, 0))) if missing else flat
+
+
+def _unflat(shape: Shape, output: Array) -> Array:
+    grouped = output.reshape(shape.rows, shape.kv_heads, shape.chunk, shape.group, shape.head_dim)
+    return jnp.swapaxes(grouped, 1, 2).reshape(shape.rows, shape.chunk, -1, shape.head_dim)
+
+
+def _tree_words(tree: Bool[Array, "lanes chunk chunk"]) -> dict[str, Array]:
+    bits = jnp.arange(tree.shape[-1], dtype=jnp.uint32)
+    words = (tree.astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
+    return {"seen": lax.bitcast_convert_type(words, jnp.int32), "depths": tree.sum(-1, dtype=jnp.int32) - 1}
+
+
+def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Any:
+    part = (shape.rows, shape.kv_heads, shape.splits)
+    flat = (shape.rows * shape.kv_heads * shape.queries, shape.head_dim)
+    results = {"output": jax.ShapeDtypeStruct(flat, shape.dtype)}
+    scratch: dict[str, Any] = {"smem": types.smem(shape), "barriers": types.barriers(shape)}
+    if shape.splits > 1:
+        results["parts"] = jax.ShapeDtypeStruct((*part, shape.value_dim, shape.columns), jnp.float32)
+        results["stats"] = jax.ShapeDtypeStruct((*part, 2, shape.columns), jnp.float32)
+        if not shape.interpret:
+            scratch["arrived"] = plgpu.SemaphoreType.REGULAR((shape.rows * shape.kv_heads,))
+    return compat.kernel(
+        functools.partial(_body, shape, (*names, *results)),
+        out_type=tuple(results.values()),
+        scratch_types=scratch,
+        grid=(1 if shape.interpret else shape.tiles.blocks,),
+        grid_names=("block",),
+        num_threads=2,
+        thread_name="warpgroup",
+        kernel_name="paged_decode",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        cost_estimate=_cost(shape),
+        interpret=interpret,
+    )
+
+
+def _cost(shape: Shape) -> pl.CostEstimate:
+    """As if every row filled its table: lengths are not known when the step is compiled."""
+    keys = shape.rows * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
+    return pl.CostEstimate(
+        flops=4 * keys * shape.queries * shape.head_dim,
+        transcendentals=keys * shape.queries,
+        bytes_accessed=2 * keys * shape.head_dim * shape.pool_dtype.itemsize,
+    )
+
+
+def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers: Any, arrived: Any = None) -> None:
+    gmem = Gmem(**(dict.fromkeys(Gmem._fields) | dict(zip(names, refs, strict=True))))
+    warpgroup = lax.axis_index("warpgroup")
+    work = (
+        functools.partial(consume, shape, gmem, smem, barriers, arrived),
+        functools.partial(produce, shape, gmem, smem, barriers),
+    )
+    for role, whole in zip((CONSUMER, PRODUCER), work, strict=True):
+        pl.when(warpgroup == role)(functools.partial(_as_blocks, shape, whole))
+
+
+def _as_blocks(shape: Shape, work: Callable[[Any], None]) -> None:
+    """As this thread block; interpreted, as each in turn: the interpreter knows no semaphores between blocks."""
+    if shape.interpret:
+        lax.fori_loop(0, shape.tiles.blocks, lambda block, _: work(block), None)
+    else:
+        work(lax.axis_index("block"))

@@ -1,0 +1,400 @@
+"""The consumer warpgroup of paged decode: owns the arithmetic and the copies out.
+
+Scores are computed transposed, keys by queries: wgmma takes 64 keys at a time as its rows, and the few queries of a KV
+head as its 8 or 16 columns, instead of padding the queries to 64 rows. So a thread holds a handful of numbers, and
+each maximum is over rows: within a warp by shuffles, across the four warps through shared memory.
+
+Maxima are rounded to integers (scores are in powers of two): rescaling is then exact, and it makes no difference
+whether a compiler contracts a multiplication and an addition into one instruction. A probability is at most sqrt(2).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.mosaic.decode_producer import (
+    Place,
+    Unit,
+    after,
+    page_id,
+    query_row,
+    query_slot,
+    run_of,
+    slot_of,
+    unit_at,
+)
+from pallas_kernels.paged_attention.mosaic.decode_types import Barriers, Gmem, Shape, Smem
+
+LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
+MASKED = 2 * LOWEST  # below every running maximum, so that its probability is 0
+_ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
+_LOG2_E = math.log2(math.e)
+_MATRIX = plgpu.Layout.WGMMA
+_PER_COLUMN, _PER_ROW = _MATRIX.reduce(0), _MATRIX.reduce(1)
+
+
+class Sums(NamedTuple):
+    """Softmax over some of the keys: ``mixed / total`` is the weighted mean of their values."""
+
+    mixed: Any  # [value_dim, columns]
+    top: Any  # [columns]: the integer that scores are relative to
+    total: Any  # [columns]
+
+
+class _Bounds(NamedTuple):
+    """First key that each query sees, and one past its last: scalars, or [columns] for many queries."""
+
+    low: Any  # None: all from the first on
+    high: Any
+    seen: Any  # bits of a token tree, else None
+
+
+def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: Any, block: Any) -> None:
+    """All units of a thread block. ``arrived``: a semaphore per row and KV head, or None where blocks take turns."""
+    place, count = run_of(shape, block, gmem)
+    borrowed = _split_of(shape, gmem, place)
+
+    def attend_unit(index: Any, carry: tuple[Place, Any, Sums]) -> tuple[Place, Any, Sums]:
+        at, step, whole = carry
+        unit = unit_at(shape, gmem, at)
+        part = _attend(shape, unit, index, step, gmem, smem, barriers)
+        begun_here = ~(borrowed & (unit.row == place.row) & (unit.head == place.head))
+        ends_here = unit.keys.last_split - unit.split < count - index
+        whole = _merge(_if(unit.split == unit.keys.first_split, _nothing(shape), whole), part)
+        finish = begun_here & (unit.split == unit.keys.last_split)
+        pl.when(finish)(functools.partial(_write, shape, unit, whole, gmem, smem))
+        if shape.splits > 1:
+            lend = functools.partial(_lend, shape, unit, part, begun_here | ~ends_here, gmem, arrived)
+            pl.when(~(begun_here & ends_here))(lend)
+        return after(shape, unit), step + unit.steps, whole
+
+    lax.fori_loop(0, count, attend_unit, (place, jnp.int32(0), _nothing(shape)))
+    if shape.splits > 1:
+        unit = unit_at(shape, gmem, place)
+        mine = (count > 0) & borrowed & (unit.keys.last_split - unit.split < count)
+        pl.when(mine)(functools.partial(_gather, shape, unit, gmem, smem, arrived))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _split_of(shape: Shape, gmem: Gmem, place: Place) -> Any:
+    """Does the run begin in the middle of a head's splits? Then another block has its first ones."""
+    return place.split > unit_at(shape, gmem, place).keys.first_split
+
+
+def _nothing(shape: Shape) -> Sums:
+    dims = (shape.columns,)
+    return Sums(
+        plgpu.layout_cast(jnp.zeros((shape.value_dim, *dims), jnp.float32), _MATRIX),
+        plgpu.layout_cast(jnp.full(dims, LOWEST, jnp.float32), _PER_COLUMN),
+        plgpu.layout_cast(jnp.zeros(dims, jnp.float32), _PER_COLUMN),
+    )
+
+
+def _if(condition: Any, yes: Sums, no: Sums) -> Sums:
+    """One scalar decides; not by multiplication with 0, or one row's NaN would reach the next."""
+    number = condition.astype(jnp.int32)
+    return Sums(*(jnp.where(jnp.broadcast_to(number, a.shape) != 0, a, b) for a, b in zip(yes, no, strict=True)))
+
+
+def _across(shape: tuple[int, ...], per_column: Any) -> Any:
+    return _matrix(lax.broadcast_in_dim(per_column, shape, [1]))
+
+
+def _merge(a: Sums, b: Sums) -> Sums:
+    """Rescaling by powers of two: exact. Merging with nothing changes no bit."""
+    top = jnp.maximum(a.top, b.top)
+    share_a, share_b = jnp.exp2(a.top - top), jnp.exp2(b.top - top)
+    mixed = a.mixed * _across(a.mixed.shape, share_a) + b.mixed * _across(b.mixed.shape, share_b)
+    return Sums(mixed, top, a.total * share_a + b.total * share_b)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# One unit.
+
+
+def _attend(shape: Shape, unit: Unit, index: Any, done: Any, gmem: Gmem, smem: Smem, barriers: Barriers) -> Sums:
+    slot = query_slot(index)
+    bounds = _bounds(shape, unit, gmem)
+    plgpu.barrier_wait(barriers.query_ready.at[slot])
+    step = functools.partial(_attend_block, shape, unit, bounds, done, slot, gmem, smem, barriers)
+    sums = lax.fori_loop(0, unit.steps, step, _nothing(shape))
+    plgpu.barrier_arrive(barriers.query_free.at[slot])
+    return sums
+
+
+def _bounds(shape: Shape, unit: Unit, gmem: Gmem) -> _Bounds:
+    if shape.chunk == 1:
+        return _Bounds(unit.keys.low, unit.keys.high, None)
+    query = _query_of_column(shape, unit)
+    length = unit.keys.high
+    at = _column(unit.start + query)
+    high, seen = _column(jnp.minimum(at + 1, length)), None
+    if shape.tree:
+        at = _column(unit.start + _pick(query, [gmem.depths[unit.row, i] for i in range(shape.chunk)]))
+        seen = _pick(query, [gmem.seen[unit.row, i] for i in range(shape.chunk)])
+        high = _column(jnp.full(query.shape, jnp.minimum(unit.start + shape.chunk, length)))
+    low = None if shape.window is None else _column(at - (shape.window - 1))
+    return _Bounds(low, high, seen)
+
+
+def _columns_of(shape: Shape) -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, (shape.columns,), 0, layout=_PER_COLUMN)
+
+
+def _query_of_column(shape: Shape, unit: Unit) -> Any:
+    """Which query of the chunk a column is; queries lie by query, then head of the group."""
+    query = _column(jnp.zeros((shape.columns,), jnp.int32))
+    if shape.chunk == 1:
+        return query
+    _, offset = query_row(shape, unit)
+    column = _column(_columns_of(shape) - offset)
+    for i in range(1, shape.chunk):
+        query = _column(jnp.where(column >= i * shape.group, i, query))
+    return query
+
+
+def _pick(index: Any, scalars: list[Any]) -> Any:
+    """``scalars[index]``, by comparing."""
+    picked = _column(jnp.full(index.shape, scalars[0]))
+    for i, scalar in enumerate(scalars[1:], 1):
+        picked = _column(jnp.where(index == i, scalar, picked))
+    return picked
+
+
+def _matrix(x: Any) -> Any:
+    return plgpu.layout_cast(x, _MATRIX)
+
+
+def _column(x: Any) -> Any:
+    """Saying each layout spares the compiler a search that takes minutes."""
+    return plgpu.layout_cast(x, _PER_COLUMN)
+
+
+def _attend_block(
+    shape: Shape,
+    unit: Unit,
+    bounds: _Bounds,
+    done: Any,
+    query: Any,
+    gmem: Gmem,
+    smem: Smem,
+    barriers: Barriers,
+    index: Any,
+    sums: Sums,
+) -> Sums:
+    slot, block = slot_of(shape, done + index), unit.first + index
+    at = block * shape.tiles.block_keys
+    # Page factors come by plain loads: they are issued before the wait, and travel while it lasts.
+    factors = [_page_factors(shape, unit, block, half, gmem) for half in (0, 1)]
+
+    plgpu.barrier_wait(barriers.keys_ready.at[slot])
+    keys = _widened(shape, smem.keys.at[slot], smem.wide_keys)
+    scores = _product(keys, smem.query.at[query].transpose((1, 0)), (shape.tiles.block_keys, shape.columns))
+    scores = _soft_scores(shape, scores, _factors(shape, factors[0], smem.key_scales, slot))
+    visible = _visible(shape, unit, bounds, at)
+    scores = jnp.where(visible, scores, MASKED)
+    top = jnp.maximum(sums.top, (scores.max(axis=0) + _ROUND) - _ROUND)
+    probs = jnp.exp2(scores - _across(scores.shape, top))
+    shrink = jnp.exp2(sums.top - top)
+    total = sums.total * shrink + probs.sum(axis=0)
+
+    plgpu.barrier_wait(barriers.values_ready.at[slot])
+    value_factors = _factors(shape, factors[1], smem.value_scales, slot)
+    if value_factors is not None:
+        probs = jnp.where(visible, probs * value_factors, 0.0)
+    _stage_probs(shape, probs, smem)
+    values = _widened(shape, smem.values.at[slot], smem.wide_values)
+    _clear_unseen(shape, unit, values, at)
+    dims = (shape.value_dim, shape.columns)
+    added = _product(values.transpose((1, 0)), smem.probs.transpose((1, 0)), dims)
+    plgpu.barrier_arrive(barriers.slot_free.at[slot])
+    return Sums(sums.mixed * _across(dims, shrink) + added, top, total)
+
+
+def _product(left: Any, right: Any, dims: tuple[int, int]) -> Any:
+    def multiply(accumulator: Any) -> Any:
+        plgpu.wgmma(accumulator, left, right)
+        plgpu.wgmma_wait(0)
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(dims, jnp.float32))
+
+
+def _soft_scores(shape: Shape, scores: Any, factors: Any) -> Any:
+    """Scaled and capped, in units of log 2."""
+    if factors is not None:
+        scores = scores * factors
+    if shape.softcap is None:
+        return scores * (shape.scale * _LOG2_E)
+    return jnp.tanh(scores * (shape.scale / shape.softcap)) * (shape.softcap * _LOG2_E)
+
+
+def _visible(shape: Shape, unit: Unit, bounds: _Bounds, at: Any) -> Any:
+    dims = (shape.tiles.block_keys, shape.columns)
+    key = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=_MATRIX) + at
+    if shape.chunk == 1:
+        return (key >= bounds.low) & (key < bounds.high)
+    visible = key < _across(dims, bounds.high)
+    if shape.window is not None:
+        visible &= key >= _across(dims, bounds.low)
+    if bounds.seen is not None:
+        token = key - unit.start
+        bit = lax.shift_right_logical(_across(dims, bounds.seen), jnp.clip(token, 0, shape.chunk - 1)) & 1
+        visible &= (token < 0) | (bit == 1)
+    return visible
+
+
+def _stage_probs(shape: Shape, probs: Any, smem: Smem) -> None:
+    narrow = plgpu.layout_cast(probs.astype(shape.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    smem.probs.transpose((1, 0))[...] = narrow
+    plgpu.commit_smem()
+
+
+def _clear_unseen(shape: Shape, unit: Unit, values: Any, at: Any) -> None:
+    """Zero what nobody sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
+    low, high = unit.keys.low - at, unit.keys.high - at
+
+    @pl.when((low > 0) | (high < shape.tiles.block_keys))
+    def _clear() -> None:
+        # Tile by tile: all of the values at once would take more registers than the rest of the kernel.
+        for row in range(0, shape.tiles.block_keys, 64):
+            for column in range(0, shape.value_dim, 64):
+                _clear_tile(values.at[pl.ds(row, 64), pl.ds(column, 64)], low - row, high - row)
+        plgpu.commit_smem()
+
+
+def _clear_tile(values: Any, low: Any, high: Any) -> None:
+    key = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=_MATRIX)
+    kept = plgpu.load(values, layout=_MATRIX)
+    values[...] = jnp.where((key >= low) & (key < high), kept, jnp.zeros_like(kept))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Quantised pools: numbers become bfloat16 or float16 in shared memory, factors multiply scores and probabilities.
+
+
+def _widened(shape: Shape, raw: Any, wide: Any) -> Any:
+    if not shape.quantised:
+        return raw
+    rows, columns = wide.shape
+    for row in range(0, rows, 64):
+        for column in range(0, columns, 64):
+            tile = (pl.ds(row, 64), pl.ds(column, 64))
+            numbers = plgpu.load(raw.at[tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+            wide[tile] = plgpu.layout_cast(_cast(numbers, shape.dtype), _MATRIX)
+    plgpu.commit_smem()
+    return wide
+
+
+def _cast(numbers: Any, dtype: Any) -> Any:
+    """Exact: both hold any int8 and any float8. The hardware knows but one way out of float8."""
+    if numbers.dtype == jnp.int8:
+        return numbers.astype(dtype)
+    half = numbers.astype(jnp.float16)
+    return half if dtype == jnp.float16 else half.astype(jnp.float32).astype(dtype)
+
+
+def _page_factors(shape: Shape, unit: Unit, block: Any, half: int, gmem: Gmem) -> list[Any] | None:
+    if shape.scaled_by != "head":
+        return None
+    first = block * shape.tiles.block_keys
+    pages = [page_id(shape, gmem, unit.row, first + i * shape.piece) for i in range(shape.pieces)]
+    return [gmem.scales[page, half, unit.head] for page in pages]
+
+
+def _factors(shape: Shape, per_page: list[Any] | None, per_key: Any, slot: Any) -> Any:
+    """[block_keys, columns], or None."""
+    dims = (shape.tiles.block_keys, shape.columns)
+    if shape.scaled_by == "token":
+        return lax.broadcast_in_dim(plgpu.load(per_key.at[slot], layout=_PER_ROW), dims, [0])
+    if per_page is None:
+        return None
+    key = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=_MATRIX)
+    factors = jnp.where(key >= 0, per_page[0], 0.0)
+    for i, factor in enumerate(per_page[1:], 1):
+        factors = jnp.where(key >= i * shape.piece, factor, factors)
+    return factors
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Results.
+
+
+def _write(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem, smem: Smem) -> None:
+    """Normalise and copy out a head's queries; a query that saw nothing gives zeros."""
+    row, offset = query_row(shape, unit)
+    sums = _with_sinks(shape, unit, sums, gmem)
+    share = _column(jnp.where(sums.total > 0, _column(1.0 / sums.total), 0.0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    result = _matrix(_matrix(sums.mixed * _across(sums.mixed.shape, share)).astype(shape.dtype))
+    compat.store(smem.output.transpose((1, 0)), result)
+    plgpu.commit_smem()
+    columns = pl.ds(0, shape.head_dim)
+    if shape.value_dim != shape.head_dim:  # the copy engine leaves out what is out of bounds
+        columns = pl.ds(pl.multiple_of(offset * 0, shape.value_dim), shape.value_dim)
+    target = gmem.output.at[pl.ds(row + offset, shape.queries), columns]
+    plgpu.copy_smem_to_gmem(smem.output.at[pl.ds(offset, shape.queries)], target)
+
+
+def _with_sinks(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem) -> Sums:
+    """Once per row: a score that has no value."""
+    if not shape.sinks:
+        return sums
+    sink = _column(_sinks_of_columns(shape, unit, gmem) * _LOG2_E)
+    top = _column(jnp.maximum(sums.top, (sink + _ROUND) - _ROUND))
+    shrink = _column(jnp.exp2(sums.top - top))
+    total = _column(sums.total * shrink + jnp.exp2(sink - top))
+    return Sums(_matrix(sums.mixed * _across(sums.mixed.shape, shrink)), top, total)
+
+
+def _sinks_of_columns(shape: Shape, unit: Unit, gmem: Gmem) -> Any:
+    first = unit.head * shape.group
+    sinks = [gmem.sinks[first + i] for i in range(shape.group)]
+    if shape.group == 1:
+        return _column(jnp.full((shape.columns,), sinks[0]))
+    _, offset = query_row(shape, unit)
+    return _pick(_column(_columns_of(shape) - offset - _query_of_column(shape, unit) * shape.group), sinks)
+
+
+def _lend(shape: Shape, unit: Unit, part: Sums, tell: Any, gmem: Gmem, arrived: Any) -> None:
+    """Leave a split's sums to the block that has the head's last split, and tell it (unless this is that block)."""
+    where = (unit.row, unit.head, unit.split)
+    compat.store(gmem.parts.at[where], part.mixed)
+    compat.store(gmem.stats.at[(*where, 0)], part.top)
+    compat.store(gmem.stats.at[(*where, 1)], part.total)
+    if arrived is not None:
+        pl.when(tell)(lambda: pl.semaphore_signal(arrived.at[unit.row * shape.kv_heads + unit.head]))
+
+
+def _gather(shape: Shape, unit: Unit, gmem: Gmem, smem: Smem, arrived: Any) -> None:
+    """Merge a head's splits in order, once all of other blocks have arrived.
+
+    Those are blocks before this one, each of which leaves its sums before it waits for anybody: no order in which
+    blocks are run can lock up as long as earlier blocks start first.
+    """
+    if arrived is not None:
+        others = unit.split - unit.keys.first_split
+        pl.semaphore_wait(arrived.at[unit.row * shape.kv_heads + unit.head], others, decrement=False)
+
+    def add(split: Any, sums: Sums) -> Sums:
+        where = (unit.row, unit.head, split)
+        load = functools.partial(plgpu.load, optimized=False)
+        return _merge(
+            sums,
+            Sums(
+                load(gmem.parts.at[where], layout=_MATRIX),
+                load(gmem.stats.at[(*where, 0)], layout=_PER_COLUMN),
+                load(gmem.stats.at[(*where, 1)], layout=_PER_COLUMN),
+            ),
+        )
+
+    sums = lax.fori_loop(unit.keys.first_split, unit.keys.last_split + 1, add, _nothing(shape))
+    _write(shape, unit, sums, gmem, smem)

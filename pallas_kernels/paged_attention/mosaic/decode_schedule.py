@@ -1,0 +1,88 @@
+"""Who computes what in paged decode: the units of work, and their share among a fixed number of thread blocks.
+
+A *unit* is one split of one KV head of one row. Splits are the keys ``[s * keys_per_split, (s + 1) *
+keys_per_split)``: absolute positions, so that the order in which a row's keys are summed depends neither on its
+neighbours nor on the width of the table. Units are numbered by row, then head, then split. Each thread block takes a
+run of them of about equal cost, so long rows occupy many blocks and short rows share one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+# What a unit costs beyond its key blocks (query, merge, first latencies), in key blocks. A guess; see `plan`.
+_UNIT_COST = 1
+
+
+class Span(NamedTuple):
+    """Which keys a row's queries may see. Traced scalars in the kernel, arrays of all rows in `plan`."""
+
+    low: Any  # first key that any of the row's queries sees
+    high: Any  # one past the last
+    first_block: Any
+    end_block: Any
+    first_split: Any
+    last_split: Any  # a row that sees nothing has one split without blocks: it writes the zeros
+
+
+def span(start: Any, length: Any, *, block_keys: int, keys_per_split: int, window: int | None) -> Span:
+    """Of a row whose first query stands at ``start`` and that has ``length`` keys."""
+    low = jnp.zeros_like(length) if window is None else jnp.clip(start - (window - 1), 0, jnp.maximum(length - 1, 0))
+    first_block = _divide(low, block_keys)
+    end_block = _divide(length + (block_keys - 1), block_keys)
+    blocks_per_split = keys_per_split // block_keys
+    first_split = _divide(first_block, blocks_per_split)
+    last_split = jnp.maximum(_divide(jnp.maximum(end_block - 1, 0), blocks_per_split), first_split)
+    return Span(low, length, first_block, end_block, first_split, last_split)
+
+
+def _divide(a: Any, b: Any) -> Any:
+    """Neither is negative: rounding down needs no correction."""
+    return lax.div(a, jnp.broadcast_to(jnp.asarray(b, jnp.int32), jnp.shape(a)))
+
+
+def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> Int[Array, "3 blocks"]:
+    """Each thread block's run of units: row of the first, its index within that row, how many.
+
+    A block begins at the first unit that starts at or after its share of the total cost. One step of a model computes
+    this once: it depends on the lengths alone, which all layers share.
+    """
+    in_head = spans.last_split - spans.first_split + 1
+    head_cost = spans.end_block - spans.first_block + _UNIT_COST * in_head
+    cost_end, unit_end = _running_sum(head_cost * kv_heads), _running_sum(in_head * kv_heads)
+    share = _shares(cost_end[-1], blocks)
+    row = _count(cost_end, share)
+    left = share - jnp.where(row > 0, cost_end[row - 1], 0)
+    head, left = jnp.divmod(left, head_cost[row])
+    # A head's first split may begin in its middle, at the window: later splits start that much earlier.
+    cut = spans.first_block - spans.first_split * blocks_per_split
+    step = blocks_per_split + _UNIT_COST
+    split = jnp.where(left > 0, -((-left - cut[row]) // step), 0)
+    before = jnp.where(row > 0, unit_end[row - 1], 0)
+    first = jnp.minimum(before + head * in_head[row] + split, unit_end[-1])
+    end = jnp.concatenate([first[1:], unit_end[-1:]])
+    row = _count(unit_end, first)
+    within = first - jnp.where(row > 0, unit_end[row - 1], 0)
+    return jnp.stack([row, within, end - first]).astype(jnp.int32)
+
+
+def _running_sum(x: jax.Array) -> jax.Array:
+    """Rows are few: one comparison of all with all is one fused kernel, a cumulative sum is several."""
+    at = jnp.arange(x.shape[0])
+    return jnp.where(at[None, :] <= at[:, None], x[None, :], 0).sum(1)
+
+
+def _shares(total: jax.Array, blocks: int) -> jax.Array:
+    """``block * total / blocks`` rounded down, without overflow."""
+    at = jnp.arange(blocks, dtype=jnp.int32)
+    return at * (total // blocks) + at * (total % blocks) // blocks
+
+
+def _count(ends: jax.Array, at: jax.Array) -> jax.Array:
+    """The row in which each of ``at`` lies, by the rows' ends."""
+    return jnp.minimum((ends[None, :] <= at[:, None]).sum(1), ends.shape[0] - 1)

@@ -1,0 +1,193 @@
+"""What paged decode's host side and its kernel share: static shapes, block sizes, and where everything lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+QUERY_SLOTS = 2  # the next unit's queries are on their way while this one is computed
+# A KV head's first query lies anywhere in a shared-memory tile of so many rows.
+TILE_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Block sizes, tuned for speed. ``keys_per_split`` and ``block_keys`` are part of the numerics: the last bits.
+
+    Attributes:
+        block_keys: keys of one pipeline slot: 64 or 128; it divides the page size or is a multiple of it.
+        stages: pipeline slots: how many key blocks are on their way from memory at once.
+        keys_per_split: keys of one unit of work; a multiple of ``block_keys``.
+        blocks: thread blocks of the launch, best a multiple of the GPU's multiprocessors.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    block_keys: int = 64
+    stages: int = 3
+    keys_per_split: int = 512
+    blocks: int = 264
+
+    def __post_init__(self) -> None:
+        if self.block_keys not in (64, 128) or self.keys_per_split % self.block_keys or self.keys_per_split < 1:
+            raise ValueError(f"keys_per_split must be a multiple of block_keys (64 or 128): {self}")
+        if self.stages < 1 or self.blocks < 1:
+            raise ValueError(f"stages and blocks must be positive: {self}")
+
+
+class Shape(NamedTuple):
+    """What is static about one launch."""
+
+    rows: int
+    chunk: int  # queries of a row and head
+    kv_heads: int
+    group: int
+    page: int
+    head_dim: int
+    splits: int  # most that a table of this width holds
+    dtype: Any
+    pool_dtype: Any
+    scaled_by: str | None  # "head", "token" or None
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+    tree: bool
+    tiles: Tiles
+    interpret: bool
+
+    @property
+    def queries(self) -> int:
+        """Of one row and KV head."""
+        return self.chunk * self.group
+
+    @property
+    def columns(self) -> int:
+        """Queries as the kernel reads them: whole tiles from the one in which the first query lies."""
+        return columns(self.queries)
+
+    @property
+    def value_dim(self) -> int:
+        """Values are the left operand of a wgmma, which takes 64 of their dimensions at a time."""
+        return -(-self.head_dim // 64) * 64
+
+    @property
+    def piece(self) -> int:
+        """Keys of one copy: a page, or what a slot takes of it."""
+        return min(self.page, self.tiles.block_keys)
+
+    @property
+    def pieces(self) -> int:
+        """Of one slot."""
+        return self.tiles.block_keys // self.piece
+
+    @property
+    def quantised(self) -> bool:
+        return jnp.dtype(self.pool_dtype).itemsize == 1
+
+
+def columns(queries: int) -> int:
+    return -(-(queries + TILE_ROWS - math.gcd(queries, TILE_ROWS)) // TILE_ROWS) * TILE_ROWS
+
+
+class Gmem(NamedTuple):
+    """Operands and results in device memory."""
+
+    query: Any  # [rows * kv_heads * queries, head_dim], and up to a tile more
+    pool: Any  # [pages, 2, kv_heads, page, head_dim]
+    tables: Any  # [rows, width]
+    starts: Any  # [rows]
+    lengths: Any  # [rows]
+    plan: Any  # [3, blocks]
+    sinks: Any  # [heads]
+    scales: Any  # [pages, 2, kv_heads] or [pages, 2, kv_heads, page]
+    seen: Any  # [rows, chunk] int32: bit i: does the query see token i of its chunk?
+    depths: Any  # [rows, chunk]: positions of the queries, counted from the row's start
+    output: Any  # [rows * kv_heads * queries, head_dim]
+    parts: Any  # [rows, kv_heads, splits, value_dim, columns] float32: sums of splits that are merged later
+    stats: Any  # [rows, kv_heads, splits, 2, columns] float32: their maxima and weights
+
+
+class Smem(NamedTuple):
+    """One thread block's shared memory."""
+
+    query: Any  # [QUERY_SLOTS, columns, head_dim]
+    keys: Any  # [stages, block_keys, head_dim]
+    values: Any  # [stages, block_keys, value_dim]
+    key_scales: Any  # [stages, block_keys] float32, per-token scales only
+    value_scales: Any
+    wide_keys: Any  # [block_keys, head_dim]: dequantised, quantised pools only
+    wide_values: Any  # [block_keys, value_dim]
+    probs: Any  # [columns, block_keys]
+    output: Any  # [columns, value_dim]
+
+
+class Barriers(NamedTuple):
+    """``*_ready``: the copy engine arrives, the consumer waits; ``*_free``: the other way round."""
+
+    query_ready: Any  # one per query slot
+    query_free: Any
+    keys_ready: Any  # one per slot
+    values_ready: Any
+    slot_free: Any
+
+
+def tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
+    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them."""
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    tiling = (plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(dims, dtype, transforms=tiling)
+
+
+def swizzle(head_dim: int, dtype: Any) -> int:
+    """The widest that divides a row, in bytes; 16 means none, which wgmma does not take."""
+    return math.gcd(head_dim * jnp.dtype(dtype).itemsize, 128)
+
+
+def smem(shape: Shape) -> Smem:
+    stages, block, dim, wide = shape.tiles.stages, shape.tiles.block_keys, shape.head_dim, shape.value_dim
+    own = swizzle(dim, shape.dtype)
+    # Bytes are no operand of a wgmma: narrow tiles let them be widened a few at a time, in few registers.
+    raw = 64 if shape.quantised else own
+    nothing = plgpu.SMEM((8,), jnp.float32)
+    factors = plgpu.SMEM((stages, block), jnp.float32) if shape.scaled_by == "token" else nothing
+    # Two tiles in a row of memory order: plain rows, of which the copy out may take any number.
+    plain = (plgpu.TilingTransform((1, own // 2)),) if wide != dim else ()
+    return Smem(
+        query=tiled((QUERY_SLOTS, shape.columns, dim), shape.dtype, own),
+        keys=tiled((stages, block, dim), shape.pool_dtype, raw),
+        values=tiled((stages, block, wide), shape.pool_dtype, raw),
+        key_scales=factors,
+        value_scales=factors,
+        wide_keys=tiled((block, dim), shape.dtype, own) if shape.quantised else nothing,
+        wide_values=tiled((block, wide), shape.dtype, own) if shape.quantised else nothing,
+        probs=tiled((shape.columns, block), shape.dtype, own),
+        output=plgpu.SMEM((shape.columns, wide), shape.dtype, transforms=plain),
+    )
+
+
+def smem_bytes(shape: Shape) -> int:
+    """Of one thread block, the reductions' scratch and the barriers included."""
+    size, raw = jnp.dtype(shape.dtype).itemsize, jnp.dtype(shape.pool_dtype).itemsize
+    both = shape.tiles.block_keys * (shape.head_dim + shape.value_dim)
+    slots = shape.tiles.stages * (both * raw + (8 * shape.tiles.block_keys if shape.scaled_by == "token" else 0))
+    wide = both * size if shape.quantised else 0
+    per_column = (QUERY_SLOTS * shape.head_dim + shape.tiles.block_keys + shape.value_dim) * size
+    return slots + wide + shape.columns * per_column + 4096
+
+
+def barriers(shape: Shape) -> Barriers:
+    stages = shape.tiles.stages
+    copies = shape.pieces * (2 if shape.scaled_by == "token" else 1)
+    return Barriers(
+        query_ready=plgpu.Barrier(num_barriers=QUERY_SLOTS),
+        query_free=plgpu.Barrier(num_barriers=QUERY_SLOTS),
+        keys_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        values_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        slot_free=plgpu.Barrier(num_barriers=stages),
+    )
