@@ -291,7 +291,8 @@ def all_got_theirs(crowd: Crowd, jobs: list[Job]) -> None:
     assert collections.Counter(o.job for o in crowd.outcomes if o.status == OK) == collections.Counter(jobs)
     for door in (GRPC, HTTP):
         assert set(counted(crowd, door)) == {OK, UNAVAILABLE}
-        assert any(o.status == UNAVAILABLE and any(o.tokens) for o in crowd.outcomes if o.job.door == door)
+    # Whose streams were in the middle is chance, and there may be few of them.
+    assert any(o.status == UNAVAILABLE and any(o.tokens) for o in crowd.outcomes)
 
 
 @pytest.mark.parametrize(("count", "kills"), [(1000, 2), pytest.param(10_000, 4, marks=pytest.mark.slow)])
