@@ -35,10 +35,16 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a program is lowered for. ``capability`` is an NVIDIA GPU's, (9, 0) for Hopper; None: not known, or none."""
+    """What a program is lowered for.
+
+    Attributes:
+        capability: an NVIDIA GPU's, (9, 0) for Hopper; None: not known, or none.
+        device_kind: "NVIDIA H100 80GB HBM3" for example; None: not known.
+    """
 
     platform: str
     capability: Capability | None = None
+    device_kind: str | None = None
 
 
 def lowering_target() -> Target:
@@ -48,7 +54,8 @@ def lowering_target() -> Target:
         abstract = device
     if abstract is None:  # a default that is only a platform's name
         return Target(jax.default_backend())
-    return Target(abstract.platform, _capability(getattr(abstract, "compute_capability", "")))
+    capability = _capability(getattr(abstract, "compute_capability", ""))
+    return Target(abstract.platform, capability, abstract.device_kind)
 
 
 def _default_device() -> jax.Device | None:

@@ -13,9 +13,9 @@ class Hopper(jax.sharding.AbstractDevice):
 
 
 def test_without_an_abstract_device_the_default_one_counts():
-    assert lowering_target() == Target("cpu")
+    assert lowering_target() == Target("cpu", device_kind="cpu")
     with jax.default_device(jax.devices("cpu")[0]):
-        assert lowering_target() == Target("cpu")
+        assert lowering_target() == Target("cpu", device_kind="cpu")
     with jax.default_device("cpu"):
         assert lowering_target() == Target("cpu")
 
@@ -25,7 +25,7 @@ def test_an_abstract_device_is_what_is_lowered_for_also_while_tracing():
     device = Hopper(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         jax.eval_shape(jax.jit(lambda x: (seen.append(lowering_target()), x)[1]), 1)
-    assert seen == [HOPPER]
+    assert seen == [Target("gpu", (9, 0), "NVIDIA H100")]
 
 
 def test_a_gpu_of_unknown_capability_takes_xla():
