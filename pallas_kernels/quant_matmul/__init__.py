@@ -1,0 +1,6 @@
+"""quant_matmul: a matrix product with weights of 4 or 8 bits that are never dequantised in memory."""
+
+from pallas_kernels.quant_matmul.api import explain, matmul
+from pallas_kernels.quant_matmul.reference import Packed, dequantised, pack
+
+__all__ = ["Packed", "dequantised", "explain", "matmul", "pack"]

@@ -1,0 +1,109 @@
+"""The meaning of a matrix product with quantised weights, and how weights are stored.
+
+Storage, the contract for whoever loads a checkpoint; one for every path:
+
+    weights   [n, k]: outputs by inputs, the inputs side by side; int4 (`jnp.int4`, two to a byte), int8 or
+              float8_e4m3fn.
+    scales    [k // group, n], or [n] where an output channel has one alone; float32, bfloat16 or float16.
+    zeros     int8 [k // group, n], or None: the weight that stands for 0.
+
+    weight = (weights - zeros) * scales
+
+Four bits are signed, -8 to 7. Checkpoints that count from 0 to 15 (AWQ, GPTQ) are moved down by 8, their zero points
+too, which changes no weight: `pack` does that. A tensor core takes the weights' rows from registers, with neighbours
+along k side by side; and a program keeps four bits packed up to the registers only if they are `jnp.int4`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+__all__ = ["Packed", "dequantised", "group_size", "matmul", "pack"]
+
+DTYPES = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
+OFFSET = 8  # four bits that count from 0, less this, are signed
+
+
+class Packed(NamedTuple):
+    """A weight as it is stored, see the module."""
+
+    weights: jax.Array
+    scales: jax.Array
+    zeros: jax.Array | None = None
+
+
+def pack(
+    numbers: Num[Array, "k n"],
+    scales: Float[Array, "*groups n"],
+    zeros: Int[Array, "groups n"] | None = None,
+    *,
+    dtype: Any = jnp.int4,
+    unsigned: bool = False,
+) -> Packed:
+    """The stored form of plain numbers.
+
+    Args:
+        numbers: integers within the range of ``dtype``, inputs by outputs; or floats that ``dtype`` holds.
+        dtype: int4, int8 or float8_e4m3fn.
+        unsigned: int4 only: ``numbers`` and ``zeros`` count from 0 to 15. Without ``zeros``, 8 stands for 0.
+
+    Raises:
+        ValueError: shapes that do not fit each other, another dtype, or numbers that are unsigned and not int4.
+    """
+    if dtype not in DTYPES or (unsigned and dtype != jnp.int4):
+        raise ValueError(f"{'unsigned ' if unsigned else ''}{jnp.dtype(dtype)} weights are not stored")
+    offset = OFFSET if unsigned else 0
+    weights = (numbers.T - offset if offset else numbers.T).astype(dtype)
+    stored = Packed(weights, scales, None if zeros is None else (zeros - offset).astype(jnp.int8))
+    group_size(*stored)
+    return stored
+
+
+def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
+    """How many neighbours along k share a scale; all of them where a channel has one. Raises ValueError on misfits."""
+    n, k = weights.shape
+    groups = scales.shape[0] if scales.ndim == 2 else 1
+    if scales.shape != (*((groups,) if scales.ndim == 2 else ()), n) or not groups or k % groups:
+        raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} of [outputs, inputs]")
+    if zeros is not None and zeros.shape != (groups, n):
+        raise ValueError(f"zeros {zeros.shape} are not [{groups}, {n}]")
+    return int(k // groups)
+
+
+def dequantised(
+    weights: Num[Array, "n k"],
+    scales: Float[Array, "*groups n"],
+    zeros: Int[Array, "groups n"] | None = None,
+    *,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "n k"]:
+    """The weights as plain numbers."""
+    group = group_size(weights, scales, zeros)
+    grouped = weights.reshape(weights.shape[0], -1, group).astype(dtype)
+    if zeros is not None:
+        grouped = grouped - zeros.T[:, :, None].astype(dtype)
+    factors = scales.reshape(-1, weights.shape[0]).T[:, :, None].astype(dtype)
+    return (grouped * factors).reshape(weights.shape)
+
+
+def matmul(
+    x: Float[Array, "*rows k"],
+    weights: Num[Array, "n k"],
+    scales: Float[Array, "*groups n"],
+    zeros: Int[Array, "groups n"] | None = None,
+    *,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "*rows n"]:
+    """``x @ weight.T``, computed in ``dtype`` and given in it.
+
+    Raises:
+        ValueError: shapes that do not fit each other.
+    """
+    if x.shape[-1] != weights.shape[1]:
+        raise ValueError(f"x {x.shape} and weights {weights.shape} of [outputs, inputs] do not fit each other")
+    weight = dequantised(weights, scales, zeros, dtype=dtype)
+    return jnp.einsum("...k,nk->...n", x.astype(dtype), weight, precision="highest")

@@ -1,0 +1,130 @@
+"""A matrix product with quantised weights in plain XLA: for CPUs, many rows, and what the Mosaic kernel refuses.
+
+One scale a channel multiplies the result: XLA fuses the conversion of the weights into its own matrix product. With
+groups, a program for a GPU multiplies each group by itself and scales the sums while rows are few, so that packed
+weights are read once and nothing is written but float32 sums; with many rows it dequantises the weights first. On a
+CPU a few hundred output channels at a time are dequantised, which stay in the cache; the weights as plain numbers
+never lie in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.choice import Target, lowering_target
+from pallas_kernels.quant_matmul.reference import dequantised, group_size
+
+FEW_ROWS = 64  # sums of groups are written up to here
+CPU_CHANNELS = 256  # dequantised at a time
+
+
+def matmul(
+    x: Float[Array, "rows k"],
+    weights: Num[Array, "n k"],
+    scales: Float[Array, "*groups n"],
+    zeros: Int[Array, "groups n"] | None = None,
+    *,
+    target: Target | None = None,
+) -> Float[Array, "rows n"]:
+    """See `reference.matmul`; the result has the dtype of ``x``. float32 means float32: no TF32.
+
+    Args:
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+    """
+    group = group_size(weights, scales, zeros)
+    if (target or lowering_target()).platform == "cpu":
+        return _by_channels(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
+    if group == weights.shape[1] and zeros is None:
+        sums = _dot(x, weights.astype(x.dtype))
+        return (sums * scales.reshape(-1).astype(jnp.float32)).astype(x.dtype)
+    if x.shape[0] <= FEW_ROWS:
+        return _by_groups(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
+    return _dot(x, dequantised(weights, scales, zeros, dtype=jnp.float32).astype(x.dtype)).astype(x.dtype)
+
+
+def _dot(x: Array, weights: Array) -> Float[Array, "rows n"]:
+    return lax.dot_general(
+        x, weights, (((1,), (1,)), ((), ())), precision=_precision(x.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def _precision(dtype: Any) -> lax.Precision:
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def _by_groups(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
+    """Zero points are subtracted from the sums, times what x adds up to."""
+    groups, (rows, inputs) = scales.shape[0], x.shape
+    grouped = x.reshape(rows, groups, inputs // groups)
+    numbers = weights.reshape(weights.shape[0], groups, -1).astype(x.dtype)
+    options: dict[str, Any] = {"precision": _precision(x.dtype), "preferred_element_type": jnp.float32}
+    sums = jnp.einsum("mgk,ngk->gmn", grouped, numbers, **options)
+    if zeros is not None:
+        totals = grouped.astype(jnp.float32).sum(-1).T
+        sums = sums - totals[:, :, None] * zeros[:, None, :].astype(jnp.float32)
+    return (sums * scales[:, None, :].astype(jnp.float32)).sum(0).astype(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# CPU.
+
+
+def _by_channels(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
+    channels = weights.shape[0]
+    stored, numbers_of = _as_bytes(weights, pairs=weights.shape[1] // scales.shape[0] % 2 == 0)
+    columns = (x[:, 0::2], x[:, 1::2]) if stored.shape != weights.shape else (x,)
+    factors = (scales.T, None if zeros is None else zeros.T)
+
+    def chunk(first: Any, size: int) -> Array:
+        def cut(a: Array | None) -> Array | None:
+            return None if a is None else lax.dynamic_slice_in_dim(a, first, size)
+
+        return _few_channels(columns, numbers_of(cut(stored)), *map(cut, factors)).astype(x.dtype)
+
+    size = min(CPU_CHANNELS, channels)
+    whole = channels // size
+    parts = lax.map(lambda i: chunk(i * size, size), jnp.arange(whole))
+    result = jnp.moveaxis(parts, 0, 1).reshape(x.shape[0], whole * size)
+    if channels % size:
+        result = jnp.concatenate([result, chunk(whole * size, channels % size)], axis=1)
+    return result
+
+
+def _as_bytes(weights: Num[Array, "n k"], *, pairs: bool) -> tuple[Array, Callable[[Any], tuple[Array, ...]]]:
+    """What may be cut at little cost, and how numbers are got from it: all, or of pairs the first and the second ones.
+
+    XLA:CPU cuts an array of fewer than 8 bits, or of 8-bit floats, as a copy in a wider type.
+    """
+    n, k = weights.shape
+    if weights.dtype == jnp.int4 and pairs:
+        stored = lax.bitcast_convert_type(weights.reshape(n, k // 2, 2), jnp.int8)
+        return stored, lambda a: ((a << 4) >> 4, a >> 4)
+    if weights.dtype == jnp.float8_e4m3fn:
+        return lax.bitcast_convert_type(weights, jnp.uint8), lambda a: (_float8(a),)
+    return weights, lambda a: (a,)
+
+
+def _float8(stored: Any) -> Array:
+    """float8_e4m3fn from its bits, as float32. By way of float16, whose exponents have a bit more: times 2**8."""
+    bits = stored.astype(jnp.uint16)
+    magnitude = lax.bitcast_convert_type((bits & 0x7F) << 7, jnp.float16).astype(jnp.float32) * 256
+    number = jnp.where((bits & 0x7F) == 0x7F, jnp.nan, magnitude)
+    return jnp.where(bits >= 0x80, -number, number)
+
+
+def _few_channels(columns: tuple[Array, ...], numbers: tuple[Array, ...], scales: Any, zeros: Any) -> Array:
+    """In float32: the first numbers of pairs meet the even columns of x, the second ones the odd columns."""
+    times = numbers[0].shape[1] // scales.shape[1]
+    factors = jnp.repeat(scales.astype(jnp.float32), times, axis=1)
+    offsets = 0.0 if zeros is None else jnp.repeat(zeros.astype(jnp.float32), times, axis=1)
+    sums = [
+        _dot(own.astype(jnp.float32), (one.astype(jnp.float32) - offsets) * factors)
+        for own, one in zip(columns, numbers, strict=True)
+    ]
+    return functools.reduce(jnp.add, sums)

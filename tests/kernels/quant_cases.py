@@ -1,0 +1,50 @@
+"""Operands of products with quantised weights, and how close a result must be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quant_matmul import reference
+
+DIGITS = {"float32": 24, "bfloat16": 8, "float16": 11}  # of a number's significand, in bits
+
+
+def operands(
+    *,
+    rows=3,
+    n=128,
+    k=512,
+    group=128,
+    dtype=jnp.int4,
+    x_dtype=jnp.bfloat16,
+    scale_dtype=jnp.bfloat16,
+    zeros=False,
+    seed=0,
+):
+    """x, weights, scales and zeros; ``group`` None: one scale (and zero) a channel."""
+    rng = np.random.default_rng(seed)
+    if dtype == jnp.float8_e4m3fn:
+        numbers = rng.normal(size=(n, k)) * 50
+    else:
+        most = 2 ** (3 if dtype == jnp.int4 else 7)
+        numbers = rng.integers(-most, most, size=(n, k))
+    groups = k // (group or k)
+    factors = (n,) if group is None else (groups, n)
+    return (
+        jnp.asarray(rng.normal(size=(rows, k)), x_dtype),
+        jnp.asarray(numbers.astype(np.float32)).astype(dtype),
+        jnp.asarray(rng.uniform(0.5, 1.5, size=factors), scale_dtype),
+        jnp.asarray(rng.integers(-8, 9, size=(groups, n)), jnp.int8) if zeros else None,
+    )
+
+
+def assert_close(got, arrays, *, within=1e-6):
+    """To half a unit in the last place of the result's dtype, and ``within`` of the sum of all magnitudes."""
+    x, weights, scales, zeros = arrays
+    with jax.enable_x64(True):
+        want = np.asarray(reference.matmul(*arrays, dtype=jnp.float64))
+        weight = reference.dequantised(weights, scales, zeros, dtype=jnp.float64)
+        sizes = np.asarray(jnp.abs(x.astype(jnp.float64)) @ jnp.abs(weight).T)
+    rounding = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 1e-30))) - DIGITS[got.dtype.name])
+    error = np.abs(np.asarray(got, np.float64) - want)
+    np.testing.assert_array_less(error, rounding + within * sizes)

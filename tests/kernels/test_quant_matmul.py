@@ -1,0 +1,126 @@
+"""Products with quantised weights: storage, the XLA path for every platform, and which path is taken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import quant_matmul
+from pallas_kernels.choice import Target
+from pallas_kernels.quant_matmul import mosaic, reference, xla
+from tests.kernels.quant_cases import assert_close, operands
+
+CPU, GPU = Target("cpu"), Target("gpu", (7, 5))
+KINDS = {
+    "int4": {"group": 32},
+    "int4-zeros": {"group": 64, "zeros": True},
+    "int4-odd": {"k": 105, "n": 172, "group": 35, "zeros": True},
+    "int4-channel": {"group": None},
+    "int8": {"dtype": jnp.int8, "group": 64},
+    "int8-zeros": {"dtype": jnp.int8, "group": None, "zeros": True},
+    "int8-channel": {"dtype": jnp.int8, "group": None, "n": 600},
+    "fp8": {"dtype": jnp.float8_e4m3fn, "group": 128},
+    "fp8-channel": {"dtype": jnp.float8_e4m3fn, "group": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "target", "x_dtype"),
+    [(1, CPU, "bfloat16"), (70, CPU, "float32"), (3, GPU, "float32"), (70, GPU, "bfloat16")],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_xla_equals_float64(kind, rows, target, x_dtype):
+    arrays = operands(**{"rows": rows, "n": 320, "k": 256, **KINDS[kind]}, x_dtype=x_dtype)
+    got = jax.jit(xla.matmul, static_argnames="target")(*arrays, target=target)
+    # With many rows a program for a GPU rounds the weights to the dtype of x.
+    weights_rounded = rows > xla.FEW_ROWS and target is GPU
+    assert_close(got, arrays, within=2**-8 if weights_rounded else 1e-6)
+
+
+def test_packed_weights_stand_for_the_plain_ones():
+    rng = np.random.default_rng(0)
+    numbers, zeros = jnp.asarray(rng.integers(0, 16, (64, 24))), jnp.asarray(rng.integers(0, 17, (2, 24)))
+    scales = jnp.asarray(rng.uniform(0.1, 1, (2, 24)), jnp.float32)
+    stored = quant_matmul.pack(numbers, scales, zeros, unsigned=True)
+    assert (stored.weights.dtype, stored.weights.shape) == (jnp.int4, (24, 64))
+    assert stored.zeros.dtype == jnp.int8
+    plain = (numbers - jnp.repeat(zeros, 32, axis=0)) * jnp.repeat(scales, 32, axis=0)
+    np.testing.assert_allclose(quant_matmul.dequantised(*stored).T, plain, rtol=1e-6)
+    symmetric = quant_matmul.pack(numbers, scales, unsigned=True)
+    np.testing.assert_allclose(
+        quant_matmul.dequantised(*symmetric).T, (numbers - 8) * jnp.repeat(scales, 32, axis=0), rtol=1e-6
+    )
+
+
+def test_every_float8_is_read():
+    """Subnormal numbers, zeros of both signs and NaN as well."""
+    stored = jnp.arange(256, dtype=jnp.uint8)
+    numbers = jax.lax.bitcast_convert_type(stored, jnp.float8_e4m3fn).astype(jnp.float32)
+    np.testing.assert_array_equal(jax.jit(xla._float8)(stored), numbers)
+
+
+def test_what_does_not_fit_is_refused():
+    x, weights, scales, zeros = operands(rows=2, zeros=True)
+    with pytest.raises(ValueError, match="scales"):
+        quant_matmul.explain(x, weights, scales[:, :-1])
+    with pytest.raises(ValueError, match="zeros"):
+        quant_matmul.explain(x, weights, scales, zeros[:1])
+    with pytest.raises(ValueError, match="do not fit"):
+        quant_matmul.explain(x[:, :-1], weights, scales)
+    with pytest.raises(ValueError, match="not stored"):
+        quant_matmul.pack(weights.T, scales, dtype=jnp.int16)
+    with pytest.raises(ValueError, match="rows"):
+        quant_matmul.matmul(jnp.zeros((65, 512), jnp.bfloat16), weights, scales, path="mosaic")
+
+
+def test_leading_dimensions_are_kept():
+    x, weights, scales, _ = operands(rows=6)
+    flat = quant_matmul.matmul(x, weights, scales)
+    np.testing.assert_array_equal(quant_matmul.matmul(x.reshape(2, 3, -1), weights, scales), flat.reshape(2, 3, -1))
+    np.testing.assert_array_equal(quant_matmul.matmul(x[0], weights, scales).shape, (weights.shape[0],))
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "path", "why"),
+    [
+        ({}, Target("gpu", (9, 0)), "mosaic", "does these operands"),
+        ({}, Target("cpu"), "xla", "platform cpu"),
+        ({}, Target("gpu", (8, 0)), "xla", "8.0"),
+        ({"rows": 65}, Target("gpu", (9, 0)), "xla", "65 rows"),
+        ({"group": 32}, Target("gpu", (9, 0)), "xla", "32 inputs"),
+        ({"n": 172}, Target("gpu", (9, 0)), "xla", "multiple of 64 outputs"),
+        ({"x_dtype": jnp.float32}, Target("gpu", (9, 0)), "xla", "float32"),
+        ({"dtype": jnp.int8, "group": None}, Target("gpu", (9, 0)), "xla", "fuses"),
+        ({"dtype": jnp.int8, "group": None, "zeros": True}, Target("gpu", (9, 0)), "mosaic", "does these operands"),
+    ],
+)
+def test_the_path_and_why(options, target, path, why):
+    chosen = quant_matmul.explain(*operands(**options), target=target)
+    assert chosen.path == path
+    assert why in chosen.why
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("n", [896, 1536, 4096, 6144, 11008, 28672, 128256])
+@pytest.mark.parametrize("k", [896, 4096, 8960, 11008, 14336])
+def test_heuristic_tiles_fit_and_sums_do_not_depend_on_the_rows(dtype, n, k):
+    found = set()
+    for rows in (1, 8, 16, 33, 64):
+        x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
+        rest = jax.ShapeDtypeStruct((n, k), dtype), jax.ShapeDtypeStruct((k // 128, n), jnp.bfloat16), None
+        tiles = mosaic.heuristic_tiles(x, *rest)
+        assert mosaic.refusal(x, *rest, tiles=tiles) is None
+        found.add((tiles.depth, tiles.splits))
+    assert len(found) == 1
+
+
+def test_no_whole_weight_is_dequantised_on_a_cpu():
+    x, weights, scales, _ = operands(rows=8, n=2048, k=2048)
+    program = jax.jit(xla.matmul).lower(x, weights, scales).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1.5 * weights.size  # a plain one takes 2 or 4 bytes each
+
+
+def test_reference_is_the_equation():
+    x, weights, scales, zeros = operands(zeros=True)
+    got = reference.matmul(x, weights, scales, zeros)
+    np.testing.assert_allclose(got, x.astype(jnp.float32) @ reference.dequantised(weights, scales, zeros).T, rtol=1e-4)
