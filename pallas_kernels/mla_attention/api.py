@@ -1,0 +1,94 @@
+"""The doors of MLA: a Mosaic kernel on Hopper GPUs, plain XLA everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.choice import Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.mla_attention import xla
+from pallas_kernels.mla_attention.mosaic import attention
+from pallas_kernels.mla_attention.reference import RANK
+
+
+def explain(
+    q: Any,
+    pool: Any,
+    tables: Any,
+    lengths: Any,
+    *,
+    rank: int = RANK,
+    scales: Any = None,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Choice:
+    """The path that `decode`, `extend` and `prefill` take for operands of these shapes and dtypes, and why.
+
+    Args:
+        path: "mosaic" and "xla" force one.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+
+    Raises:
+        ValueError: the kernel is forced and cannot do these operands.
+    """
+    return choose(path, attention.refusal(q, pool, tables, lengths, rank=rank, scales=scales), target=target)
+
+
+def decode(
+    q: Float[Array, "rows heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "rows width"],
+    lengths: Int[Array, " rows"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+    path: Wish = "auto",
+) -> Float[Array, "rows heads rank"]:
+    """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
+    options: dict[str, Any] = {"rank": rank, "scales": scales}
+    if explain(q, pool, tables, lengths, **options, path=path).path == "mosaic":
+        return attention.decode(q, pool, tables, lengths, scale=scale, **options)
+    # A GPU has room for all rows at once, and waits for every step of a loop.
+    together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
+    return xla.decode(q, pool, tables, lengths, scale=scale, **options, together=together)
+
+
+def extend(
+    q: Float[Array, "lanes chunk heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+    path: Wish = "auto",
+) -> Float[Array, "lanes chunk heads rank"]:
+    """`prefill` of a few queries a lane (decode of several tokens): where a kernel does it, it splits the keys."""
+    chosen = explain(q, pool, tables, lengths, rank=rank, scales=scales, path=path)
+    kernel = attention.extend if chosen.path == "mosaic" else xla.prefill
+    return kernel(q, pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales)
+
+
+def prefill(
+    q: Float[Array, "lanes chunk heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+    path: Wish = "auto",
+) -> Float[Array, "lanes chunk heads rank"]:
+    """See `reference.prefill`; what padding queries give is finite and means nothing.
+
+    Raises ValueError where a forced ``path`` cannot do it.
+    """
+    chosen = explain(q, pool, tables, lengths, rank=rank, scales=scales, path=path)
+    kernel = attention.prefill if chosen.path == "mosaic" else xla.prefill
+    return kernel(q, pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales)

@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels of MLA: `attention` (decode, extend, prefill) and the merge of what decode split."""

@@ -1,0 +1,163 @@
+"""What the parts of the MLA kernel share: static shapes, block sizes, and where everything lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+TILE = 64  # queries of a tile (rows of a wgmma), and keys of a slot: probabilities are a tile of both
+PAIR = 2 * TILE  # keys that the two consumers handle together
+SLOTS = 2
+ROPE = TILE  # a slot's rotated keys make room for its probabilities, once the scores are there
+PARTS = ("left", "right", "rope")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Sizes tuned for speed. ``keys_per_split`` is part of decode's numerics: changing it changes the last bits.
+
+    Attributes:
+        keys_per_split: keys of one unit of work in decode; a multiple of 128. Prefill does not split.
+        blocks: thread blocks of a decode launch, one for each of the GPU's multiprocessors.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+
+    keys_per_split: int = 512
+    blocks: int = 132
+
+    def __post_init__(self) -> None:
+        if self.keys_per_split < 1 or self.keys_per_split % PAIR or self.blocks < 1:
+            raise ValueError(f"keys_per_split must be a positive multiple of {PAIR}, blocks at least 1: {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is static about one launch. Queries are packed: row ``token * heads + head`` of a lane."""
+
+    lanes: int
+    chunk: int
+    heads: int
+    rank: int
+    page: int
+    width: int
+    dtype: Any
+    scale: float
+    tiles: Tiles
+    split: bool  # decode: units of `Tiles.keys_per_split` keys, merged later; prefill: a tile's keys are one unit
+    interpret: bool
+
+    @property
+    def half(self) -> int:
+        """Columns of the result that one consumer owns."""
+        return self.rank // 2
+
+    @property
+    def latent(self) -> int:
+        return self.rank + ROPE
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile that are read and written."""
+        return min(TILE, -(-self.chunk * self.heads // 8) * 8)
+
+    @property
+    def packed(self) -> int:
+        """A lane's queries, filled up to whole tiles."""
+        return self.tile_count * self.tile_rows
+
+    @property
+    def tile_count(self) -> int:
+        return -(-self.chunk * self.heads // self.tile_rows)
+
+    @property
+    def splits(self) -> int:
+        """Most that a table of this width holds."""
+        return max(1, -(-self.width * self.page // self.tiles.keys_per_split)) if self.split else 1
+
+    @property
+    def pieces(self) -> int:
+        """Copies of one part of a slot: pages, or one for a piece of a page that is longer."""
+        return TILE // self.piece
+
+    @property
+    def piece(self) -> int:
+        return min(self.page, TILE)
+
+
+class Gmem(NamedTuple):
+    """Operands and results in device memory; None where a launch has none."""
+
+    query: Any  # [lanes, packed, latent]
+    pool: Any  # [pages, page, latent]
+    tables: Any  # [lanes, width]
+    starts: Any  # [lanes]
+    lengths: Any  # [lanes]
+    plan: Any  # [3, blocks]: decode, see `schedule.plan`
+    output: Any  # [lanes, packed, rank]: of a launch without splits
+    sums: Any  # [lanes, splits, packed, rank] float32: splits' weighted values, not yet divided by their totals
+    stats: Any  # [lanes, splits, 2, tile_count * TILE] float32: what they are relative to (powers of two), their totals
+
+
+class Latent(NamedTuple):
+    """Some rows of latents: the columns that consumer 0 owns as values, those of consumer 1, and the rotated keys."""
+
+    left: Any  # [..., half]
+    right: Any  # [..., half]
+    rope: Any  # [..., ROPE]; of a slot: its probabilities [TILE, TILE], as soon as its scores are there
+
+
+class Smem(NamedTuple):
+    """One thread block's shared memory."""
+
+    query: Any  # a union of the queries, a `Latent`, and of both halves of the result in float32 on their way out
+    slots: Latent  # each [SLOTS, TILE, ...]
+    tops: Any  # [2, TILE] float32: each consumer's maxima
+    totals: Any  # [2, TILE] float32: each consumer's share of the weights' sums
+
+
+class Barriers(NamedTuple):
+    """See the picture in `attention` for who arrives and who waits."""
+
+    query_ready: Any
+    query_free: Any
+    ready: Latent  # each one per slot
+    free: Latent
+    probs_ready: Any  # one per consumer: its maxima and probabilities lie in shared memory
+    totals_ready: Any  # one per consumer: its totals do, and it reads no queries any more
+
+
+def smem(shape: Shape) -> Smem:
+    sizes = Latent(shape.half, shape.half, ROPE)
+    query = Latent(*(tiled((TILE, size), shape.dtype) for size in sizes))
+    result = tuple(tiled((TILE, shape.half // 2), jnp.float32) for _ in range(2))
+    vectors = plgpu.SMEM((2, TILE), jnp.float32)
+    return Smem(
+        query=plgpu.RefUnion(query, result),
+        slots=Latent(*(tiled((SLOTS, TILE, size), shape.dtype) for size in sizes)),
+        tops=vectors,
+        totals=vectors,
+    )
+
+
+def tiled(dims: tuple[int, ...], dtype: Any) -> Any:
+    """Rows in swizzled tiles of 8 by 128 bytes, as wgmma and the copy engine want them."""
+    transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(dims, dtype, transforms=transforms)
+
+
+def barriers(shape: Shape) -> Barriers:
+    slot, both = plgpu.Barrier(num_barriers=SLOTS), plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS)
+    filled = plgpu.Barrier(num_arrivals=shape.pieces, num_barriers=SLOTS)
+    return Barriers(
+        query_ready=plgpu.Barrier(num_arrivals=len(PARTS)),
+        query_free=plgpu.Barrier(num_arrivals=2),
+        ready=Latent(filled, filled, filled),
+        free=Latent(slot, slot, both),
+        probs_ready=plgpu.Barrier(num_barriers=2),
+        totals_ready=plgpu.Barrier(num_barriers=2),
+    )

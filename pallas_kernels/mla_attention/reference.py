@@ -1,0 +1,93 @@
+"""The equation of multi-head latent attention (MLA) in plain jnp: oracle for the fast paths and their argument checker.
+
+DeepSeek-V2 (arXiv:2405.04434), absorbed form: a token's cache is one latent of ``rank`` numbers, which all heads share,
+and ``rope`` numbers of one rotated key. A query head has been multiplied by its part of the key's up-projection, so
+that it meets the latent itself: scores are over all ``rank + rope`` numbers, values are the first ``rank`` of the same
+numbers, and the caller multiplies the result by the value's up-projection.
+
+Everywhere: the pool of a layer is ``[pages, page, rank + rope]``; a table lists the pages of one sequence in order.
+What a query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
+
+- ``scale`` multiplies the scores: usually ``(nope + rope) ** -0.5`` with the head's size before absorption.
+- ``scales [pages, page]`` of a pool in int8 or float8: what a token's numbers are multiplied with, float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.paged_attention.reference import attend, visible_keys
+
+RANK = 512
+
+
+def latents(
+    pool: Num[Array, "pages page latent"],
+    scales: Float[Array, "pages page"] | None,
+    table: Int[Array, " width"],
+    dtype: Any,
+) -> Float[Array, "keys latent"]:
+    """The numbers that one sequence's pages stand for, contiguous."""
+    pages, _, latent = pool.shape
+    table = jnp.clip(table, 0, pages - 1)
+    taken = pool[table].astype(dtype)
+    if scales is not None:
+        taken = taken * scales[table].astype(dtype)[..., None]
+    return taken.reshape(-1, latent)
+
+
+def decode(
+    q: Float[Array, "rows heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "rows width"],
+    lengths: Int[Array, " rows"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "rows heads rank"]:
+    """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
+
+    Args:
+        dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
+    """
+    starts = jnp.maximum(lengths - 1, 0)
+    return prefill(q[:, None], pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales, dtype=dtype)[:, 0]
+
+
+def prefill(
+    q: Float[Array, "lanes chunk heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "lanes chunk heads rank"]:
+    """Chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written. Length 0: zeros.
+
+    Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
+
+    Raises:
+        ValueError: queries and pool have latents of different sizes, or ``rank`` is not one of them.
+    """
+    if q.shape[-1] != pool.shape[-1] or not 0 < rank <= pool.shape[-1]:
+        raise ValueError(f"queries {q.shape} and pool {pool.shape} do not fit each other, or rank {rank} them")
+    chunk = q.shape[1]
+
+    def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
+        keys = latents(pool, scales, table, dtype)
+        visible = visible_keys(chunk, keys.shape[0], start, length, None, None)
+        visible &= (start + jnp.arange(chunk) < length)[:, None]
+        return attend(q, keys[None], keys[None, :, :rank], visible, scale=scale)
+
+    mixed = jax.vmap(lane)(q, tables, starts, lengths)
+    return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -1,0 +1,186 @@
+"""MLA in plain XLA, for CPUs and for GPUs without a kernel.
+
+The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys, lane by lane in prefill and a
+few rows of like length at a time in decode, each up to its own last block: what is computed grows with the keys that
+are really attended. A block that a query does not see adds exact zeros, so neither the width of the tables nor the
+neighbours change a single bit of a row's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.mla_attention.reference import RANK
+
+DECODE_BLOCK = 64
+PREFILL_BLOCK = 128
+ROWS_TOGETHER = 8  # rows of like length that decode takes together
+_LOG2_E = math.log2(math.e)
+_LOWEST = -1e30
+
+
+class _Softmax(NamedTuple):
+    """Running maximum, normaliser and weighted sum of the values, all float32. Scores are in powers of two.
+
+    The maximum is rounded up to an integer, so that rescaling is exact: whether a compiler contracts the multiplication
+    and the addition into one instruction, which differs from program to program, changes no bit.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    mixed: jax.Array
+
+    def add(self, scores: jax.Array, visible: jax.Array, values: jax.Array) -> _Softmax:
+        """Fold in a block: scores [..., queries, keys], values [..., keys, rank]."""
+        scores = jnp.where(visible, scores, -jnp.inf)
+        top = jnp.maximum(self.top, jnp.ceil(scores.max(-1)))
+        weights, decay = jnp.exp2(scores - top[..., None]), _power_of_two(self.top - top)
+        mixed = self.mixed * decay[..., None] + _einsum("...qk,...kd->...qd", weights, values)
+        return _Softmax(top, self.total * decay + weights.sum(-1), mixed)
+
+    def result(self) -> jax.Array:
+        return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]
+
+
+def _nothing(lead: tuple[int, ...], rank: int) -> _Softmax:
+    return _Softmax(jnp.full(lead, _LOWEST), jnp.zeros(lead), jnp.zeros((*lead, rank)))
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Exactly 2**exponent of integers up to 0, by their bits; 0 where it would not be a normal number."""
+    return lax.bitcast_convert_type((jnp.maximum(exponent, -127).astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pages:
+    """Latents of a few sequences, read by blocks of ``count`` pages."""
+
+    pool: jax.Array
+    scales: jax.Array | None
+    tables: jax.Array  # [sequences, width]; the width is a multiple of count
+    lengths: jax.Array  # [sequences]
+    count: int
+
+    @property
+    def block(self) -> int:
+        return self.count * self.pool.shape[1]
+
+    def positions(self, index: jax.Array) -> jax.Array:
+        return index * self.block + jnp.arange(self.block)
+
+    def read(self, index: jax.Array) -> jax.Array:
+        """Block ``index``, [sequences, block, latent] float32; 0 past the ends, where anything may lie, NaN included."""
+        pages = lax.dynamic_slice_in_dim(self.tables, index * self.count, self.count, 1)
+        numbers = self.pool[pages].astype(jnp.float32)
+        if self.scales is not None:
+            numbers = numbers * self.scales[pages][..., None]
+        numbers = numbers.reshape(pages.shape[0], self.block, -1)
+        written = self.positions(index) < self.lengths[:, None]
+        return jnp.where(written[..., None], numbers, 0.0)
+
+    def blocks(self) -> jax.Array:
+        """Up to the last key of the longest sequence."""
+        return (jnp.max(self.lengths) + self.block - 1) // self.block
+
+
+def _pages(pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
+    """Blocks are read whole: the table's last block is filled up with page 0, whose keys lengths mask."""
+    count = max(1, block // pool.shape[1])
+    return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count)
+
+
+def decode(
+    q: Float[Array, "rows heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "rows width"],
+    lengths: Int[Array, " rows"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+    together: int = ROWS_TOGETHER,
+) -> Float[Array, "rows heads rank"]:
+    """See `reference.decode`.
+
+    Args:
+        together: rows that run together, up to the longest of them; all of them is best on a GPU.
+    """
+    rows, together = q.shape[0], min(together, q.shape[0])
+    pages, queries = _pages(pool, scales, tables, lengths, DECODE_BLOCK), q.astype(jnp.float32) * (scale * _LOG2_E)
+    if together == rows:
+        return _decode_together(queries, pages, rank).astype(q.dtype)
+
+    order = jnp.argsort(-lengths)
+    queries, own, ends = (_filled_up(x[order], together) for x in (queries, pages.tables, lengths))
+
+    def some(index: jax.Array, results: jax.Array) -> jax.Array:
+        at = index * together
+        few, tables, lengths = (lax.dynamic_slice_in_dim(x, at, together) for x in (queries, own, ends))
+        mixed = _decode_together(few, dataclasses.replace(pages, tables=tables, lengths=lengths), rank)
+        return lax.dynamic_update_slice_in_dim(results, mixed, at, 0)
+
+    results = lax.fori_loop(0, ends.size // together, some, jnp.zeros((*queries.shape[:2], rank)))
+    return results[jnp.argsort(order)].astype(q.dtype)
+
+
+def _filled_up(x: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(x, [(0, -x.shape[0] % multiple), *[(0, 0)] * (x.ndim - 1)])
+
+
+def _decode_together(queries: jax.Array, pages: _Pages, rank: int) -> jax.Array:
+    """Rows [rows, heads, latent], scaled, each at the last of its keys."""
+
+    def body(index: jax.Array, state: _Softmax) -> _Softmax:
+        latents = pages.read(index)
+        visible = (pages.positions(index) < pages.lengths[:, None])[:, None]
+        return state.add(_einsum("rhd,rkd->rhk", queries, latents), visible, latents[..., :rank])
+
+    return lax.fori_loop(0, pages.blocks(), body, _nothing(queries.shape[:2], rank)).result()
+
+
+def prefill(
+    q: Float[Array, "lanes chunk heads latent"],
+    pool: Num[Array, "pages page latent"],
+    tables: Int[Array, "lanes width"],
+    starts: Int[Array, " lanes"],
+    lengths: Int[Array, " lanes"],
+    *,
+    scale: float,
+    rank: int = RANK,
+    scales: Float[Array, "pages page"] | None = None,
+) -> Float[Array, "lanes chunk heads rank"]:
+    """See `reference.prefill`; what padding gives is not specified, but finite."""
+    lanes, chunk, heads, latent = q.shape
+    pages = _pages(pool, scales, tables, lengths, PREFILL_BLOCK)
+    queries = q.astype(jnp.float32).reshape(lanes, chunk * heads, latent) * (scale * _LOG2_E)
+
+    def lane(index: jax.Array, results: jax.Array) -> jax.Array:
+        own, length, few = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, lengths, queries))
+        one = dataclasses.replace(pages, tables=own, lengths=length)
+        mixed = _prefill_lane(few, starts[index] + jnp.arange(chunk * heads) // heads, one, rank)
+        return lax.dynamic_update_slice_in_dim(results, mixed, index, 0)
+
+    mixed = lax.fori_loop(0, lanes, lane, jnp.zeros((lanes, chunk * heads, rank)))
+    return mixed.reshape(lanes, chunk, heads, rank).astype(q.dtype)
+
+
+def _prefill_lane(queries: jax.Array, positions: jax.Array, pages: _Pages, rank: int) -> jax.Array:
+    """One lane's queries [1, queries, latent], scaled, at ``positions`` [queries]."""
+
+    def body(index: jax.Array, state: _Softmax) -> _Softmax:
+        latents, at = pages.read(index), pages.positions(index)
+        visible = (at <= positions[:, None]) & (at < pages.lengths[0])
+        return state.add(_einsum("rqd,rkd->rqk", queries, latents), visible, latents[..., :rank])
+
+    return lax.fori_loop(0, pages.blocks(), body, _nothing(queries.shape[:2], rank)).result()
