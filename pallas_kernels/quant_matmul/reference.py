@@ -5,7 +5,7 @@ Storage, the contract for whoever loads a checkpoint; one for every path:
     weights   [n, k]: outputs by inputs, the inputs side by side; int4 (`jnp.int4`, two to a byte), int8 or
               float8_e4m3fn.
     scales    [k // group, n], or [n] where an output channel has one alone; float32, bfloat16 or float16.
-    zeros     int8 [k // group, n], or None: the weight that stands for 0.
+    zeros     int8 [k // group, n], or None: the weight that stands for 0. float8_e4m3fn has none.
 
     weight = (weights - zeros) * scales
 
@@ -69,8 +69,8 @@ def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
     groups = scales.shape[0] if scales.ndim == 2 else 1
     if scales.shape != (*((groups,) if scales.ndim == 2 else ()), n) or not groups or k % groups:
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} of [outputs, inputs]")
-    if zeros is not None and zeros.shape != (groups, n):
-        raise ValueError(f"zeros {zeros.shape} are not [{groups}, {n}]")
+    if zeros is not None and (zeros.shape != (groups, n) or weights.dtype == jnp.float8_e4m3fn):
+        raise ValueError(f"zeros {zeros.shape} of {weights.dtype} weights: [{groups}, {n}], and of integers only")
     return int(k // groups)
 
 

@@ -40,6 +40,7 @@ SLOW = {
     for dtype in (jnp.int4, INT8, FP8)
     for x_dtype in (jnp.bfloat16, FP16)
     for group, rows, zeros in ((128, 1, True), (64, 17, False), (256, 64, True), (384, 40, False), (None, 24, True))
+    if not (zeros and dtype == FP8)
 }
 
 
@@ -100,5 +101,5 @@ def test_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="shared memory"):
         mosaic.matmul(jnp.zeros((64, 512), jnp.bfloat16), weights, scales, tiles=Tiles(2, 256, 8))
     for wrong in ({"depth": 64}, {"consumers": 3}, {"splits": 9}, {"stages": 0}):
-        with pytest.raises(ValueError, match="there|consumers"):
+        with pytest.raises(ValueError, match=r"there|consumers"):
             Tiles(**wrong)

@@ -65,6 +65,8 @@ def test_what_does_not_fit_is_refused():
         quant_matmul.explain(x, weights, scales[:, :-1])
     with pytest.raises(ValueError, match="zeros"):
         quant_matmul.explain(x, weights, scales, zeros[:1])
+    with pytest.raises(ValueError, match="integers only"):
+        quant_matmul.explain(x, weights.astype(jnp.float8_e4m3fn), scales, zeros)
     with pytest.raises(ValueError, match="do not fit"):
         quant_matmul.explain(x[:, :-1], weights, scales)
     with pytest.raises(ValueError, match="not stored"):
