@@ -7,8 +7,9 @@ such an entry its heuristic decides. Both follow from shapes and from the file a
 Fields of tiles of which the last bits of a result depend (``bits``: key blocks, splits) belong to the options, so that
 no size changes them: a row has the same bits whatever the batch. All other fields belong to the sizes.
 
-    {"format": 1, "entries": [{"device": kind, "kernel": "paged_attention.decode", "options": {...}, "bits": {...},
-                               "measured": [{"sizes": {...}, "tiles": {...}, "facts": {"microseconds": 1.0, ...}}]}]}
+    {"format": 1, "note": "...", "entries": [
+        {"device": "NVIDIA H100 80GB HBM3", "kernel": "paged_attention.decode", "options": {...}, "bits": {...},
+         "measured": [{"sizes": {...}, "tiles": {...}, "facts": {"microseconds": 1.0, ...}}, ...]}, ...]}
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, cast
 from pallas_kernels.choice import lowering_target
 
 FORMAT = 1
+NOTE = "Written by python -m pallas_kernels.tune. Without entries: no GPU has tuned this yet."
 PACKAGE = pathlib.Path(__file__).parent
 
 Option = str | int | None
@@ -154,7 +156,7 @@ def read(path: pathlib.Path) -> tuple[Entry, ...]:
 def as_text(entries: tuple[Entry, ...]) -> str:
     """The file's content, in an order that changes with the entries alone."""
     ordered = sorted(entries, key=lambda one: (one.kernel, one.device, json.dumps(dict(one.options), sort_keys=True)))
-    content = {"format": FORMAT, "entries": [dataclasses.asdict(one) for one in ordered]}
+    content = {"format": FORMAT, "note": NOTE, "entries": [dataclasses.asdict(one) for one in ordered]}
     return json.dumps(content, indent=1) + "\n"
 
 

@@ -1,0 +1,19 @@
+"""What the tiles of MLA's decode kernel depend on, from shapes and dtypes alone. Its prefill has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.tiles import Key
+
+DECODE = "mla_attention.decode"
+
+
+def decode_key(q: Any, pool: Any, tables: Any) -> Key:
+    """Of ``q [lanes, chunk, heads, latent]``. Heads are an option: how long a split should be depends on them."""
+    lanes, chunk, heads, latent = q.shape
+    page = pool.shape[1]
+    options = {"page": page, "heads": heads, "latent": latent, "dtype": jnp.dtype(q.dtype).name}
+    return Key(options, {"lanes": lanes, "chunk": chunk, "keys": tables.shape[1] * page})

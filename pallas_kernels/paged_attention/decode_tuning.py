@@ -1,0 +1,101 @@
+"""How the tiles of paged decode are tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.check.configuration import shaped
+from pallas_kernels.paged_attention.mosaic.decode import extend, heuristic_tiles, refusal
+from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
+from pallas_kernels.tune.operands import MOST_SETS, filled, numbers, tables
+from pallas_kernels.tune.problem import Problem, Tunable
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeShape:
+    """Llama-3.1-8B's heads; every row has ``context`` keys. ``scales``: "head", "token" or ""."""
+
+    rows: int = 64
+    context: int = 4096
+    chunk: int = 1
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    page: int = 64
+    dtype: str = "bfloat16"
+    pool: str = "bfloat16"
+    scales: str = ""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Queries, pool and tables, as shapes."""
+        width, heads = self.context // self.page, self.kv_heads * self.group
+        return (
+            shaped(self.rows, self.chunk, heads, self.head_dim, dtype=jnp.dtype(self.dtype)),
+            shaped(self.rows * width, 2, self.kv_heads, self.page, self.head_dim, dtype=jnp.dtype(self.pool)),
+            shaped(self.rows, width, dtype=jnp.int32),
+        )
+
+
+def _factors(shape: DecodeShape, pool: Any) -> Any | None:
+    return shaped(*pool.shape[: {"head": 3, "token": 4}[shape.scales]], dtype=jnp.float32) if shape.scales else None
+
+
+def problem(shape: DecodeShape, multiprocessors: int) -> Problem:
+    q, pool, table = shape.arguments()
+    factors, per_row = _factors(shape, pool), shaped(shape.rows, dtype=jnp.int32)
+
+    def refuses(tiles: Any) -> str | None:
+        return refusal(q, pool, table, per_row, starts=per_row, scales=factors, tiles=tiles)
+
+    def launch(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, scales: Any, **how: Any) -> Any:
+        return extend(q, pool, tables, starts, lengths, scale=shape.head_dim**-0.5, scales=scales, **how)
+
+    queries = shape.chunk * shape.group
+    return Problem(
+        key=decode_key(q, pool, table, scales=factors),
+        heuristic=heuristic_tiles(shape.head_dim, shape.page, q.dtype, pool.dtype, queries=queries),
+        grid={
+            "block_keys": (64, 128),
+            "stages": (2, 3, 4, 6, 8),
+            "keys_per_split": (256, 512, 1024, 2048, 4096),
+            "blocks": tuple(multiprocessors * waves for waves in (1, 2, 3, 4)),
+        },
+        refusal=refuses,
+        launch=launch,
+        operands=functools.partial(_operands, shape, q, pool, factors),
+    )
+
+
+def _operands(shape: DecodeShape, q: Any, pool: Any, factors: Any) -> list[tuple[Any, ...]]:
+    shared = (
+        numbers(0, pool.shape, pool.dtype),
+        tables(shape.rows, shape.context // shape.page),
+        filled(shape.rows, shape.context - shape.chunk),
+        filled(shape.rows, shape.context),
+        None if factors is None else jnp.full(factors.shape, 0.01, jnp.float32),
+    )
+    return [(numbers(1 + index, q.shape, q.dtype), *shared) for index in range(MOST_SETS)]
+
+
+DECODE_TUNING = Tunable(
+    kernel=DECODE,
+    bits=frozenset({"block_keys", "keys_per_split"}),
+    shapes=(
+        DecodeShape(),
+        DecodeShape(rows=8),
+        DecodeShape(rows=1),
+        DecodeShape(rows=256, context=2048),
+        DecodeShape(page=16),
+        DecodeShape(page=16, rows=8),
+        DecodeShape(page=16, rows=256, context=2048),
+        DecodeShape(head_dim=64),
+        DecodeShape(head_dim=256, kv_heads=4, group=2),
+        DecodeShape(pool="int8", scales="token"),
+        DecodeShape(pool="float8_e4m3fn", scales="head"),
+    ),
+    problem=problem,
+)

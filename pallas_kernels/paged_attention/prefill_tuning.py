@@ -1,0 +1,97 @@
+"""How the tiles of paged prefill are tuned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.check.configuration import shaped
+from pallas_kernels.paged_attention.mosaic.prefill import heuristic_tiles, prefill, refusal
+from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
+from pallas_kernels.tune.operands import filled, numbers, tables
+from pallas_kernels.tune.problem import Problem, Tunable
+
+_SETS = 2  # a launch takes long enough
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillShape:
+    """Llama-3.1-8B's heads; the chunks are the last tokens of their contexts. ``scales``: "head", "token" or ""."""
+
+    lanes: int = 1
+    chunk: int = 8192
+    context: int = 8192
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    page: int = 64
+    dtype: str = "bfloat16"
+    pool: str = "bfloat16"
+    scales: str = ""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Queries, pool and tables, as shapes."""
+        width, heads = self.context // self.page, self.kv_heads * self.group
+        return (
+            shaped(self.lanes, self.chunk, heads, self.head_dim, dtype=jnp.dtype(self.dtype)),
+            shaped(self.lanes * width, 2, self.kv_heads, self.page, self.head_dim, dtype=jnp.dtype(self.pool)),
+            shaped(self.lanes, width, dtype=jnp.int32),
+        )
+
+
+def _factors(shape: PrefillShape, pool: Any) -> Any | None:
+    return shaped(*pool.shape[: {"head": 3, "token": 4}[shape.scales]], dtype=jnp.float32) if shape.scales else None
+
+
+def problem(shape: PrefillShape, _: int) -> Problem:
+    """Any number of multiprocessors: a thread block has one tile."""
+    q, pool, table = shape.arguments()
+    factors, per_lane = _factors(shape, pool), shaped(shape.lanes, dtype=jnp.int32)
+    options: dict[str, Any] = {"scale": shape.head_dim**-0.5}
+
+    def refuses(tiles: Any) -> str | None:
+        return refusal(q, pool, table, per_lane, per_lane, **options, scales=factors, tiles=tiles)
+
+    def launch(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, scales: Any, **how: Any) -> Any:
+        return prefill(q, pool, tables, starts, lengths, **options, scales=scales, **how)
+
+    return Problem(
+        key=prefill_key(q, pool, table, scales=factors),
+        heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False),
+        grid={"block_keys": (64, 128), "stages": (2, 3, 4, 5, 6), "heads": (1, 2, 4, 8, 16)},
+        refusal=refuses,
+        launch=launch,
+        operands=functools.partial(_operands, shape, q, pool, factors),
+    )
+
+
+def _operands(shape: PrefillShape, q: Any, pool: Any, factors: Any) -> list[tuple[Any, ...]]:
+    shared = (
+        numbers(0, pool.shape, pool.dtype),
+        tables(shape.lanes, shape.context // shape.page),
+        filled(shape.lanes, shape.context - shape.chunk),
+        filled(shape.lanes, shape.context),
+        None if factors is None else jnp.full(factors.shape, 0.01, jnp.float32),
+    )
+    return [(numbers(1 + index, q.shape, q.dtype), *shared) for index in range(_SETS)]
+
+
+PREFILL_TUNING = Tunable(
+    kernel=PREFILL,
+    bits=frozenset({"block_keys"}),
+    shapes=(
+        PrefillShape(),
+        PrefillShape(lanes=4, chunk=512, context=4096),
+        PrefillShape(chunk=2048, context=2048),
+        PrefillShape(page=16),
+        PrefillShape(page=16, lanes=4, chunk=512, context=4096),
+        PrefillShape(head_dim=64),
+        PrefillShape(head_dim=256, kv_heads=4, group=2),
+        PrefillShape(pool="int8", scales="token"),
+        PrefillShape(pool="float8_e4m3fn", scales="head"),
+    ),
+    problem=problem,
+)

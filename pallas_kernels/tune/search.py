@@ -1,0 +1,129 @@
+"""The search for the fastest tiles within a time: no GPU in here, so that it can be tested with a made-up clock.
+
+Candidates are prepared (compiled and compared with the heuristic's result) in the order of their distance from the
+fastest one so far, and dropped at once when they are far slower. Those that are left run in turns, so that a clock
+rate that drifts meets all of them alike; whoever is clearly slower leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+FAR = 1.3  # times the leader's time: not worth a second sample
+SLOWER = 1.04  # a best sample that is so much above the leader's median will not win
+ROUNDS = 9
+FEWEST = 3  # samples of a winner, unless the search ended before anyone had so many
+GAIN = 0.99  # of the heuristic's time: more is noise, and the heuristic stays
+SCREENING = 0.7  # share of the time for candidates that have not run yet
+
+
+@runtime_checkable
+class Bench(Protocol):
+    """Runs candidates."""
+
+    def prepare(self, tiles: Any) -> str | None:
+        """Compile and run; the first one's results are what later ones must give. Why it may not win, or None."""
+
+    def sample(self, tiles: Any) -> float:
+        """Microseconds of a launch."""
+
+
+@dataclasses.dataclass
+class Sweep:
+    """One search, and what is known so far.
+
+    Attributes:
+        candidates: the heuristic's tiles first.
+        clock: seconds; ``deadline`` is one of its times.
+        samples: microseconds, of every candidate that may win.
+        refused: why others may not.
+        slow: those that are not sampled any more.
+        interrupted: Ctrl-C ended it.
+    """
+
+    candidates: Sequence[Any]
+    bench: Bench
+    clock: Callable[[], float]
+    deadline: float
+    samples: dict[Any, list[float]] = dataclasses.field(default_factory=dict)
+    refused: dict[Any, str] = dataclasses.field(default_factory=dict)
+    slow: set[Any] = dataclasses.field(default_factory=set)
+    interrupted: bool = False
+
+    def run(self) -> Any | None:
+        """The fastest tiles: the heuristic's where nothing is faster by a percent, None where those failed."""
+        try:
+            self._screen()
+            self._race()
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return self.winner()
+
+    def winner(self) -> Any | None:
+        first = self.candidates[0]
+        if not self.samples.get(first):
+            return None
+        fewest = min(FEWEST, max(map(len, self.samples.values())))
+        enough = [one for one, times in self.samples.items() if len(times) >= fewest and one not in self.slow]
+        best = min(enough, key=self.microseconds, default=first)
+        return best if self.microseconds(best) < GAIN * self.microseconds(first) else first
+
+    @property
+    def tried(self) -> int:
+        return len(self.samples) + len(self.refused)
+
+    def microseconds(self, tiles: Any) -> float:
+        return statistics.median(self.samples[tiles])
+
+    def _screen(self) -> None:
+        start = self.clock()
+        end, longest = start + SCREENING * (self.deadline - start), 0.0
+        waiting = list(self.candidates)
+        leader = waiting[0]
+        while waiting and self.clock() + longest < end:
+            tiles = min(waiting, key=lambda one: distance(one, leader))
+            waiting.remove(tiles)
+            begun = self.clock()
+            self._try(tiles)
+            longest = max(longest, self.clock() - begun)
+            if self.candidates[0] in self.refused:
+                return
+            leader = min(self.samples, key=self.microseconds)
+
+    def _try(self, tiles: Any) -> None:
+        if why := self.bench.prepare(tiles):
+            self.refused[tiles] = why
+            return
+        self.samples[tiles] = [self.bench.sample(tiles)]
+        leader = min(map(self.microseconds, self.samples))
+        if self.microseconds(tiles) > FAR * leader and tiles != self.candidates[0]:
+            self.slow.add(tiles)
+
+    def _race(self) -> None:
+        for _ in range(ROUNDS):
+            running = [one for one in self.samples if one not in self.slow]
+            if len(running) < 2 and len(self.samples.get(self.candidates[0], ())) >= FEWEST:
+                return
+            for tiles in running:
+                if self.clock() >= self.deadline:
+                    return
+                self.samples[tiles].append(self.bench.sample(tiles))
+            self._eliminate(running)
+
+    def _eliminate(self, running: Sequence[Any]) -> None:
+        """All but the heuristic: it is what the winner is compared with."""
+        leader = min(map(self.microseconds, running), default=math.inf)
+        for tiles in running:
+            late = len(self.samples[tiles]) >= FEWEST and min(self.samples[tiles]) > SLOWER * leader
+            if late and tiles != self.candidates[0]:
+                self.slow.add(tiles)
+
+
+def distance(one: Any, other: Any) -> tuple[int, float]:
+    """In how many fields two tiles differ, and by how many octaves in all."""
+    pairs = list(zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True))
+    return sum(a != b for a, b in pairs), math.fsum(abs(math.log2(a / b)) for a, b in pairs)
