@@ -536,7 +536,8 @@ def test_draining_waits_for_those_that_run_and_takes_no_more():
             await asyncio.sleep(0)
             error = await refusal(s.frontend, Call("Hello"))
             assert (error.kind, error.retry_after is None) == (Kind.UNAVAILABLE, False)
-            assert await drained == 0
+            async with asyncio.timeout(20):  # less than draining may last: it ends when nothing runs
+                assert await drained == 0
             _, outputs = await running
             assert len(outputs[0].token_ids) == 50
 

@@ -8,12 +8,12 @@ import pytest
 
 from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.serve.backend import BackendStream
-from jaxinfer.serve.calls import Call, Conversation
-from jaxinfer.serve.errors import Kind
+from jaxinfer.serve.calls import Call, Conversation, ServeLimits
+from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from jaxinfer.types import Request
-from tests.serve.fake_engine import BOS, EOS, FakeEngine, fake_card, fake_library, fake_template
+from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, FakeEngine, fake_card, fake_library, fake_template
 from tests.serve.test_frontend import MESSAGES, refusal, served, whole
 
 
@@ -90,6 +90,17 @@ def test_of_two_bounds_on_log_probabilities_the_engines_may_be_the_lower():
             for field in ("logprobs", "prompt_logprobs"):
                 await whole(s.frontend, Call("Hello", {field: 5, "max_tokens": 1}))
                 assert (await refusal(s.frontend, Call("Hello", {field: 6}))).field == field
+
+    asyncio.run(run())
+
+
+def test_a_list_of_ids_is_no_longer_than_a_text_may_be():
+    async def run() -> None:
+        async with served(limits=ServeLimits(prompt_characters=10)) as s:
+            assert await s.frontend.detokenize([FIRST_BYTE + 65] * 10) == "A" * 10
+            with pytest.raises(ServeError) as caught:
+                await s.frontend.detokenize([FIRST_BYTE + 65] * 11)
+            assert (caught.value.kind, caught.value.field) == (Kind.INVALID, "token_ids")
 
     asyncio.run(run())
 

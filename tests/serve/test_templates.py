@@ -118,6 +118,8 @@ def test_who_leaves_the_queue_makes_room_in_it(monkeypatch):
             waiting = [asyncio.ensure_future(renderer.render(Conversation(HELLO, template="x"))) for _ in range(2)]
             await asyncio.sleep(0)
             assert not any(task.done() for task in waiting)
+            with pytest.raises(QueueFullError):
+                await renderer.render(Conversation(HELLO, template="x"))
             for task in waiting:
                 task.cancel()
             await asyncio.wait(waiting)

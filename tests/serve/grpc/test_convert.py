@@ -144,8 +144,9 @@ def test_an_empty_delta_is_a_delta_and_an_upper_seed_keeps_its_bits() -> None:
     assert pb.GenerateResponse.FromString(message.SerializeToString()).WhichOneof("event") == "delta"
     assert convert.started("id", 2**64 - 1, 1).started.seed == -1
     assert convert.started("id", 2**63 - 1, 1).started.seed == 2**63 - 1
-    (message,) = convert.deltas("id", OutputDelta(0, "", [7], (), "stop", 7), str)
-    assert (message.delta.WhichOneof("stop_reason"), message.delta.stop_token_id) == ("stop_token_id", 7)
+    for token in (0, 7):
+        (message,) = convert.deltas("id", OutputDelta(0, "", [token], (), "stop", token), str)
+        assert (message.delta.WhichOneof("stop_reason"), message.delta.stop_token_id) == ("stop_token_id", token)
 
 
 def test_model_info_tells_what_is_set_and_every_limit() -> None:
