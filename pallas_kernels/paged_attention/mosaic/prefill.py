@@ -59,6 +59,8 @@ from pallas_kernels.paged_attention.mosaic.prefill_types import (
     smem_types,
     this_tile,
 )
+from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
+from pallas_kernels.tiles import pick
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (16, 32, 64, 128)
@@ -123,7 +125,7 @@ def prefill(
     approximation. Numbers of a quantised pool are rounded to the queries' type when they have been scaled.
 
     Args:
-        tiles: block sizes; None: `heuristic_tiles`.
+        tiles: block sizes; None: those tuned for the device (`pallas_kernels.tiles`), else `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
@@ -169,11 +171,15 @@ def refusal(
     if reasons:
         return reasons
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": False}
-    shape = _shape_of(q, pool, tables, tiles, **options, sinks=sinks, scales=scales, tree=tree)
+    return _tiles_refusal(_shape_of(q, pool, tables, tiles, **options, sinks=sinks, scales=scales, tree=tree))
+
+
+def _tiles_refusal(shape: Shape) -> str | None:
     if (shape.heads // shape.kv_heads) % shape.block_heads:
         return f"{shape.block_heads} heads a tile do not divide the {shape.heads // shape.kv_heads} of a KV head"
     if shape.shared_bytes > SHARED_BYTES:
-        return f"{shape.shared_bytes} bytes of shared memory: a block has {SHARED_BYTES} ({tiles})"
+        slots = f"{shape.stages} stages of {shape.block_keys} keys"
+        return f"{shape.shared_bytes} bytes of shared memory for {slots}: a block has {SHARED_BYTES}"
     return None
 
 
@@ -234,29 +240,36 @@ def _shape_of(
     interpret: bool,
 ) -> Shape:
     (lanes, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
-    tiles = tiles or heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, tree=tree is not None)
-    tokens = BLOCK_ROWS // tiles.heads
-    return Shape(
-        lanes=lanes,
-        chunk=pl.cdiv(chunk, tokens) * tokens,
-        heads=heads,
-        kv_heads=kv_heads,
-        page=page,
-        head_dim=head_dim,
-        width=tables.shape[1],
-        dtype=q.dtype,
-        pool_dtype=pool.dtype,
-        block_keys=tiles.block_keys,
-        stages=tiles.stages,
-        block_heads=tiles.heads,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks is not None,
-        scales=scales is not None,
-        tree=tree is not None,
-        interpret=interpret,
-    )
+
+    def shape(tiles: Tiles) -> Shape:
+        tokens = BLOCK_ROWS // tiles.heads
+        return Shape(
+            lanes=lanes,
+            chunk=pl.cdiv(chunk, tokens) * tokens,
+            heads=heads,
+            kv_heads=kv_heads,
+            page=page,
+            head_dim=head_dim,
+            width=tables.shape[1],
+            dtype=q.dtype,
+            pool_dtype=pool.dtype,
+            block_keys=tiles.block_keys,
+            stages=tiles.stages,
+            block_heads=tiles.heads,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks is not None,
+            scales=scales is not None,
+            tree=tree is not None,
+            interpret=interpret,
+        )
+
+    if tiles is None:
+        key = prefill_key(q, pool, tables, window=window, scales=scales, tree=tree)
+        untuned = heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, tree=tree is not None)
+        tiles = pick(PREFILL, key, untuned, lambda tiles: _tiles_refusal(shape(tiles)))
+    return shape(tiles)
 
 
 def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
