@@ -119,11 +119,9 @@ def test_a_template_writes_its_special_tokens_itself():
             chats = {name: (await frontend.tokenize(chat, add_special_tokens=how))[0] for name, how in asked.items()}
             assert [name for name, first in texts.items() if first == BOS] == ["default", "with"]
             assert [name for name, first in chats.items() if first == BOS] == ["with"]
-            for call, begins in (
-                (Call("Hi"), True),
-                (Call("Hi", add_special_tokens=False), False),
-                (Call(chat), False),
-            ):
+            one = {"max_tokens": 1}
+            plain = Call("Hi", one, add_special_tokens=False)
+            for call, begins in ((Call("Hi", one), True), (plain, False), (Call(chat, one), False)):
                 generation, _ = await whole(frontend, call)
                 assert (generation.prompt_token_ids[0] == BOS) is begins
             await frontend.aclose()
