@@ -57,7 +57,8 @@ _TILE_ROWS = 8
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _BARRIER_BYTES = 1024
 _WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block's pipeline fills
-_WIDE_ROWS = 32  # with more, the sums of four consumers do not fit a multiprocessor's registers
+# Four consumers start with 96 registers a thread: the producer gives away what they need.
+_REGISTERS = {4: (24, 120)}
 _MATRIX = plgpu.Layout.WGMMA
 _PER_CHANNEL = plgpu.Layout.WGMMA.reduce(1)
 
@@ -225,8 +226,7 @@ def _tiles_refusal(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles |
 def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, multiprocessors: int = 132) -> Tiles:
     """One wave of thread blocks that keeps most multiprocessors busy, at little traffic besides the weights'.
 
-    All but ``stages`` and an upper bound on ``consumers`` follows from the weights alone. Nothing here was measured on
-    a GPU.
+    All but ``stages`` follows from the weights alone. Nothing here was measured on a GPU.
     """
     (channels, inputs), group = weights.shape, group_size(weights, scales, zeros)
     depth = 256 if _bits(weights.dtype) == 4 and inputs % 256 == 0 and (group % 256 == 0 or 256 % group == 0) else 128
@@ -242,8 +242,6 @@ def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, mul
         return waves * (share + _WAVE_BYTES)
 
     consumers, splits = min(choices, key=cost)
-    if x.shape[0] > _WIDE_ROWS:
-        consumers = min(consumers, 2)
     shape = _shape_of(x, weights, scales, zeros, Tiles(consumers, depth, 1, splits))
     stages = (_BLOCK_BYTES - _BARRIER_BYTES) // shape.stage_bytes
     return Tiles(consumers, depth, min(stages, 6, max(2, pl.cdiv(steps, splits))), splits)
@@ -372,6 +370,8 @@ def _slot(shape: _Shape, step: Any) -> Any:
 
 def _produce(shape: _Shape, unit: _Unit, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     stages = shape.tiles.stages
+    if registers := _REGISTERS.get(shape.tiles.consumers):
+        plgpu.set_max_registers(registers[0], action="decrease")
 
     def await_free(step: Any, _: Any = None) -> None:
         plgpu.barrier_wait(barriers.free.at[_slot(shape, step)])
@@ -409,6 +409,8 @@ def _consume(shape: _Shape, unit: _Unit, warpgroup: Any, gmem: _Gmem, smem: _Sme
         plgpu.barrier_arrive(barriers.free.at[slot])
         return sums
 
+    if registers := _REGISTERS.get(shape.tiles.consumers):
+        plgpu.set_max_registers(registers[1], action="increase")
     nothing = plgpu.layout_cast(jnp.zeros((CHANNELS, shape.rows), jnp.float32), _MATRIX)
     _write(shape, unit, warpgroup, lax.fori_loop(0, unit.count, step, nothing), gmem)
 
@@ -444,7 +446,7 @@ def _group_sums(
 def _upcast(shape: _Shape, numbers: Any) -> Any:
     """To the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
     if shape.weight_dtype == jnp.int4 and shape.dtype == jnp.float16:
-        numbers = numbers.astype(jnp.float8_e4m3fn)
+        numbers = numbers.astype(jnp.bfloat16).astype(jnp.float32)
     if shape.weight_dtype == jnp.float8_e4m3fn and shape.dtype == jnp.bfloat16:
         numbers = numbers.astype(jnp.float16).astype(jnp.float32)
     return numbers.astype(shape.dtype)
