@@ -1,0 +1,51 @@
+"""benchmarks/attention_cpu.py: its arithmetic, and a run in which both sides are ours."""
+
+import json
+import statistics
+import sys
+
+from benchmarks import attention_cpu
+from benchmarks.attention.shapes import LAYERS, Shape, timed
+
+
+def test_a_turn_has_at_least_three_calls_and_lasts_its_seconds():
+    assert len(timed(lambda: None, 0.0)) == 3
+    assert len(timed(lambda: None, 0.01)) > 3
+
+
+def test_a_ratio_above_one_is_ours_being_faster():
+    class Peer:
+        def __init__(self, *seconds):
+            self.seconds = list(seconds)
+
+        def ask(self, op, **request):
+            assert request["shape"]["lengths"] == (5,)
+            return {"median": self.seconds.pop(0)}
+
+    options = attention_cpu.parse(["--rounds", "3"])
+    peers = {"ours": Peer(1e-6, 2e-6, 4e-6), "torch": Peer(2e-6, 8e-6, 4e-6)}
+    row = attention_cpu.measure(peers, Shape("x", 1, (5,)), "float32", options)
+    assert (row["ours_us"], row["torch_us"], row["ratio"]) == (2.0, 4.0, 2.0)
+
+
+def test_the_command_measures_and_keeps_a_record(tmp_path, monkeypatch):
+    """With our own peer on both sides; torch has an interpreter of its own."""
+    names = {"ours": (sys.executable, "xla_peer"), "torch": (sys.executable, "xla_peer")}
+    workers = {
+        name: attention_cpu.Worker(name, (program, "-m", f"benchmarks.attention.{module}"), tmp_path / name)
+        for name, (program, module) in names.items()
+    }
+    monkeypatch.setattr(attention_cpu, "start", lambda *_: workers)
+    out = tmp_path / "record.json"
+    words = ["--rounds", "1", "--seconds", "0", "--only", "decode 1 x 128", "--dtypes", "float32", "--out", str(out)]
+    assert attention_cpu.main(words) == 0
+    record = json.loads(out.read_text())
+    (row,) = record["rows"]
+    assert row["shape"] == "decode 1 x 128"
+    assert 0 < statistics.median([row["ours_us"], row["torch_us"]]) < 1e6 * LAYERS
+    assert record["versions"]["ours"]["jax"]
+
+
+def test_an_interpreter_without_torch_is_named(tmp_path, capsys):
+    assert attention_cpu.main(["--oracle-python", sys.executable, "--only", "decode 1 x 128"]) == 2
+    assert "torch" in capsys.readouterr().err
