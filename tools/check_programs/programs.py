@@ -31,7 +31,7 @@ from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
 from tools.check_programs.hlo import read_launches, read_module
 from tools.check_programs.rules import Finding, Step, findings
-from tools.gpu_check.step import LLAMA_8B
+from tools.gpu_check.llama import LLAMA_8B
 
 MODELS = {"llama-3.1-8b": LLAMA_8B}
 PATHS = ("auto", "mosaic", "xla")

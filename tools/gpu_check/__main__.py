@@ -1,7 +1,8 @@
 """``python -m tools.gpu_check [--only NAME,...] [--out DIR] [--quick]``: what this machine's GPU does with jaxinfer.
 
-Each section runs in a process of its own under its own time limit, so that a crash or a hang loses one section; the
-results file is rewritten after each. Needs JAX, Flax and numpy. See docs/gpu.md.
+Each section runs in a process of its own under its own time limit, so that a crash or a hang loses one section. What
+it finds lies beside the results file at once; the results file and its table in Markdown are rewritten after each.
+Needs JAX, Flax and numpy. See docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -19,28 +20,50 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tools.gpu_check import standins
 from tools.gpu_check.report import Report, read_records
+from tools.gpu_check.table import NOT_A_GPU, markdown
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Section, module, seconds it may take. All of them together stay under eight minutes.
+
+
+class Section(NamedTuple):
+    """A part of the check. ``memory`` is the share of the GPU's that JAX takes; peers need some of their own."""
+
+    name: str
+    module: str
+    seconds: int
+    memory: float = 0.92
+    asked: bool = True  # False: runs only where ``--only`` names it
+
+
+# In the order in which they run. All that run unasked stay under eight minutes together.
 SECTIONS = (
-    ("device", "device", 30),
-    ("copy", "bandwidth", 30),
-    ("gemm", "gemm", 50),
-    ("paged", "paged", 80),
-    ("step", "step", 130),
-    ("rows", "rows", 90),
-    ("demo", "demo", 60),
+    Section("device", "device", 15),
+    Section("copy", "bandwidth", 15),
+    Section("gemm", "gemm", 25),
+    Section("parity", "parity", 85),
+    Section("kernels", "kernels", 85),
+    Section("step", "step", 110),
+    Section("engine", "throughput", 60),
+    Section("peers", "peers", 40, memory=0.05),
+    Section("demo", "demo", 40),
+    Section("rows", "rows", 90, asked=False),
 )
-NAMES = tuple(name for name, *_ in SECTIONS)
-# Memory bandwidth by NVIDIA's datasheets, for a part of JAX's name of the device.
-DATASHEET_GB_S = {"H100 80GB HBM3": 3350.0, "H200": 4800.0, "A100-SXM4-80GB": 2039.0}
+BY_NAME = {section.name: section for section in SECTIONS}
+NAMES = tuple(BY_NAME)
+UNASKED = tuple(section.name for section in SECTIONS if section.asked)
+# By NVIDIA's datasheets, for a part of JAX's name of the device: memory bandwidth, and dense bfloat16 products.
+DATASHEET = {
+    "H100 80GB HBM3": {"gb_s": 3350.0, "tflop_s": 989.0},
+    "H200": {"gb_s": 4800.0, "tflop_s": 989.0},
+    "A100-SXM4-80GB": {"gb_s": 2039.0, "tflop_s": 312.0},
+}
 QUICK_PATIENCE = 4  # times the limits: a quick run may meet a slow machine, and there the limits guard nothing
-CPU_NOTE = "This device is a CPU: the figures show that the checks run, and say nothing about any GPU."
+CPU_NOTE = f"{NOT_A_GPU[0].upper()}{NOT_A_GPU[1:]}."
 
 
 class Results:
@@ -57,20 +80,58 @@ class Results:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
             self.content["sections"] = earlier["sections"]
         self.content.setdefault("sections", {})
+        self._adopt()
 
-    def put(self, name: str, section: dict[str, Any]) -> None:
-        self.content["sections"][name] = {**section, "git": self.content["git"]}
+    def _adopt(self) -> None:
+        """Take in what a run that was cut off had written of its last section."""
+        for path in sorted(self.path.parent.glob(f"{self.path.stem}.*.part")):
+            name = path.suffixes[-2][1:]
+            if name in NAMES and (records := read_records(path)):
+                self.put(name, {"status": "cut off", "seconds": 0.0, "records": records})
+            path.unlink()
+
+    def part(self, name: str) -> pathlib.Path:
+        """Where a section writes while it runs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-        scratch.replace(self.path)
+        return self.path.with_name(f"{self.path.stem}.{name}.part")
 
-    def bandwidths(self) -> dict[str, float]:
-        """GB/s of this device's memory: as the copy section measured it, and by its datasheet, where known."""
-        records = self.content["sections"].get("copy", {}).get("records", [])
-        kind = self.content["device"]["kind"]
-        measured = [("copy", record["gb_s"]) for record in records if record["key"] == "best"]
-        return dict(measured + [("datasheet", rate) for name, rate in DATASHEET_GB_S.items() if name in kind])
+    def autotuned(self, name: str) -> pathlib.Path | None:
+        """Where XLA leaves what it found out about its own kernels in a section; None where it tunes nothing."""
+        if self.content["device"]["platform"] == "cpu":
+            return None
+        folder = self.path.with_name(f"{self.path.stem}-autotune")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.txt"
+
+    def put(self, name: str, section: Mapping[str, Any]) -> None:
+        self.content["sections"][name] = {**section, "git": self.content["git"]}
+        self.content["sections"] = {
+            each: self.content["sections"][each] for each in NAMES if each in self.content["sections"]
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _rewrite(self.path, json.dumps(self.content, indent=1) + "\n")
+        _rewrite(self.path.with_suffix(".md"), markdown(self.content))
+
+    def limits(self) -> dict[str, dict[str, float]]:
+        """What this device can do at most, measured and by its datasheet, see `Report.limits`."""
+        sections, kind = self.content["sections"], self.content["device"]["kind"]
+        known: dict[str, dict[str, float]] = {"gb_s": {}, "tflop_s": {}}
+        for section, unit in (("copy", "gb_s"), ("gemm", "tflop_s")):
+            for record in sections.get(section, {}).get("records", []):
+                if record["key"] == "best" and record.get(unit):
+                    known[unit][section] = record[unit]
+        for name, rates in DATASHEET.items():
+            if name in kind:
+                for unit, rate in rates.items():
+                    known[unit]["datasheet"] = rate
+        return known
+
+
+def _rewrite(path: pathlib.Path, text: str) -> None:
+    """So that the file is never half written."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
 
 
 def git_state() -> dict[str, Any]:
@@ -85,27 +146,41 @@ def git_state() -> dict[str, Any]:
         return {"commit": None, "reason": str(error)[:200]}
 
 
-def run_section(name: str, quick: bool, bandwidths: dict[str, float]) -> dict[str, Any]:
-    """Run one section in a process of its own; whatever it wrote comes back, with how it ended."""
+def run_section(
+    name: str,
+    quick: bool,
+    limits: Mapping[str, Any],
+    part: pathlib.Path,
+    autotuned: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Run one section in a process of its own; whatever it wrote into ``part`` comes back, with how it ended."""
     limit = _limit(name, quick)
+    part.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        records, log = pathlib.Path(folder, "records"), pathlib.Path(folder, "log")
-        command = [sys.executable, "-m", "tools.gpu_check", "--section", name, "--records", str(records)]
-        command += ["--bandwidths", json.dumps(bandwidths)] + ["--quick"] * quick
-        # The 8B step needs nearly all of an 80 GB device, which JAX would not take by default.
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+        log = pathlib.Path(folder, "log")
+        command = [sys.executable, "-m", "tools.gpu_check", "--section", name, "--records", str(part)]
+        command += ["--limits", json.dumps(limits)] + ["--quick"] * quick
         start = time.monotonic()
         with log.open("wb") as stderr:
+            environment = _environment(name, autotuned)
             process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, start_new_session=True)
             status = _wait(process, limit)
         section = {"status": status, "seconds": round(time.monotonic() - start, 1), "limit_seconds": limit}
         if status != "ok":
             section["stderr"] = log.read_text(encoding="utf-8", errors="replace")[-1500:]
-        return {**section, "records": read_records(records)}
+    return {**section, "records": read_records(part)}
+
+
+def _environment(name: str, autotuned: pathlib.Path | None) -> dict[str, str]:
+    """The 8B step needs nearly all of an 80 GB device, which JAX would not take by default."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if autotuned is not None:
+        flags += f" --xla_gpu_dump_autotune_results_to={autotuned}"
+    return {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(BY_NAME[name].memory), "XLA_FLAGS": flags.strip()}
 
 
 def _limit(name: str, quick: bool) -> float:
-    return next(seconds for section, _, seconds in SECTIONS if section == name) * (QUICK_PATIENCE if quick else 1)
+    return BY_NAME[name].seconds * (QUICK_PATIENCE if quick else 1)
 
 
 def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
@@ -124,12 +199,12 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
 def section_main(arguments: argparse.Namespace) -> None:
     """The child's side: run one section here."""
     standins.provide()
-    module = next(module for name, module, _ in SECTIONS if name == arguments.section)
+    module = BY_NAME[arguments.section].module
     report = Report(
         pathlib.Path(arguments.records),
         seconds=_limit(arguments.section, arguments.quick) - 5,
         quick=arguments.quick,
-        limits=json.loads(arguments.bandwidths),
+        limits=json.loads(arguments.limits),
     )
     importlib.import_module(f"tools.gpu_check.{module}").run(report)
 
@@ -139,7 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.section:
         section_main(arguments)
         return 0
-    first = run_section("device", arguments.quick, {})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a section that runs is ended, too
+    with tempfile.TemporaryDirectory() as folder:
+        first = run_section("device", arguments.quick, {}, pathlib.Path(folder, "device"))
     device = next((record for record in first["records"] if record["key"] == "device"), None)
     if device is None:
         print(f"gpu_check: JAX found no device: {first.get('stderr', '')}", file=sys.stderr)
@@ -152,25 +229,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in arguments.only:
         if name != "device":
             print(f"== {name}", flush=True)
-            results.put(name, run_section(name, arguments.quick, results.bandwidths()))
+            part = results.part(name)
+            results.put(name, run_section(name, arguments.quick, results.limits(), part, results.autotuned(name)))
+            part.unlink(missing_ok=True)
     return summary(results, arguments.only)
 
 
 def summary(results: Results, names: Sequence[str]) -> int:
-    """Print how each section ended; 1 if one did not end well."""
+    """Print how each section ended; 1 if one did not end well, or a result is not what it must be."""
     sections = {name: results.content["sections"][name] for name in names}
     for name, section in sections.items():
         print(f"{name:8} {section['status']:24} {section['seconds']:6.1f} s")
-    print(results.content.get("note", ""), results.path, sep="\n")
-    return int(any(section["status"] != "ok" for section in sections.values()))
+    wrong = [
+        record["key"] for section in sections.values() for record in section["records"] if record.get("ok") is False
+    ]
+    for key in wrong:
+        print(f"WRONG: {key}")
+    print(results.content.get("note", ""), results.path, results.path.with_suffix(".md"), sep="\n")
+    return int(bool(wrong) or any(section["status"] != "ok" for section in sections.values()))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
-    parser.add_argument("--only", type=_names, default=NAMES, metavar="NAME,...", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--only", type=_names, default=UNASKED, metavar="NAME,...", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"), help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, also without a GPU: does the code run?")
-    for hidden in ("--section", "--records", "--bandwidths"):
+    for hidden in ("--section", "--records", "--limits"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""Timing and cheap random operands."""
+"""Timing, cheap random operands, and how far a result is from the exact one."""
 
 from __future__ import annotations
 
@@ -6,32 +6,86 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
-def time_calls(call: Callable[[], Any], *, rounds: int = 7, round_ms: float = 20.0, most: int = 200) -> dict[str, Any]:
+def time_calls(
+    call: Callable[[], Any],
+    *,
+    rounds: int = 7,
+    round_ms: float = 20.0,
+    most: int = 200,
+    inside: int = 1,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> dict[str, Any]:
     """Milliseconds of one call: median and best over ``rounds``.
 
     A round launches ``calls`` calls one after the other and waits for all of them; its time, divided by their number,
     is what counts. Nothing is subtracted: where a call is shorter than its launch, the launch is what is measured.
+
+    Args:
+        inside: how often a call does what is measured; its time is divided by that.
+        wait: for the result of a call to be there.
     """
-    jax.block_until_ready(call())  # compiles
-    calls = max(1, min(most, math.ceil(round_ms / max(_round(call, 1), 1e-3))))
-    times = [_round(call, calls) for _ in range(rounds)]
+    wait(call())  # compiles
+    calls = max(1, min(most, math.ceil(round_ms / max(_round(call, 1, wait), 1e-3))))
+    times = [_round(call, calls, wait) / inside for _ in range(rounds)]
     return {"median_ms": _round_to(statistics.median(times)), "best_ms": _round_to(min(times)), "calls": calls}
 
 
-def _round(call: Callable[[], Any], calls: int) -> float:
+def _round(call: Callable[[], Any], calls: int, wait: Callable[[Any], Any]) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         result = call()
-    jax.block_until_ready(result)
+    wait(result)
     return (time.perf_counter() - start) * 1e3 / calls
+
+
+def time_inside(
+    function: Callable[..., Any], variants: Sequence[tuple[Any, ...]], *, repeats: int, changes: bool = False
+) -> dict[str, Any]:
+    """`time_calls` of calls within one program, so that no launch by the host is measured.
+
+    Args:
+        variants: operands of each call of a round of the loop. Several that together exceed the L2 cache make every
+            call read from memory.
+        repeats: rounds of the loop in the program.
+        changes: the result is the first operand of the next call with these operands, updated in place.
+    """
+    heads = [operands[0] for operands in variants]
+    rest = [operands[1:] for operands in variants]
+    once = jax.jit(function)  # traced and lowered once, not once a variant
+    if changes:
+        carried = [jax.tree.map(jnp.copy, head) for head in heads]
+    else:
+        shapes = [jax.eval_shape(once, *operands) for operands in variants]
+        carried = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def loop(carried: list[Any], heads: list[Any], rest: list[tuple[Any, ...]]) -> list[Any]:
+        def body(_: Any, carried: list[Any]) -> list[Any]:
+            results, last = [], carried[-1]
+            for index, others in enumerate(rest):
+                # A call needs the result of the one before it, or XLA would move it out of the loop.
+                first, _ = lax.optimization_barrier((carried[index] if changes else heads[index], last))
+                last = once(first, *others)
+                results.append(last)
+            return results
+
+        return lax.fori_loop(0, repeats, body, carried)
+
+    program, state = jax.jit(loop, donate_argnums=0), [carried]
+
+    def call() -> Any:
+        state[0] = program(state[0], [] if changes else heads, rest)
+        return state[0]
+
+    return time_calls(call, inside=repeats * len(variants), rounds=5)
 
 
 def _round_to(ms: float) -> float:
@@ -55,3 +109,28 @@ def relative_error(out: Any, exact: Any) -> float:
     """Norm of the difference over norm of the exact result (numpy, float64)."""
     norm = float(((exact) ** 2).sum()) ** 0.5
     return float(f"{float(((out - exact) ** 2).sum()) ** 0.5 / max(norm, 1e-300):.3g}")
+
+
+def deviation(got: Any, exact: Any, bound: float) -> dict[str, Any]:
+    """How far ``got`` is from the float64 result, the rounding of the result to its own dtype aside.
+
+    Infinite and undefined numbers must stand where they stand in ``exact``.
+
+    Args:
+        bound: on the norm of the difference over the norm of the exact result, beyond what rounding adds.
+    """
+    rounded = np.asarray(np.asarray(exact).astype(got.dtype), np.float64)
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    defined = np.isfinite(exact)
+    alike = bool(np.array_equal(defined, np.isfinite(got)))
+    got, exact, rounded = (np.where(defined, x, 0.0) for x in (got, exact, rounded))
+    size = max(float(np.linalg.norm(exact)), 1e-300)
+    error, rounding = (float(np.linalg.norm(x - exact)) / size for x in (got, rounded))
+    return {
+        "relative_error": float(f"{error:.3g}"),
+        "of_rounding": float(f"{rounding:.3g}"),
+        "bound": bound,
+        "max_abs_error": float(f"{np.abs(got - exact).max(initial=0):.3g}"),
+        "same_finite": alike,
+        "ok": bool(alike and error <= rounding + bound),
+    }

@@ -10,7 +10,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # What JAX raises when a program does not compile or run (its own errors are RuntimeErrors) or is refused by us.
-FAILURES = (RuntimeError, ValueError, TypeError, KeyError, ArithmeticError)
+# And what an op, a kernel or a peer raises that is not there, or not there in this form.
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    OSError,
+)
 _MESSAGE = 1500  # characters kept of an error
 
 
@@ -18,19 +29,30 @@ class Report:
     """Append-only records of one section. A record with the key of an earlier one replaces it.
 
     Attributes:
+        path: of the records.
         quick: tiny sizes, to see that the code runs.
-        limits: memory bandwidths of this device that are known, in GB/s (1e9 bytes), by where they come from.
+        limits: what is known of this device, by where it comes from: under "gb_s" memory bandwidths (1e9 bytes), under
+            "tflop_s" rates of bfloat16 products.
     """
 
-    def __init__(self, path: pathlib.Path, *, seconds: float, quick: bool, limits: Mapping[str, float]) -> None:
+    def __init__(
+        self, path: pathlib.Path, *, seconds: float, quick: bool, limits: Mapping[str, Mapping[str, float]]
+    ) -> None:
         self.quick, self.limits = quick, limits
-        self._path, self._end = path, time.monotonic() + seconds
+        self.path, self._end = path, time.monotonic() + seconds
 
     def put(self, key: str, **fields: Any) -> None:
         line = json.dumps({"key": key, **fields})
-        with self._path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         print(line, flush=True)
+
+    def time_for(self, what: str, seconds: float) -> bool:
+        """Whether so many seconds are left; if not, a record says that ``what`` was not run. Quick runs have time."""
+        if self.quick or self.left() >= seconds:
+            return True
+        self.put(f"not run: {what}", reason="no time was left")
+        return False
 
     def left(self) -> float:
         """Seconds until this section is stopped."""
@@ -47,8 +69,15 @@ class Report:
     def bandwidth(self, moved: int, ms: float) -> dict[str, float]:
         """GB/s of a call that moves ``moved`` bytes in ``ms``, and its share of each known bandwidth."""
         rate = moved / ms / 1e6
-        shares = {f"share_of_{name}": round(rate / limit, 4) for name, limit in self.limits.items()}
-        return {"bytes": moved, "gb_s": round(rate, 2), **shares}
+        return {"bytes": moved, "gb_s": round(rate, 2), **self._shares("gb_s", rate)}
+
+    def rate(self, operations: int, ms: float) -> dict[str, float]:
+        """TFLOP/s of a call that does so many floating-point operations, and its share of each known rate."""
+        rate = operations / ms / 1e9
+        return {"operations": operations, "tflop_s": round(rate, 2), **self._shares("tflop_s", rate)}
+
+    def _shares(self, kind: str, rate: float) -> dict[str, float]:
+        return {f"share_of_{name}": round(rate / limit, 4) for name, limit in self.limits.get(kind, {}).items()}
 
 
 def read_records(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -1,0 +1,207 @@
+"""Section kernels: the time of each kernel, beside the device's limits, the XLA path and jax's own attention (cuDNN).
+
+Calls follow one another within one program, on operands that together exceed the L2 cache (`measure.time_inside`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tools.gpu_check import workloads
+from tools.gpu_check.measure import fill, time_inside
+from tools.gpu_check.report import Report
+from tools.gpu_check.workloads import Copy, Decode, Latent, Prefill, Product, Workload, Write
+
+MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
+REPEATS, QUICK_REPEATS = 8, 1
+_RESERVE_S = 6.0
+# The XLA path of a long prefill takes seconds: it is timed where it is short.
+_XLA_OPERATIONS = 2e11
+
+
+class Path(NamedTuple):
+    """A function as "module:function", what it is called with beside its operands, and how operands are made.
+
+    ``operands`` takes a number that tells one set from the next. ``changes``: see `measure.time_inside`.
+    """
+
+    name: str
+    function: str
+    options: dict[str, Any]
+    operands: Callable[[int], tuple[Any, ...]]
+    changes: bool = False
+
+
+def run(report: Report) -> None:
+    """Our kernels at all shapes, then what they are compared with."""
+    on_gpu = jax.default_backend() == "gpu"
+    shapes = (*workloads.attention(quick=report.quick), *workloads.others(quick=report.quick))
+    # Interpreted kernels have no speed: without a GPU, that the other paths run is all there is to see.
+    passes = [(MOSAIC,), (CUDNN,), (XLA,)] if on_gpu else [(XLA, JAX_XLA)]
+    for names in passes:
+        for shape in shapes:
+            for path in paths(shape):
+                if path.name in names:
+                    if not report.time_for(f"{shape}: {path.name}", _RESERVE_S):
+                        return
+                    _measure(report, shape, path)
+
+
+def _measure(report: Report, shape: Workload, path: Path) -> None:
+    key = f"{shape}: {path.name}"
+    with report.attempt(key):
+        module, _, name = path.function.partition(":")
+        function = functools.partial(getattr(importlib.import_module(module), name), **path.options)
+        sets = 1 if report.quick or isinstance(shape, Prefill) else workloads.variants(shape.bytes)
+        operands = [path.operands(index) for index in range(sets)]
+        repeats = QUICK_REPEATS if report.quick else REPEATS
+        timing = time_inside(function, operands, repeats=repeats, changes=path.changes)
+        report.put(
+            key, shape=str(shape), path=path.name, sets=sets, **timing, **limits(report, shape, timing["best_ms"])
+        )
+
+
+def limits(report: Report, shape: Workload, ms: float) -> dict[str, float]:
+    """What the shape is bound by: operations for prefill, bytes for all others."""
+    return report.rate(shape.operations, ms) if isinstance(shape, Prefill) else report.bandwidth(shape.bytes, ms)
+
+
+def paths(shape: Workload) -> Iterator[Path]:
+    """Every way to do a shape. A further op is one entry."""
+    match shape:
+        case Decode():
+            yield from _decode_paths(shape)
+        case Prefill():
+            yield from _prefill_paths(shape)
+        case Latent():
+            yield from _latent_paths(shape)
+        case Product():
+            yield from _both("quant_matmul", "matmul", functools.partial(_product, shape))
+        case Write():
+            yield from _write_paths(shape)
+        case Copy():
+            yield from _both("kv_copy", "copy_pages", functools.partial(_copy, shape), changes=True)
+
+
+def _both(
+    op: str, function: str, operands: Callable[[int], tuple[Any, ...]], *, changes: bool = False
+) -> Iterator[Path]:
+    for path in (MOSAIC, XLA):
+        yield Path(path, f"pallas_kernels.{op}.{path}:{function}", {}, operands, changes)
+
+
+def _write_paths(shape: Write) -> Iterator[Path]:
+    for path in (MOSAIC, XLA):
+        operands = functools.partial(_write, shape)
+        yield Path(path, "tools.gpu_check.kernels:written_by", {"path": path}, operands, changes=True)
+
+
+def written_by(pool: Any, k: Any, v: Any, pages: Any, offsets: Any, *, path: str) -> Any:
+    """The pool alone of what kv_write's path gives."""
+    return importlib.import_module(f"pallas_kernels.kv_write.{path}").write(pool, k, v, pages, offsets).pool
+
+
+def _decode_paths(shape: Decode) -> Iterator[Path]:
+    module, options = "pallas_kernels.paged_attention", {"scale": shape.head_dim**-0.5}
+    paged = functools.partial(_paged, shape, (shape.rows, shape.heads, shape.head_dim), ())
+    yield Path(MOSAIC, f"{module}.mosaic.decode:decode", options, paged)
+    yield Path(XLA, f"{module}.xla:decode", {**options, "together": shape.rows}, paged)
+    contiguous = functools.partial(_contiguous, shape, shape.rows, 1)
+    yield from _jax_paths(options, contiguous)
+
+
+def _prefill_paths(shape: Prefill) -> Iterator[Path]:
+    module, options = "pallas_kernels.paged_attention", {"scale": shape.head_dim**-0.5}
+    starts = jnp.full((shape.lanes,), shape.context - shape.chunk, jnp.int32)
+    paged = functools.partial(_paged, shape, (shape.lanes, shape.chunk, shape.heads, shape.head_dim), (starts,))
+    yield Path(MOSAIC, f"{module}.mosaic.prefill:prefill", options, paged)
+    if shape.operations <= _XLA_OPERATIONS:
+        yield Path(XLA, f"{module}.xla:prefill", options, paged)
+    if shape.chunk == shape.context:  # jax's causal mask begins at the first key
+        yield from _jax_paths(
+            {**options, "is_causal": True}, functools.partial(_contiguous, shape, shape.lanes, shape.chunk)
+        )
+
+
+def _jax_paths(options: dict[str, Any], operands: Callable[[int], tuple[Any, ...]]) -> Iterator[Path]:
+    for name, implementation in ((CUDNN, "cudnn"), (JAX_XLA, "xla")):
+        yield Path(name, "jax.nn:dot_product_attention", {**options, "implementation": implementation}, operands)
+
+
+def _latent_paths(shape: Latent) -> Iterator[Path]:
+    module, options = "pallas_kernels.mla_attention", {"scale": 192**-0.5, "rank": shape.rank}
+    operands = functools.partial(_latent, shape)
+    yield Path(MOSAIC, f"{module}.mosaic.attention:decode", options, operands)
+    yield Path(XLA, f"{module}.xla:decode", options, operands)
+
+
+def page_table(rows: int, context: int, page: int) -> np.ndarray:
+    """Pages of all rows in random order."""
+    width = -(-context // page)
+    return np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width)
+
+
+def _paged(shape: Decode | Prefill, queries: tuple[int, ...], middle: Sequence[Any], index: int) -> tuple[Any, ...]:
+    table = page_table(queries[0], shape.context, shape.page)
+    pool = (table.size, 2, shape.kv_heads, shape.page, shape.head_dim)
+    return (
+        fill(3 * index, queries, jnp.bfloat16),
+        fill(3 * index + 1, pool, jnp.bfloat16),
+        jnp.asarray(table),
+        *middle,
+        jnp.full((queries[0],), shape.context, jnp.int32),
+    )
+
+
+def _contiguous(shape: Decode | Prefill, rows: int, queries: int, index: int) -> tuple[Any, ...]:
+    keys = (rows, shape.context, shape.kv_heads, shape.head_dim)
+    return (
+        fill(3 * index, (rows, queries, shape.heads, shape.head_dim), jnp.bfloat16),
+        fill(3 * index + 1, keys, jnp.bfloat16),
+        fill(3 * index + 2, keys, jnp.bfloat16),
+    )
+
+
+def _latent(shape: Latent, index: int) -> tuple[Any, ...]:
+    latent, table = shape.rank + shape.rope, page_table(shape.rows, shape.context, shape.page)
+    return (
+        fill(2 * index, (shape.rows, shape.heads, latent), jnp.bfloat16),
+        fill(2 * index + 1, (table.size, shape.page, latent), jnp.bfloat16),
+        jnp.asarray(table),
+        jnp.full((shape.rows,), shape.context, jnp.int32),
+    )
+
+
+def _product(shape: Product, index: int) -> tuple[Any, ...]:
+    dtype, limit = (jnp.int4, 8.0) if shape.bits == 4 else (jnp.int8, 127.0)
+    return (
+        fill(3 * index, (shape.rows, shape.inputs), jnp.bfloat16),
+        fill(3 * index + 1, (shape.channels, shape.inputs), dtype, limit),
+        fill(3 * index + 2, (shape.inputs // 128, shape.channels), jnp.bfloat16),
+    )
+
+
+def _pool(pages: int, shape: Write | Copy, index: int) -> jax.Array:
+    return fill(index, (pages, 2, shape.kv_heads, shape.page, shape.head_dim), jnp.bfloat16)
+
+
+def _write(shape: Write, index: int) -> tuple[Any, ...]:
+    width = math.ceil(shape.tokens / shape.page) + (shape.tokens > 1)
+    table = page_table(shape.lanes, width * shape.page, shape.page)
+    new = (shape.lanes, shape.tokens, shape.kv_heads, shape.head_dim)
+    keys, values = (fill(2 * index + one, new, jnp.bfloat16) for one in (1, 2))
+    return _pool(table.size, shape, index), keys, values, jnp.asarray(table), jnp.full((shape.lanes,), 5, jnp.int32)
+
+
+def _copy(shape: Copy, index: int) -> tuple[Any, ...]:
+    pages = np.random.default_rng(0).permutation(2 * shape.pages).astype(np.int32)
+    source, target = jnp.asarray(pages[: shape.pages]), jnp.asarray(pages[shape.pages :])
+    return _pool(2 * shape.pages, shape, index), source, target

@@ -1,0 +1,83 @@
+"""The results as Markdown: what was measured, beside the limits, one table a section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NOT_A_GPU = "not a GPU: only that it runs was checked"
+# Section: the columns beside the key. A record without any of them is told in a line of its own.
+COLUMNS: Mapping[str, Sequence[str]] = {
+    "copy": ("gb_s", "best_ms"),
+    "gemm": ("tflop_s", "best_ms", "relative_error"),
+    "parity": ("ok", "relative_error", "of_rounding", "same_bits_twice", "same_bits_reversed", "same_bits_alone"),
+    "kernels": ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm"),
+    "peers": ("best_ms", "gb_s", "share_of_copy", "tflop_s", "share_of_gemm"),
+    "step": ("best_ms", "tokens_s", "share_of_copy", "share_of_gemm", "kernels_of_mosaic", "pool_copies"),
+    "engine": ("output_tokens_s", "all_tokens_s", "seconds", "seconds_to_first_token", "seconds_to_start"),
+    "rows": ("classes", "row_depends_on_slot_at"),
+    "demo": ("seconds", "tokens", "equal_tokens"),
+}
+# A CPU's figures are in the JSON file, where tests look at them; a table of them would be taken for a result.
+_FIGURES = ("ok", "same_bits", "kernels_of", "pool_copies", "equal_tokens", "classes", "row_depends")
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """Of the content of a results file."""
+    device, on_gpu = content["device"], content["device"]["platform"] != "cpu"
+    lines = [f"# {device['kind']}, {content['date']}", ""]
+    if not on_gpu:
+        lines += [f"**{NOT_A_GPU}.**", ""]
+    elif content["quick"]:
+        lines += ["Tiny sizes (`--quick`): only that it runs was checked.", ""]
+    lines += [f"Commit {content['git'].get('commit')}{' and changes' * bool(content['git'].get('dirty'))}.", ""]
+    lines += _sections(content["sections"])
+    for name, section in content["sections"].items():
+        if name in COLUMNS:
+            lines += _table(name, section["records"], figures=on_gpu and not content["quick"])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _sections(sections: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [name, part["status"], str(part["seconds"]), str(sum("error" in each for each in part["records"]))]
+        for name, part in sections.items()
+    ]
+    return [*_grid(["section", "ended", "s", "errors"], rows), ""]
+
+
+def _table(name: str, records: Sequence[Mapping[str, Any]], *, figures: bool) -> list[str]:
+    columns = [each for each in COLUMNS[name] if figures or each.startswith(_FIGURES)]
+    used = [column for column in columns if any(column in record for record in records)]
+    rows = [
+        [record["key"], *(_cell(record.get(column)) for column in used)] for record in records if _told(record, used)
+    ]
+    notes = [f"- {record['key']}: {_note(record)}" for record in records if _note(record)]
+    grid = [*_grid(["", *used], rows), ""] if rows else []
+    return [f"## {name}", "", *grid, *notes, *([""] if notes else [])] if grid or notes else []
+
+
+def _told(record: Mapping[str, Any], columns: Sequence[str]) -> bool:
+    return any(column in record for column in columns)
+
+
+def _note(record: Mapping[str, Any]) -> str:
+    """Why there is no figure, in one line."""
+    text = next((str(record[name]) for name in ("error", "skipped", "reason") if name in record), "")
+    return text.strip().splitlines()[0][:200] if text.strip() else ""
+
+
+def _cell(value: Any) -> str:
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "**no**"
+        case float():
+            return f"{value:.4g}"
+    return str(value).replace("|", "\\|")
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:]]

@@ -1,0 +1,168 @@
+"""Shapes that kernels and peers are timed at, the same for both: layers of Llama-3.1-8B and of DeepSeek-V2."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+L2_BYTES = 50_000_000  # of an H100; an H200 has the same
+
+
+class Decode(NamedTuple):
+    """One query for each of ``rows`` sequences of ``context`` keys, 16 bits a number."""
+
+    rows: int
+    context: int
+    page: int = 64
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"decode, {self.rows} rows, {self.context} keys, page {self.page}"
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values once, queries and results."""
+        return 4 * self.rows * self.head_dim * (self.context * self.kv_heads + self.heads)
+
+
+class Prefill(NamedTuple):
+    """``lanes`` prompts whose last ``chunk`` of ``context`` tokens ask, causal, 16 bits a number."""
+
+    lanes: int
+    chunk: int
+    context: int
+    page: int = 64
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"prefill, {self.lanes} x {self.chunk} of {self.context} tokens, page {self.page}"
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of both products; what is masked does not count."""
+        before = self.context - self.chunk
+        seen = self.chunk * before + self.chunk * (self.chunk + 1) // 2
+        return 4 * self.lanes * self.heads * self.head_dim * seen
+
+
+class Latent(NamedTuple):
+    """MLA decode: one latent of 512 and 64 rotated numbers a token, which all heads share."""
+
+    rows: int
+    context: int
+    heads: int
+    page: int = 64
+    rank: int = 512
+    rope: int = 64
+
+    def __str__(self) -> str:
+        return f"MLA decode, {self.rows} rows, {self.context} keys, {self.heads} heads, page {self.page}"
+
+    @property
+    def bytes(self) -> int:
+        latent = self.rank + self.rope
+        return 2 * self.rows * (self.context * latent + self.heads * (latent + self.rank))
+
+
+class Product(NamedTuple):
+    """``rows`` times a weight of ``bits`` a number, in groups of 128 with 16-bit scales."""
+
+    rows: int
+    inputs: int
+    channels: int
+    bits: int
+
+    def __str__(self) -> str:
+        return f"int{self.bits} matmul, {self.rows} rows, {self.inputs} x {self.channels}"
+
+    @property
+    def bytes(self) -> int:
+        weight = self.inputs * self.channels
+        return weight * self.bits // 8 + weight // 128 * 2 + 2 * self.rows * (self.inputs + self.channels)
+
+
+class Write(NamedTuple):
+    """New keys and values of ``lanes`` x ``tokens``, into pages of 64."""
+
+    lanes: int
+    tokens: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 64
+
+    def __str__(self) -> str:
+        return f"kv_write, {self.lanes} x {self.tokens} tokens"
+
+    @property
+    def bytes(self) -> int:
+        return 2 * 4 * self.lanes * self.tokens * self.kv_heads * self.head_dim
+
+
+class Copy(NamedTuple):
+    """Pages of 64 tokens to other pages of one layer's pool."""
+
+    pages: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    page: int = 64
+
+    def __str__(self) -> str:
+        return f"kv_copy, {self.pages} pages of {self.page}"
+
+    @property
+    def bytes(self) -> int:
+        return 2 * 4 * self.pages * self.page * self.kv_heads * self.head_dim
+
+
+Workload = Decode | Prefill | Latent | Product | Write | Copy
+
+# The most telling first: what the time does not suffice for is left out from the end.
+DECODES = (
+    Decode(64, 4096),
+    Decode(64, 2048),
+    Decode(64, 4096, page=16),
+    Decode(8, 4096),
+    Decode(1, 4096),
+    Decode(256, 512),
+    Decode(64, 512),
+)
+PREFILLS = (Prefill(1, 8192, 8192), Prefill(4, 2048, 2048), Prefill(1, 2048, 8192))
+OTHERS: tuple[Workload, ...] = (
+    Product(16, 4096, 28672, 4),
+    Latent(64, 4096, 128),
+    Product(1, 4096, 28672, 4),
+    Latent(64, 4096, 16),
+    Write(64, 1),
+    Write(1, 2048),
+    Copy(64),
+    Product(64, 4096, 28672, 4),
+    Product(16, 4096, 28672, 8),
+)
+QUICK_SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64}
+QUICK_DECODES = (Decode(2, 128, **QUICK_SHAPE),)
+QUICK_PREFILLS = (Prefill(1, 64, 64, **QUICK_SHAPE), Prefill(1, 64, 128, **QUICK_SHAPE))
+QUICK_OTHERS: tuple[Workload, ...] = (
+    Product(2, 256, 128, 4),
+    Latent(2, 128, 4),
+    Write(2, 1, kv_heads=2, head_dim=64),
+    Copy(2, kv_heads=2, head_dim=64),
+)
+
+
+def attention(*, quick: bool) -> tuple[Decode | Prefill, ...]:
+    """What peers are timed at, too; the longest decode and prefill first."""
+    decodes, prefills = (QUICK_DECODES, QUICK_PREFILLS) if quick else (DECODES, PREFILLS)
+    return (*decodes[:1], *prefills[:1], *decodes[1:], *prefills[1:])
+
+
+def others(*, quick: bool) -> tuple[Workload, ...]:
+    """What has no peer here."""
+    return QUICK_OTHERS if quick else OTHERS
+
+
+def variants(moved: int) -> int:
+    """How many sets of operands make every call read from memory: four times the L2 cache, at most 16 sets."""
+    return max(1, min(16, -(-4 * L2_BYTES // moved)))
