@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grpc
 
 _SERVICE = "jaxinfer.v1.Inference"
-# Prompt log probabilities of a long prompt come in one message.
+# Tokenize and Score answer in one message, however long the text.
 _MAX_RECEIVED_BYTES = 64 << 20
 
 
