@@ -107,7 +107,7 @@ def tiles_file(kernel: str, package: pathlib.Path = PACKAGE) -> pathlib.Path:
 
 
 def _nearest_first(kernel: str, device_kind: str | None, key: Key, package: pathlib.Path) -> list[dict[str, int]]:
-    for entry in read(tiles_file(kernel, package)):
+    for entry in _loaded(tiles_file(kernel, package)):
         if (entry.device, entry.kernel, entry.options) == (device_kind, kernel, key.options):
             ordered = sorted(entry.measured, key=lambda one: _distance(one.sizes, key.sizes))
             return [*({**entry.bits, **one.tiles} for one in ordered), dict(entry.bits)]
@@ -131,9 +131,8 @@ def _replaced[Tiles](heuristic: Tiles, fields: Mapping[str, int], path: pathlib.
 # The file.
 
 
-@functools.cache
 def read(path: pathlib.Path) -> tuple[Entry, ...]:
-    """The entries of a file; none, where there is no file. Read once: later changes are for the next process.
+    """The entries of a file; none, where there is no file.
 
     Raises:
         ValueError: it is not what `as_text` writes; the message names the file.
@@ -151,6 +150,12 @@ def read(path: pathlib.Path) -> tuple[Entry, ...]:
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}; python -m pallas_kernels.tune writes this file") from error
     return entries
+
+
+@functools.cache
+def _loaded(path: pathlib.Path) -> tuple[Entry, ...]:
+    """Once a process: a program that is traced again is the same, whatever was written meanwhile."""
+    return read(path)
 
 
 def as_text(entries: tuple[Entry, ...]) -> str:

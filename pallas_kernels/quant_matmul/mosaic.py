@@ -45,6 +45,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import compat
 from pallas_kernels.quant_matmul.reference import DTYPES, group_size
+from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
+from pallas_kernels.tiles import pick
 
 __all__ = ["Tiles", "heuristic_tiles", "matmul", "refusal"]
 
@@ -165,7 +167,7 @@ def matmul(
     """See `reference.matmul`; the result has the dtype of ``x``. Products are exact, sums in float32.
 
     Args:
-        tiles: block sizes; None: `heuristic_tiles`.
+        tiles: block sizes; None: those tuned for the device (`pallas_kernels.tiles`), else `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
@@ -173,7 +175,7 @@ def matmul(
     """
     if (why := refusal(x, weights, scales, zeros, tiles=tiles)) is not None:
         raise ValueError(why)
-    shape = _shape_of(x, weights, scales, zeros, tiles or heuristic_tiles(x, weights, scales, zeros))
+    shape = _shape_of(x, weights, scales, zeros, tiles or _best_tiles(x, weights, scales, zeros))
     shape = shape._replace(interpret=interpret is not None)
     missing = shape.rows - x.shape[0]
     given = {
@@ -221,6 +223,12 @@ def _tiles_refusal(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles |
     if (need := tiles.stages * shape.stage_bytes + _BARRIER_BYTES) > _BLOCK_BYTES:
         return f"{tiles} needs {need} bytes of shared memory: there are {_BLOCK_BYTES}"
     return None
+
+
+def _best_tiles(x: Any, weights: Any, scales: Any, zeros: Any) -> Tiles:
+    """Tuned ones, else the heuristic's."""
+    key, untuned = matmul_key(x, weights, scales, zeros), heuristic_tiles(x, weights, scales, zeros)
+    return pick(MATMUL, key, untuned, lambda tiles: _tiles_refusal(x, weights, scales, zeros, tiles))
 
 
 def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, multiprocessors: int = 132) -> Tiles:
