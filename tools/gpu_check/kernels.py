@@ -1,12 +1,14 @@
 """Section kernels: the time of each kernel, beside the device's limits, the XLA path and jax's own attention (cuDNN).
 
-Calls follow one another within one program, on operands that together exceed the L2 cache (`measure.time_inside`).
+Calls follow one another within one program, on operands that together exceed the L2 cache (`measure.Inside`).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tools.gpu_check import workloads
-from tools.gpu_check.measure import fill, time_inside
+from tools.gpu_check.measure import Inside, fill
 from tools.gpu_check.report import Report
 from tools.gpu_check.workloads import Copy, Decode, Latent, Prefill, Product, Workload, Write
 
 MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
 REPEATS, QUICK_REPEATS = 8, 1
-_RESERVE_S = 6.0
+_RESERVE_S = 8.0
+_AT_A_TIME = 6
 # The XLA path of a long prefill takes seconds: it is timed where it is short.
 _XLA_OPERATIONS = 2e11
 
@@ -30,7 +33,7 @@ _XLA_OPERATIONS = 2e11
 class Path(NamedTuple):
     """A function as "module:function", what it is called with beside its operands, and how operands are made.
 
-    ``operands`` takes a number that tells one set from the next. ``changes``: see `measure.time_inside`.
+    ``operands`` takes a number that tells one set from the next. ``changes``: see `measure.Inside`.
     """
 
     name: str
@@ -40,33 +43,55 @@ class Path(NamedTuple):
     changes: bool = False
 
 
+class Job(NamedTuple):
+    shape: Workload
+    path: Path
+    calls: Inside
+
+    def __str__(self) -> str:
+        return f"{self.shape}: {self.path.name}"
+
+    def compile(self) -> Callable[..., Any]:
+        return self.calls.compile(jax.eval_shape(functools.partial(self.path.operands, 0)))
+
+
 def run(report: Report) -> None:
-    """Our kernels at all shapes, then what they are compared with."""
-    on_gpu = jax.default_backend() == "gpu"
-    shapes = (*workloads.attention(quick=report.quick), *workloads.others(quick=report.quick))
+    """Our kernels at all shapes, then what they are compared with. Some are compiled at a time, and then timed."""
+    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as threads:
+        for jobs in itertools.batched(_jobs(report), _AT_A_TIME):
+            if not report.time_for(f"{jobs[0]} and what follows", _RESERVE_S):
+                return
+            running = [(job, threads.submit(job.compile)) for job in jobs]
+            concurrent.futures.wait([program for _, program in running])
+            for job, program in running:
+                with report.attempt(str(job)):
+                    _measure(report, job, program.result())
+
+
+def _jobs(report: Report) -> Iterator[Job]:
+    """A path that is not there is told."""
     # Interpreted kernels have no speed: without a GPU, that the other paths run is all there is to see.
-    passes = [(MOSAIC,), (CUDNN,), (XLA,)] if on_gpu else [(XLA, JAX_XLA)]
-    for names in passes:
+    passes = [MOSAIC, CUDNN, XLA] if jax.default_backend() == "gpu" else [XLA, JAX_XLA]
+    shapes = (*workloads.attention(quick=report.quick), *workloads.others(quick=report.quick))
+    for name in passes:
         for shape in shapes:
             for path in paths(shape):
-                if path.name in names:
-                    if not report.time_for(f"{shape}: {path.name}", _RESERVE_S):
-                        return
-                    _measure(report, shape, path)
+                if path.name == name:
+                    with report.attempt(f"{shape}: {path.name}"):
+                        yield Job(shape, path, _calls(shape, path, report.quick))
 
 
-def _measure(report: Report, shape: Workload, path: Path) -> None:
-    key = f"{shape}: {path.name}"
-    with report.attempt(key):
-        module, _, name = path.function.partition(":")
-        function = functools.partial(getattr(importlib.import_module(module), name), **path.options)
-        sets = 1 if report.quick or isinstance(shape, Prefill) else workloads.variants(shape.bytes)
-        operands = [path.operands(index) for index in range(sets)]
-        repeats = QUICK_REPEATS if report.quick else REPEATS
-        timing = time_inside(function, operands, repeats=repeats, changes=path.changes)
-        report.put(
-            key, shape=str(shape), path=path.name, sets=sets, **timing, **limits(report, shape, timing["best_ms"])
-        )
+def _calls(shape: Workload, path: Path, quick: bool) -> Inside:
+    module, _, name = path.function.partition(":")
+    function = functools.partial(getattr(importlib.import_module(module), name), **path.options)
+    sets = 1 if quick or isinstance(shape, Prefill) else workloads.variants(shape.bytes)
+    return Inside(function, sets, QUICK_REPEATS if quick else REPEATS, path.changes)
+
+
+def _measure(report: Report, job: Job, program: Callable[..., Any]) -> None:
+    timing = job.calls.time(program, [job.path.operands(index) for index in range(job.calls.sets)])
+    names = {"shape": str(job.shape), "path": job.path.name, "sets": job.calls.sets}
+    report.put(str(job), **names, **timing, **limits(report, job.shape, timing["best_ms"]))
 
 
 def limits(report: Report, shape: Workload, ms: float) -> dict[str, float]:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,45 +47,63 @@ def _round(call: Callable[[], Any], calls: int, wait: Callable[[Any], Any]) -> f
     return (time.perf_counter() - start) * 1e3 / calls
 
 
-def time_inside(
-    function: Callable[..., Any], variants: Sequence[tuple[Any, ...]], *, repeats: int, changes: bool = False
-) -> dict[str, Any]:
-    """`time_calls` of calls within one program, so that no launch by the host is measured.
+class Inside(NamedTuple):
+    """Calls that follow one another within one program, so that no launch by the host is measured.
 
-    Args:
-        variants: operands of each call of a round of the loop. Several that together exceed the L2 cache make every
-            call read from memory.
-        repeats: rounds of the loop in the program.
+    Attributes:
+        sets: of operands. Several that together exceed the L2 cache make every call read from memory.
+        repeats: calls with each of them.
         changes: the result is the first operand of the next call with these operands, updated in place.
     """
-    heads = [operands[0] for operands in variants]
-    rest = [operands[1:] for operands in variants]
+
+    function: Callable[..., Any]
+    sets: int
+    repeats: int
+    changes: bool = False
+
+    def compile(self, operands: Sequence[Any]) -> Callable[..., Any]:
+        """The program, for operands of these shapes (`jax.ShapeDtypeStruct`), all sets alike."""
+        heads, rest = [operands[0]] * self.sets, [tuple(operands[1:])] * self.sets
+        results = [operands[0] if self.changes else jax.eval_shape(self.function, *operands)] * self.sets
+        loop = jax.jit(looped(self.function, self.repeats, changes=self.changes), donate_argnums=0)
+        return loop.lower(results, [] if self.changes else heads, rest).compile()
+
+    def time(self, program: Callable[..., Any], variants: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+        """`time_calls` of one of the calls. ``variants``: the sets of operands."""
+        heads, rest = [each[0] for each in variants], [tuple(each[1:]) for each in variants]
+        if self.changes:
+            state = [jax.tree.map(jnp.copy, heads)]
+        else:
+            shapes = [jax.eval_shape(self.function, *operands) for operands in variants]
+            state = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)]
+
+        def call() -> Any:
+            state[0] = program(state[0], [] if self.changes else heads, rest)
+            return state[0]
+
+        return time_calls(call, inside=self.repeats * self.sets, rounds=5)
+
+
+def looped(function: Callable[..., Any], repeats: int, *, changes: bool) -> Callable[..., Any]:
+    """What `Inside` times: ``loop(results, first operands, other operands)``, one of each for every variant."""
     once = jax.jit(function)  # traced and lowered once, not once a variant
-    if changes:
-        carried = [jax.tree.map(jnp.copy, head) for head in heads]
-    else:
-        shapes = [jax.eval_shape(once, *operands) for operands in variants]
-        carried = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def loop(carried: list[Any], heads: list[Any], rest: list[tuple[Any, ...]]) -> list[Any]:
         def body(_: Any, carried: list[Any]) -> list[Any]:
             results, last = [], carried[-1]
             for index, others in enumerate(rest):
-                # A call needs the result of the one before it, or XLA would move it out of the loop.
-                first, _ = lax.optimization_barrier((carried[index] if changes else heads[index], last))
+                if changes:
+                    first = carried[index]
+                else:
+                    # A call needs the result of the one before it, or XLA would move it out of the loop.
+                    first, _ = lax.optimization_barrier((heads[index], last))
                 last = once(first, *others)
                 results.append(last)
             return results
 
         return lax.fori_loop(0, repeats, body, carried)
 
-    program, state = jax.jit(loop, donate_argnums=0), [carried]
-
-    def call() -> Any:
-        state[0] = program(state[0], [] if changes else heads, rest)
-        return state[0]
-
-    return time_calls(call, inside=repeats * len(variants), rounds=5)
+    return loop
 
 
 def _round_to(ms: float) -> float:

@@ -6,6 +6,9 @@ order, and each row alone.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ from tools.gpu_check.problems import MOSAIC, PROBLEMS, XLA, Operands, Problem, h
 from tools.gpu_check.report import Report
 
 _RESERVE_S = 4.0
+_THREADS = 8
 
 
 def run(report: Report) -> None:
@@ -27,17 +31,24 @@ def run(report: Report) -> None:
 
 def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...] = (MOSAIC, XLA)) -> None:
     """Kernels first; without a GPU they are interpreted. Then the XLA paths of the same operands."""
-    built: dict[str, Operands] = {}
-    for path in paths:
-        for problem in problems:
-            key = f"{problem} ({path})"
-            if not report.time_for(key, _RESERVE_S):
-                return
-            with report.attempt(key):
-                if str(problem) not in built:
-                    with jax.default_device(jax.devices("cpu")[0]):  # float64 is the CPU's business
-                        built[str(problem)] = problem.build(report.quick)
-                report.put(key, path=path, **_checked(problem, built[str(problem)], path))
+    operands: dict[str, Operands] = {}
+    # Compiling takes most of the time. The interpreter of kernels is one for all threads.
+    with concurrent.futures.ThreadPoolExecutor(_THREADS if jax.default_backend() == "gpu" else 1) as threads:
+        for path in paths:
+            done = threads.map(functools.partial(_check, report, operands, path), problems)
+            collections.deque(done, maxlen=0)
+
+
+def _check(report: Report, operands: dict[str, Operands], path: str, problem: Problem) -> None:
+    """One path of a problem, whose operands are made at the first."""
+    key = f"{problem} ({path})"
+    if not report.time_for(key, _RESERVE_S):
+        return
+    with report.attempt(key):
+        if str(problem) not in operands:
+            with jax.default_device(jax.devices("cpu")[0]):  # float64 is the CPU's business
+                operands[str(problem)] = problem.build(report.quick)
+        report.put(key, path=path, **_checked(problem, operands[str(problem)], path))
 
 
 class _Run(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ _MESSAGE = 1500  # characters kept of an error
 
 
 class Report:
-    """Append-only records of one section. A record with the key of an earlier one replaces it.
+    """Append-only records of one section, from any thread. A record with the key of an earlier one replaces it.
 
     Attributes:
         path: of the records.
@@ -40,12 +41,13 @@ class Report:
     ) -> None:
         self.quick, self.limits = quick, limits
         self.path, self._end = path, time.monotonic() + seconds
+        self._lock = threading.Lock()
 
     def put(self, key: str, **fields: Any) -> None:
         line = json.dumps({"key": key, **fields})
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        print(line, flush=True)
+            print(line, flush=True)
 
     def time_for(self, what: str, seconds: float) -> bool:
         """Whether so many seconds are left; if not, a record says that ``what`` was not run. Quick runs have time."""

@@ -32,9 +32,11 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines += ["Tiny sizes (`--quick`): only that it runs was checked.", ""]
     lines += [f"Commit {content['git'].get('commit')}{' and changes' * bool(content['git'].get('dirty'))}.", ""]
     lines += _sections(content["sections"])
+    figures = on_gpu and not content["quick"]
+    lines += _side_by_side(content["sections"]) if figures else []
     for name, section in content["sections"].items():
         if name in COLUMNS:
-            lines += _table(name, section["records"], figures=on_gpu and not content["quick"])
+            lines += _table(name, section["records"], figures=figures)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -44,6 +46,18 @@ def _sections(sections: Mapping[str, Any]) -> list[str]:
         for name, part in sections.items()
     ]
     return [*_grid(["section", "ended", "s", "errors"], rows), ""]
+
+
+def _side_by_side(sections: Mapping[str, Any]) -> list[str]:
+    """Milliseconds of every path of a shape: ours, XLA's and those of other libraries."""
+    times: dict[str, dict[str, float]] = {}
+    for name in ("kernels", "peers"):
+        for record in sections.get(name, {}).get("records", []):
+            if "best_ms" in record:
+                times.setdefault(record["shape"], {})[record["path"]] = record["best_ms"]
+    paths = list(dict.fromkeys(path for each in times.values() for path in each))
+    rows = [[shape, *(_cell(each.get(path)) for path in paths)] for shape, each in times.items()]
+    return ["## Kernels and peers side by side, in ms", "", *_grid(["", *paths], rows), ""] if rows else []
 
 
 def _table(name: str, records: Sequence[Mapping[str, Any]], *, figures: bool) -> list[str]:
