@@ -18,6 +18,8 @@ from pallas_kernels.tune.problem import Problem
 TOLERANCE = 5e-3
 SAMPLE_SECONDS = 4e-3
 MOST_CALLS = 100
+# The launches of a program do not need each other's results: a CUDA graph would run them side by side.
+ONE_AFTER_THE_OTHER: dict[str, Any] = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
 # What a kernel raises that Mosaic GPU, ptxas or the driver does not take.
 REFUSALS = (ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 
@@ -42,7 +44,8 @@ class DeviceBench:
     def prepare(self, tiles: Any) -> str | None:
         """Why these tiles may not win, or None. Tiles with the first ones' bits must give the first ones' results."""
         try:
-            program = jax.jit(functools.partial(_launch_all, self._problem.launch, tiles)).lower(self._sets).compile()
+            jitted = jax.jit(functools.partial(_launch_all, self._problem.launch, tiles))
+            program = jitted.lower(self._sets).compile(compiler_options=ONE_AFTER_THE_OTHER)
             results = jax.block_until_ready(program(self._sets))
         except REFUSALS as error:
             return f"it does not run: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}"
