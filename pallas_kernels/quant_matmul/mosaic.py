@@ -22,8 +22,9 @@ Integers times x are exact before they are scaled: a group's sum is scaled, not 
 scaling the weights as soon as a group has more inputs than x has rows, and rounds nothing to 16 bits.
 
 Splits write float32 sums, which XLA adds in order, within whatever kernel comes next. No bit of a row depends on the
-other rows. Steps and splits follow from the weights' shape alone, so that the order of additions is the same for every
-number of rows; between numbers of rows, bits are equal if a wgmma's column does not depend on how many columns it has.
+other rows. The heuristic's steps and splits follow from the weights' shape alone (tuned ones may not): the order of
+additions is the same for every number of rows, and so are the bits, if a wgmma's column does not depend on how many
+columns it has.
 
 Swapped operands and weights upcast in registers: Frantar et al. 2024 (MARLIN, arXiv:2408.11743).
 """
