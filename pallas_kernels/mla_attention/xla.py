@@ -80,7 +80,7 @@ class _Pages:
         return index * self.block + jnp.arange(self.block)
 
     def read(self, index: jax.Array) -> jax.Array:
-        """Block ``index``, [sequences, block, latent] float32; 0 past the ends, where anything may lie, NaN included."""
+        """Block ``index``, [sequences, block, latent] float32; 0 past the ends, where anything may lie."""
         pages = lax.dynamic_slice_in_dim(self.tables, index * self.count, self.count, 1)
         numbers = self.pool[pages].astype(jnp.float32)
         if self.scales is not None:

@@ -115,7 +115,10 @@ def extend(
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     plan = schedule.plan(shape, lengths)
     results = _launch(shape, interpret, q, pool, tables, starts, lengths, {"plan": plan})
-    return _unpacked(shape, results[0] if shape.splits == 1 else merge(shape, *results, lengths, interpret))
+    if shape.splits > 1:
+        sums, stats = results
+        return _unpacked(shape, merge(shape, sums, stats, lengths, interpret))
+    return _unpacked(shape, results[0])
 
 
 def prefill(

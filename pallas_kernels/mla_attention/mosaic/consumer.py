@@ -143,12 +143,17 @@ def _scores(own: Consumer, unit: Unit, index: Any) -> Any:
     _clear_unseen(own, unit, key)
     queries, _ = own.smem.query
 
+    # The compiler cannot foresee that it is always 0: else it keeps the addresses of all 36 products in registers from
+    # one step to the next, and spills.
+    zero = (index > unit.length).astype(jnp.int32)
+
     def multiply(accumulator: Any) -> Any:
         for query, keys in zip(queries, own.smem.slots, strict=True):
-            plgpu.wgmma(accumulator, query, keys.at[slot].transpose((1, 0)))
+            plgpu.wgmma(accumulator, query.at[zero], keys.at[slot + zero].transpose((1, 0)))
         return accumulator[...]
 
     scores = pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32)) * (own.shape.scale * _LOG2_E)
+    plgpu.commit_smem()  # each warp waits for its own product: none may write probabilities while another reads keys
     first = unit.start + lax.div(unit.tile * own.shape.tile_rows, jnp.int32(own.shape.heads))
     edge = key + TILE > jnp.minimum(first + 1, unit.length)
     return lax.cond(edge, functools.partial(_mask, own.shape, unit, key), lambda x: x, scores)
@@ -251,7 +256,7 @@ def _write_result(own: Consumer, unit: Unit, mixed: Any, total: Any) -> None:
     """Queries that see nothing give zeros."""
     shape, (queries, _) = own.shape, own.smem.query
     share = jnp.where(total > 0, 1.0 / total, 0.0)
-    staging = queries[own.me]
+    staging = queries[own.me].at[0]
     _stage(staging, mixed, share)
     target = own.gmem.output.at[unit.lane, _rows(shape, unit), pl.ds(own.me * shape.half, shape.half)]
     plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, shape.tile_rows)], target)

@@ -133,7 +133,7 @@ class Barriers(NamedTuple):
 
 def smem(shape: Shape) -> Smem:
     sizes = Latent(shape.half, shape.half, ROPE)
-    query = Latent(*(tiled((TILE, size), shape.dtype) for size in sizes))
+    query = Latent(*(tiled((1, TILE, size), shape.dtype) for size in sizes))
     result = tuple(tiled((TILE, shape.half // 2), jnp.float32) for _ in range(2))
     vectors = plgpu.SMEM((2, TILE), jnp.float32)
     return Smem(

@@ -46,7 +46,7 @@ def _copy_queries(shape: Shape, unit: Unit, gmem: Gmem, smem: Smem, barriers: Ba
     rows = pl.ds(pl.multiple_of(unit.tile * shape.tile_rows, shape.tile_rows), shape.tile_rows)
     for columns, target in zip(_columns(shape), queries, strict=True):
         source = gmem.query.at[unit.lane, rows, columns]
-        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, shape.tile_rows)], barriers.query_ready)
+        plgpu.copy_gmem_to_smem(source, target.at[0, pl.ds(0, shape.tile_rows)], barriers.query_ready)
 
 
 def _fill_pair(
