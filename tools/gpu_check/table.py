@@ -53,7 +53,7 @@ def _side_by_side(sections: Mapping[str, Any]) -> list[str]:
     times: dict[str, dict[str, float]] = {}
     for name in ("kernels", "peers"):
         for record in sections.get(name, {}).get("records", []):
-            if "best_ms" in record:
+            if {"best_ms", "shape"} <= record.keys():
                 times.setdefault(record["shape"], {})[record["path"]] = record["best_ms"]
     paths = list(dict.fromkeys(path for each in times.values() for path in each))
     rows = [[shape, *(_cell(each.get(path)) for path in paths)] for shape, each in times.items()]
