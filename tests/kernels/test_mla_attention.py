@@ -155,7 +155,10 @@ def test_neighbours_pages_and_table_width_change_no_bit():
         "query_ready",
         "probs_ready",
         "totals_ready",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("query_free", "barriers.free", "barriers.ready")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("query_free", "barrier_wait(free)", "barriers.ready")
+        ),
     ],
 )
 def test_a_missing_wait_is_caught(monkeypatch, wait):
@@ -168,8 +171,6 @@ def test_a_missing_wait_is_caught(monkeypatch, wait):
         else:
             original(ref)
 
-    if wait == "barriers.free":  # passed on without a call of its own
-        monkeypatch.setattr(producer.functools, "partial", functools.partial)
     monkeypatch.setattr(plgpu, "barrier_wait", wait_unless_chosen)
     case = make_case((300,), heads=8)
     with pytest.raises(Exception, match=r"(?i)race|barrier"):
@@ -283,10 +284,9 @@ def test_refuses_what_it_cannot_do(options, said):
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="keys_per_split"):
         Tiles(keys_per_split=64)
+    case = make_case((8,), (1,))
     with pytest.raises(ValueError, match="do not fit"):
-        reference.decode(
-            jnp.zeros((1, 2, 8)), jnp.zeros((1, 4, 9)), jnp.zeros((1, 1), int), jnp.ones((1,), int), scale=1
-        )
+        reference.prefill(*case.arrays, scale=SCALE, rank=128 + ROPE + 1)
 
 
 def test_explains_its_choice():

@@ -54,6 +54,8 @@ from pallas_kernels.mla_attention.mosaic.merge import merge
 from pallas_kernels.mla_attention.mosaic.operands import ROPE, TILE, Gmem, Shape, Tiles
 from pallas_kernels.mla_attention.mosaic.producer import produce
 from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.mla_attention.tile_keys import DECODE, decode_key
+from pallas_kernels.tiles import pick
 
 __all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "prefill", "refusal"]
 
@@ -83,7 +85,7 @@ def decode(
     """See `reference.decode`. Products are of bfloat16 or float16 numbers, sums in float32; exp2 is approximate.
 
     Args:
-        tiles: sizes; None: `heuristic_tiles`.
+        tiles: sizes; None: those tuned for the device (`pallas_kernels.tiles`), else `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
@@ -195,7 +197,7 @@ def _checked(
         width=tables.shape[1],
         dtype=jnp.dtype(q.dtype),
         scale=float(scale),
-        tiles=tiles or heuristic_tiles(heads),
+        tiles=tiles or pick(DECODE, decode_key(q, pool, tables), heuristic_tiles(heads), lambda _: None),
         split=split,
         interpret=interpret is not None,
     )

@@ -56,10 +56,15 @@ def _fill_pair(
         key = ((unit.first + index) * SLOTS + slot) * TILE
         pages = [_page_id(shape, gmem, unit.lane, key + i * shape.piece) for i in range(shape.pieces)]
         for part, columns in enumerate(_columns(shape)):
-            pl.when(done + index > 0)(functools.partial(plgpu.barrier_wait, barriers.free[part].at[slot]))
+            _await_free(barriers.free[part].at[slot], done + index > 0)
             target, ready = smem.slots[part].at[slot], barriers.ready[part].at[slot]
             for i, page in enumerate(pages):
                 _copy_piece(shape, unit, gmem, key + i * shape.piece, page, columns, target, i, ready)
+
+
+def _await_free(free: Any, used: Any) -> None:
+    """Before a slot's first use nobody has to give it back."""
+    pl.when(used)(lambda: plgpu.barrier_wait(free))
 
 
 def _page_id(shape: Shape, gmem: Gmem, lane: Any, key: Any) -> Any:
