@@ -11,8 +11,12 @@ import pytest
 from pallas_kernels import tiles
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.check.ops import op_folders
+from pallas_kernels.mla_attention.mosaic import attention as mla
+from pallas_kernels.mla_attention.tile_keys import decode_key as mla_key
 from pallas_kernels.paged_attention.mosaic import prefill
-from pallas_kernels.paged_attention.tile_keys import PREFILL, decode_key, prefill_key
+from pallas_kernels.paged_attention.tile_keys import decode_key, prefill_key
+from pallas_kernels.quant_matmul import mosaic as quant_matmul
+from pallas_kernels.quant_matmul.tile_keys import matmul_key
 from pallas_kernels.tiles import Entry, Key, Measured, pick, tuned
 
 H100, KERNEL = "NVIDIA H100 80GB HBM3", "fake_op.sum"
@@ -167,26 +171,53 @@ class Hopper(jax.sharding.AbstractDevice):
     compute_capability = "9.0"
 
 
-def test_prefill_takes_tuned_tiles(tmp_path, monkeypatch):
-    sizes = prefill_key(QUERIES, POOL, TABLES)
+def prefill_tiles(shape):
+    return prefill.Tiles(shape.block_keys, shape.stages, shape.block_heads)
+
+
+X, WEIGHTS = shaped(16, 1024, dtype=jnp.bfloat16), shaped(512, 1024, dtype=jnp.int4)
+SCALES = shaped(8, 512, dtype=jnp.bfloat16)
+LATENTS, LATENT_POOL = shaped(2, 1, 16, 576, dtype=jnp.bfloat16), shaped(32, 64, 576, dtype=jnp.bfloat16)
+# kernel: module, its function that launches, what is called, with what, its key, tuned tiles, fields of its bits
+CALLS = {
+    "paged_attention.prefill": (
+        (prefill, "_launcher", prefill_tiles),
+        (functools.partial(prefill.prefill, scale=1.0), (QUERIES, POOL, TABLES, LANES, LANES)),
+        (prefill_key(QUERIES, POOL, TABLES), prefill.Tiles(64, 5, 2), {"block_keys"}),
+    ),
+    "quant_matmul": (
+        (quant_matmul, "_launcher", lambda shape: shape.tiles),
+        (quant_matmul.matmul, (X, WEIGHTS, SCALES)),
+        (matmul_key(X, WEIGHTS, SCALES), quant_matmul.Tiles(1, 128, 3, 2), {"depth", "splits"}),
+    ),
+    "mla_attention.decode": (
+        (mla, "_launch", lambda shape: shape.tiles),
+        (functools.partial(mla.extend, scale=1.0), (LATENTS, LATENT_POOL, TABLES, LANES, LANES)),
+        (mla_key(LATENTS, LATENT_POOL, TABLES), mla.Tiles(256, 66), {"keys_per_split"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_a_call_without_tiles_takes_the_tuned_ones(kernel, tmp_path, monkeypatch):
+    (module, launcher, tiles_of), (call, operands), (sizes, best, bits) = CALLS[kernel]
+    fields = dataclasses.asdict(best)
+    rest = {name: value for name, value in fields.items() if name not in bits}
     found = Entry(
-        H100, PREFILL, sizes.options, {"block_keys": 64}, (Measured(sizes.sizes, {"stages": 5, "heads": 2}, {}),)
+        H100, kernel, sizes.options, {name: fields[name] for name in bits}, (Measured(sizes.sizes, rest, {}),)
     )
-    (tmp_path / "paged_attention").mkdir()
-    (tmp_path / "paged_attention/tiles.json").write_text(tiles.as_text((found,)), encoding="utf-8")
-    monkeypatch.setattr(prefill, "pick", functools.partial(pick, package=tmp_path))
-    seen = []
-    monkeypatch.setattr(prefill, "_launcher", lambda shape, _: lambda q, *rest: (seen.append(shape), q)[1])
-
-    def trace():
-        jax.eval_shape(lambda *args: prefill.prefill(*args, scale=1.0), QUERIES, POOL, TABLES, LANES, LANES)
-        return seen[-1].block_keys, seen[-1].stages, seen[-1].block_heads
-
-    untuned = prefill.heuristic_tiles(group=4, head_dim=128, tree=False)
-    assert trace() == dataclasses.astuple(untuned)
+    path = tiles.tiles_file(kernel, tmp_path)
+    path.parent.mkdir()
+    path.write_text(tiles.as_text((found,)), encoding="utf-8")
+    monkeypatch.setattr(module, "pick", functools.partial(pick, package=tmp_path))
+    seen, launch = [], getattr(module, launcher)
+    monkeypatch.setattr(module, launcher, lambda shape, *args: (seen.append(tiles_of(shape)), launch(shape, *args))[1])
+    jax.eval_shape(call, *operands)
     device = Hopper(device_kind=H100, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        assert trace() == (64, 5, 2)
+        jax.eval_shape(call, *operands)
+    assert seen[0] != best
+    assert seen[1] == best
 
 
 def test_a_window_shortens_the_keys_and_scales_are_told_apart():
