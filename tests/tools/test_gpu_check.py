@@ -89,7 +89,7 @@ def the_problem(text):
 
 def test_the_ops_equal_float64(report):
     parity.check(report, [the_problem("quant_matmul: 16")], ("xla",))
-    parity.check(report, [the_problem("kv_copy.copy_pages")])
+    parity.check(report, [the_problem("kv_copy.copy_pages")], ("xla", "mosaic"))
     assert len(written(report)) == 3
     assert all(record["ok"] for record in written(report).values()), written(report)
 
@@ -174,7 +174,7 @@ def test_calls_inside_a_program_all_happen():
         return total + step
 
     calls = Inside(add, sets=2, repeats=3, changes=True)
-    timing = calls.time(calls.compile(jax.eval_shape(lambda: state[0])), state)
+    timing = calls.time(calls.lower(jax.eval_shape(lambda: state[0])).compile(), state)
     jax.effects_barrier()
     assert sorted(set(seen))[:4] == [0.0, 1.0, 2.0, 4.0]
     assert timing["best_ms"] > 0

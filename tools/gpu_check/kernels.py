@@ -51,17 +51,23 @@ class Job(NamedTuple):
     def __str__(self) -> str:
         return f"{self.shape}: {self.path.name}"
 
-    def compile(self) -> Callable[..., Any]:
-        return self.calls.compile(jax.eval_shape(functools.partial(self.path.operands, 0)))
+    def lower(self) -> jax.stages.Lowered:
+        return self.calls.lower(jax.eval_shape(functools.partial(self.path.operands, 0)))
 
 
 def run(report: Report) -> None:
-    """Our kernels at all shapes, then what they are compared with. Some are compiled at a time, and then timed."""
+    """Our kernels at all shapes, then what they are compared with.
+
+    Some are lowered, compiled at the same time, and then timed one after the other.
+    """
     with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as threads:
         for jobs in itertools.batched(_jobs(report), _AT_A_TIME):
             if not report.time_for(f"{jobs[0]} and what follows", _RESERVE_S):
                 return
-            running = [(job, threads.submit(job.compile)) for job in jobs]
+            running: list[tuple[Job, concurrent.futures.Future[Callable[..., Any]]]] = []
+            for job in jobs:
+                with report.attempt(str(job)):
+                    running.append((job, threads.submit(job.lower().compile)))
             concurrent.futures.wait([program for _, program in running])
             for job, program in running:
                 with report.attempt(str(job)):

@@ -61,12 +61,12 @@ class Inside(NamedTuple):
     repeats: int
     changes: bool = False
 
-    def compile(self, operands: Sequence[Any]) -> Callable[..., Any]:
-        """The program, for operands of these shapes (`jax.ShapeDtypeStruct`), all sets alike."""
+    def lower(self, operands: Sequence[Any]) -> jax.stages.Lowered:
+        """The program, yet to be compiled, for operands of these shapes (`jax.ShapeDtypeStruct`), all sets alike."""
         heads, rest = [operands[0]] * self.sets, [tuple(operands[1:])] * self.sets
         results = [operands[0] if self.changes else jax.eval_shape(self.function, *operands)] * self.sets
         loop = jax.jit(looped(self.function, self.repeats, changes=self.changes), donate_argnums=0)
-        return loop.lower(results, [] if self.changes else heads, rest).compile()
+        return loop.lower(results, [] if self.changes else heads, rest)
 
     def time(self, program: Callable[..., Any], variants: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
         """`time_calls` of one of the calls. ``variants``: the sets of operands."""

@@ -50,8 +50,8 @@ class Report:
             print(line, flush=True)
 
     def time_for(self, what: str, seconds: float) -> bool:
-        """Whether so many seconds are left; if not, a record says that ``what`` was not run. Quick runs have time."""
-        if self.quick or self.left() >= seconds:
+        """Whether so many seconds are left; if not, a record says that ``what`` was not run."""
+        if self.left() >= seconds:
             return True
         self.put(f"not run: {what}", reason="no time was left")
         return False
