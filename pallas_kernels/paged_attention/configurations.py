@@ -9,34 +9,71 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import Configuration, shaped
-from pallas_kernels.paged_attention.mosaic.decode import decode
+from pallas_kernels.paged_attention.mosaic.decode import extend
 
 _ROWS, _KV_HEADS, _PAGES, _CONTEXT = 64, 8, 256, 4096
 
 
-def _decode(page: int, head_dim: int, group: int, dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return functools.partial(decode, scale=head_dim**-0.5), (
-        shaped(_ROWS, _KV_HEADS * group, head_dim, dtype=dtype),
-        shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=dtype),
+def _build(
+    page: int,
+    head_dim: int,
+    group: int,
+    *,
+    chunk: int = 1,
+    dtype: Any = jnp.bfloat16,
+    pool_dtype: Any = None,
+    scales: str | None = None,
+    sinks: bool = False,
+    tree: bool = False,
+    **options: Any,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    extra: dict[str, Any] = {}
+    if scales is not None:
+        extra["scales"] = shaped(_PAGES, 2, _KV_HEADS, *((page,) if scales == "token" else ()), dtype=jnp.float32)
+    if sinks:
+        extra["sinks"] = shaped(_KV_HEADS * group, dtype=jnp.float32)
+    if tree:
+        extra["tree"] = shaped(_ROWS, chunk, chunk, dtype=jnp.bool_)
+
+    def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, extra: dict[str, Any]) -> Any:
+        return extend(q, pool, tables, starts, lengths, scale=head_dim**-0.5, **options, **extra)
+
+    return attend, (
+        shaped(_ROWS, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
+        shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=pool_dtype or dtype),
         shaped(_ROWS, _CONTEXT // page, dtype=jnp.int32),
         shaped(_ROWS, dtype=jnp.int32),
+        shaped(_ROWS, dtype=jnp.int32),
+        extra,
     )
 
 
-def _configuration(page: int, head_dim: int, group: int, dtype: Any, short: str) -> Configuration:
+def _configuration(page: int, head_dim: int, group: int, more: str = "bf16", **options: Any) -> Configuration:
     return Configuration(
         op="paged_attention.decode",
-        name=f"page{page}-dim{head_dim}-group{group}-{short}",
-        build=functools.partial(_decode, page, head_dim, group, dtype),
+        name=f"page{page}-dim{head_dim}-group{group}-{more}",
+        build=functools.partial(_build, page, head_dim, group, **options),
     )
 
 
+_INT8: dict[str, Any] = {"pool_dtype": jnp.int8}
+_FP8: dict[str, Any] = {"pool_dtype": jnp.float8_e4m3fn}
+
 CONFIGURATIONS: tuple[Configuration, ...] = (
-    *(
-        _configuration(page, head_dim, group, jnp.bfloat16, "bf16")
-        for page in (16, 64)
-        for head_dim, group in ((64, 1), (64, 8), (128, 4), (128, 7), (128, 8))
-    ),
-    _configuration(64, 128, 4, jnp.float16, "fp16"),
-    _configuration(16, 64, 1, jnp.float16, "fp16"),
+    _configuration(16, 128, 4),
+    _configuration(64, 128, 4),
+    _configuration(64, 128, 7),
+    _configuration(128, 128, 8),
+    _configuration(32, 128, 16),
+    _configuration(64, 64, 8, "fp16", dtype=jnp.float16),
+    _configuration(16, 80, 1),
+    _configuration(64, 96, 1),
+    _configuration(64, 256, 2, "bf16-window-softcap", window=4096, softcap=50.0),
+    _configuration(64, 64, 8, "bf16-window-sinks", window=128, sinks=True),
+    _configuration(64, 128, 4, "int8-head", **_INT8, scales="head"),
+    _configuration(16, 128, 4, "fp8-head", **_FP8, scales="head"),
+    _configuration(64, 128, 4, "fp8-token", **_FP8, scales="token"),
+    _configuration(64, 128, 4, "bf16-chunk4", chunk=4),
+    _configuration(64, 128, 4, "bf16-chunk16", chunk=16),
+    _configuration(64, 128, 4, "bf16-chunk8-tree", chunk=8, tree=True),
 )

@@ -36,8 +36,8 @@ def run(case: Case, tiles: Tiles) -> np.ndarray:
 def assert_close(case: Case, got: np.ndarray) -> None:
     """Relative error of the whole at most 1e-3 beyond the rounding of the result itself, per number a few half ulps.
 
-    A result in bfloat16 cannot be nearer than its half ulp, 2**-9 of it, and about 1.1e-3 in the mean: so it is
-    compared with the exact result rounded likewise, too, and may differ by one rounding now and then.
+    Half an ulp of bfloat16 is 2e-3 alone, so each number may be off by its own half ulp before its error counts.
+    Quantised pools are compared with the numbers that they stand for, and have no larger bound.
     """
     exact, real = case.expected(), np.ones(got.shape[:1], bool)
     if case.starts is not None:
@@ -47,8 +47,7 @@ def assert_close(case: Case, got: np.ndarray) -> None:
     number, exact = got.astype(np.float64)[real], exact[real]
     half_ulp = float(jnp.finfo(got.dtype).eps) / 2
     excess = np.maximum(np.abs(number - exact) - half_ulp * np.abs(exact), 0)
-    bound = 2e-2 if case.options["scales"] is not None else 2e-3
-    assert np.linalg.norm(excess) <= bound * np.linalg.norm(exact)
+    assert np.linalg.norm(excess) <= 1e-3 * np.linalg.norm(exact)
     np.testing.assert_allclose(number, exact, rtol=8 * half_ulp, atol=6 * half_ulp * np.abs(exact).max())
 
 
@@ -61,7 +60,7 @@ CASES = {
     "seven to a group": (ONE, {"lengths": (70,), "group": 7, "page": 32, "spread": 30.0, "sinks": True}),
     "sixteen, block 128": (
         Tiles(block_keys=128, stages=1, keys_per_split=128, blocks=2),
-        {"lengths": (200, 128), "page": 128, "group": 16, "kv_heads": 1, "softcap": 5.0},
+        {"lengths": (200, 128), "page": 128, "group": 16, "kv_heads": 1, "softcap": 5.0, "scale": 0.3},
     ),
     "dim 80": (ONE, {"lengths": (40, 3), "head_dim": 80, "group": 3, "window": 20}),
     "dim 96, fp16": (TINY, {"lengths": (90,), "head_dim": 96, "page": 32, "dtype": jnp.float16, "sinks": True}),
@@ -89,7 +88,7 @@ CASES = {
 SLOW = {
     "fp8 per token, page 128": (
         Tiles(block_keys=128, stages=2, keys_per_split=256, blocks=2),
-        {"lengths": (300,), "page": 128, "pool_dtype": FP8, "scales": "token", "head_dim": 256, "kv_heads": 1},
+        {"lengths": (300,), "page": 128, "pool_dtype": FP8, "scales": "token", "head_dim": 128, "kv_heads": 1},
     ),
     "fp8 without scales": (TINY, {"lengths": (80,), "pool_dtype": FP8, "kv_heads": 1, "sinks": True}),
     "sixteen queries": (TINY, {"lengths": (100, 16), "counts": (16, 16), "group": 4, "kv_heads": 1, "head_dim": 128}),
@@ -219,7 +218,7 @@ def _costs(spans, row, kv_heads, per_split):
         ({"head_dim": 72}, "head_dim 72"),
         ({"dtype": jnp.float32}, "float32"),
         ({"page": 24}, "page size 24"),
-        ({"group": 65}, "at most 64"),
+        ({"group": 65}, "too many"),
         ({"pool_dtype": INT8, "scales": "token", "page": 16}, "a scale per token"),
         ({"pool_dtype": INT8, "scales": "head", "head_dim": 96}, "quantised pool"),
     ],
@@ -248,5 +247,5 @@ def test_heuristic_tiles_fit(head_dim, queries):
             pool = jax.ShapeDtypeStruct((4, 2, 1, page, head_dim), pool_dtype)
             tables, lengths = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
             why = refusal(q, pool, tables, lengths, tiles=tiles) or "quantised pool"
-            assert "quantised pool" in why or "needs JAX" in why
+            assert any(words in why for words in ("quantised pool", "needs JAX", "too many")), why
             assert tiles.stages >= 2 or head_dim == 256

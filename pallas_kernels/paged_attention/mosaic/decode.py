@@ -42,7 +42,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from pallas_kernels import compat
 from pallas_kernels.paged_attention.mosaic import decode_schedule as schedule
 from pallas_kernels.paged_attention.mosaic import decode_types as types
-from pallas_kernels.paged_attention.mosaic.decode_consumer import consume
+from pallas_kernels.paged_attention.mosaic.decode_consumer import LOG2_E, consume
 from pallas_kernels.paged_attention.mosaic.decode_producer import produce
 from pallas_kernels.paged_attention.mosaic.decode_types import Gmem, Shape, Tiles
 
@@ -57,6 +57,7 @@ MOST_IN_TREE = 32  # tokens of a tree: bits of a word
 CONSUMER, PRODUCER = 0, 1
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 233_472, 1024  # what several share, and what each costs beyond its own
+_MOST_SUMS = 8192  # 64 registers of each thread
 _COLUMNS_OF_TWO = 16  # more queries need more than 128 registers a thread, and two blocks do not fit any longer
 
 
@@ -127,7 +128,7 @@ def extend(
         "starts": starts,
         "lengths": lengths,
         "plan": plan,
-        **({} if sinks is None else {"sinks": sinks.astype(jnp.float32)}),
+        **({} if sinks is None else {"sinks": sinks.astype(jnp.float32) * LOG2_E}),
         **({} if scales is None else {"scales": scales.astype(jnp.float32)}),
         **({} if tree is None else _tree_words(tree)),
     }
@@ -173,8 +174,9 @@ def _shape_refusal(q: Any, pool: Any, tables: Any, lengths: Any, starts: Any) ->
         return f"head_dim {head_dim} needs JAX 0.12"
     if page not in PAGES:
         return f"page size {page}: this kernel does {PAGES}"
-    if chunk * (heads // kv_heads) > MOST_QUERIES:
-        return f"{chunk} queries of {heads // kv_heads} heads to a KV head: this kernel does at most {MOST_QUERIES}"
+    queries = chunk * (heads // kv_heads)
+    if queries > MOST_QUERIES or types.columns(queries) * -(-head_dim // 64) * 64 > _MOST_SUMS:
+        return f"{chunk} queries of {heads // kv_heads} heads to a KV head, of {head_dim} each, are too many"
     return None
 
 

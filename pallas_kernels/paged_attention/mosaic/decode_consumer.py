@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from pallas_kernels.paged_attention.mosaic.decode_types import Barriers, Gmem, S
 LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
 MASKED = 2 * LOWEST  # below every running maximum, so that its probability is 0
 _ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 _MATRIX = plgpu.Layout.WGMMA
 _PER_COLUMN, _PER_ROW = _MATRIX.reduce(0), _MATRIX.reduce(1)
 
@@ -60,31 +61,61 @@ class _Bounds(NamedTuple):
 def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: Any, block: Any) -> None:
     """All units of a thread block. ``arrived``: a semaphore per row and KV head, or None where blocks take turns."""
     place, count = run_of(shape, block, gmem)
-    borrowed = _split_of(shape, gmem, place)
+    begun = _begun_elsewhere(shape, gmem, place)
 
-    def attend_unit(index: Any, carry: tuple[Place, Any, Sums]) -> tuple[Place, Any, Sums]:
+    def attend_unit(index: Any, carry: tuple[Place, Any, Any]) -> tuple[Place, Any, Any]:
         at, step, whole = carry
         unit = unit_at(shape, gmem, at)
         part = _attend(shape, unit, index, step, gmem, smem, barriers)
-        begun_here = ~(borrowed & (unit.row == place.row) & (unit.head == place.head))
-        ends_here = unit.keys.last_split - unit.split < count - index
-        whole = _merge(_if(unit.split == unit.keys.first_split, _nothing(shape), whole), part)
-        finish = begun_here & (unit.split == unit.keys.last_split)
-        pl.when(finish)(functools.partial(_write, shape, unit, whole, gmem, smem))
-        if shape.splits > 1:
-            lend = functools.partial(_lend, shape, unit, part, begun_here | ~ends_here, gmem, arrived)
-            pl.when(~(begun_here & ends_here))(lend)
-        return after(shape, unit), step + unit.steps, whole
+        run = _Run(
+            borrowed=begun & (unit.row == place.row) & (unit.head == place.head),
+            ends_here=unit.keys.last_split - unit.split < count - index,
+        )
+        finish: Callable[..., Any] = _finish_parked if shape.parks else _finish
+        return after(shape, unit), step + unit.steps, finish(shape, unit, run, part, whole, gmem, smem, arrived)
 
-    lax.fori_loop(0, count, attend_unit, (place, jnp.int32(0), _nothing(shape)))
+    nothing = () if shape.parks else _nothing(shape)
+    lax.fori_loop(0, count, attend_unit, (place, jnp.int32(0), nothing))
     if shape.splits > 1:
         unit = unit_at(shape, gmem, place)
-        mine = (count > 0) & borrowed & (unit.keys.last_split - unit.split < count)
-        pl.when(mine)(functools.partial(_gather, shape, unit, gmem, smem, arrived))
+        mine = (count > 0) & begun & (unit.keys.last_split - unit.split < count)
+        pl.when(mine)(functools.partial(_gather, shape, unit, unit.split, gmem, smem, arrived))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _split_of(shape: Shape, gmem: Gmem, place: Place) -> Any:
+class _Run(NamedTuple):
+    """Which of a head's splits are this block's."""
+
+    borrowed: Any  # not the first ones
+    ends_here: Any  # the last one
+
+
+def _finish(shape: Shape, unit: Unit, run: _Run, part: Sums, whole: Sums, gmem: Gmem, smem: Smem, arrived: Any) -> Sums:
+    """Merge a unit with those before it in registers, and lend it to another block if that one has the others."""
+    whole = _merge(_if(unit.split == unit.keys.first_split, _nothing(shape), whole), part)
+    last = ~run.borrowed & (unit.split == unit.keys.last_split)
+    pl.when(last)(functools.partial(_write, shape, unit, whole, gmem, smem))
+    if shape.splits > 1:
+        lend = functools.partial(_lend, shape, unit, part, ~run.ends_here, gmem, arrived)
+        pl.when(run.borrowed | ~run.ends_here)(lend)
+    return whole
+
+
+def _finish_parked(
+    shape: Shape, unit: Unit, run: _Run, part: Sums, whole: tuple[()], gmem: Gmem, smem: Smem, arrived: Any
+) -> tuple[()]:
+    """The same where registers hold the sums of one split only: a head of several parks all of them."""
+    alone = unit.keys.first_split == unit.keys.last_split
+    pl.when(alone)(lambda: _write(shape, unit, _merge(_nothing(shape), part), gmem, smem))
+    if shape.splits > 1:
+        lend = functools.partial(_lend, shape, unit, part, ~run.ends_here, gmem, arrived)
+        pl.when(~alone)(lend)
+        last = ~alone & ~run.borrowed & (unit.split == unit.keys.last_split)
+        pl.when(last)(functools.partial(_gather, shape, unit, unit.keys.first_split, gmem, smem, arrived))
+    return whole
+
+
+def _begun_elsewhere(shape: Shape, gmem: Gmem, place: Place) -> Any:
     """Does the run begin in the middle of a head's splits? Then another block has its first ones."""
     return place.split > unit_at(shape, gmem, place).keys.first_split
 
@@ -197,7 +228,7 @@ def _attend_block(
 
     plgpu.barrier_wait(barriers.keys_ready.at[slot])
     keys = _widened(shape, smem.keys.at[slot], smem.wide_keys)
-    scores = _product(keys, smem.query.at[query].transpose((1, 0)), (shape.tiles.block_keys, shape.columns))
+    scores = _scores(shape, keys, smem.query.at[query])
     scores = _soft_scores(shape, scores, _factors(shape, factors[0], smem.key_scales, slot))
     visible = _visible(shape, unit, bounds, at)
     scores = jnp.where(visible, scores, MASKED)
@@ -213,19 +244,29 @@ def _attend_block(
     _stage_probs(shape, probs, smem)
     values = _widened(shape, smem.values.at[slot], smem.wide_values)
     _clear_unseen(shape, unit, values, at)
-    dims = (shape.value_dim, shape.columns)
-    added = _product(values.transpose((1, 0)), smem.probs.transpose((1, 0)), dims)
+    mixed = _add_product(shape, sums.mixed * _across(sums.mixed.shape, shrink), values, smem.probs)
     plgpu.barrier_arrive(barriers.slot_free.at[slot])
-    return Sums(sums.mixed * _across(dims, shrink) + added, top, total)
+    return Sums(mixed, top, total)
 
 
-def _product(left: Any, right: Any, dims: tuple[int, int]) -> Any:
+def _scores(shape: Shape, keys: Any, query: Any) -> Any:
     def multiply(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, left, right)
+        plgpu.wgmma(accumulator, keys, query.transpose((1, 0)))
         plgpu.wgmma_wait(0)
         return accumulator[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(dims, jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((shape.tiles.block_keys, shape.columns), jnp.float32))
+
+
+def _add_product(shape: Shape, mixed: Any, values: Any, probs: Any) -> Any:
+    def multiply(accumulator: Any) -> Any:
+        if not shape.interpret:  # the interpreter's accumulators always start at zero
+            accumulator[...] = mixed
+        plgpu.wgmma(accumulator, values.transpose((1, 0)), probs.transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        return mixed + accumulator[...] if shape.interpret else accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(mixed.shape, jnp.float32))
 
 
 def _soft_scores(shape: Shape, scores: Any, factors: Any) -> Any:
@@ -233,8 +274,8 @@ def _soft_scores(shape: Shape, scores: Any, factors: Any) -> Any:
     if factors is not None:
         scores = scores * factors
     if shape.softcap is None:
-        return scores * (shape.scale * _LOG2_E)
-    return jnp.tanh(scores * (shape.scale / shape.softcap)) * (shape.softcap * _LOG2_E)
+        return scores * (shape.scale * LOG2_E)
+    return jnp.tanh(scores * (shape.scale / shape.softcap)) * (shape.softcap * LOG2_E)
 
 
 def _visible(shape: Shape, unit: Unit, bounds: _Bounds, at: Any) -> Any:
@@ -265,10 +306,16 @@ def _clear_unseen(shape: Shape, unit: Unit, values: Any, at: Any) -> None:
     @pl.when((low > 0) | (high < shape.tiles.block_keys))
     def _clear() -> None:
         # Tile by tile: all of the values at once would take more registers than the rest of the kernel.
-        for row in range(0, shape.tiles.block_keys, 64):
-            for column in range(0, shape.value_dim, 64):
-                _clear_tile(values.at[pl.ds(row, 64), pl.ds(column, 64)], low - row, high - row)
+        for row, tile in _tiles_of(values.shape):
+            _clear_tile(values.at[tile], low - row, high - row)
         plgpu.commit_smem()
+
+
+def _tiles_of(dims: tuple[int, int]) -> Iterator[tuple[int, tuple[Any, Any]]]:
+    """64 rows by 64 columns: the first row, and where."""
+    for row in range(0, dims[0], 64):
+        for column in range(0, dims[1], 64):
+            yield row, (pl.ds(row, 64), pl.ds(column, 64))
 
 
 def _clear_tile(values: Any, low: Any, high: Any) -> None:
@@ -284,12 +331,9 @@ def _clear_tile(values: Any, low: Any, high: Any) -> None:
 def _widened(shape: Shape, raw: Any, wide: Any) -> Any:
     if not shape.quantised:
         return raw
-    rows, columns = wide.shape
-    for row in range(0, rows, 64):
-        for column in range(0, columns, 64):
-            tile = (pl.ds(row, 64), pl.ds(column, 64))
-            numbers = plgpu.load(raw.at[tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-            wide[tile] = plgpu.layout_cast(_cast(numbers, shape.dtype), _MATRIX)
+    for _, tile in _tiles_of(wide.shape):
+        numbers = plgpu.load(raw.at[tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        wide[tile] = plgpu.layout_cast(_cast(numbers, shape.dtype), _MATRIX)
     plgpu.commit_smem()
     return wide
 
@@ -348,7 +392,7 @@ def _with_sinks(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem) -> Sums:
     """Once per row: a score that has no value."""
     if not shape.sinks:
         return sums
-    sink = _column(_sinks_of_columns(shape, unit, gmem) * _LOG2_E)
+    sink = _sinks_of_columns(shape, unit, gmem)
     top = _column(jnp.maximum(sums.top, (sink + _ROUND) - _ROUND))
     shrink = _column(jnp.exp2(sums.top - top))
     total = _column(sums.total * shrink + jnp.exp2(sink - top))
@@ -374,14 +418,14 @@ def _lend(shape: Shape, unit: Unit, part: Sums, tell: Any, gmem: Gmem, arrived: 
         pl.when(tell)(lambda: pl.semaphore_signal(arrived.at[unit.row * shape.kv_heads + unit.head]))
 
 
-def _gather(shape: Shape, unit: Unit, gmem: Gmem, smem: Smem, arrived: Any) -> None:
-    """Merge a head's splits in order, once all of other blocks have arrived.
+def _gather(shape: Shape, unit: Unit, mine: Any, gmem: Gmem, smem: Smem, arrived: Any) -> None:
+    """Merge a head's splits in order, once all before ``mine`` have arrived from other blocks.
 
     Those are blocks before this one, each of which leaves its sums before it waits for anybody: no order in which
     blocks are run can lock up as long as earlier blocks start first.
     """
     if arrived is not None:
-        others = unit.split - unit.keys.first_split
+        others = mine - unit.keys.first_split
         pl.semaphore_wait(arrived.at[unit.row * shape.kv_heads + unit.head], others, decrement=False)
 
     def add(split: Any, sums: Sums) -> Sums:

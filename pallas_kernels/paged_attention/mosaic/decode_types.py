@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 QUERY_SLOTS = 2  # the next unit's queries are on their way while this one is computed
 # A KV head's first query lies anywhere in a shared-memory tile of so many rows.
 TILE_ROWS = 8
+# Bytes of shared memory: scratch of reductions across warps, barriers, alignment.
+_OVERHEAD = 2048 + 768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +89,17 @@ class Shape(NamedTuple):
         return self.tiles.block_keys // self.piece
 
     @property
+    def parks(self) -> bool:
+        """Are the sums too large to keep those of a head beside those of its split in registers?"""
+        return self.quantised or self.value_dim * self.columns > 1024
+
+    @property
     def quantised(self) -> bool:
         return jnp.dtype(self.pool_dtype).itemsize == 1
 
 
 def columns(queries: int) -> int:
+    """What `Shape.columns` says: the first query may be any of a tile's rows, in steps of what the sizes share."""
     return -(-(queries + TILE_ROWS - math.gcd(queries, TILE_ROWS)) // TILE_ROWS) * TILE_ROWS
 
 
@@ -104,7 +112,7 @@ class Gmem(NamedTuple):
     starts: Any  # [rows]
     lengths: Any  # [rows]
     plan: Any  # [3, blocks]
-    sinks: Any  # [heads]
+    sinks: Any  # [heads], in units of log 2
     scales: Any  # [pages, 2, kv_heads] or [pages, 2, kv_heads, page]
     seen: Any  # [rows, chunk] int32: bit i: does the query see token i of its chunk?
     depths: Any  # [rows, chunk]: positions of the queries, counted from the row's start
@@ -154,8 +162,7 @@ def smem(shape: Shape) -> Smem:
     own = swizzle(dim, shape.dtype)
     # Bytes are no operand of a wgmma: narrow tiles let them be widened a few at a time, in few registers.
     raw = 64 if shape.quantised else own
-    nothing = plgpu.SMEM((8,), jnp.float32)
-    factors = plgpu.SMEM((stages, block), jnp.float32) if shape.scaled_by == "token" else nothing
+    factors = plgpu.SMEM((stages, block), jnp.float32) if shape.scaled_by == "token" else None
     # Two tiles in a row of memory order: plain rows, of which the copy out may take any number.
     plain = (plgpu.TilingTransform((1, own // 2)),) if wide != dim else ()
     return Smem(
@@ -164,8 +171,8 @@ def smem(shape: Shape) -> Smem:
         values=tiled((stages, block, wide), shape.pool_dtype, raw),
         key_scales=factors,
         value_scales=factors,
-        wide_keys=tiled((block, dim), shape.dtype, own) if shape.quantised else nothing,
-        wide_values=tiled((block, wide), shape.dtype, own) if shape.quantised else nothing,
+        wide_keys=tiled((block, dim), shape.dtype, own) if shape.quantised else None,
+        wide_values=tiled((block, wide), shape.dtype, own) if shape.quantised else None,
         probs=tiled((shape.columns, block), shape.dtype, own),
         output=plgpu.SMEM((shape.columns, wide), shape.dtype, transforms=plain),
     )
@@ -178,7 +185,7 @@ def smem_bytes(shape: Shape) -> int:
     slots = shape.tiles.stages * (both * raw + (8 * shape.tiles.block_keys if shape.scaled_by == "token" else 0))
     wide = both * size if shape.quantised else 0
     per_column = (QUERY_SLOTS * shape.head_dim + shape.tiles.block_keys + shape.value_dim) * size
-    return slots + wide + shape.columns * per_column + 4096
+    return slots + wide + shape.columns * per_column + _OVERHEAD
 
 
 def barriers(shape: Shape) -> Barriers:
