@@ -13,7 +13,7 @@ from pallas_kernels.check.configuration import shaped
 from pallas_kernels.check.ops import op_folders
 from pallas_kernels.mla_attention.mosaic import attention as mla
 from pallas_kernels.mla_attention.tile_keys import decode_key as mla_key
-from pallas_kernels.paged_attention.mosaic import prefill
+from pallas_kernels.paged_attention.mosaic import decode, prefill
 from pallas_kernels.paged_attention.tile_keys import decode_key, prefill_key
 from pallas_kernels.quant_matmul import mosaic as quant_matmul
 from pallas_kernels.quant_matmul.tile_keys import matmul_key
@@ -162,6 +162,7 @@ def test_what_ships_can_be_read():
 # --------------------------------------------------------------------------------------------------------------
 # The kernels' own calls, with another file.
 
+FEW = shaped(2, 1, 32, 128, dtype=jnp.bfloat16)
 QUERIES = shaped(2, 64, 32, 128, dtype=jnp.bfloat16)
 POOL = shaped(32, 2, 8, 64, 128, dtype=jnp.bfloat16)
 TABLES, LANES = shaped(2, 16, dtype=jnp.int32), shaped(2, dtype=jnp.int32)
@@ -180,6 +181,11 @@ SCALES = shaped(8, 512, dtype=jnp.bfloat16)
 LATENTS, LATENT_POOL = shaped(2, 1, 16, 576, dtype=jnp.bfloat16), shaped(32, 64, 576, dtype=jnp.bfloat16)
 # kernel: module, its function that launches, what is called, with what, its key, tuned tiles, fields of its bits
 CALLS = {
+    "paged_attention.decode": (
+        (decode, "_launcher", lambda shape: shape.tiles),
+        (functools.partial(decode.extend, scale=1.0), (FEW, POOL, TABLES, LANES, LANES)),
+        (decode_key(FEW, POOL, TABLES), decode.Tiles(128, 2, 256, 66), {"block_keys", "keys_per_split"}),
+    ),
     "paged_attention.prefill": (
         (prefill, "_launcher", prefill_tiles),
         (functools.partial(prefill.prefill, scale=1.0), (QUERIES, POOL, TABLES, LANES, LANES)),

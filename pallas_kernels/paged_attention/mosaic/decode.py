@@ -45,6 +45,8 @@ from pallas_kernels.paged_attention.mosaic import decode_types as types
 from pallas_kernels.paged_attention.mosaic.decode_consumer import LOG2_E, consume
 from pallas_kernels.paged_attention.mosaic.decode_producer import produce
 from pallas_kernels.paged_attention.mosaic.decode_types import Gmem, Shape, Tiles
+from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
+from pallas_kernels.tiles import pick
 
 __all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "refusal"]
 
@@ -78,7 +80,7 @@ def decode(
     """See `reference.decode`. Products are of bfloat16 or float16 numbers, sums in float32; exp2 is approximate.
 
     Args:
-        tiles: block sizes; None: `heuristic_tiles`.
+        tiles: block sizes; None: those tuned for the device (`pallas_kernels.tiles`), else `heuristic_tiles`.
         interpret: run on a CPU (`compat.interpret_params`).
 
     Raises:
@@ -114,7 +116,7 @@ def extend(
     why = refusal(q, pool, tables, lengths, **options, starts=starts, tiles=tiles)
     if why is not None:
         raise ValueError(why)
-    tiles = tiles or heuristic_tiles(pool.shape[4], pool.shape[3], q.dtype, pool.dtype, queries=_queries(q, pool))
+    tiles = tiles or _best_tiles(q, pool, tables, window, scales)
     shape = _shape_of(q, pool, tables, scale, options, tiles, interpret is not None)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     sizes = {"block_keys": tiles.block_keys, "keys_per_split": tiles.keys_per_split}
@@ -218,6 +220,13 @@ def _tiles_refusal(q: Any, pool: Any, scales: Any, tiles: Tiles | None) -> str |
     return None
 
 
+def _best_tiles(q: Any, pool: Any, tables: Any, window: int | None, scales: Any) -> Tiles:
+    """Tuned ones, else the heuristic's."""
+    untuned = heuristic_tiles(pool.shape[4], pool.shape[3], q.dtype, pool.dtype, queries=_queries(q, pool))
+    key = decode_key(q, pool, tables, window=window, scales=scales)
+    return pick(DECODE, key, untuned, lambda tiles: _tiles_refusal(q, pool, scales, tiles))
+
+
 def heuristic_tiles(
     head_dim: int, page: int, dtype: Any, pool_dtype: Any, *, queries: int, multiprocessors: int = 132
 ) -> Tiles:
@@ -306,8 +315,6 @@ def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGP
     if shape.splits > 1:
         results["parts"] = jax.ShapeDtypeStruct((*part, shape.value_dim, shape.columns), jnp.float32)
         results["stats"] = jax.ShapeDtypeStruct((*part, 2, shape.columns), jnp.float32)
-        if not shape.interpret:
-            scratch["arrived"] = plgpu.SemaphoreType.REGULAR((shape.rows * shape.kv_heads,))
     return compat.kernel(
         functools.partial(_body, shape, (*names, *results)),
         out_type=tuple(results.values()),
@@ -333,9 +340,12 @@ def _cost(shape: Shape) -> pl.CostEstimate:
     )
 
 
-def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers: Any, arrived: Any = None) -> None:
+def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: Any, barriers: Any) -> None:
     gmem = Gmem(**(dict.fromkeys(Gmem._fields) | dict(zip(names, refs, strict=True))))
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup, arrived = lax.axis_index("warpgroup"), None
+    if shape.splits > 1 and not shape.interpret:
+        # Global: those among the scratch types would be each block's own, and nobody would ever hear of the others.
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((shape.rows * shape.kv_heads,)))
     work = (
         functools.partial(consume, shape, gmem, smem, barriers, arrived),
         functools.partial(produce, shape, gmem, smem, barriers),
