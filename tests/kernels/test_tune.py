@@ -53,6 +53,7 @@ class FakeBench:
     times: dict
     wrong: dict = dataclasses.field(default_factory=dict)
     interrupt_at: float = float("inf")
+    sampling: float = 0.01
     prepared: list = dataclasses.field(default_factory=list)
     sampled: list = dataclasses.field(default_factory=list)
 
@@ -67,7 +68,7 @@ class FakeBench:
         return self.wrong.get(one)
 
     def sample(self, one):
-        self._spend(0.01)
+        self._spend(self.sampling)
         self.sampled.append(one)
         time = self.times[one]
         return time() if callable(time) else time
@@ -90,7 +91,7 @@ def test_finds_the_fastest():
 
 def test_those_near_the_fastest_so_far_come_first():
     bench = FakeBench(Clock(), TIMES)
-    sweep(bench).run()
+    sweep(bench, work=[GRID[0], *GRID[:0:-1]]).run()
     assert bench.prepared[0] == GRID[0]
     steps = [min(distance(one, other)[0] for other in bench.prepared[:i]) for i, one in enumerate(bench.prepared) if i]
     assert steps == [1] * (len(GRID) - 1)
@@ -138,6 +139,13 @@ def test_ends_in_time(seconds):
     search.run()
     assert bench.clock.now <= max(seconds, 1.01) + 0.02
     assert search.tried == (len(GRID) if seconds == 100.0 else max(1, int(0.7 * seconds / 1.01)))
+
+
+def test_long_samples_end_in_time_too():
+    bench = FakeBench(Clock(), dict.fromkeys(GRID, 100.0), sampling=1.0)
+    sweep(bench, 20.0).run()
+    assert bench.clock.now <= 21.0
+    assert len(bench.sampled) > len(GRID)
 
 
 def test_interrupted_it_gives_the_best_so_far():
@@ -225,7 +233,7 @@ def test_a_run_that_goes_on_replaces_equal_sizes_alone(tmp_path):
     bench.times = TIMES | {Tiles(128, 3): 1.0}
     made.run(TASKS[:1], 1000)
     (found,) = written(tmp_path)
-    assert {one["sizes"]["rows"]: one["tiles"]["stages"] for one in found["measured"]} == {16: 3, 1: 4}
+    assert [(one["sizes"]["rows"], one["tiles"]["stages"]) for one in found["measured"]] == [(1, 4), (16, 3)]
 
 
 def test_sizes_measured_with_other_bits_do_not_join():
