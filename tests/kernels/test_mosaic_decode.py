@@ -124,6 +124,23 @@ def test_neighbours_pages_and_table_width_change_no_bit():
     assert together[:1].tobytes() == run(alone, dataclasses.replace(TINY, blocks=1)).tobytes()
 
 
+class _Hopper(jax.sharding.AbstractDevice):
+    compute_capability = "9.0"
+
+
+def test_all_blocks_share_the_semaphores():
+    """The interpreter has none. Semaphores of its own would let a block wait for ever for what others signal."""
+    case, tiles = attention_case((150, 70, 3), kv_heads=2), dataclasses.replace(TINY, blocks=7)
+    hopper = _Hopper(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=hopper)):
+        traced = jax.jit(lambda *arrays: kernel.decode(*arrays, scale=1.0, tiles=tiles)).trace(*case.arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    call = next(line for line in text.splitlines() if "custom_call" in line and "mosaic" in line)
+    types = call[call.rindex(" : (") :]
+    assert f"tensor<{3 * 2}xi32>" in types
+    assert f"tensor<{3 * 2 * 7}xi32>" not in types
+
+
 @pytest.mark.parametrize("barrier", ["keys_ready", "values_ready", "slot_free"])
 def test_a_missing_wait_is_caught(monkeypatch, barrier):
     """Race detection guards these barriers. Not those of the queries: waiting for a later copy hides them."""
