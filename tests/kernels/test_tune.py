@@ -260,6 +260,7 @@ def test_time_is_shared_and_what_is_left_goes_to_those_behind(tmp_path):
     tuner(tmp_path, bench, said.append).run(TASKS, 9)
     assert bench.clock.now <= 9.02
     assert len(said) == 3
+    assert said[0].endswith("2 of 6 tried")  # in a third of the time
     tuner(tmp_path, bench, said.append).run(TASKS, 0)
     assert "time is up: 3 shapes" in said[-1]
 
