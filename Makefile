@@ -51,13 +51,13 @@ bench-serve: $(BASE) ## put load on a server that runs here (docs/load_testing.m
 	@$(RUN) -m jaxinfer.bench serve --target grpc://localhost:50051 $(ARGS)
 
 test: $(DEV) ## run the tests, the slow and the parity ones aside (ARGS="-k ...")
-	@$(RUN) -m pytest $(ARGS)
+	@tools/test.sh $(RUN) $(ARGS)
 
 test-fast: $(DEV) ## the same, last failures first, stopping at the first
 	@$(RUN) -m pytest -q -x --failed-first $(ARGS)
 
 test-slow: $(DEV) ## the tests that take minutes
-	@$(RUN) -m pytest -m slow $(ARGS)
+	@tools/test.sh $(RUN) -m slow $(ARGS)
 
 test-parity: $(DEV) ## compare live with transformers, in an environment of its own (PARITY="-k ...")
 	@$(RUN) -m pytest -m parity $(PARITY)

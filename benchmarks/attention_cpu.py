@@ -79,10 +79,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def start(python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
     """Both sides. Raises `PeerDied` where one does not start."""
     commands = {"ours": (sys.executable, "xla_peer"), "torch": (str(python.absolute()), "sdpa_peer")}
-    return {
-        name: Worker(name, (program, "-m", f"benchmarks.attention.{module}"), logs / name)
-        for name, (program, module) in commands.items()
-    }
+    peers: dict[str, Worker] = {}
+    try:
+        for name, (program, module) in commands.items():
+            peers[name] = Worker(name, (program, "-m", f"benchmarks.attention.{module}"), logs / name)
+    except PeerDied:
+        for peer in peers.values():
+            peer.close()
+        raise
+    return peers
 
 
 def measure(peers: dict[str, Worker], shape: Shape, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
