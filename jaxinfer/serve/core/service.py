@@ -154,6 +154,7 @@ class _Core(CoreServicer):
         await asyncio.wait({ended, self._left}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             self._outbox.put(pb.FromCore(fault=pb.Fault(message=ended.result().message)))
+            await engine.stop(drain=False)  # its thread has yet to log the fault, and this process is about to exit
             return FAULT
         await engine.stop(drain=False)
         return STOPPED
