@@ -99,7 +99,7 @@ class CoreLink:
         if self._closed is not None:
             return
         self._closed = closed = Closed(reason)
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):  # a reader that listens leaves at once
             stream.take(closed)
         for answer in self._answers.values():
             if not answer.done():
@@ -211,7 +211,7 @@ class CoreLink:
             if stream is not None:
                 stream.take_message(delta)
                 if stream.ended:
-                    del streams[delta.stream]
+                    streams.pop(delta.stream, None)  # a reader that listens has left already
 
     def _settle(self, number: int, value: object) -> None:
         answer = self._answers.get(number)
