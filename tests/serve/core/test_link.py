@@ -2,8 +2,11 @@
 
 import asyncio
 
-from jaxinfer.serve.core.link import CoreLink
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.serve.core import wire
+from jaxinfer.serve.core.link import CoreLink, LinkStream
+from jaxinfer.types import Request, SamplingParams, SequenceDelta
+
+NAMES = [(1, "leaves"), (2, "stays")]
 
 
 def test_who_leaves_before_the_core_has_accepted_is_not_served_for_nothing():
@@ -18,5 +21,25 @@ def test_who_leaves_before_the_core_has_accepted_is_not_served_for_nothing():
         assert leave.leave.number == submit.submit.number
         assert not link._streams
         assert not link._answers
+
+    asyncio.run(run())
+
+
+def test_who_leaves_as_soon_as_it_is_told_does_not_end_the_link():
+    """As a reader does that finds its stop string in what has just come."""
+
+    async def run() -> None:
+        link = CoreLink("nowhere", lambda message: None)
+        streams = [LinkStream(Request(name, (1,), SamplingParams()), link._leave, number) for number, name in NAMES]
+        link._streams.update({stream.number: stream for stream in streams})
+        leaving, staying = streams
+        loop, tasks = asyncio.get_running_loop(), []
+        leaving.listen(lambda: tasks.append(asyncio.Task(leaving.aclose(), loop=loop, eager_start=True)))
+        deltas = [(number, SequenceDelta(name, 0, [5, 6])) for number, name in NAMES]
+        link._take_deltas(wire.deltas_message(deltas))
+        assert list(link._streams) == [staying.number]
+        assert (await anext(staying)).token_ids == [5, 6]
+        (leave,) = link._outbox._messages
+        assert leave.leave.number == leaving.number
 
     asyncio.run(run())
