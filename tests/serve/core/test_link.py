@@ -34,7 +34,13 @@ def test_who_leaves_as_soon_as_it_is_told_does_not_end_the_link():
         link._streams.update({stream.number: stream for stream in streams})
         leaving, staying = streams
         loop, tasks = asyncio.get_running_loop(), []
-        leaving.listen(lambda: tasks.append(asyncio.Task(leaving.aclose(), loop=loop, eager_start=True)))
+
+        def leave_once() -> None:
+            if not tasks:
+                tasks.append(None)
+                tasks.append(asyncio.Task(leaving.aclose(), loop=loop, eager_start=True))
+
+        leaving.listen(leave_once)
         deltas = [(number, SequenceDelta(name, 0, [5, 6])) for number, name in NAMES]
         link._take_deltas(wire.deltas_message(deltas))
         assert list(link._streams) == [staying.number]
