@@ -8,9 +8,9 @@ import pytest
 THREADS = 8
 """Of XLA. The widest kernel has five warpgroups; with too few threads the interpreter waits for ever."""
 
-HERE = pathlib.Path(__file__).parent
+TESTS = pathlib.Path(__file__).parent.parent
 
-INTERPRETED = ("test_mosaic_", "test_mla_attention", "test_tune")
+INTERPRETED = ("kernels/test_mosaic_", "kernels/test_mla_attention", "kernels/test_tune", "tools/test_gpu_check")
 
 
 def threads() -> int:
@@ -20,9 +20,13 @@ def threads() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks them, and leaves them out where they could hang: `make test` runs them in a process with more threads."""
-    ours = {item for item in items if item.path.parent == HERE and item.path.name.startswith(INTERPRETED)}
+    ours = {item for item in items if _below_tests(item.path).startswith(INTERPRETED)}
     for item in ours:
         item.add_marker("interpreted")
     if threads() < THREADS and ours:
         config.hook.pytest_deselected(items=list(ours))
         items[:] = [item for item in items if item not in ours]
+
+
+def _below_tests(path: pathlib.Path) -> str:
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
