@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,44 +17,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.softmax import Softmax
 
 DECODE_BLOCK = 64
 PREFILL_BLOCK = 128
 ROWS_TOGETHER = 8  # rows of like length that decode takes together
 _LOG2_E = math.log2(math.e)
-_LOWEST = -1e30
-
-
-class _Softmax(NamedTuple):
-    """Running maximum, normaliser and weighted sum of the values, all float32. Scores are in powers of two.
-
-    The maximum is rounded up to an integer, so that rescaling is exact: whether a compiler contracts the multiplication
-    and the addition into one instruction, which differs from program to program, changes no bit.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    mixed: jax.Array
-
-    def add(self, scores: jax.Array, visible: jax.Array, values: jax.Array) -> _Softmax:
-        """Fold in a block: scores [..., queries, keys], values [..., keys, rank]."""
-        scores = jnp.where(visible, scores, -jnp.inf)
-        top = jnp.maximum(self.top, jnp.ceil(scores.max(-1)))
-        weights, decay = jnp.exp2(scores - top[..., None]), _power_of_two(self.top - top)
-        mixed = self.mixed * decay[..., None] + _einsum("...qk,...kd->...qd", weights, values)
-        return _Softmax(top, self.total * decay + weights.sum(-1), mixed)
-
-    def result(self) -> jax.Array:
-        return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]
-
-
-def _nothing(lead: tuple[int, ...], rank: int) -> _Softmax:
-    return _Softmax(jnp.full(lead, _LOWEST), jnp.zeros(lead), jnp.zeros((*lead, rank)))
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly 2**exponent of integers up to 0, by their bits; 0 where it would not be a normal number."""
-    return lax.bitcast_convert_type((jnp.maximum(exponent, -127).astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -141,12 +108,15 @@ def _filled_up(x: jax.Array, multiple: int) -> jax.Array:
 def _decode_together(queries: jax.Array, pages: _Pages, rank: int) -> jax.Array:
     """Rows [rows, heads, latent], scaled, each at the last of its keys."""
 
-    def body(index: jax.Array, state: _Softmax) -> _Softmax:
+    def body(index: jax.Array, state: Softmax) -> Softmax:
         latents = pages.read(index)
         visible = (pages.positions(index) < pages.lengths[:, None])[:, None]
-        return state.add(_einsum("rhd,rkd->rhk", queries, latents), visible, latents[..., :rank])
+        values = latents[..., :rank]
+        return state.add(
+            _einsum("rhd,rkd->rhk", queries, latents), visible, lambda w: _einsum("rhk,rkd->rhd", w, values)
+        )
 
-    return lax.fori_loop(0, pages.blocks(), body, _nothing(queries.shape[:2], rank)).result()
+    return lax.fori_loop(0, pages.blocks(), body, Softmax.of_nothing((*queries.shape[:2], rank))).result()
 
 
 def prefill(
@@ -178,9 +148,12 @@ def prefill(
 def _prefill_lane(queries: jax.Array, positions: jax.Array, pages: _Pages, rank: int) -> jax.Array:
     """One lane's queries [1, queries, latent], scaled, at ``positions`` [queries]."""
 
-    def body(index: jax.Array, state: _Softmax) -> _Softmax:
+    def body(index: jax.Array, state: Softmax) -> Softmax:
         latents, at = pages.read(index), pages.positions(index)
         visible = (at <= positions[:, None]) & (at < pages.lengths[0])
-        return state.add(_einsum("rqd,rkd->rqk", queries, latents), visible, latents[..., :rank])
+        values = latents[..., :rank]
+        return state.add(
+            _einsum("rqd,rkd->rqk", queries, latents), visible, lambda w: _einsum("rqk,rkd->rqd", w, values)
+        )
 
-    return lax.fori_loop(0, pages.blocks(), body, _nothing(queries.shape[:2], rank)).result()
+    return lax.fori_loop(0, pages.blocks(), body, Softmax.of_nothing((*queries.shape[:2], rank))).result()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
+
+from pallas_kernels.softmax import Softmax
 
 # Measured on a 2-core CPU at 32 rows, 500 keys, head_dim 64: 64 keys per block keep the gathered block in cache and
 # are twice as fast as 128 or 256. A prefill chunk has enough queries to amortise larger blocks; all chunks have one
@@ -27,35 +27,6 @@ PREFILL_BLOCK = 128
 # lengths differ; if all are equal, the smaller products cost 0 to 40 % (head_dim 128 and 32).
 ROWS_TOGETHER = 8
 _LOG2_E = math.log2(math.e)
-_MASKED = -1e30
-
-
-class _Softmax(NamedTuple):
-    """Running maximum, normaliser and weighted sum of the values, all float32. Scores are in powers of two.
-
-    The maximum is rounded up to an integer, so that rescaling is exact: whether a compiler contracts the multiplication
-    and the addition into one instruction, which differs from program to program, changes no bit.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    mixed: jax.Array
-
-    def add(self, scores: jax.Array, visible: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> _Softmax:
-        """Fold in a block of scores (last axis: keys); ``weigh`` maps weights to the weighted sum of its values."""
-        scores = jnp.where(visible, scores, -jnp.inf)
-        top = jnp.maximum(self.top, jnp.ceil(scores.max(-1)))
-        weights, decay = jnp.exp2(scores - top[..., None]), _power_of_two(self.top - top)
-        mixed = self.mixed * decay[..., None] + weigh(weights)
-        return _Softmax(top, self.total * decay + weights.sum(-1), mixed)
-
-    def result(self) -> jax.Array:
-        return self.mixed / jnp.where(self.total > 0, self.total, 1.0)[..., None]
-
-
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly 2**exponent of integers up to 0, by their bits; 0 where it would not be a normal number."""
-    return lax.bitcast_convert_type((jnp.maximum(exponent, -127).astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +87,12 @@ class _Equation:
         scores = _einsum("rhqd,rhkd->rhqk", q, keys)
         return scores if self.softcap is None else jnp.tanh(scores) * (self.softcap * _LOG2_E)
 
-    def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> _Softmax:
+    def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
         """Before the first key; ``sinks``, one a query, have been added already."""
-        lead, mixed = shape[:-1], jnp.zeros(shape, jnp.float32)
         if sinks is None:
-            return _Softmax(jnp.full(lead, _MASKED, jnp.float32), jnp.zeros(lead, jnp.float32), mixed)
-        sinks = jnp.broadcast_to(sinks.astype(jnp.float32) * _LOG2_E, lead)
-        return _Softmax(jnp.ceil(sinks), jnp.exp2(sinks - jnp.ceil(sinks)), mixed)
+            return Softmax.of_nothing(shape)
+        sinks = jnp.broadcast_to(sinks.astype(jnp.float32) * _LOG2_E, shape[:-1])
+        return Softmax(jnp.ceil(sinks), jnp.exp2(sinks - jnp.ceil(sinks)), jnp.zeros(shape, jnp.float32))
 
     def first_block(self, first_query: jax.Array, block: int) -> jax.Array:
         """The first block that a query at this position, or at a later one, sees."""
@@ -195,7 +165,7 @@ def _decode_together(equation: _Equation, queries: jax.Array, pages: _Pages, sin
     lengths = pages.lengths
     last = (lengths - 1)[:, None, None, None]
 
-    def body(index: jax.Array, state: _Softmax) -> _Softmax:
+    def body(index: jax.Array, state: Softmax) -> Softmax:
         (keys, values), at = pages.read(index), pages.positions(index)
         visible = (at <= last) & equation.in_window(last, at)
         return state.add(equation.scores(queries, keys), visible, lambda w: _einsum("rhqk,rhkd->rhqd", w, values))
@@ -254,7 +224,7 @@ def _prefill_lane(
     depths = places if tree is None else tree.sum(-1) - 1
     at_query = (start + depths)[:, None]
 
-    def body(index: jax.Array, state: _Softmax) -> _Softmax:
+    def body(index: jax.Array, state: Softmax) -> Softmax:
         (keys, values), at = pages.read(index), pages.positions(index)
         causal = at <= at_query if tree is None else _seen_in_tree(tree, at - start)
         visible = causal & (at < length) & equation.in_window(at_query, at)
