@@ -9,7 +9,6 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import EngineConfig
@@ -18,8 +17,7 @@ from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import plan_engine
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.mesh import make_mesh, param_sharding
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
@@ -121,14 +119,14 @@ def load_model(
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
     """
-    folder, abstract = _describe(name, dtype)
-    specs = abstract.family.param_specs(abstract.config)
+    folder, model = _describe(name, dtype)
+    specs = model.family.param_specs(model.config)
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as told:
-        params = _load(folder, specs, str(abstract.dtype), told, check_finite, tied=abstract.config.tied)
+        params = _load(folder, specs, str(model.dtype), told, check_finite, tied=model.config.tied)
     generation = folder / "generation_config.json"
-    return abstract.replace(
+    return model.replace(
         params=params,
         tokenizer=tokenizer,
         chat_template=template,
@@ -154,15 +152,8 @@ def _describe(name: str, dtype: str) -> tuple[pathlib.Path, Model]:
     folder = model_folder(name)
     config_json = read_json_object(folder / "config.json")
     refuse_quantised(config_json)
-    family = family_for(config_json)
-    config = family.config(config_json)
-    stored = jnp.dtype(checkpoint_dtype(folder) if dtype == "auto" else dtype)
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, stored),
-        family.param_specs(config),
-        is_leaf=lambda x: isinstance(x, ParamSpec),
-    )
-    return folder, Model(module=family.module(config), params=params, config=config, family=family, name=name)
+    stored = checkpoint_dtype(folder) if dtype == "auto" else dtype
+    return folder, abstract(config_json, stored, name)
 
 
 def _load(

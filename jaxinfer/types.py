@@ -268,10 +268,11 @@ class SequenceDelta:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One checkpoint tensor and the place of it in a (possibly fused) parameter.
+    """One checkpoint tensor, or a part of one, and the place of it in a (possibly fused) parameter.
 
-    The tensor named ``name`` has ``shape`` in the checkpoint. It is transposed (2-D) if ``transpose``, then
-    reshaped to ``reshape`` (if given), and lands in ``parameter[where]``.
+    The tensor named ``name`` has ``shape`` in the checkpoint. Of it ``part`` is taken (an index of its leading
+    dimensions; default: all), transposed (2-D) if ``transpose``, then reshaped to ``reshape`` (if given); it lands
+    in ``parameter[where]``.
     """
 
     name: str
@@ -279,6 +280,7 @@ class Source:
     transpose: bool = False
     reshape: tuple[int, ...] | None = None
     where: tuple[slice | int, ...] = ()
+    part: tuple[slice | int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,16 +308,26 @@ ParamTree = Mapping[str, "ParamSpec | ParamTree"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What distinguishes one layer's attention from another's: the sliding window in tokens (None: full)."""
+    """What distinguishes one layer's attention from another's.
+
+    Attributes:
+        window: the sliding window in tokens (None: full).
+        softcap: scores become ``softcap * tanh(score / softcap)`` (None: they stay).
+        latent_rank: a key is a latent of the token, whose first ``latent_rank`` numbers are its value (None: keys and
+            values are two things).
+    """
 
     window: int | None = None
+    softcap: float | None = None
+    latent_rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """The KV cache that a model needs. The only place that knows how many bytes a page has.
 
-    A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1.
+    A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers
+    have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -323,13 +335,22 @@ class CacheSpec:
     head_dim: int
 
     @property
-    def groups(self) -> tuple[LayerSpec, ...]:
-        """The distinct layers: those of one group share block tables."""
-        return tuple(dict.fromkeys(self.layers))
+    def latent(self) -> bool:
+        return self.layers[0].latent_rank is not None
 
-    def pool_shape(self, pages: int, page_size: int) -> tuple[int, int, int, int, int]:
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each cache group. Layers of one window share block tables."""
+        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+
+    def group(self, layer: LayerSpec) -> int:
+        return self.windows.index(layer.window)
+
+    def pool_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
+        if self.latent:
+            return (pages, page_size, self.head_dim)
         return (pages, 2, self.kv_heads, page_size, self.head_dim)
 
     def bytes_per_page(self, page_size: int, itemsize: int) -> int:
         """Bytes of one page over all layers, for elements of ``itemsize`` bytes."""
-        return len(self.layers) * 2 * self.kv_heads * page_size * self.head_dim * itemsize
+        return len(self.layers) * math.prod(self.pool_shape(1, page_size)) * itemsize

@@ -68,7 +68,7 @@ def compile_programs(
     """Every program that the engine can run.
 
     Args:
-        groups: of the cache (`CacheSpec.groups`).
+        groups: of the cache (`CacheSpec.windows`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
     sharding = jax.tree.leaves(state)[0].sharding

@@ -171,7 +171,7 @@ def _new_kv(model: Model, engine: ResolvedEngine) -> KVManager:
             page_size=engine.page_size,
             slots=engine.rows,
             width=engine.table_width,
-            windows=tuple(layer.window for layer in model.cache_spec.groups),
+            windows=model.cache_spec.windows,
             host_pages=engine.host_pages,
             prefix_caching=engine.enable_prefix_caching,
         )

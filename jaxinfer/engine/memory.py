@@ -193,7 +193,7 @@ def _temporaries(model: Model, engine: ResolvedEngine, state: StepState) -> int:
     )
     slots = _placed(HostSlots(engine.rows, limits).snapshot())
     programs = make_programs(model, engine.max_logprobs, engine.multi_step, engine.attention_backend)
-    largest = compile_largest(programs, engine, params, slots, state, len(model.cache_spec.groups))
+    largest = compile_largest(programs, engine, params, slots, state, len(model.cache_spec.windows))
     return max(temporary_bytes(program) for program in largest)
 
 

@@ -100,12 +100,12 @@ def make_programs(model: Model, max_logprobs: int, multi_step: int = 1, backend:
 
 def _decode(model: Model, max_logprobs: int, backend: Wish) -> Callable[..., tuple[StepState, Sampled]]:
     apply: Any = model.module.apply
-    groups = model.cache_spec.groups
+    spec = model.cache_spec
 
     def decode(params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch) -> tuple[StepState, Sampled]:
         active = batch.positions >= 0
         tokens = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens)
-        attend = DecodeAttend(groups, batch.tables, batch.positions, backend)
+        attend = DecodeAttend(spec, batch.tables, batch.positions, backend)
         positions = jnp.maximum(batch.positions, 0)
         hidden, pools = apply({"params": params}, tokens, positions, attend, state.pools)
         logits = apply({"params": params}, hidden, method="head")
@@ -174,10 +174,10 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
 
 def _prefill(model: Model, max_logprobs: int, backend: Wish) -> tuple[Callable[..., StepState], Callable[..., Any]]:
     apply: Any = model.module.apply
-    groups = model.cache_spec.groups
+    spec = model.cache_spec
 
     def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
-        attend = PrefillAttend(groups, batch.tables, batch.starts, batch.lengths, backend)
+        attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend)
         positions = batch.starts[:, None] + jnp.arange(batch.tokens.shape[1])
         # Lanes end to end: the products see one matrix.
         hidden, pools = apply({"params": params}, batch.tokens.reshape(-1), positions.reshape(-1), attend, state.pools)

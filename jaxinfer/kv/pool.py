@@ -16,7 +16,7 @@ from pallas_kernels.choice import HOPPER, Target, Wish
 class LayerPool(NamedTuple):
     """Keys and values of one layer; ``scales`` has size zero while the pool is not quantised."""
 
-    data: Float[Array, "pages 2 kv_heads page head_dim"]
+    data: Float[Array, "pages *page"]
     scales: Float[Array, " none"]
 
 
@@ -41,24 +41,32 @@ class DecodeAttend(NamedTuple):
     A row at position -1 is padding: it writes nothing and attends to nothing. Rows may be consecutive positions of one
     sequence: all write before any attends.
 
-    ``groups`` are the cache's, one table for each. ``backend`` is `EngineConfig.attention_backend`.
+    ``tables`` holds one for each group of the cache. ``backend`` is `EngineConfig.attention_backend`.
     """
 
-    groups: tuple[LayerSpec, ...]
+    spec: CacheSpec
     tables: Int[Array, "groups rows width"]
     positions: Int[Array, " rows"]
     backend: Wish = "auto"
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        pages, page, table = cache.data.shape[0], cache.data.shape[3], self.tables[self.groups.index(layer)]
+        pages, page, table = cache.data.shape[0], cache.data.shape[3], self.tables[self.spec.group(layer)]
         at = jnp.maximum(self.positions, 0)
         own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
         own, backend = jnp.where(self.positions >= 0, own, pages), self.backend
         data = kv_write.write_rows(cache.data, k, v, own, at % page, path=backend)
         lengths = self.positions + 1
-        mixed = paged_attention.decode(q, data, table, lengths, scale=scale, window=layer.window, path=backend)
+        options: dict[str, Any] = {"scale": scale, "window": layer.window, "softcap": layer.softcap, "sinks": sinks}
+        mixed = paged_attention.decode(q, data, table, lengths, **options, path=backend)
         return mixed, cache._replace(data=data)
 
 
@@ -69,22 +77,29 @@ class PrefillAttend(NamedTuple):
     Lanes may be consecutive chunks of one sequence that share no page: all write before any attends.
     """
 
-    groups: tuple[LayerSpec, ...]
+    spec: CacheSpec
     tables: Int[Array, "groups lanes width"]
     starts: Int[Array, " lanes"]
     lengths: Int[Array, " lanes"]
     backend: Wish = "auto"
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        (lanes, _), table = self.tables.shape[1:], self.tables[self.groups.index(layer)]
+        (lanes, _), table = self.tables.shape[1:], self.tables[self.spec.group(layer)]
         q, k, v = (x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:]) for x in (q, k, v))
         pages, offsets = self._written(table, k.shape[1], cache)
         data = kv_write.write_pages(cache.data, k, v, pages, offsets, path=self.backend)
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
-        options: dict[str, Any] = {"scale": scale, "window": layer.window, "path": self.backend}
-        mixed = paged_attention.prefill(q, data, table, self.starts, ends, **options)
+        options: dict[str, Any] = {"scale": scale, "window": layer.window, "softcap": layer.softcap, "sinks": sinks}
+        mixed = paged_attention.prefill(q, data, table, self.starts, ends, **options, path=self.backend)
         return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)
 
     def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
@@ -109,4 +124,4 @@ def copy_pages(
     def copied(pool: LayerPool, group: int) -> LayerPool:
         return pool._replace(data=kv_copy.copy_pages(pool.data, source[group], target[group], path=backend))
 
-    return [copied(pool, spec.groups.index(layer)) for pool, layer in zip(pools, spec.layers, strict=True)]
+    return [copied(pool, spec.group(layer)) for pool, layer in zip(pools, spec.layers, strict=True)]

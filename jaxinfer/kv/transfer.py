@@ -23,22 +23,22 @@ COPIES = 8
 
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
-) -> Float[Array, "pages layers 2 kv_heads page head_dim"]:
+) -> Float[Array, "pages layers *page"]:
     """The bytes of pages in all layers, each group by its own ids, page after page."""
     layers = zip(pools, spec.layers, strict=True)
-    return jnp.stack([pool.data.at[source[spec.groups.index(layer)]].get(mode="clip") for pool, layer in layers], 1)
+    return jnp.stack([pool.data.at[source[spec.group(layer)]].get(mode="clip") for pool, layer in layers], 1)
 
 
 def import_pages(
     spec: CacheSpec,
     pools: list[LayerPool],
-    pages: Float[Array, "pages layers 2 kv_heads page head_dim"],
+    pages: Float[Array, "pages layers *page"],
     target: Int[Array, "groups pages"],
 ) -> list[LayerPool]:
     """What `export_pages` gave, into other pages; a target beyond the pool is dropped."""
 
     def with_pages(pool: LayerPool, layer: int) -> LayerPool:
-        ids = target[spec.groups.index(spec.layers[layer])]
+        ids = target[spec.group(spec.layers[layer])]
         return pool._replace(data=pool.data.at[ids].set(pages[:, layer], mode="drop"))
 
     return [with_pages(pool, layer) for layer, pool in enumerate(pools)]
@@ -68,7 +68,7 @@ class HostPages:
         """Bytes that are taken so far."""
         return len(self._pages) * math.prod(self._shape) * self._dtype.itemsize
 
-    def put(self, pages: Sequence[int], array: Float[Array, "pages layers 2 kv_heads page head_dim"]) -> None:
+    def put(self, pages: Sequence[int], array: Float[Array, "pages layers *page"]) -> None:
         """Host page ``pages[i]`` is what ``array[i]`` will be; what it held before is void.
 
         Raises:
@@ -88,7 +88,7 @@ class HostPages:
                     self._pages[page] = np.empty(self._shape, self._dtype)
                 self._pages[page][...] = np.asarray(arriving.array)[arriving.place]
 
-    def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray, "room layers 2 kv_heads page head_dim"]:
+    def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray, "room layers *page"]:
         """A copy of these pages in an array of ``room`` entries, those behind them arbitrary.
 
         Raises:

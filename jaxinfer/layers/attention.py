@@ -25,11 +25,17 @@ class Attend(Protocol):
         self,
         q: Float[Array, "*batch heads head_dim"],
         k: Float[Array, "*batch kv_heads head_dim"],
-        v: Float[Array, "*batch kv_heads head_dim"],
+        v: Float[Array, "*batch kv_heads head_dim"] | None,
         cache: Any,
         layer: LayerSpec,
         scale: float,
-    ) -> tuple[Float[Array, "*batch heads head_dim"], Any]: ...
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> tuple[Float[Array, "*batch heads value_dim"], Any]:
+        """``v`` is None where the keys are latents (`LayerSpec.latent_rank`), and ``value_dim`` that rank then.
+
+        ``sinks`` are scores that every query gives to nothing: they stand in the softmax's sum and have no value.
+        """
+        ...
 
 
 class Attention(Layer):
@@ -37,6 +43,13 @@ class Attention(Layer):
 
     Parameters: ``qkv`` [d, kv_heads, group + 2, head_dim], each group's queries followed by its key and value, so
     that sharding over kv_heads keeps a group together; ``out`` [heads * head_dim, d].
+
+    Attributes:
+        scale: of the scores; None: 1 / sqrt(head_dim).
+        qk_norm_eps: queries and keys are normalised over head_dim before they are rotated.
+        norm_offset: see `RMSNorm`, of these two norms.
+        interleaved: see `rotate`.
+        sinks: a learned score for nothing, one a head (``sinks`` [heads]).
     """
 
     heads: int
@@ -46,19 +59,26 @@ class Attention(Layer):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm_eps: float | None = None
+    norm_offset: float = 0.0
+    scale: float | None = None
+    interleaved: bool = False
+    sinks: bool = False
 
     def setup(self) -> None:
         if self.qk_norm_eps is not None:
-            self.q_norm, self.k_norm = RMSNorm(self.qk_norm_eps), RMSNorm(self.qk_norm_eps)
+            self.q_norm, self.k_norm = (RMSNorm(self.qk_norm_eps, self.norm_offset) for _ in range(2))
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
+        """``rope``: cosines and sines of `rope_angles`; None where positions are told otherwise."""
         q, k, v = self._project(x)
         if self.qk_norm_eps is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        mixed, cache = attend(q, k, v, cache, self.layer, 1.0 / math.sqrt(self.head_dim))
+        if rope is not None:
+            q, k = (rotate(heads, *rope, interleaved=self.interleaved) for heads in (q, k))
+        scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+        mixed, cache = attend(q, k, v, cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
         out = matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out"))
         if self.out_bias:
             out = out + self.weight("out_bias").astype(x.dtype)
@@ -75,19 +95,33 @@ class Attention(Layer):
 def causal_attend(
     q: Float[Array, "*batch time heads head_dim"],
     k: Float[Array, "*batch time kv_heads head_dim"],
-    v: Float[Array, "*batch time kv_heads head_dim"],
+    v: Float[Array, "*batch time kv_heads head_dim"] | None,
     cache: None,
     layer: LayerSpec,
     scale: float,
-) -> tuple[Float[Array, "*batch time heads head_dim"], None]:
+    sinks: Float[Array, " heads"] | None = None,
+) -> tuple[Float[Array, "*batch time heads value_dim"], None]:
     """Attention over one contiguous sequence per batch entry: no cache, differentiable, the plain equation."""
-    time, heads, head_dim = q.shape[-3:]
-    kv_heads = k.shape[-2]
-    grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, head_dim)
+    v = k[..., : layer.latent_rank] if v is None else v
+    (time, heads, _), kv_heads = q.shape[-3:], k.shape[-2]
+    grouped = q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else lax.Precision.DEFAULT
     scores = jnp.einsum("...qhgd,...khd->...hgqk", grouped, k, preferred_element_type=jnp.float32, precision=precision)
+    scores = scores * scale
+    if layer.softcap is not None:
+        scores = layer.softcap * jnp.tanh(scores / layer.softcap)
     distance = jnp.arange(time)[:, None] - jnp.arange(time)[None, :]
     visible = distance >= 0 if layer.window is None else (distance >= 0) & (distance < layer.window)
-    weights = jax.nn.softmax(jnp.where(visible, scores * scale, -jnp.inf), axis=-1).astype(v.dtype)
+    weights = _softmax(jnp.where(visible, scores, -jnp.inf), sinks, kv_heads).astype(v.dtype)
     mixed = jnp.einsum("...hgqk,...khd->...qhgd", weights, v, precision=precision)
-    return mixed.reshape(q.shape), None
+    return mixed.reshape(*q.shape[:-1], v.shape[-1]), None
+
+
+def _softmax(
+    scores: Float[Array, "*batch kv_heads group q k"], sinks: Float[Array, " heads"] | None, kv_heads: int
+) -> Float[Array, "*batch kv_heads group q k"]:
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    column = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+    with_sinks = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
+    return jax.nn.softmax(with_sinks, axis=-1)[..., :-1]

@@ -44,3 +44,18 @@ class GatedMLP(Layer):
         hidden = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
         out = matmul(hidden, self.weight("down"))
         return out + self.weight("down_bias").astype(x.dtype) if self.bias else out
+
+
+class MLP(Layer):
+    """down(act(up(x))), with biases where the parameters have them: ``up`` [hidden, d], ``down`` [hidden, d]."""
+
+    activation: str
+    bias: bool = True
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        hidden = matmul_transposed(x, self.weight("up"))
+        if self.bias:
+            hidden = hidden + self.weight("up_bias").astype(x.dtype)
+        hidden = ACTIVATIONS[self.activation](hidden.astype(jnp.float32)).astype(x.dtype)
+        out = matmul(hidden, self.weight("down"))
+        return out + self.weight("down_bias").astype(x.dtype) if self.bias else out

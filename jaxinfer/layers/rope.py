@@ -55,10 +55,23 @@ def rope_angles(
 
 
 def rotate(
-    x: Float[Array, "*batch heads head_dim"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]
+    x: Float[Array, "*batch heads head_dim"],
+    cos: Float[Array, "*batch half"],
+    sin: Float[Array, "*batch half"],
+    interleaved: bool = False,
 ) -> Float[Array, "*batch heads head_dim"]:
-    """Rotate pairs (i, i + head_dim/2) of every head, the layout of Hugging Face checkpoints."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate pairs of the first ``2 * half`` numbers of every head; what lies behind them stays (partial rotation).
+
+    Pairs are (i, i + half), the layout of most Hugging Face checkpoints, or (2 i, 2 i + 1) if ``interleaved``.
+    """
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
     cos, sin = cos[..., None, :], sin[..., None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(turned.shape)
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+        rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    rotated = rotated.astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import causal_attend
-from jaxinfer.models.registry import Family
-from jaxinfer.types import CacheSpec
+from jaxinfer.models.registry import Family, family_for
+from jaxinfer.types import CacheSpec, ParamSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,3 +59,19 @@ class Model:
     def replace(self, **changes: Any) -> Model:
         """A copy with other parameters, another module, ...: served exactly as it is."""
         return dataclasses.replace(self, **changes)
+
+
+def abstract(config_json: Mapping[str, Any], dtype: str, name: str = "") -> Model:
+    """The model that a config.json describes, without weights: its parameters are `jax.ShapeDtypeStruct`.
+
+    Raises:
+        ConfigError: one sentence that says what is wrong.
+    """
+    family = family_for(config_json)
+    config = family.config(config_json)
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)),
+        family.param_specs(config),
+        is_leaf=lambda x: isinstance(x, ParamSpec),
+    )
+    return Model(module=family.module(config), params=params, config=config, family=family, name=name)

@@ -16,7 +16,7 @@ from jaxinfer.types import ParamSpec, ParamTree, Source
 from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, read_json_object
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.safetensors import TensorInfo
-from jaxinfer.weights.tree import Path, Place, as_placed, build, check_spec, target_dtype, walk
+from jaxinfer.weights.tree import Path, Place, as_placed, build, check_spec, placed_size, target_dtype, walk
 
 Progress = Callable[[int, int, str], None]
 
@@ -75,7 +75,7 @@ def load_params(
     sources = [source for _, spec in parameters for source in spec.sources]
     _check_names(checkpoint, sources, (*HARMLESS, *ignore))
     _check_tensors(checkpoint, sources)
-    total = sum(checkpoint.tensors[source.name].nbytes for source in sources)
+    total = sum(_part_bytes(checkpoint, source) for source in sources)
     filler = _Filler(checkpoint, target, check_finite, progress, total)
 
     def make(path: Path, spec: ParamSpec) -> Any:
@@ -84,6 +84,11 @@ def load_params(
         return placed
 
     return build(specs, make)
+
+
+def _part_bytes(checkpoint: Checkpoint, source: Source) -> int:
+    info = checkpoint.tensors[source.name]
+    return info.nbytes // max(1, math.prod(source.shape)) * placed_size(source)
 
 
 def _wait(placed: Any) -> None:
@@ -181,7 +186,7 @@ class _Filler:
         self.checkpoint.release(source.name)
         if self.check_finite and not _all_finite(part):
             raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {self.target.name}")
-        self.done += info.nbytes
+        self.done += _part_bytes(self.checkpoint, source)
         if self.progress is not None:
             self.progress(self.done, self.total, source.name)
 

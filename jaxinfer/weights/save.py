@@ -76,23 +76,33 @@ def _leaf(params: Mapping[str, Any], path: Path, spec: ParamSpec, dtype: str | N
 
 
 def _write_tensors(file: BinaryIO, leaves: Sequence[_Leaf]) -> None:
-    header, offsets = _layout(leaves)
+    header, offsets, size = _layout(leaves)
     file.write(len(header).to_bytes(8, "little") + header)
-    written: set[str] = set()
+    file.truncate(8 + len(header) + size)
+    file.flush()
+    written: set[Any] = set()
     for leaf in leaves:
         value = np.asarray(leaf.value)
         for source in leaf.spec.sources:
-            data = _bytes(value, source, leaf.dtype)
-            file.seek(8 + len(header) + offsets[source.name])
-            if source.name not in written:
-                file.write(data)
-            elif file.read(len(data)) != data:
-                raise ValueError(f"two parameters that share the tensor {source.name!r} differ")
-            written.add(source.name)
+            offset = 8 + len(header) + offsets[source.name]
+            _write(file, offset, leaf.dtype, source, value[source.where], (source.name, source.part) in written)
+            written.add((source.name, source.part))
 
 
-def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int]]:
-    """The JSON header, padded to the format's alignment, and where each tensor's data begins behind it.
+def _write(file: BinaryIO, offset: int, dtype: np.dtype[Any], source: Source, value: np.ndarray, written: bool) -> None:
+    """Put a source's value into its tensor, which begins at ``offset``, or check that it is there already."""
+    if not value.size:
+        return
+    tensor: Any = np.memmap(file, dtype, "r+", offset, source.shape or (1,))
+    stored = as_stored(value, source).astype(dtype)
+    if not written:
+        tensor[source.part or ...] = stored
+    elif tensor[source.part or ...].tobytes() != stored.tobytes():
+        raise ValueError(f"two parameters that share the tensor {source.name!r} differ")
+
+
+def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int], int]:
+    """The JSON header, padded to the format's alignment, where each tensor's data begins behind it, and its bytes.
 
     Wide types come first, so that every tensor is aligned to its own size.
     """
@@ -105,11 +115,7 @@ def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int]]:
         entry = {"dtype": _CODES[dtype], "shape": list(source.shape), "data_offsets": [offsets[name], end]}
         header[name] = entry
     text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % _ALIGN), offsets
-
-
-def _bytes(value: np.ndarray, source: Source, dtype: np.dtype[Any]) -> bytes:
-    return as_stored(value[source.where], source).astype(dtype).tobytes()
+    return text + b" " * (-len(text) % _ALIGN), offsets, end
 
 
 def _with_dtype(config_json: Mapping[str, Any], leaves: Sequence[_Leaf]) -> dict[str, Any]:

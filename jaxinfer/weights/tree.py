@@ -51,15 +51,22 @@ def build(specs: ParamTree, make: Callable[[Path, ParamSpec], Any], path: Path =
 
 def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:
     """A checkpoint tensor turned to the form in which it lies in the parameter: a view, no data moves."""
-    turned = tensor.T if source.transpose else tensor
+    part = tensor[source.part]
+    turned = part.T if source.transpose else part
     return turned if source.reshape is None else turned.reshape(source.reshape)
 
 
 def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
-    """The inverse of ``as_placed``: a part of a parameter in its checkpoint form (a copy where it must be)."""
+    """The inverse of ``as_placed``: what a source filled, in its checkpoint form (a copy where it must be)."""
+    shape = _shape_only(source.shape)[source.part].shape
     if not source.transpose:
-        return part.reshape(source.shape)
-    return part.reshape(source.shape[::-1]).T
+        return part.reshape(shape)
+    return part.reshape(shape[::-1]).T
+
+
+def placed_size(source: Source) -> int:
+    """How many values a source brings."""
+    return _shape_only(source.shape)[source.part].size
 
 
 def check_spec(path: Path, spec: ParamSpec) -> None:
@@ -70,7 +77,7 @@ def check_spec(path: Path, spec: ParamSpec) -> None:
         room = _shape_only(spec.shape)[source.where].shape
         if have != room:
             raise ValueError(f"{label}: source {source.name!r} has the form {have} where there is room for {room}")
-    filled = sum(math.prod(source.shape) for source in spec.sources)
+    filled = sum(placed_size(source) for source in spec.sources)
     if filled != math.prod(spec.shape):
         raise ValueError(f"{label}: its sources hold {filled} values of {math.prod(spec.shape)}")
 

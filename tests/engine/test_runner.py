@@ -50,7 +50,7 @@ class Bench:
     def __init__(self, **changes: Any) -> None:
         model = MODEL()
         engine = resolve(EngineConfig(**{**CONFIG, **changes}), model.cache_spec, max_position=256, itemsize=4)
-        self.tables = np.zeros((len(model.cache_spec.groups), ROWS, WIDTH), np.int32)
+        self.tables = np.zeros((len(model.cache_spec.windows), ROWS, WIDTH), np.int32)
         self.runner = Runner(model, engine, LIMITS, self.tables)
 
     def sequence(self, slot: int, params: SamplingParams = GREEDY, first_page: int = 0, **of_request: Any) -> Sequence:

@@ -12,6 +12,7 @@ from jaxinfer.types import CacheSpec, LayerSpec
 HEADS, KV_HEADS, DIM, PAGE, WIDTH = 4, 2, 8, 16, 6
 LENGTH = 75
 GROUPS = (LayerSpec(), LayerSpec(20))
+SPEC = CacheSpec(GROUPS, KV_HEADS, DIM)
 TABLES = np.array([[3, 9, 1, 12, 5, 0], [8, 2, 13, 4, 7, 11]], np.int32)  # one sequence, by group
 
 
@@ -31,7 +32,7 @@ def prefilled(layer: LayerSpec, cuts: list[int], size: int = 40) -> tuple[np.nda
     cache, parts = pool(), []
     q, k, v = tokens()
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
-        attend = PrefillAttend(GROUPS, jnp.asarray(TABLES[:, None]), jnp.array([start]), jnp.array([end - start]))
+        attend = PrefillAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([start]), jnp.array([end - start]))
         padded = [
             jnp.pad(x[start:end], ((0, size - end + start), (0, 0), (0, 0)), constant_values=9) for x in (q, k, v)
         ]
@@ -58,7 +59,7 @@ def test_each_group_has_its_own_pages():
 def test_padding_rows_write_on_no_page_of_others():
     """A chunk of 3 tokens from slot 14 of a page ends on the next one; 37 more rows are padding."""
     q, k, v = (jnp.pad(x[:3], ((0, 37), (0, 0), (0, 0)), constant_values=9) for x in tokens())
-    attend = PrefillAttend(GROUPS, jnp.asarray(TABLES[:, None]), jnp.array([14]), jnp.array([3]))
+    attend = PrefillAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([14]), jnp.array([3]))
     _, cache = attend(q, k, v, pool(), GROUPS[0], 0.3)
     data = np.asarray(cache.data)
     assert set(np.flatnonzero(data.any(axis=(1, 2, 3, 4)))) == {3, 9}
@@ -68,7 +69,7 @@ def test_padding_rows_write_on_no_page_of_others():
 
 def test_a_lane_of_length_0_writes_nothing():
     q, k, v = (x[:40] for x in tokens())
-    attend = PrefillAttend(GROUPS, jnp.asarray(TABLES[:, None]), jnp.array([5]), jnp.array([0]))
+    attend = PrefillAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([5]), jnp.array([0]))
     _, cache = attend(q, k, v, pool(), GROUPS[0], 0.3)
     assert not np.asarray(cache.data).any()
 
@@ -78,7 +79,7 @@ def test_rows_of_one_sequence_see_one_another(layer):
     """Four rows at positions p .. p+3 in one step give the bits of four steps, whatever rows they are."""
     q, k, v = tokens()
     step = jax.jit(
-        lambda q, k, v, tables, positions, cache: DecodeAttend(GROUPS, tables, positions)(q, k, v, cache, layer, 0.3)
+        lambda q, k, v, tables, positions, cache: DecodeAttend(SPEC, tables, positions)(q, k, v, cache, layer, 0.3)
     )
     rows = 6
     tables = np.repeat(TABLES[:, None], rows, axis=1)

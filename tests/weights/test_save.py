@@ -94,3 +94,24 @@ def test_parameters_that_do_not_fit_their_specs(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ValueError, match="the parameters lack block/norm"):
         save_params(tmp_path, {"embed": params["embed"], "block": {}}, tiny_specs(), CONFIG)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_tensor_in_parts(tmp_path: pathlib.Path) -> None:
+    """A fused checkpoint tensor [d, 3 * heads * dim], whose thirds lie apart in the parameter."""
+    thirds = [slice(8 * index, 8 * index + 8) for index in range(3)]
+    sources = tuple(
+        Source("fused", (3, 24), reshape=(3, 2, 4), where=(slice(None), slice(None), i), part=(slice(None), third))
+        for i, third in enumerate(thirds)
+    )
+    specs = {"qkv": ParamSpec((3, 2, 3, 4), (None,) * 4, sources=sources)}
+    fused = np.arange(72, dtype=np.float32).reshape(3, 24)
+    safetensors.numpy.save_file({"fused": fused}, tmp_path / "model.safetensors")
+    told: list[tuple[int, int]] = []
+    loaded = load_params(tmp_path, specs, "float32", keep, progress=lambda done, total, _: told.append((done, total)))
+    np.testing.assert_array_equal(loaded["qkv"], fused.reshape(3, 3, 2, 4).swapaxes(1, 2))
+    assert told == [(96, 288), (192, 288), (288, 288)]
+    save_params(tmp_path / "again", loaded, specs, CONFIG)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "again/model.safetensors")["fused"], fused)
+    short = {"qkv": ParamSpec((3, 2, 3, 4), (None,) * 4, sources=sources[:2])}
+    with pytest.raises(ValueError, match="its sources hold 48 values of 72"):
+        load_params(tmp_path, short, "float32", keep)

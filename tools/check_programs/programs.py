@@ -73,7 +73,7 @@ def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, A
     )
     state = _placed(jax.eval_shape(lambda: _new_state(model, engine)), everywhere)
     slots = _placed(HostSlots(engine.rows, LIMITS).snapshot(), everywhere)
-    groups = len(model.cache_spec.groups)
+    groups = len(model.cache_spec.windows)
     with target.current():
         compiled = compile_largest(
             make_programs(model, LIMITS.max_logprobs, backend=engine.attention_backend),

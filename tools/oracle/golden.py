@@ -10,12 +10,18 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from safetensors.numpy import save_file
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+_NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
+_VOCABULARY = re.compile(r"^(model\.embed_tokens|lm_head|transformer\.(wte|wpe|word_embeddings))\b")
+_TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$")  # GPT-2 keeps [in, out]
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -30,16 +36,16 @@ def spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
     Projections keep unit variance, so that scores differ from key to key; logits have a standard deviation of 1/4.
     """
-    if name.endswith("norm.weight"):
+    if _NORM.search(name):
         return 1.0, 0.4
-    if name.endswith("bias"):
+    if len(shape) == 1:
         return 0.0, 0.3
-    deviation = 0.25 if name.startswith(("model.embed_tokens", "lm_head")) else 1.0
-    return 0.0, deviation * (3.0 / shape[1]) ** 0.5
+    deviation = 0.25 if _VOCABULARY.search(name) else 1.0
+    return 0.0, deviation * (3.0 / shape[0 if _TRANSPOSED.search(name) else -1]) ** 0.5
 
 
 def make_tensor(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The float32 checkpoint tensor ``name`` of shape [out, in] or [out] under ``seed``."""
+    """The float32 checkpoint tensor ``name`` of shape [..., out, in] or [out] under ``seed``."""
     centre, width = spread(name, shape)
     return np.float32(centre) + np.float32(width) * uniform(seed, name, shape)
 

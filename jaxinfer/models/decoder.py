@@ -1,0 +1,91 @@
+"""What all families do alike: tokens to embeddings, through the blocks, to hidden states and logits.
+
+A family's module is a `Decoder` that says what a block is and what all blocks are told (`context`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Layer
+from jaxinfer.quant import matmul_transposed, take
+
+
+class Decoder(Layer):
+    """The whole model as a pure function of its parameters.
+
+    ``config`` is the family's; it has at least ``vocab_size``, ``layers``, ``max_position`` and ``tied``.
+    ``overrides`` replaces the block of single layers: ``module.clone(overrides=((3, MyBlock),))``, where ``MyBlock``
+    is made as the family's own.
+
+    Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., whatever `finish` takes, and ``head`` {table} unless
+    it is tied to ``embed``.
+    """
+
+    config: Any
+    overrides: tuple[tuple[int, Callable[..., Layer]], ...] = ()
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        """The layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
+
+        Layers whose attributes are equal share one compiled function.
+        """
+        raise NotImplementedError
+
+    def context(self, positions: Int[Array, "*batch"]) -> Any:
+        """What every block is given beside its input: the angles of rotary embeddings."""
+        raise NotImplementedError
+
+    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """The final norm."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+        del positions
+        return take(self.weight("embed")["table"], tokens)
+
+    def __call__(
+        self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        """Hidden states after the final norm, and the caches (one entry a layer) with the new keys and values."""
+        return self.forward(self.embed(tokens, positions), positions, attend, cache)
+
+    def forward(
+        self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        """The same from embeddings: what a gradient with respect to them goes through."""
+        context, overrides = self.context(positions), dict(self.overrides)
+        compiled: dict[Any, Callable[..., Any]] = {}
+        caches = []
+        for index in range(len(self.config.layers)):
+            block = self.block(index, overrides.get(index))
+            # Equal blocks share one inner jit: traced and lowered once, however deep the model.
+            run = compiled.setdefault(_identity(block), _jit_block(block, attend))
+            x, layer_cache = run(self.weight(f"layers_{index}"), x, context, None if cache is None else cache[index])
+            caches.append(layer_cache)
+        return self.finish(x), None if cache is None else caches
+
+    def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
+        """Logits, float32. The table lies as [vocab, d], tied or not."""
+        table = self.weight("embed" if self.config.tied else "head")["table"]
+        return matmul_transposed(hidden, table).astype(jnp.float32)
+
+
+def _identity(block: Layer) -> tuple[Any, ...]:
+    """Equal for blocks that compute the same function of their parameters."""
+    names = [field.name for field in dataclasses.fields(block) if field.name not in ("parent", "name")]
+    return (type(block), *(getattr(block, name) for name in names))
+
+
+def _jit_block(block: Layer, attend: Attend) -> Callable[..., Any]:
+    def layer(params: Any, x: jax.Array, context: Any, cache: Any) -> Any:
+        return block.apply({"params": params}, x, context, attend, cache)
+
+    return jax.jit(layer)

@@ -1,0 +1,75 @@
+"""Parameters that many families declare alike: shapes, logical axes and the checkpoint tensors that fill them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.types import ParamSpec, Source
+
+
+def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ParamSpec:
+    """One checkpoint tensor as it is."""
+    return ParamSpec(shape, axes, init=init, sources=(Source(name, shape),))
+
+
+def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
+    """A matrix [in, out] that the checkpoint holds as [out, in]."""
+    return ParamSpec(shape, axes, sources=(Source(name, shape[::-1], transpose=True),))
+
+
+def norm(name: str, size: int, init: str = "ones") -> ParamSpec:
+    return plain(name, (size,), ("norm",), init)
+
+
+def layer_norm(prefix: str, size: int) -> dict[str, Any]:
+    """`LayerNorm`: ``prefix.weight`` and ``prefix.bias``."""
+    return {"scale": norm(f"{prefix}.weight", size), "bias": norm(f"{prefix}.bias", size, "zeros")}
+
+
+def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
+    """A table of embeddings, or a head."""
+    return {"table": plain(name, (vocab, d), ("vocab", "embed"))}
+
+
+def fused_qkv(
+    prefix: str,
+    d: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    kind: str = "weight",
+    names: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj"),
+) -> ParamSpec:
+    """`Attention`'s ``qkv`` (``kind`` "weight") or ``qkv_bias`` ("bias") of three checkpoint tensors."""
+    group, lead = heads // kv_heads, (d,) if kind == "weight" else ()
+    everything = [slice(None)] * (len(lead) + 1)
+    places: tuple[slice | int, ...] = (slice(0, group), group, group + 1)
+    sources = tuple(
+        Source(
+            f"{prefix}.{name}.{kind}",
+            ((heads if index == 0 else kv_heads) * head_dim, *lead),
+            transpose=bool(lead),
+            reshape=(*lead, kv_heads, group, head_dim) if index == 0 else (*lead, kv_heads, head_dim),
+            where=(*everything, place),
+        )
+        for index, (name, place) in enumerate(zip(names, places, strict=True))
+    )
+    axes = ("kv_heads", "group", "head_dim")
+    if kind == "weight":
+        return ParamSpec((d, kv_heads, group + 2, head_dim), ("embed", *axes), sources=sources)
+    return ParamSpec((kv_heads, group + 2, head_dim), axes, init="zeros", sources=sources)
+
+
+def gated_mlp(prefix: str, d: int, hidden: int, bias: bool = False) -> dict[str, Any]:
+    """`GatedMLP` of ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    names = ("gate_proj", "up_proj")
+    weights = tuple(Source(f"{prefix}.{name}.weight", (hidden, d), where=(index,)) for index, name in enumerate(names))
+    tree: dict[str, Any] = {
+        "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=weights),
+        "down": linear(f"{prefix}.down_proj.weight", (hidden, d), ("mlp", "embed")),
+    }
+    if bias:
+        biases = tuple(Source(f"{prefix}.{name}.bias", (hidden,), where=(index,)) for index, name in enumerate(names))
+        tree["gate_up_bias"] = ParamSpec((2, hidden), (None, "mlp"), init="zeros", sources=biases)
+        tree["down_bias"] = plain(f"{prefix}.down_proj.bias", (d,), ("embed",), "zeros")
+    return tree

@@ -1,0 +1,41 @@
+"""Real models, from their published config.json, without memory: parameters and bytes are the published ones."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+from jaxinfer.models.model import Model, abstract
+
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs" / "models"
+
+# Parameters as the models' cards and the index files of their checkpoints count them.
+PUBLISHED = {
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+}
+
+
+def model(name: str) -> Model:
+    return abstract(json.loads((CONFIGS / f"{name}.json").read_text()), "bfloat16", name)
+
+
+def test_every_config_has_its_published_size():
+    assert {path.stem for path in CONFIGS.glob("*.json")} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_published(name: str):
+    leaves = jax.tree.leaves(model(name).params)
+    assert sum(leaf.size for leaf in leaves) == PUBLISHED[name]
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == 2 * PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_forward_pass_takes_them(name: str):
+    described = model(name)
+    tokens = jax.ShapeDtypeStruct((1, 16), "int32")
+    logits = jax.eval_shape(described.apply, described.params, tokens)
+    assert logits.shape == (1, 16, described.config.vocab_size)

@@ -1,0 +1,56 @@
+"""A model that parity is measured on: one switch, or one odd size, at a time. Plain data.
+
+``style`` "hub" means that config.json is written as given here, in the way of the checkpoints that people have
+(``rope_theta`` and ``rope_scaling`` at the top level, ``torch_dtype``, defaults left out). "saved" means that
+transformers builds the configuration and saves it (``rope_parameters``, every field spelt out).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model to ask transformers about.
+
+    Attributes:
+        name: unique; the first word is transformers' model type.
+        config: what config.json says beyond ``COMMON``.
+        style: "saved" or "hub", see the module's docstring.
+        prompt_length: tokens.
+        shards: safetensors files to split the checkpoint into.
+        served: whether the fast tests also run it through the engine. One or two a family: each compiles an engine.
+        overlooked: an edit of config.json that stands for what a reader of it may overlook: it must change the logits
+            beyond the tolerance.
+    """
+
+    name: str
+    config: dict
+    style: str = "saved"
+    prompt_length: int = 24
+    shards: int = 1
+    served: bool = False
+    overlooked: Mapping[str, Any] | None = None
+
+    @property
+    def model_type(self) -> str:
+        return self.name.split("-")[0]
+
+
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, **others: object) -> dict:
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    return {key: value for key, value in sizes.items() if value is not None} | others
+
+
+def rope(kind: str, theta: float, **others: float) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **others}}
