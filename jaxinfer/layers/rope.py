@@ -17,7 +17,18 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Position embedding of a checkpoint: ``kind`` is default, linear or llama3, with the parameters of config.json."""
+    """Position embedding of a checkpoint, with the parameters of config.json.
+
+    Attributes:
+        kind: "default", "linear" (Chen et al. 2023), "llama3", "yarn" (Peng et al. 2023), "longrope" (Ding et al. 2024)
+            or "dynamic" (see `docs/rope.md`).
+        partial: the share of a head that is rotated.
+        attention_factor: cosines and sines are multiplied by it, and so scores by its square (yarn, longrope).
+        beta_fast, beta_slow, truncate: of yarn: between so many turns over the original context a frequency is
+            interpolated; ``truncate`` rounds the two ends outwards.
+        short_factor, long_factor: of longrope: one number a frequency.
+        long: of longrope: which factors hold; None: the long ones where a position is beyond the original context.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -25,15 +36,43 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    partial: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool | None = None
+
+    def angles(
+        self, positions: Int[Array, "*batch"], head_dim: int
+    ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+        """What `rotate` takes: cosine and sine of every position's angles, times ``attention_factor``; float32."""
+        inverse: np.ndarray | Array = self.inverse_frequencies(head_dim)
+        if self.kind == "longrope" and self.long is None:
+            stretched = dataclasses.replace(self, long=True).inverse_frequencies(head_dim)
+            inverse = jnp.where(jnp.max(positions) >= self.original_max_position, stretched, inverse)
+        return rope_angles(positions, inverse, self.attention_factor)
+
+    def up_to(self, length: int) -> RopeConfig:
+        """For sequences of at most ``length`` tokens: longrope has one set of factors for them all."""
+        return dataclasses.replace(self, long=length > self.original_max_position) if self.kind == "longrope" else self
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
-        """[head_dim / 2] float32 radians per position."""
-        exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+        """[rotated numbers / 2] float32 radians per position; the short ones of longrope while ``long`` is None."""
+        dim = int(head_dim * self.partial)
+        exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
         inverse = 1.0 / (self.theta**exponents)
-        if self.kind == "linear":
-            inverse = inverse / self.factor
-        if self.kind == "llama3":
-            inverse = self._llama3(inverse)
+        match self.kind:
+            case "linear":
+                inverse = inverse / self.factor
+            case "llama3":
+                inverse = self._llama3(inverse)
+            case "yarn":
+                inverse = self._yarn(inverse, dim)
+            case "longrope":
+                inverse = inverse / np.asarray(self.long_factor if self.long else self.short_factor, np.float64)
         return inverse.astype(np.float32)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
@@ -44,14 +83,37 @@ class RopeConfig:
         smooth = np.clip(smooth, 0.0, 1.0)
         return (1 - smooth) * inverse / self.factor + smooth * inverse
 
+    def _yarn(self, inverse: np.ndarray, dim: int) -> np.ndarray:
+        """NTK by parts: as llama3, but the ramp is linear in the index of the frequency, not in its turns."""
+
+        def index(turns: float) -> float:
+            return dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        # transformers' way out where the ramp has no length
+        ramp = np.clip((np.arange(inverse.size) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        return inverse / self.factor * ramp + inverse * (1 - ramp)
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """By how much yarn's authors would have scores grow with the context (its equation 22; its root, once for each
+    of query and key)."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
 
 def rope_angles(
-    positions: Int[Array, "*batch"], inverse: Float[np.ndarray, " half"]
+    positions: Int[Array, "*batch"], inverse: Float[np.ndarray | Array, " half"], factor: float = 1.0
 ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-    """Cosine and sine of every position's angles, float32."""
+    """Cosine and sine of every position's angles, times ``factor``, float32."""
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
     # Without the barrier XLA computes them again in every layer.
-    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    return lax.optimization_barrier((cos, sin))
 
 
 def rotate(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 
 
 class ConfigError(ValueError):
@@ -86,25 +86,97 @@ def layer_windows(read: ConfigReader, model_type: str) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def rope_config(read: ConfigReader, max_position: int) -> RopeConfig:
-    """RoPE from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+def rope_config(
+    read: ConfigReader, max_position: int, head_dim: int | None = None, partial: bool = False
+) -> RopeConfig:
+    """RoPE from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
+
+    Args:
+        max_position: of the model, what a factor or an original context is taken from where it is left out.
+        head_dim: longrope's lists must have a factor for each frequency of such heads (None: unchecked).
+        partial: whether the family knows heads that are rotated in part (``partial_rotary_factor``).
+    """
     for name in ("rope_parameters", "rope_scaling"):
         value = read.fields.get(name)
         read.require(value is None or isinstance(value, dict), name, "must be an object")
-    scaling: dict[str, Any] = read.fields.get("rope_parameters") or read.fields.get("rope_scaling") or {}
-    inner = ConfigReader(scaling)
-    theta = inner.number("rope_theta", read.number("rope_theta", 10000.0))
+    scaling: dict[str, Any] = read.fields.get("rope_scaling") or read.fields.get("rope_parameters") or {}
+    return layer_rope(read, scaling, max_position, head_dim, partial)
+
+
+def layer_rope(
+    read: ConfigReader,
+    scaling: Mapping[str, Any],
+    max_position: int,
+    head_dim: int | None = None,
+    partial: bool = False,
+) -> RopeConfig:
+    """`rope_config` where ``scaling`` is what config.json says of these layers alone."""
+    known = {name: read.fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    known |= {name: value for name, value in scaling.items() if value is not None}
+    original = read.fields.get("original_max_position_embeddings")
+    inner = ConfigReader(known if original is None else known | {"original_max_position_embeddings": original})
     kind = inner.text("rope_type", inner.text("type", "default"))
+    inner.require(kind in ROPE_KINDS, "rope_type", f"is not supported (known: {', '.join(ROPE_KINDS)})")
+    rope = RopeConfig(theta=inner.number("rope_theta", 10000.0), kind=kind, partial=_partial(inner, partial))
+    inner.require(rope.theta > 1.0, "rope_theta", "must be > 1")
     if kind == "default":
-        return RopeConfig(theta=theta)
-    inner.require(kind in ("linear", "llama3"), "rope_type", "is not supported (known: default, linear, llama3)")
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=inner.number("factor"))
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=inner.number("factor"),
-        low_freq_factor=inner.number("low_freq_factor"),
-        high_freq_factor=inner.number("high_freq_factor"),
-        original_max_position=inner.positive("original_max_position_embeddings", max_position),
+        return rope
+    if kind in ("linear", "dynamic"):
+        return dataclasses.replace(rope, factor=_factor(inner, None))
+    original_max = inner.positive("original_max_position_embeddings", max_position)
+    rope = dataclasses.replace(rope, original_max_position=original_max)
+    if kind == "llama3":
+        low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
+        return dataclasses.replace(rope, factor=_factor(inner, None), low_freq_factor=low, high_freq_factor=high)
+    rope = dataclasses.replace(rope, factor=_factor(inner, max_position / original_max))
+    return _yarn(inner, rope) if kind == "yarn" else _longrope(inner, rope, head_dim)
+
+
+def _partial(inner: ConfigReader, known: bool) -> float:
+    share = inner.number("partial_rotary_factor", 1.0)
+    inner.require(0.0 < share <= 1.0, "partial_rotary_factor", "must be > 0 and at most 1")
+    inner.require(known or share == 1.0, "partial_rotary_factor", "is not supported for this architecture")
+    return share
+
+
+def _factor(inner: ConfigReader, default: float | None) -> float:
+    factor = inner.number("factor") if default is None else inner.number("factor", default)
+    inner.require(factor > 0.0, "factor", "must be > 0")
+    return factor
+
+
+def _yarn(inner: ConfigReader, rope: RopeConfig) -> RopeConfig:
+    fast, slow = inner.number("beta_fast", 32.0) or 32.0, inner.number("beta_slow", 1.0) or 1.0
+    inner.require(fast > 0.0, "beta_fast", "must be > 0")
+    inner.require(slow > 0.0, "beta_slow", "must be > 0")
+    mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
+    factor = yarn_mscale(rope.factor)
+    if mscale and all_dim:
+        factor = yarn_mscale(rope.factor, mscale) / yarn_mscale(rope.factor, all_dim)
+    return dataclasses.replace(
+        rope,
+        attention_factor=inner.number("attention_factor", factor),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=inner.flag("truncate", True),
     )
+
+
+def _longrope(inner: ConfigReader, rope: RopeConfig, head_dim: int | None) -> RopeConfig:
+    short, long = (_factors(inner, name) for name in ("short_factor", "long_factor"))
+    count = len(short) if head_dim is None else -(-int(head_dim * rope.partial) // 2)
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        inner.require(len(factors) == count, name, f"must have {count} numbers")
+    stretch = math.log(max(rope.factor, 1.0)) / math.log(max(rope.original_max_position, 2))
+    attention_factor = inner.number("attention_factor", math.sqrt(1.0 + stretch))
+    return dataclasses.replace(rope, short_factor=short, long_factor=long, attention_factor=attention_factor)
+
+
+def _factors(inner: ConfigReader, name: str) -> tuple[float, ...]:
+    values = inner.fields.get(name)
+    numbers = isinstance(values, list) and all(type(value) in (int, float) and value > 0 for value in values)
+    inner.require(numbers and bool(values), name, "must be a list of numbers > 0")
+    return tuple(float(value) for value in values or ())

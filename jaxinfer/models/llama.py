@@ -17,7 +17,7 @@ from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.layers.norm import RMSNorm
-from jaxinfer.layers.rope import RopeConfig, rope_angles
+from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, layer_windows, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import fused_qkv, gated_mlp, linear, norm, plain, vocabulary
@@ -60,16 +60,17 @@ class LlamaConfig:
         read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
         max_position = read.positive("max_position_embeddings", 2048)
         attention_bias = read.flag("attention_bias", False)
+        head_dim = read.positive("head_dim", 128 if model_type == "qwen3" else hidden // heads)
         return LlamaConfig(
             vocab_size=read.positive("vocab_size"),
             hidden_size=hidden,
             intermediate_size=read.positive("intermediate_size"),
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=read.positive("head_dim", 128 if model_type == "qwen3" else hidden // heads),
+            head_dim=head_dim,
             layers=tuple(LayerSpec(window) for window in layer_windows(read, model_type)),
             max_position=max_position,
-            rope=rope_config(read, max_position),
+            rope=rope_config(read, max_position, head_dim),
             norm_eps=read.number("rms_norm_eps", 1e-6),
             activation=read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
             tied=read.flag("tie_word_embeddings", False),
@@ -121,7 +122,7 @@ class Llama(Decoder):
         return (override or LlamaBlock)(self.config, self.config.layers[index], parent=None)
 
     def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
-        return rope_angles(positions, self.config.rope.inverse_frequencies(self.config.head_dim))
+        return self.config.rope.angles(positions, self.config.head_dim)
 
     def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         final: Any = RMSNorm(self.config.norm_eps, parent=None).apply
