@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jaxinfer.serve.calls import ServeLimits
-from jaxinfer.serve.grpc.server import GrpcServers
+from jaxinfer.serve.grpc.server import CONCURRENT_STREAMS, GrpcServers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import PositionLogprobs
 from jaxinfer.v1 import inference_pb2 as pb
@@ -153,6 +153,7 @@ def test_a_silent_prefill_is_waited_for() -> None:
 
 SETTINGS, PING, GOAWAY = 4, 6, 7
 ACK = 1
+MAX_CONCURRENT_STREAMS = 3  # the setting's number
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
@@ -160,22 +161,55 @@ def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:
     return len(payload).to_bytes(3) + bytes([kind, flags]) + bytes(4) + payload
 
 
+async def silent_client(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection without a call."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+    return reader, writer
+
+
+async def until(reader: asyncio.StreamReader, kind: int, flags: int = 0) -> bytes:
+    """The payload of the next such frame."""
+    async with asyncio.timeout(10):
+        while True:
+            head = await reader.readexactly(9)
+            payload = await reader.readexactly(int.from_bytes(head[:3]))
+            assert head[3] != GOAWAY
+            if (head[3], head[4]) == (kind, flags):
+                return payload
+
+
 def test_a_client_that_pings_often_is_not_sent_away() -> None:
     async def story() -> None:
         async with running() as server:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.servers.port)
-            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+            reader, writer = await silent_client(server.servers.port)
             for number in range(20):
-                ping = bytes([number] * 8)
-                writer.write(frame(PING, ping))
-                async with asyncio.timeout(10):
-                    while True:
-                        head = await reader.readexactly(9)
-                        payload = await reader.readexactly(int.from_bytes(head[:3]))
-                        assert head[3] != GOAWAY
-                        if (head[3], head[4]) == (PING, ACK):
-                            break
-                assert payload == ping
+                writer.write(frame(PING, ping := bytes([number] * 8)))
+                assert await until(reader, PING, ACK) == ping
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_a_client_without_a_call_is_pinged() -> None:
+    async def story() -> None:
+        async with running(keepalive_seconds=0.1) as server:
+            reader, writer = await silent_client(server.servers.port)
+            for _ in range(4):
+                writer.write(frame(PING, await until(reader, PING), ACK))
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_streams_of_a_connection_are_bounded() -> None:
+    async def story() -> None:
+        async with running() as server:
+            reader, writer = await silent_client(server.servers.port)
+            payload = await until(reader, SETTINGS)
+            entries = [payload[at : at + 6] for at in range(0, len(payload), 6)]
+            settings = {int.from_bytes(entry[:2]): int.from_bytes(entry[2:]) for entry in entries}
+            assert settings[MAX_CONCURRENT_STREAMS] == CONCURRENT_STREAMS
             writer.close()
 
     asyncio.run(story())
