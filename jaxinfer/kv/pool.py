@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.types import CacheSpec, LayerSpec
-from pallas_kernels import kv_copy, kv_write, paged_attention
+from pallas_kernels import kv_copy, kv_write, mla_attention, paged_attention
 from pallas_kernels.choice import HOPPER, Target, Wish
 
 
 class LayerPool(NamedTuple):
-    """Keys and values of one layer; ``scales`` has size zero while the pool is not quantised."""
+    """Keys and values of one layer, or its latents; ``scales`` has size zero while the pool is not quantised."""
 
     data: Float[Array, "pages *page"]
     scales: Float[Array, " none"]
@@ -31,7 +31,11 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), dtype)
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
     table, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
-    chosen = paged_attention.explain_decode(q, pool, table, length, target=Target("gpu", HOPPER))
+    rank, hopper = spec.layers[0].latent_rank, Target("gpu", HOPPER)
+    if rank is None:
+        chosen = paged_attention.explain_decode(q, pool, table, length, target=hopper)
+    else:
+        chosen = mla_attention.explain(q, pool, table, length, rank=rank, target=hopper)
     return None if chosen.path == "mosaic" else chosen.why
 
 
@@ -53,20 +57,23 @@ class DecodeAttend(NamedTuple):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         cache: LayerPool,
         layer: LayerSpec,
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        pages, page, table = cache.data.shape[0], cache.data.shape[3], self.tables[self.spec.group(layer)]
+        pages, page, table = cache.data.shape[0], cache.data.shape[-2], self.tables[self.spec.group(layer)]
         at = jnp.maximum(self.positions, 0)
         own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
         own, backend = jnp.where(self.positions >= 0, own, pages), self.backend
-        data = kv_write.write_rows(cache.data, k, v, own, at % page, path=backend)
-        lengths = self.positions + 1
-        options: dict[str, Any] = {"scale": scale, "window": layer.window, "softcap": layer.softcap, "sinks": sinks}
-        mixed = paged_attention.decode(q, data, table, lengths, **options, path=backend)
+        options, lengths = _options(layer, scale, sinks), self.positions + 1
+        if v is None:  # k's one head is a chunk of one token
+            data = kv_write.write_latents(cache.data, k, own[:, None], at % page)
+            mixed = mla_attention.decode(q, data, table, lengths, **options, path=backend)
+        else:
+            data = kv_write.write_rows(cache.data, k, v, own, at % page, path=backend)
+            mixed = paged_attention.decode(q, data, table, lengths, **options, path=backend)
         return mixed, cache._replace(data=data)
 
 
@@ -87,29 +94,50 @@ class PrefillAttend(NamedTuple):
         self,
         q: jax.Array,
         k: jax.Array,
-        v: jax.Array,
+        v: jax.Array | None,
         cache: LayerPool,
         layer: LayerSpec,
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        (lanes, _), table = self.tables.shape[1:], self.tables[self.spec.group(layer)]
-        q, k, v = (x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:]) for x in (q, k, v))
+        table = self.tables[self.spec.group(layer)]
+        q, k = self._by_lane(q), self._by_lane(k)
         pages, offsets = self._written(table, k.shape[1], cache)
-        data = kv_write.write_pages(cache.data, k, v, pages, offsets, path=self.backend)
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
-        options: dict[str, Any] = {"scale": scale, "window": layer.window, "softcap": layer.softcap, "sinks": sinks}
-        mixed = paged_attention.prefill(q, data, table, self.starts, ends, **options, path=self.backend)
+        options, backend = _options(layer, scale, sinks), self.backend
+        if v is None:
+            data = kv_write.write_latents(cache.data, k[:, :, 0], pages, offsets)
+            mixed = mla_attention.prefill(q, data, table, self.starts, ends, **options, path=backend)
+        else:
+            data = kv_write.write_pages(cache.data, k, self._by_lane(v), pages, offsets, path=backend)
+            mixed = paged_attention.prefill(q, data, table, self.starts, ends, **options, path=backend)
         return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)
+
+    def _by_lane(self, x: jax.Array) -> jax.Array:
+        lanes = self.tables.shape[1]
+        return x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:])
 
     def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
         """Pages that hold tokens of each lane, out of range where there is none, and the slot of the first token."""
-        (pages, _, _, page, _), width = cache.data.shape, table.shape[1]
+        pages, page, width = cache.data.shape[0], cache.data.shape[-2], table.shape[1]
         index, offsets = jnp.arange(-(-chunk // page) + 1), self.starts % page
         at = self.starts[:, None] // page + index
         own = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
         holds = (self.lengths > 0)[:, None] & (at * page < (self.starts + self.lengths)[:, None])
         return jnp.where(holds, own, pages), offsets
+
+
+def _options(layer: LayerSpec, scale: float, sinks: jax.Array | None) -> dict[str, Any]:
+    """What the attention of a layer is told.
+
+    Raises:
+        ValueError: latents together with a window, a soft-cap or sinks.
+    """
+    if layer.latent_rank is None:
+        return {"scale": scale, "window": layer.window, "softcap": layer.softcap, "sinks": sinks}
+    if layer.window is not None or layer.softcap is not None or sinks is not None:
+        raise ValueError(f"attention to latents has no window, soft-cap or sinks: {layer}")
+    return {"scale": scale, "rank": layer.latent_rank}
 
 
 def copy_pages(

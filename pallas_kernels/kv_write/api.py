@@ -87,3 +87,16 @@ def write_pages(
     ``written`` pages must hold the chunk at every offset that occurs.
     """
     return write(pool, k, v, pages, offsets, path=path).pool
+
+
+def write_latents(
+    pool: Num[Array, "pages page latent"],
+    latents: Float[Array, "lanes chunk latent"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+) -> Num[Array, "pages page latent"]:
+    """Chunks of latents (multi-head latent attention), placed as `write_pages` places keys; in place under donation.
+
+    Always XLA's: a scatter of rows that are several hundred numbers long.
+    """
+    return xla.write_latents(pool, latents, pages, offsets)

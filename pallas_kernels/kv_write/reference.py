@@ -145,3 +145,20 @@ def write(
                 own = scales[jnp.clip(ids[lane, token], 0, pool.shape[0] - 1)].astype(dtype)
             pool = jnp.where(at[..., None], quantise(row, own, pool.dtype)[:, :, None], pool)
     return Written(pool, scales, None if q is None else turned(q))
+
+
+def write_latents(
+    pool: Num[Array, "pages page latent"],
+    latents: Float[Array, "lanes chunk latent"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+) -> Num[Array, "pages page latent"]:
+    """One row a token, key and value of all heads (DeepSeek-V2, arXiv:2405.04434), placed like keys."""
+    (lanes, chunk), page = latents.shape[:2], pool.shape[1]
+    ids, slots = places(pages, offsets, chunk, page)
+    for lane in range(lanes):
+        for token in range(chunk):
+            here = jnp.arange(pool.shape[0])[:, None] == ids[lane, token]
+            at = here & (jnp.arange(page) == slots[lane, token])
+            pool = jnp.where(at[..., None], latents[lane, token].astype(pool.dtype), pool)
+    return pool

@@ -28,9 +28,7 @@ def write(
 
     # Token by token: on a CPU as fast as page by page, since that would have to shift the chunk to the pages' borders.
     lanes, chunk = k.shape[:2]
-    ids, slots = (
-        (pages, offsets[:, None]) if (chunk, pages.shape[1]) == (1, 1) else places(pages, offsets, chunk, pool.shape[3])
-    )
+    ids, slots = _places(pages, offsets, chunk, pool.shape[3])
     rows = jnp.stack([x.reshape(lanes * chunk, *x.shape[2:]) for x in (turned(k), v)], axis=1)
     pool, scales = _scatter(pool, scales, rows, ids.reshape(-1), slots.reshape(-1))
     return Written(pool, scales, None if q is None else turned(q))
@@ -52,3 +50,22 @@ def _scatter(
         if scales.ndim == 4:
             scales = scales.at[ids, :, :, slots].set(own, mode="drop", wrap_negative_indices=False)
     return pool.at[ids, :, :, slots].set(numbers, mode="drop", wrap_negative_indices=False), scales
+
+
+def write_latents(
+    pool: Num[Array, "pages page latent"],
+    latents: Float[Array, "lanes chunk latent"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+) -> Num[Array, "pages page latent"]:
+    """See `reference`."""
+    ids, slots = _places(pages, offsets, latents.shape[1], pool.shape[1])
+    return pool.at[ids, slots].set(latents.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+
+
+def _places(
+    pages: Int[Array, "lanes written"], offsets: Int[Array, " lanes"], chunk: int, page: int
+) -> tuple[Int[Array, "lanes chunk"], Int[Array, "lanes chunk"]]:
+    if (chunk, pages.shape[1]) == (1, 1):
+        return pages, offsets[:, None]
+    return places(pages, offsets, chunk, page)

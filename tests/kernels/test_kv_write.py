@@ -47,6 +47,22 @@ def test_write_pages_is_a_loop_over_tokens(chunk, offsets, dtype):
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("written", [[[2], [PAGES], [0], [-1]], [[3, 6], [0, PAGES], [8, 1], [-5, 7]]])
+def test_latents_are_written_like_keys(written, dtype):
+    """One token a lane on one page, or chunks over two pages; some pages are out of range."""
+    chunk, offsets = (1, 16)[len(written[0]) - 1], jnp.array([15, 3, 0, 9])
+    pool, latents = random(8, PAGES, PAGE, 12, dtype=dtype), random(9, 4, chunk, 12)
+    got = jax.jit(kv_write.write_latents)(pool, latents, jnp.array(written), offsets)
+    np.testing.assert_array_equal(got, reference.write_latents(pool, latents, jnp.array(written), offsets))
+    want = np.array(pool)
+    for lane, token in np.ndindex(4, chunk):
+        at = int(offsets[lane]) + token
+        if 0 <= (page := written[lane][at // PAGE]) < PAGES:
+            want[page, at % PAGE] = latents[lane, token].astype(dtype)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_writes_stay_in_place():
     pool, k = jnp.zeros((400, 2, 2, PAGE, 8)), random(9, 2, 32, 2, 8)
     ints = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2,), jnp.int32)
