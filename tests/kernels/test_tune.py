@@ -414,11 +414,14 @@ def test_signals_write_what_was_found(tmp_path, stop, monkeypatch):
     bench.times = TIMES | {Tiles(128, 2): lambda: os.kill(os.getpid(), stop) or 1.0}
     (tmp_path / "fake_op").mkdir()
     monkeypatch.setattr(door, "DeviceBench", lambda problem, bits: bench)
-    before = signal.getsignal(signal.SIGTERM)
+    # A process that was started in the background ignores interrupts.
+    before = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert door._tune("H100", TASKS, Files(None, tmp_path), 1000) == 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert len(written(tmp_path)) == 1
 
 
