@@ -39,6 +39,7 @@ class Engine:
         self, model: Model, config: EngineConfig, platform: str, progress: CompileProgress | None = None
     ) -> None:
         self.config = resolve_for(model, config, platform)
+        model = model.up_to(self.config.max_model_len)
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
         self._kv = _new_kv(model, self.config)
         self._runner = Runner(model, self.config, self.limits, self._kv.tables, progress)

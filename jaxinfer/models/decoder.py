@@ -43,6 +43,14 @@ class Decoder(Layer):
         """What every block is given beside its input: the angles of rotary embeddings."""
         raise NotImplementedError
 
+    def up_to(self, length: int) -> Decoder:
+        """Itself for sequences of at most ``length`` tokens, all computed alike: what an engine serves.
+
+        Differs where a checkpoint has other rotary embeddings for long texts than for short ones (docs/rope.md).
+        """
+        del length
+        return self
+
     def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         """The final norm."""
         raise NotImplementedError

@@ -124,6 +124,10 @@ class Llama(Decoder):
     def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
         return self.config.rope.angles(positions, self.config.head_dim)
 
+    def up_to(self, length: int) -> Llama:
+        rope = self.config.rope.up_to(length)
+        return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
+
     def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         final: Any = RMSNorm(self.config.norm_eps, parent=None).apply
         return final({"params": self.weight("final_norm")}, x)

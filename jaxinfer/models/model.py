@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import causal_attend
+from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.types import CacheSpec, ParamSpec
 
@@ -55,6 +56,10 @@ class Model:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         apply: Any = self.module.apply
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
+
+    def up_to(self, length: int) -> Model:
+        """The model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""
+        return self.replace(module=self.module.up_to(length)) if isinstance(self.module, Decoder) else self
 
     def replace(self, **changes: Any) -> Model:
         """A copy with other parameters, another module, ...: served exactly as it is."""

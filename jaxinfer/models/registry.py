@@ -8,7 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from jaxinfer.models import llama
+from jaxinfer.models import gemma, llama, phi3
 from jaxinfer.models.config import ConfigError
 from jaxinfer.types import CacheSpec, ParamTree
 
@@ -24,12 +24,18 @@ class Family:
 
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, llama.cache_spec, llama.Llama)
+GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, gemma.cache_spec, gemma.Gemma)
+PHI3 = Family(phi3.config_from_json, phi3.param_specs, llama.cache_spec, llama.Llama)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA,
+    "Gemma3ForCausalLM": GEMMA,
+    "Phi3ForCausalLM": PHI3,
 }
 
 

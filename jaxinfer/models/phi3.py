@@ -1,0 +1,125 @@
+"""Phi-3: a Llama whose checkpoints fuse their projections, with partial rotation, LongRoPE and sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.layers.mlp import ACTIVATIONS
+from jaxinfer.models.config import ConfigReader, rope_config
+from jaxinfer.models.llama import LlamaConfig
+from jaxinfer.models.specs import linear, norm, vocabulary
+from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {
+    "vocab_size": 32064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
+    """Read config.json as `transformers` (old or new style) writes it.
+
+    Raises:
+        ConfigError: a field is missing, of the wrong type or not supported.
+    """
+    read = ConfigReader(_DEFAULTS | {name: value for name, value in _as_longrope(config).items() if value is not None})
+    heads, hidden = read.positive("num_attention_heads"), read.positive("hidden_size")
+    kv_heads = read.positive("num_key_value_heads", heads)
+    read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
+    head_dim, max_position = read.positive("head_dim", hidden // heads), read.positive("max_position_embeddings")
+    rope = rope_config(read, max_position, head_dim, partial=True)
+    read.require(rope.kind in ("default", "longrope"), "rope_scaling", "must be longrope or nothing for Phi-3")
+    return LlamaConfig(
+        vocab_size=read.positive("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=read.positive("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        layers=(_layer(read, max_position),) * read.positive("num_hidden_layers"),
+        max_position=max_position,
+        rope=rope,
+        norm_eps=read.number("rms_norm_eps", 1e-5),
+        activation=read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
+        tied=read.flag("tie_word_embeddings", False),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+    )
+
+
+def _as_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The first checkpoints call LongRoPE "su" or "yarn"."""
+    fields = dict(config)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = fields.get(name)
+        if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) in ("su", "yarn"):
+            fields[name] = {**scaling, "rope_type": "longrope"}
+    return fields
+
+
+def _layer(read: ConfigReader, max_position: int) -> LayerSpec:
+    """A window that no text outgrows is none."""
+    window = read.positive("sliding_window", 2**31 - 1)
+    return LayerSpec(window if window < max_position else None)
+
+
+def param_specs(cfg: LlamaConfig) -> ParamTree:
+    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    d, vocab = cfg.hidden_size, cfg.vocab_size
+    tree: dict[str, Any] = {
+        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
+        "final_norm": {"scale": norm("model.norm.weight", d)},
+    }
+    for index in range(len(cfg.layers)):
+        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}")
+    if not cfg.tied:
+        tree["head"] = vocabulary("lm_head.weight", vocab, d)
+    return tree
+
+
+def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
+    d, hidden = cfg.hidden_size, cfg.intermediate_size
+    return {
+        "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", d)},
+        "attention": {
+            "qkv": _qkv(cfg, f"{prefix}.self_attn.qkv_proj.weight"),
+            "out": linear(f"{prefix}.self_attn.o_proj.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
+        },
+        "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", d)},
+        "mlp": {
+            "gate_up": _gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
+            "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),
+        },
+    }
+
+
+def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
+    """`Attention`'s ``qkv`` of one tensor: rows of all queries, then of all keys, then of all values."""
+    d, kv_heads, dim = cfg.hidden_size, cfg.kv_heads, cfg.head_dim
+    group, queries, keys = cfg.heads // kv_heads, cfg.heads * dim, kv_heads * dim
+    whole, everything = (queries + 2 * keys, d), (slice(None),) * 2
+    parts: tuple[tuple[slice, slice | int, tuple[int, ...]], ...] = (
+        (slice(0, queries), slice(0, group), (d, kv_heads, group, dim)),
+        (slice(queries, queries + keys), group, (d, kv_heads, dim)),
+        (slice(queries + keys, queries + 2 * keys), group + 1, (d, kv_heads, dim)),
+    )
+    sources = tuple(
+        Source(name, whole, transpose=True, reshape=form, where=(*everything, place), part=(rows,))
+        for rows, place, form in parts
+    )
+    return ParamSpec((d, kv_heads, group + 2, dim), ("embed", "kv_heads", "group", "head_dim"), sources=sources)
+
+
+def _gate_up(name: str, d: int, hidden: int) -> ParamSpec:
+    rows = (slice(0, hidden), slice(hidden, 2 * hidden))
+    sources = tuple(Source(name, (2 * hidden, d), where=(index,), part=(part,)) for index, part in enumerate(rows))
+    return ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources)
