@@ -1,4 +1,4 @@
-"""The two ways a forward pass reads a weight. A new storage adds its case here and nowhere else."""
+"""The ways in which a forward pass reads a weight. A new storage adds its case here and nowhere else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels import grouped_matmul as grouped
 
 
 def matmul(x: Float[Array, "... k"], w: Float[Array, "k *n"]) -> Float[Array, "... *n"]:
@@ -29,3 +31,10 @@ def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "*n k"]) -> Floa
 def take(w: Float[Array, "rows d"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
     return jax.numpy.take(w, ids, axis=0, mode="clip")
+
+
+def grouped_matmul(
+    x: Float[Array, "tiles rows k"], w: Float[Array, "experts *n k"], groups: grouped.Groups
+) -> Float[Array, "tiles rows *n"]:
+    """Each tile's rows times the weights of the tile's expert, which lie as [out, in]."""
+    return grouped.matmul(x, w, groups)

@@ -1,0 +1,211 @@
+"""Mixture of experts: a router chooses a few feed-forward networks for each token (Shazeer et al. 2017).
+
+No token is ever dropped, and a token's result does not depend on the others: its experts' products have fixed shapes
+(`pallas_kernels.grouped_matmul`), and their results are added in the order in which its router chose them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.quant import grouped_matmul, matmul_transposed
+from pallas_kernels.grouped_matmul import group
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingRule:
+    """How logits become experts and weights.
+
+    Attributes:
+        top_k: experts of a token.
+        scores: "softmax" and "sigmoid" of all logits (Mixtral and Qwen; DeepSeek-V3); "softmax of chosen": of the
+            chosen logits alone (gpt-oss).
+        renormalise: the chosen scores are divided by their sum.
+        scale: of the weights, at last.
+        groups: the experts lie in this many groups of neighbours.
+        top_groups: only the best groups' experts can be chosen (DeepSeek-V2, Liu et al. 2024).
+        group_score: what makes a group good: its best expert ("max") or the sum of its best two ("top2").
+    """
+
+    top_k: int
+    scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+
+
+class Routing(NamedTuple):
+    """The experts of each token, and what their results are multiplied with."""
+
+    experts: Int[Array, "tokens top_k"]
+    weights: Float[Array, "tokens top_k"]
+
+
+def route(
+    logits: Float[Array, "tokens experts"], rule: RoutingRule, correction: Float[Array, " experts"] | None = None
+) -> Routing:
+    """Chooses experts, in float32.
+
+    Args:
+        correction: added to the scores while experts are chosen, not to their weights (Wang et al. 2024).
+    """
+    logits = logits.astype(jnp.float32)
+    if rule.scores == "softmax of chosen":
+        best, experts = lax.top_k(logits, rule.top_k)
+        return Routing(experts, jax.nn.softmax(best, axis=-1) * rule.scale)
+    scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
+    choice = scores if correction is None else scores + correction.astype(jnp.float32)
+    if rule.top_groups < rule.groups:
+        choice = _of_best_groups(choice, rule)
+    _, experts = lax.top_k(choice, rule.top_k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if rule.renormalise:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(experts, weights * rule.scale)
+
+
+def _of_best_groups(choice: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:
+    """-inf for the experts of all groups but the best."""
+    grouped = choice.reshape(choice.shape[0], rule.groups, -1)
+    best = lax.top_k(grouped, 1 if rule.group_score == "max" else 2)[0].sum(axis=-1)
+    _, chosen = lax.top_k(best, rule.top_groups)
+    allowed = jnp.any(chosen[:, :, None] == jnp.arange(rule.groups), axis=1)
+    return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class GLU:
+    """act(gate) * up (Shazeer 2020), the activation in float32."""
+
+    activation: str
+
+    def __call__(self, gate: Float[Array, "... hidden"], up: Float[Array, "... hidden"]) -> Float[Array, "... hidden"]:
+        return ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(gate.dtype) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedGLU:
+    """gate * sigmoid(alpha * gate) * (up + 1), the gate at most ``limit`` and up within +-``limit`` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Float[Array, "... hidden"], up: Float[Array, "... hidden"]) -> Float[Array, "... hidden"]:
+        gate32, up32 = gate.astype(jnp.float32), up.astype(jnp.float32)
+        gate32, up32 = jnp.minimum(gate32, self.limit), jnp.clip(up32, -self.limit, self.limit)
+        return (gate32 * jax.nn.sigmoid(self.alpha * gate32) * (up32 + 1.0)).astype(gate.dtype)
+
+
+class Experts(NamedTuple):
+    """The weights of the experts that are here: all of them, or one device's.
+
+    Attributes:
+        gate_up: [experts, 2, hidden, d].
+        down: [experts, d, hidden].
+        gate_up_bias: [experts, 2, hidden].
+        down_bias: [experts, d].
+    """
+
+    gate_up: Any
+    down: Any
+    gate_up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+
+def run_experts(
+    x: Float[Array, "tokens d"],
+    routing: Routing,
+    experts: Experts,
+    glu: Callable[[jax.Array, jax.Array], jax.Array],
+    first: Int[Array, ""] | int = 0,
+) -> Float[Array, "tokens d"]:
+    """The weighted sum of what the chosen experts make of each token, float32.
+
+    Args:
+        routing: a pair whose expert is not among ``experts`` adds nothing: several devices' results add up.
+        first: the number of the first expert that is here.
+    """
+    (tokens, top_k), count = routing.experts.shape, experts.gate_up.shape[0]
+    local = routing.experts - first
+    local = jnp.where((local >= 0) & (local < count), local, count).reshape(-1)
+    groups = group(local, count, most=tokens)
+    rows = x.at[groups.entries // top_k].get(mode="fill", fill_value=0)
+    hidden = grouped_matmul(rows, experts.gate_up, groups)
+    if experts.gate_up_bias is not None:
+        hidden = hidden + groups.of_tiles(experts.gate_up_bias).astype(x.dtype)
+    results = grouped_matmul(glu(hidden[:, :, 0], hidden[:, :, 1]), experts.down, groups)
+    if experts.down_bias is not None:
+        results = results + groups.of_tiles(experts.down_bias).astype(x.dtype)
+    places = groups.places.reshape(tokens, top_k)
+    results = results.reshape(-1, x.shape[-1])
+    total = jnp.zeros(x.shape, jnp.float32)
+    for choice in range(top_k):
+        own = results.at[places[:, choice]].get(mode="fill", fill_value=0).astype(jnp.float32)
+        total = total + routing.weights[:, choice, None] * own
+    return total
+
+
+class MoE(Layer):
+    """Routed experts, and one that all tokens share where the parameters have it.
+
+    Parameters: ``router`` [experts, d], ``gate_up`` [experts, 2, hidden, d], ``down`` [experts, d, hidden]; by the
+    attributes also ``router_bias`` [experts], ``correction`` [experts], ``gate_up_bias`` [experts, 2, hidden],
+    ``down_bias`` [experts, d], ``shared`` (`GatedMLP`) and ``shared_gate`` [1, d].
+
+    Attributes:
+        rule: see `RoutingRule`.
+        glu: what becomes of gate and up: `GLU` or `ClampedGLU`.
+        bias: the router and the experts have biases.
+        correction: see `route`.
+        shared_activation: of the expert that all tokens share; None: there is none.
+        shared_gate: the shared expert's result is multiplied with a sigmoid of the token.
+    """
+
+    rule: RoutingRule
+    glu: Callable[[jax.Array, jax.Array], jax.Array]
+    bias: bool = False
+    correction: bool = False
+    shared_activation: str | None = None
+    shared_gate: bool = False
+
+    def setup(self) -> None:
+        if self.shared_activation is not None:
+            self.shared = GatedMLP(self.shared_activation)
+
+    def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
+        """``live``: what comes of other tokens is not used, and they ask for no expert."""
+        flat = x.reshape(-1, x.shape[-1])
+        routing = self.routing(flat)
+        nobody = jnp.iinfo(jnp.int32).max
+        routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
+        result = run_experts(flat, routing, self.experts(), self.glu).astype(x.dtype).reshape(x.shape)
+        return result if self.shared_activation is None else result + self._of_shared(x)
+
+    def routing(self, x: Float[Array, "tokens d"]) -> Routing:
+        """In float32, whatever the model's dtype."""
+        logits = matmul_transposed(x.astype(jnp.float32), self.weight("router"))
+        if self.bias:
+            logits = logits + self.weight("router_bias").astype(jnp.float32)
+        return route(logits, self.rule, self.weight("correction") if self.correction else None)
+
+    def experts(self) -> Experts:
+        biases = (self.weight("gate_up_bias"), self.weight("down_bias")) if self.bias else ()
+        return Experts(self.weight("gate_up"), self.weight("down"), *biases)
+
+    def _of_shared(self, x: jax.Array) -> jax.Array:
+        result = self.shared(x)
+        if not self.shared_gate:
+            return result
+        gate = matmul_transposed(x, self.weight("shared_gate")).astype(jnp.float32)
+        return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(x.dtype)

@@ -1,0 +1,83 @@
+"""Rows in the order of their experts: tiles of a fixed number of rows, each of one expert.
+
+A tile is one product of a fixed shape, so that a row's result depends neither on the rows beside it nor on how many
+rows its expert has (Gale et al. 2022, MegaBlocks, pad to tiles likewise). Nothing is dropped: there are as many tiles
+as the worst case needs, and ``count`` says how many hold anything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.choice import Target, lowering_target
+
+LEAST_ROWS, MOST_ROWS = 4, 64  # of a tile, on a CPU
+GPU_ROWS = 64  # of a tile that is read together with its expert's weights
+DENSE_ROWS = 256  # up to here a GPU multiplies all experts at once
+
+
+class Groups(NamedTuple):
+    """Where the entries, one for each pair of a token and an expert of it, lie among the tiles' rows.
+
+    Attributes:
+        entries: the entry that a row holds; the number of entries where it holds none.
+        places: the row of each entry, counted over all tiles; the number of rows where the entry has no expert.
+        experts: the expert of each tile; None: tile i is expert i's.
+        count: how many tiles hold something, the first ones; without ``experts`` all of them count.
+    """
+
+    entries: Int[Array, "tiles rows"]
+    places: Int[Array, " entries"]
+    experts: Int[Array, " tiles"] | None
+    count: Int[Array, ""]
+
+    def of_tiles(self, values: jax.Array) -> jax.Array:
+        """What belongs to the tiles' experts: ``values`` [experts, ...] as [tiles, 1, ...]."""
+        return jnp.expand_dims(values if self.experts is None else values[self.experts], 1)
+
+
+def group(experts: Int[Array, " entries"], count: int, most: int, *, target: Target | None = None) -> Groups:
+    """Orders entries by their expert; those of one expert stay in order.
+
+    Args:
+        experts: 0 to ``count`` - 1; an entry of any other expert has no row.
+        count: of experts.
+        most: the entries that one expert may have at most: the tokens, where a token's experts are distinct.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+    """
+    entries = experts.shape[0]
+    rows, dense = _tile(entries, count, most, target or lowering_target())
+    used = min(count, entries)
+    tiles = count if dense else used + (entries - used) // rows  # each tile but an expert's last one is full
+    known = (experts >= 0) & (experts < count)
+    experts = jnp.where(known, experts, count).astype(jnp.int32)
+    sizes = jnp.zeros(count + 1, jnp.int32).at[experts].add(1)
+    each = jnp.ones_like(sizes) if dense else -(-sizes // rows)
+    ends = jnp.cumsum(each.at[count].set(0))
+    order = jnp.argsort(experts, stable=True)
+    ordered = experts[order]
+    rank = jnp.arange(entries) - (jnp.cumsum(sizes) - sizes)[ordered]
+    row = jnp.where(ordered < count, (ends - each)[ordered] * rows + rank, tiles * rows)
+    held = jnp.full(tiles * rows, entries, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
+    places = jnp.zeros(entries, jnp.int32).at[order].set(row.astype(jnp.int32))
+    owners = jnp.searchsorted(ends[:count], jnp.arange(tiles), side="right", method="compare_all")
+    owners = jnp.minimum(owners, count - 1).astype(jnp.int32)  # tiles that hold nothing
+    return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[count])
+
+
+def _tile(entries: int, count: int, most: int, target: Target) -> tuple[int, bool]:
+    """Rows of a tile, and whether each expert has one tile for all that it may get."""
+    if target.platform == "cpu":
+        likely = _power_of_two(2 * entries / count)
+        return min(max(likely, LEAST_ROWS), MOST_ROWS, _power_of_two(most)), False
+    return (most, True) if most <= DENSE_ROWS else (GPU_ROWS, False)
+
+
+def _power_of_two(number: float) -> int:
+    """The smallest one that is not below ``number``."""
+    return 1 << max(0, math.ceil(math.log2(number)))

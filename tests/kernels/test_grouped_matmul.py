@@ -1,0 +1,150 @@
+"""grouped_matmul against its equation, on the paths of all platforms; what a row costs and what it depends on."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.choice import Target
+from pallas_kernels.grouped_matmul import Groups, group, matmul, reference
+
+CPU, GPU = Target("cpu"), Target("gpu", (9, 0))
+EXPERTS, TOP_K = 6, 2
+
+
+def choices(tokens: int, seed: int = 0, experts: int = EXPERTS) -> jax.Array:
+    """Experts of each token, distinct, one token's after another's; some token has none."""
+    rng = np.random.default_rng(seed)
+    chosen = np.stack([rng.permutation(experts)[:TOP_K] for _ in range(tokens)])
+    chosen[tokens // 2] = experts
+    return jnp.asarray(chosen.reshape(-1), jnp.int32)
+
+
+def numbers(seed: int, *shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def grouped(x: jax.Array, weights: jax.Array, experts: jax.Array, target: Target = CPU, most: int = 0) -> jax.Array:
+    """The product row by row, by way of tiles."""
+    groups = group(experts, weights.shape[0], most or x.shape[0], target=target)
+    rows = x.at[groups.entries].get(mode="fill", fill_value=0)
+    result = matmul(rows, weights, groups, target=target)
+    return result.reshape(-1, *weights.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 150])
+@pytest.mark.parametrize("target", [CPU, GPU])
+def test_every_row_meets_its_own_expert(tokens: int, target: Target):
+    experts = choices(tokens)
+    x, weights = numbers(1, tokens * TOP_K, 24), numbers(2, EXPERTS, 2, 15, 24)
+    got = jax.jit(lambda *a: grouped(*a, target=target, most=tokens))(x, weights, experts)
+    np.testing.assert_allclose(got, reference.matmul(x, weights, experts), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("target", [CPU, GPU])
+def test_all_rows_may_have_one_expert_and_none(target: Target):
+    x, weights = numbers(1, 600, 8), numbers(2, 4, 5, 8)
+    for chosen in (3, 4, -1):
+        experts = jnp.full(600, chosen, jnp.int32)
+        got = grouped(x, weights, experts, target)
+        np.testing.assert_allclose(got, reference.matmul(x, weights, experts), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("outputs", [129, 700])  # 4096 inputs: several pieces of an expert's weights
+def test_pieces_of_weights_fit_together(dtype: str, outputs: int):
+    experts = choices(5, experts=3)
+    x, weights = numbers(1, 10, 4096, dtype=dtype), numbers(2, 3, outputs, 4096, dtype=dtype)
+    got = np.asarray(jax.jit(grouped)(x, weights, experts), np.float32)
+    tolerance = 1e-3 if dtype == "float32" else 0.5  # of sums with a deviation of 64
+    np.testing.assert_allclose(got, reference.matmul(x, weights, experts), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(tokens: int):
+    weights = numbers(2, EXPERTS, 70, 300)
+    run = jax.jit(grouped)
+    x, experts = numbers(1, tokens * TOP_K, 300), choices(tokens)
+    expected = np.asarray(run(x, weights, experts))
+    for seed in range(6):
+        others, chosen = numbers(seed + 9, *x.shape), choices(tokens, seed + 1)
+        at = seed % (tokens * TOP_K)
+        others, chosen = others.at[at].set(x[0]), chosen.at[at].set(experts[0])
+        assert np.asarray(run(others, weights, chosen))[at].tobytes() == expected[0].tobytes()
+
+
+def tiles(experts: list[int], count: int, target: Target = CPU, most: int = 64) -> Groups:
+    return group(jnp.asarray(experts, jnp.int32), count, most, target=target)
+
+
+def test_tiles_are_as_many_as_the_active_experts_need():
+    groups = tiles([5, 5, 70, 5, 128, 5, 5, 128], 128)
+    assert groups.entries.shape == (8, 4)
+    assert int(groups.count) == 3
+    assert groups.experts is not None and groups.experts[:3].tolist() == [5, 5, 70]
+    assert groups.entries[:3].tolist() == [[0, 1, 3, 5], [6, 8, 8, 8], [2, 8, 8, 8]]
+    assert groups.places.tolist() == [0, 1, 8, 2, 32, 3, 4, 32]
+    assert groups.of_tiles(jnp.arange(128)).tolist()[:3] == [[5], [5], [70]]
+
+
+@pytest.mark.parametrize(("count", "entries"), [(1, 9), (4, 37), (11, 8), (11, 199)])
+def test_no_choice_needs_more_tiles_than_there_are(count: int, entries: int):
+    rng = np.random.default_rng(0)
+    make = jax.jit(lambda experts: group(experts, count, 64, target=CPU))
+    for active in (1, count // 2, count, count):
+        groups = make(jnp.asarray(rng.integers(0, max(1, active), entries), jnp.int32))
+        assert int(groups.count) <= groups.entries.shape[0]
+        held = np.asarray(groups.entries).reshape(-1)
+        assert held[np.asarray(groups.places)].tolist() == list(range(entries))
+
+
+def test_a_gpu_multiplies_all_experts_at_once_while_tokens_are_few():
+    few = tiles([2, 0, 2, 1], 3, GPU, most=4)
+    assert few.experts is None and few.entries.shape == (3, 4)
+    assert few.entries.tolist() == [[1, 4, 4, 4], [3, 4, 4, 4], [0, 2, 4, 4]]
+    assert few.of_tiles(jnp.arange(3)).tolist() == [[0], [1], [2]]
+    many = tiles([2, 0, 2, 1], 3, GPU, most=257)
+    assert many.experts is not None and many.entries.shape == (3, 64)
+
+
+def test_stacked_weights_are_never_copied_as_a_whole():
+    weights = jax.ShapeDtypeStruct((7, 33, 65), jnp.bfloat16)
+    x, experts = jax.ShapeDtypeStruct((20, 65), jnp.bfloat16), jax.ShapeDtypeStruct((20,), jnp.int32)
+    text = jax.jit(grouped).lower(x, weights, experts).compile().as_text()
+    makers = set(re.findall(r"= (?:bf16|f32)\[7,33,65\]\S* (\S+?)\(", text))
+    assert makers <= {"parameter", "get-tuple-element", "bitcast"}, makers
+
+
+@pytest.mark.parametrize("target", [CPU, GPU])
+@pytest.mark.parametrize("most", [12, 600])
+def test_gradients_are_those_of_the_equation(target: Target, most: int):
+    experts = choices(12)
+    x, weights, weight = numbers(1, 24, 9), numbers(2, EXPERTS, 7, 9), numbers(3, 24, 7)
+
+    def loss(product, *operands: jax.Array) -> jax.Array:
+        return (jnp.sin(product(*operands, experts)) * weight).sum()
+
+    def by_tiles(*operands: jax.Array) -> jax.Array:
+        return grouped(*operands, target=target, most=most)
+
+    got = jax.jit(jax.grad(lambda *a: loss(by_tiles, *a), argnums=(0, 1)))(x, weights)
+    expected = jax.grad(lambda *a: loss(reference.matmul, *a), argnums=(0, 1))(x, weights)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+def test_it_can_be_vmapped():
+    experts = jnp.stack([choices(8, seed) for seed in range(3)])
+    x, weights = numbers(1, 3, 16, 12), numbers(2, EXPERTS, 5, 12)
+    got = jax.vmap(grouped, in_axes=(0, None, 0))(x, weights, experts)
+    for index in range(3):
+        expected = reference.matmul(x[index], weights, experts[index])
+        np.testing.assert_allclose(got[index], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("weights", [(2, 3, 5), (2, 4)])
+def test_operands_that_do_not_fit_are_refused(weights: tuple[int, ...]):
+    with pytest.raises(ValueError, match="do not fit"):
+        reference.check(jnp.zeros((1, 4, 4)), jnp.zeros(weights))
