@@ -83,7 +83,8 @@ def test_tiles_are_as_many_as_the_active_experts_need():
     groups = tiles([5, 5, 70, 5, 128, 5, 5, 128], 128)
     assert groups.entries.shape == (8, 4)
     assert int(groups.count) == 3
-    assert groups.experts is not None and groups.experts[:3].tolist() == [5, 5, 70]
+    assert groups.experts is not None
+    assert groups.experts[:3].tolist() == [5, 5, 70]
     assert groups.entries[:3].tolist() == [[0, 1, 3, 5], [6, 8, 8, 8], [2, 8, 8, 8]]
     assert groups.places.tolist() == [0, 1, 8, 2, 32, 3, 4, 32]
     assert groups.of_tiles(jnp.arange(128)).tolist()[:3] == [[5], [5], [70]]
@@ -102,11 +103,13 @@ def test_no_choice_needs_more_tiles_than_there_are(count: int, entries: int):
 
 def test_a_gpu_multiplies_all_experts_at_once_while_tokens_are_few():
     few = tiles([2, 0, 2, 1], 3, GPU, most=4)
-    assert few.experts is None and few.entries.shape == (3, 4)
+    assert few.experts is None
+    assert few.entries.shape == (3, 4)
     assert few.entries.tolist() == [[1, 4, 4, 4], [3, 4, 4, 4], [0, 2, 4, 4]]
     assert few.of_tiles(jnp.arange(3)).tolist() == [[0], [1], [2]]
     many = tiles([2, 0, 2, 1], 3, GPU, most=257)
-    assert many.experts is not None and many.entries.shape == (3, 64)
+    assert many.experts is not None
+    assert many.entries.shape == (3, 64)
 
 
 def test_stacked_weights_are_never_copied_as_a_whole():

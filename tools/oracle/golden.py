@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
 _VOCABULARY = re.compile(r"^(model\.embed_tokens|lm_head|transformer\.(wte|wpe|word_embeddings))\b")
-_TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$")  # GPT-2 keeps [in, out]
+_TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$|\.experts\.\w+_proj$")  # GPT-2, gpt-oss: [in, out]
 
 
 def uniform(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -38,10 +38,10 @@ def spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """
     if _NORM.search(name):
         return 1.0, 0.4
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("_bias"):
         return 0.0, 0.3
     deviation = 0.25 if _VOCABULARY.search(name) else 1.0
-    return 0.0, deviation * (3.0 / shape[0 if _TRANSPOSED.search(name) else -1]) ** 0.5
+    return 0.0, deviation * (3.0 / shape[-2 if _TRANSPOSED.search(name) else -1]) ** 0.5
 
 
 def make_tensor(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:

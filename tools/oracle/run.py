@@ -16,9 +16,11 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.core_model_loading import revert_weight_conversion
 
 from tools.oracle.cases import ARCHITECTURES, Case
 from tools.oracle.golden import Golden, digest, make_tensors, uniform
@@ -81,25 +83,32 @@ def build(config: Mapping, dtype: torch.dtype) -> transformers.PreTrainedModel:
 
 
 def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    return model.eval()
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
 
 
 def checkpoint_shapes(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a saved checkpoint: a tied head is not in it."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    """Names and shapes of a saved checkpoint: experts one by one where the hub has them so, and no tied head."""
+    saved = revert_weight_conversion(model, model.state_dict())
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if model.config.tie_word_embeddings:
         del shapes["lm_head.weight"]
     return shapes
 
 
-def fill(model: transformers.PreTrainedModel, tensors: Mapping[str, np.ndarray]) -> None:
-    """Copies the float32 weights into ``model``; every parameter must get one."""
-    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
-    if missing != tied or unexpected:
-        raise ValueError(f"the checkpoint does not fit: missing {missing}, unexpected {unexpected}")
+def read_checkpoint(config: Mapping, tensors: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """The weights under the names that the model has in memory, by way of a checkpoint that transformers loads."""
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
+        state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+        save_file(state, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        model, said = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    if any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        raise ValueError(f"the checkpoint does not fit: {said}")
+    return model.state_dict()
 
 
 @torch.no_grad()
@@ -139,8 +148,9 @@ def ask(case: Case, seed: int) -> Golden | None:
     double, single = build(config, torch.float64), build(config, torch.float32)
     shapes = checkpoint_shapes(single)
     tensors = make_tensors(seed, shapes)
-    fill(double, tensors)
-    fill(single, tensors)
+    state = read_checkpoint(config, tensors)
+    double.load_state_dict(state)
+    single.load_state_dict(state)
     prompt = make_prompt(seed, case.prompt_length, case.config["vocab_size"])
     prefill, decode = follow_double(double, prompt)
     greedy, margin = choices(prefill, decode)
