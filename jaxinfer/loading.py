@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import importlib.resources
 import pathlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,14 +20,16 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import plan_engine
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, abstract
+from jaxinfer.models.registry import Family
 from jaxinfer.parallel.mesh import make_mesh, param_sharding
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
-from jaxinfer.weights import CheckpointError, load_params, refuse_quantised
+from jaxinfer.weights import CheckpointError, load_params, open_checkpoint, refuse_quantised
 from jaxinfer.weights.checkpoint import read_json_object
 from jaxinfer.weights.load import Progress, checkpoint_dtype
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.source import locate
+from jaxinfer.weights.tree import with_names
 
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
 
@@ -106,6 +110,7 @@ def load_model(
     check_finite: bool = False,
     show_progress: bool = True,
     progress: Progress | None = None,
+    families: Mapping[str, Family] = MappingProxyType({}),
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
@@ -115,16 +120,16 @@ def load_model(
         check_finite: refuse NaN and infinite weights.
         show_progress: draw a bar on stderr where that is a terminal.
         progress: told instead, see `load_params`.
+        families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
     """
-    folder, model = _describe(name, dtype)
-    specs = model.family.param_specs(model.config)
+    folder, model = _describe(name, dtype, families)
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as told:
-        params = _load(folder, specs, str(model.dtype), told, check_finite, tied=model.config.tied)
+        params = _load(folder, model, told, check_finite)
     generation = folder / "generation_config.json"
     return model.replace(
         params=params,
@@ -146,20 +151,20 @@ def abstract_model(name: str, dtype: str = "auto") -> Model:
     return _describe(name, dtype)[1]
 
 
-def _describe(name: str, dtype: str) -> tuple[pathlib.Path, Model]:
+def _describe(
+    name: str, dtype: str, families: Mapping[str, Family] = MappingProxyType({})
+) -> tuple[pathlib.Path, Model]:
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
     folder = model_folder(name)
     config_json = read_json_object(folder / "config.json")
     refuse_quantised(config_json)
     stored = checkpoint_dtype(folder) if dtype == "auto" else dtype
-    return folder, abstract(config_json, stored, name)
+    return folder, abstract(config_json, stored, name, families)
 
 
-def _load(
-    folder: pathlib.Path, specs: ParamTree, dtype: str, progress: Progress | None, check_finite: bool, *, tied: bool
-) -> dict[str, Any]:
-    mesh = make_mesh()
+def _load(folder: pathlib.Path, model: Model, progress: Progress | None, check_finite: bool) -> dict[str, Any]:
+    mesh, specs = make_mesh(), _as_named(folder, model)
 
     def place(path: tuple[str, ...], buffer: np.ndarray) -> jax.Array:
         spec: Any = specs
@@ -168,5 +173,13 @@ def _load(
         assert isinstance(spec, ParamSpec)
         return jax.device_put(buffer, param_sharding(mesh, spec))
 
-    ignore = ("lm_head.weight",) if tied else ()
-    return load_params(folder, specs, dtype, place, progress, check_finite, ignore)
+    ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
+    return load_params(folder, specs, str(model.dtype), place, progress, check_finite, ignore)
+
+
+def _as_named(folder: pathlib.Path, model: Model) -> ParamTree:
+    """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
+    specs, prefix = model.family.param_specs(model.config), model.family.prefix
+    if any(name.startswith(prefix) for name in open_checkpoint(folder).tensors):
+        return specs
+    return with_names(specs, lambda name: name.removeprefix(prefix))

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import rotate
 from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec
@@ -48,6 +48,7 @@ class Attention(Layer):
         scale: of the scores; None: 1 / sqrt(head_dim).
         qk_norm_eps: queries and keys are normalised over head_dim before they are rotated.
         norm_offset: see `RMSNorm`, of these two norms.
+        qk_layer_norm: they are `LayerNorm` instead.
         interleaved: see `rotate`.
         sinks: a learned score for nothing, one a head (``sinks`` [heads]).
     """
@@ -60,13 +61,14 @@ class Attention(Layer):
     out_bias: bool = False
     qk_norm_eps: float | None = None
     norm_offset: float = 0.0
+    qk_layer_norm: bool = False
     scale: float | None = None
     interleaved: bool = False
     sinks: bool = False
 
     def setup(self) -> None:
         if self.qk_norm_eps is not None:
-            self.q_norm, self.k_norm = (RMSNorm(self.qk_norm_eps, self.norm_offset) for _ in range(2))
+            self.q_norm, self.k_norm = self._norm(self.qk_norm_eps), self._norm(self.qk_norm_eps)
 
     def __call__(
         self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
@@ -83,6 +85,9 @@ class Attention(Layer):
         if self.out_bias:
             out = out + self.weight("out_bias").astype(x.dtype)
         return out, cache
+
+    def _norm(self, eps: float) -> Layer:
+        return LayerNorm(eps) if self.qk_layer_norm else RMSNorm(eps, self.norm_offset)
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = matmul(x, self.weight("qkv"))

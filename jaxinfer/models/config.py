@@ -62,6 +62,11 @@ class ConfigReader:
             raise ConfigError(f"config.json: {name} = {self.fields.get(name)!r} {what}")
 
 
+def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """``config`` with fields that go by two names under one: ``names`` maps the general name to the family's own."""
+    return {names.get(name, name): value for name, value in config.items()}
+
+
 # What `transformers` takes where config.json leaves these out; null means no window.
 _SLIDING_WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
+from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.quant import matmul_transposed, take
 
 
@@ -26,11 +27,13 @@ class Decoder(Layer):
     is made as the family's own.
 
     Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., whatever `finish` takes, and ``head`` {table} unless
-    it is tied to ``embed``.
+    it is tied to ``embed``. Where a family's ``head_bias`` is true, ``head`` has a ``bias`` [vocab], tied or not.
     """
 
     config: Any
     overrides: tuple[tuple[int, Callable[..., Layer]], ...] = ()
+
+    head_bias: ClassVar[bool] = False
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         """The layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
@@ -83,7 +86,18 @@ class Decoder(Layer):
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         """Logits, float32. The table lies as [vocab, d], tied or not."""
         table = self.weight("embed" if self.config.tied else "head")["table"]
-        return matmul_transposed(hidden, table).astype(jnp.float32)
+        logits = matmul_transposed(hidden, table)
+        if self.head_bias:
+            logits = logits + self.weight("head")["bias"].astype(hidden.dtype)
+        return logits.astype(jnp.float32)
+
+
+class LayerNormDecoder(Decoder):
+    """A `Decoder` whose final norm is a `LayerNorm` (``final_norm``); its config has a ``norm_eps``."""
+
+    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        final: Any = LayerNorm(self.config.norm_eps, parent=None).apply
+        return final({"params": self.weight("final_norm")}, x)
 
 
 def _identity(block: Layer) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -66,13 +67,21 @@ class Model:
         return dataclasses.replace(self, **changes)
 
 
-def abstract(config_json: Mapping[str, Any], dtype: str, name: str = "") -> Model:
+def abstract(
+    config_json: Mapping[str, Any],
+    dtype: str,
+    name: str = "",
+    families: Mapping[str, Family] = MappingProxyType({}),
+) -> Model:
     """The model that a config.json describes, without weights: its parameters are `jax.ShapeDtypeStruct`.
+
+    Args:
+        families: see `family_for`.
 
     Raises:
         ConfigError: one sentence that says what is wrong.
     """
-    family = family_for(config_json)
+    family = family_for(config_json, families)
     config = family.config(config_json)
     params = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)),

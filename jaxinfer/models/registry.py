@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
 
-from jaxinfer.models import gemma, llama, phi3
+from jaxinfer.models import falcon, gemma, gpt2, gptj, llama, phi, phi3
 from jaxinfer.models.config import ConfigError
 from jaxinfer.types import CacheSpec, ParamTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a family supplies: its config from config.json, its parameters, its cache and its forward pass."""
+    """What a family supplies: its config from config.json, its parameters, its cache and its forward pass.
+
+    Attributes:
+        ignore: patterns of tensors that checkpoints hold and no parameter is made of.
+        prefix: what the names of all tensors of the decoder begin with; checkpoints of the bare decoder leave it out.
+    """
 
     config: Callable[[Mapping[str, Any]], Any]
     param_specs: Callable[[Any], ParamTree]
     cache_spec: Callable[[Any], CacheSpec]
     module: Callable[[Any], nn.Module]
+    ignore: tuple[str, ...] = ()
+    prefix: str = ""
 
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, llama.cache_spec, llama.Llama)
+GPT2 = Family(
+    gpt2.GPT2Config.from_json, gpt2.param_specs, gpt2.cache_spec, gpt2.GPT2, ignore=gpt2.IGNORE, prefix="transformer."
+)
+GPTJ = Family(
+    gptj.GPTJConfig.from_json, gptj.param_specs, gptj.cache_spec, gptj.GPTJ, ignore=gpt2.IGNORE, prefix="transformer."
+)
+PHI = Family(phi.PhiConfig.from_json, phi.param_specs, phi.cache_spec, phi.Phi, prefix="model.")
+FALCON = Family(
+    falcon.FalconConfig.from_json, falcon.param_specs, falcon.cache_spec, falcon.Falcon, prefix="transformer."
+)
 GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, gemma.cache_spec, gemma.Gemma)
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, llama.cache_spec, llama.Llama)
 
@@ -32,6 +50,10 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
+    "GPT2LMHeadModel": GPT2,
+    "GPTJForCausalLM": GPTJ,
+    "PhiForCausalLM": PHI,
+    "FalconForCausalLM": FALCON,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
@@ -39,16 +61,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_for(config_json: Mapping[str, Any]) -> Family:
-    """The family that serves this checkpoint.
+def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = MappingProxyType({})) -> Family:
+    """The family that serves this checkpoint: one of ``families``, which are asked first, or of `FAMILIES`.
 
     Raises:
         ConfigError: config.json names no architecture, or none that is known; the message lists the known ones.
     """
+    known = {**FAMILIES, **families}
     names = config_json.get("architectures")
     if not isinstance(names, list) or not names:
-        raise ConfigError(f"config.json: architectures = {names!r} must name one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"config.json: architectures = {names!r} must name one of {', '.join(known)}")
     for name in names:
-        if name in FAMILIES:
-            return FAMILIES[name]
-    raise ConfigError(f"config.json: architectures = {names!r} is not supported (known: {', '.join(FAMILIES)})")
+        if name in known:
+            return known[name]
+    raise ConfigError(f"config.json: architectures = {names!r} is not supported (known: {', '.join(known)})")

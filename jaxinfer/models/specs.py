@@ -31,6 +31,12 @@ def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
     return {"table": plain(name, (vocab, d), ("vocab", "embed"))}
 
 
+def biased_head(name: str, vocab: int, d: int, tied: bool) -> dict[str, Any]:
+    """A head with a bias (`Decoder.head_bias`); a tied one is the bias alone."""
+    bias = plain(f"{name}.bias", (vocab,), ("vocab",), "zeros")
+    return {"bias": bias} if tied else {**vocabulary(f"{name}.weight", vocab, d), "bias": bias}
+
+
 def fused_qkv(
     prefix: str,
     d: int,
@@ -58,6 +64,18 @@ def fused_qkv(
     if kind == "weight":
         return ParamSpec((d, kv_heads, group + 2, head_dim), ("embed", *axes), sources=sources)
     return ParamSpec((kv_heads, group + 2, head_dim), axes, init="zeros", sources=sources)
+
+
+def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dict[str, Any]:
+    """`MLP` of two checkpoint layers, which hold [out, in]."""
+    tree: dict[str, Any] = {
+        "up": plain(f"{up}.weight", (hidden, d), ("mlp", "embed")),
+        "down": linear(f"{down}.weight", (hidden, d), ("mlp", "embed")),
+    }
+    if bias:
+        tree["up_bias"] = plain(f"{up}.bias", (hidden,), ("mlp",), "zeros")
+        tree["down_bias"] = plain(f"{down}.bias", (d,), ("embed",), "zeros")
+    return tree
 
 
 def gated_mlp(prefix: str, d: int, hidden: int, bias: bool = False) -> dict[str, Any]:

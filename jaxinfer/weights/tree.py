@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,6 +48,17 @@ def build(specs: ParamTree, make: Callable[[Path, ParamSpec], Any], path: Path =
         key: make((*path, key), node) if isinstance(node, ParamSpec) else build(node, make, (*path, key))
         for key, node in specs.items()
     }
+
+
+def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
+    """The tree with its checkpoint tensors under other names."""
+
+    def renamed(path: Path, spec: ParamSpec) -> ParamSpec:
+        del path
+        sources = (dataclasses.replace(source, name=rename(source.name)) for source in spec.sources)
+        return dataclasses.replace(spec, sources=tuple(sources))
+
+    return build(specs, renamed)
 
 
 def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:

@@ -1,0 +1,272 @@
+"""Falcon (Almazrouei et al. 2023) in its three layouts: Falcon-RW, 7B (one KV head) and 40B/180B/11B (grouped).
+
+Positions are rotary, or a bias that grows with the key's position (ALiBi, Press et al. 2022). The bias is an additional
+number of every key, which the queries weigh with 1: attention itself knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import ACTIVATIONS, MLP
+from jaxinfer.layers.norm import LayerNorm
+from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.models.config import ConfigReader, renamed, rope_config
+from jaxinfer.models.decoder import LayerNormDecoder
+from jaxinfer.models.specs import layer_norm, linear, plain, plain_mlp, vocabulary
+from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
+
+
+@dataclasses.dataclass(frozen=True)
+class FalconConfig:
+    """What a checkpoint's config.json says, resolved.
+
+    Attributes:
+        rope: None where positions are an ALiBi bias.
+        parallel: attention and MLP both read the layer's input.
+        norms: of a layer: 2 where attention and MLP have one each.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    layers: tuple[LayerSpec, ...]
+    max_position: int
+    rope: RopeConfig | None
+    norm_eps: float
+    activation: str
+    tied: bool
+    bias: bool
+    parallel: bool
+    norms: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.heads
+
+    @staticmethod
+    def from_json(config: Mapping[str, Any]) -> FalconConfig:
+        """Read config.json.
+
+        Raises:
+            ConfigError: a field is of the wrong type or not supported.
+        """
+        read = ConfigReader(renamed(config, {"n_embed": "hidden_size"}))
+        hidden, heads = read.positive("hidden_size", 4544), read.positive("num_attention_heads", 71)
+        read.require(hidden % heads == 0, "hidden_size", f"must be a multiple of num_attention_heads ({heads})")
+        max_position = read.positive("max_position_embeddings", 2048)
+        new = read.flag("new_decoder_architecture", False)
+        parallel = read.flag("parallel_attn", True)
+        read.require(parallel or not new, "parallel_attn", "must be true where new_decoder_architecture is")
+        kv_heads = _kv_heads(read, heads, new)
+        alibi = read.flag("alibi", False)
+        read.require(not alibi or kv_heads == heads, "alibi", "is not supported where heads share keys")
+        return FalconConfig(
+            vocab_size=read.positive("vocab_size", 65024),
+            hidden_size=hidden,
+            intermediate_size=read.positive("ffn_hidden_size", 4 * hidden),
+            heads=heads,
+            kv_heads=kv_heads,
+            layers=(LayerSpec(),) * read.positive("num_hidden_layers", 32),
+            max_position=max_position,
+            rope=None if alibi else rope_config(read, max_position, hidden // heads),
+            norm_eps=read.number("layer_norm_epsilon", 1e-5),
+            activation=read.choice("activation", "gelu", tuple(ACTIVATIONS)),
+            tied=read.flag("tie_word_embeddings", True),
+            bias=read.flag("bias", False),
+            parallel=parallel,
+            norms=_norms(read, new, parallel),
+        )
+
+
+def _kv_heads(read: ConfigReader, heads: int, new: bool) -> int:
+    if not new and read.flag("multi_query", True):
+        return 1
+    kv_heads = read.positive("num_kv_heads", heads)
+    fits = heads % kv_heads == 0 if new else heads == kv_heads
+    read.require(fits, "num_kv_heads", f"must {'divide' if new else 'be'} num_attention_heads ({heads})")
+    return kv_heads
+
+
+def _norms(read: ConfigReader, new: bool, parallel: bool) -> int:
+    if not parallel:
+        return 2
+    norms = read.positive("num_ln_in_parallel_attn", 2 if new else 1)
+    read.require(
+        norms in ((1, 2) if new else (1,)), "num_ln_in_parallel_attn", "must be 1, or 2 in the new architecture"
+    )
+    return norms
+
+
+def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
+    """By how much a head's bias grows with each position: powers of 2^(-8 / n) for n heads, as float32.
+
+    Where n is no power of two, the slopes of the next smaller one are followed by every other one of the next larger.
+    """
+    whole = 2 ** math.floor(math.log2(heads))
+    powers = [(index + 1) * 8 / whole for index in range(whole)]
+    powers += [(2 * index + 1) * 4 / whole for index in range(heads - whole)]
+    return np.exp2(-np.asarray(powers)).astype(np.float32)
+
+
+def alibi_bias(positions: Int[Array, "*batch"], heads: int) -> Float[Array, "*batch heads"]:
+    """The bias of the keys at ``positions``, float32.
+
+    Slopes, positions and bias are rounded to bfloat16 each, whatever the model's dtype: so the checkpoints were
+    trained. XLA may leave out a conversion to bfloat16 and back, but no `reduce_precision`.
+    """
+    slopes = _bfloat16(jnp.asarray(alibi_slopes(heads)))
+    return _bfloat16(slopes * _bfloat16(positions[..., None].astype(jnp.float32)))
+
+
+def _bfloat16(x: jax.Array) -> jax.Array:
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _with_bias(attend: Attend, bias: Float[Array, "*batch heads"]) -> Attend:
+    """``attend`` with a bias added to the (unscaled) scores of each key."""
+
+    def biased(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        cache: Any,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        assert v is not None
+        dim = q.shape[-1]
+        q = _beside(q, jnp.ones_like(q[..., :1]))
+        k = _beside(k, bias[..., None].astype(k.dtype))
+        v = _beside(v, jnp.zeros_like(v[..., :1]))
+        mixed, cache = attend(q, k, v, cache, layer, scale, sinks)
+        return mixed[..., :dim], cache
+
+    return biased
+
+
+def _biased_dim(head_dim: int) -> int:
+    """Size of a key with its bias: a multiple of 8, since GPU kernels read rows of whole 16 bytes."""
+    return -(-(head_dim + 1) // 8) * 8
+
+
+def _beside(x: Float[Array, "*batch heads dim"], last: Float[Array, "*batch heads 1"]) -> jax.Array:
+    zeros = jnp.zeros((*x.shape[:-1], _biased_dim(x.shape[-1]) - x.shape[-1] - 1), x.dtype)
+    return jnp.concatenate([x, last, zeros], axis=-1)
+
+
+class FalconBlock(Layer):
+    """One decoder layer. ``context``: cosines and sines of a rotary embedding, or the bias of keys at the positions."""
+
+    config: FalconConfig
+    layer: LayerSpec
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.attention_norm = LayerNorm(cfg.norm_eps)
+        self.attention = Attention(
+            heads=cfg.heads,
+            kv_heads=cfg.kv_heads,
+            head_dim=cfg.head_dim,
+            layer=self.layer,
+            qkv_bias=cfg.bias,
+            out_bias=cfg.bias,
+        )
+        if cfg.norms == 2:
+            self.mlp_norm = LayerNorm(cfg.norm_eps)
+        self.mlp = MLP(cfg.activation, cfg.bias)
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], context: Any, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        normal, rope = self.attention_norm(x), context
+        if self.config.rope is None:
+            attend, rope = _with_bias(attend, context), None
+        mixed, cache = self.attention(normal, rope, attend, cache)
+        if not self.config.parallel:
+            x = x + mixed
+            return x + self.feed_forward(self.mlp_norm(x)), cache
+        if self.config.norms == 2:
+            normal = self.mlp_norm(x)
+        return self.feed_forward(normal) + mixed + x, cache
+
+    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return self.mlp(x)
+
+
+class Falcon(LayerNormDecoder):
+    """The whole decoder: see `Decoder`."""
+
+    config: FalconConfig
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        return (override or FalconBlock)(self.config, self.config.layers[index], parent=None)
+
+    def context(self, positions: Int[Array, "*batch"]) -> Any:
+        if self.config.rope is not None:
+            return self.config.rope.angles(positions, self.config.head_dim)
+        return alibi_bias(positions, self.config.heads)
+
+
+def cache_spec(cfg: FalconConfig) -> CacheSpec:
+    """With ALiBi a key has its bias beside it."""
+    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim if cfg.rope else _biased_dim(cfg.head_dim))
+
+
+def param_specs(cfg: FalconConfig) -> ParamTree:
+    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    d = cfg.hidden_size
+    tree: dict[str, Any] = {
+        "embed": vocabulary("transformer.word_embeddings.weight", cfg.vocab_size, d),
+        "final_norm": layer_norm("transformer.ln_f", d),
+    }
+    for index in range(len(cfg.layers)):
+        tree[f"layers_{index}"] = _block_specs(cfg, f"transformer.h.{index}")
+    if not cfg.tied:
+        tree["head"] = vocabulary("lm_head.weight", cfg.vocab_size, d)
+    return tree
+
+
+def _block_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
+    d, mlp = cfg.hidden_size, f"{prefix}.mlp"
+    attention, of_mlp = ("input_layernorm", "post_attention_layernorm")
+    if cfg.parallel and cfg.norms == 2:
+        attention, of_mlp = "ln_attn", "ln_mlp"
+    tree = {
+        "attention_norm": layer_norm(f"{prefix}.{attention}", d),
+        "attention": _attention_specs(cfg, f"{prefix}.self_attention"),
+        "mlp": plain_mlp(f"{mlp}.dense_h_to_4h", f"{mlp}.dense_4h_to_h", d, cfg.intermediate_size, cfg.bias),
+    }
+    if cfg.norms == 2:
+        tree["mlp_norm"] = layer_norm(f"{prefix}.{of_mlp}", d)
+    return tree
+
+
+def _attention_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
+    """The fused projection holds each KV head's queries, key and value in all three layouts: as `Attention` has it."""
+    d, axes = cfg.hidden_size, ("kv_heads", "group", "head_dim")
+    form = (cfg.kv_heads, cfg.heads // cfg.kv_heads + 2, cfg.head_dim)
+    fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))
+    tree: dict[str, Any] = {
+        "qkv": ParamSpec((d, *form), ("embed", *axes), sources=(fused,)),
+        "out": linear(f"{prefix}.dense.weight", (d, d), ("heads", "embed")),
+    }
+    if cfg.bias:
+        bias = Source(f"{prefix}.query_key_value.bias", (math.prod(form),), reshape=form)
+        tree["qkv_bias"] = ParamSpec(form, axes, init="zeros", sources=(bias,))
+        tree["out_bias"] = plain(f"{prefix}.dense.bias", (d,), ("embed",), "zeros")
+    return tree
