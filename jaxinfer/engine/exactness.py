@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ class Proofs:
         self._rng = np.random.default_rng(0)
         self._enough = _ELEMENTS[state.pools[0].data.dtype.itemsize]
         self._room = engine.table_width * engine.page_size
-        self._per_token = state.pools[0].data[0, :, :, 0].size * len(state.pools)
+        self._per_token = math.prod(state.pools[0].data.shape[1:]) // engine.page_size * len(state.pools)
 
     # ---- chunks that share a program
 
@@ -251,7 +252,7 @@ class Proofs:
             some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
             some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
             parts.append(np.asarray(self._run.export(self.state, some))[: len(ids[at:])])
-        pages = np.moveaxis(np.concatenate(parts), 4, 1)
+        pages = np.moveaxis(np.concatenate(parts), -2, 1)
         return np.ascontiguousarray(pages).view(np.uint8).reshape(len(ids) * self._engine.page_size, -1)
 
 

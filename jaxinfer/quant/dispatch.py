@@ -28,6 +28,13 @@ def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "*n k"]) -> Floa
     return out.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
+def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
+    """Each head's vector times a matrix of its own."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    out = lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((x.ndim - 2,), (0,))), precision=precision)
+    return jnp.moveaxis(out, 0, -2)
+
+
 def take(w: Float[Array, "rows d"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
     return jax.numpy.take(w, ids, axis=0, mode="clip")

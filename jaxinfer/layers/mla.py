@@ -1,0 +1,83 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed: keys and values never leave their latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import rotate
+from jaxinfer.quant import matmul, matmul_heads
+from jaxinfer.types import LayerSpec
+
+# Of the norms of latents, in every published model, whatever its `rms_norm_eps`.
+LATENT_NORM_EPS = 1e-6
+
+
+class LatentAttention(Layer):
+    """Attention whose cache is one latent of ``layer.latent_rank`` numbers a token and one rotated key of ``rope``.
+
+    A query's unrotated part is multiplied by its head's up-projection of keys and meets the latents themselves; what
+    it gathers of them is multiplied by its head's up-projection of values. That is the published equation in another
+    order: no key or value of a head is ever made, for one token or for a whole prompt.
+
+    Parameters: ``down`` [d, q_rank + latent_rank + rope], the latents of queries (none without ``q_rank``) and of
+    keys, and the key to rotate; ``q_norm`` and ``kv_norm`` {scale}; ``q`` [q_rank or d, heads, nope + rope];
+    ``up_key`` [heads, nope, latent_rank]; ``up_value`` [heads, latent_rank, value_dim]; ``out``
+    [heads * value_dim, d]; ``down_bias`` and ``out_bias`` with ``bias``.
+
+    Attributes:
+        nope, rope: numbers of a query's head that are not rotated, and that are.
+        q_rank: of the queries' latent; None: queries are projected from the input.
+        scale: of the scores.
+        interleaved: see `rotate`.
+    """
+
+    heads: int
+    nope: int
+    rope: int
+    layer: LayerSpec
+    scale: float
+    q_rank: int | None = None
+    bias: bool = False
+    interleaved: bool = True
+
+    def setup(self) -> None:
+        self.kv_norm = RMSNorm(LATENT_NORM_EPS)
+        if self.q_rank is not None:
+            self.q_norm = RMSNorm(LATENT_NORM_EPS)
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        """``angles``: cosines and sines of the rotated numbers, of `RopeConfig.angles`."""
+        down = matmul(x, self.weight("down"))
+        if self.bias:
+            down = down + self.weight("down_bias").astype(x.dtype)
+        wanted, latent, key = jnp.split(down, self._parts(), axis=-1)
+        q = self._queries(x if self.q_rank is None else self.q_norm(wanted), angles)
+        key = rotate(key[..., None, :], *angles, interleaved=self.interleaved)
+        k = jnp.concatenate([self.kv_norm(latent)[..., None, :], key], axis=-1)
+        mixed, cache = attend(q, k, None, cache, self.layer, self.scale)
+        values = matmul_heads(mixed, self.weight("up_value"))
+        out = matmul(values.reshape(*x.shape[:-1], -1), self.weight("out"))
+        return out + self.weight("out_bias").astype(x.dtype) if self.bias else out, cache
+
+    def _parts(self) -> list[int]:
+        """Where the latent of keys and the key to rotate begin in what ``down`` gives."""
+        first, rank = self.q_rank or 0, self.layer.latent_rank
+        assert rank is not None
+        return [first, first + rank]
+
+    def _queries(
+        self, x: Float[Array, "*batch k"], angles: tuple[jax.Array, jax.Array]
+    ) -> Float[Array, "*batch heads latent"]:
+        """Queries that meet latents and rotated keys."""
+        q = matmul(x, self.weight("q"))
+        absorbed = matmul_heads(q[..., : self.nope], self.weight("up_key"))
+        return jnp.concatenate([absorbed, rotate(q[..., self.nope :], *angles, interleaved=self.interleaved)], axis=-1)
