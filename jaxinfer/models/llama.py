@@ -154,13 +154,14 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
 def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
     return {
         "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", cfg.hidden_size)},
-        "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
+        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
         "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size)},
         "mlp": gated_mlp(f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias),
     }
 
 
-def _attention_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
+def attention_specs(cfg: Any, prefix: str) -> dict[str, Any]:
+    """`Attention` of q_proj, k_proj, v_proj and o_proj, with the sizes and switches that ``cfg`` names as this one."""
     d, dim = cfg.hidden_size, cfg.head_dim
     sizes = (d, cfg.heads, cfg.kv_heads, dim)
     tree: dict[str, Any] = {

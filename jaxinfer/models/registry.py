@@ -9,7 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from jaxinfer.models import falcon, gemma, gpt2, gptj, llama, phi, phi3
+from jaxinfer.models import falcon, gemma, gpt2, gpt_oss, gptj, llama, mixtral, phi, phi3, qwen_moe, sparse
 from jaxinfer.models.config import ConfigError
 from jaxinfer.types import CacheSpec, ParamTree
 
@@ -44,6 +44,10 @@ FALCON = Family(
 )
 GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, gemma.cache_spec, gemma.Gemma)
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, llama.cache_spec, llama.Llama)
+MIXTRAL = Family(mixtral.config_from_json, mixtral.param_specs, sparse.cache_spec, sparse.Sparse)
+QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
+QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
+GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, sparse.cache_spec, sparse.Sparse)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
@@ -58,6 +62,10 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
     "Phi3ForCausalLM": PHI3,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "GptOssForCausalLM": GPT_OSS,
 }
 
 

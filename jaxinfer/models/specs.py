@@ -91,3 +91,25 @@ def gated_mlp(prefix: str, d: int, hidden: int, bias: bool = False) -> dict[str,
         tree["gate_up_bias"] = ParamSpec((2, hidden), (None, "mlp"), init="zeros", sources=biases)
         tree["down_bias"] = plain(f"{prefix}.down_proj.bias", (d,), ("embed",), "zeros")
     return tree
+
+
+def gated_experts(
+    prefix: str,
+    experts: int,
+    d: int,
+    hidden: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Any]:
+    """`MoE`'s ``gate_up`` and ``down`` of one tensor each for the gate, up and down of every expert."""
+    sources = tuple(
+        Source(f"{prefix}.{expert}.{name}.weight", (hidden, d), where=(expert, index))
+        for expert in range(experts)
+        for index, name in enumerate(names[:2])
+    )
+    down = tuple(
+        Source(f"{prefix}.{expert}.{names[2]}.weight", (d, hidden), where=(expert,)) for expert in range(experts)
+    )
+    return {
+        "gate_up": ParamSpec((experts, 2, hidden, d), ("expert", None, "mlp", "embed"), sources=sources),
+        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "mlp"), sources=down),
+    }

@@ -1,0 +1,126 @@
+"""gpt-oss (arXiv:2508.10925): attention with sinks and alternating windows, experts with biases and a clamped GLU.
+
+Checkpoints of plain numbers are read; those in MXFP4 are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.layers.moe import ClampedGLU, RoutingRule
+from jaxinfer.models import sparse
+from jaxinfer.models.config import ConfigReader
+from jaxinfer.models.sparse import Defaults, SparseConfig
+from jaxinfer.models.specs import plain
+from jaxinfer.types import ParamSpec, ParamTree, Source
+
+_DEFAULTS = Defaults(kv_heads=8, experts=128, top_k=4, norm_eps=1e-5, theta=150000.0, max_position=131072)
+_HEAD_DIM, _SIZE, _WINDOW = 64, 2880, 128
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
+    """Read config.json as `transformers` (old or new style) writes it.
+
+    Raises:
+        ConfigError: a field is missing, of the wrong type or not supported.
+    """
+    read = ConfigReader(_with_defaults(config))
+    bias = read.flag("attention_bias", True)
+    size = read.positive("intermediate_size", _SIZE)
+    return sparse.read_config(
+        read,
+        _DEFAULTS,
+        _windows(read),
+        RoutingRule(read.positive("num_experts_per_tok", _DEFAULTS.top_k), scores="softmax of chosen"),
+        intermediate_size=size,
+        expert_size=size,
+        glu=ClampedGLU(read.number("swiglu_alpha", 1.702), read.number("swiglu_limit", 7.0)),
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        expert_bias=True,
+    )
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {**config}
+    if "head_dim" not in fields:
+        fields["head_dim"] = _HEAD_DIM
+    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
+        fields["rope_parameters"] = _ROPE
+    return fields
+
+
+def _windows(read: ConfigReader) -> list[int | None]:
+    """The first layer has a window, the second none, and so on, unless ``layer_types`` says."""
+    count = read.positive("num_hidden_layers", 36)
+    absent = "sliding_window" not in read.fields
+    window = read.positive("sliding_window", _WINDOW) if absent or read.fields["sliding_window"] is not None else None
+    kinds = read.fields.get("layer_types")
+    if kinds is None:
+        return [None if index % 2 else window for index in range(count)]
+    known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
+    read.require(known and len(kinds) == count, "layer_types", f"must name {count} full or sliding attentions")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def param_specs(cfg: SparseConfig) -> ParamTree:
+    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    tree: dict[str, Any] = {**sparse.param_specs(cfg, _experts)}
+    for index in range(len(cfg.layers)):
+        name = f"model.layers.{index}.self_attn.sinks"
+        tree[f"layers_{index}"]["attention"]["sinks"] = plain(name, (cfg.heads,), ("heads",))
+    return tree
+
+
+def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
+    prefix, d, hidden, count = f"{prefix}.mlp", cfg.hidden_size, cfg.expert_size, cfg.experts
+    bias = f"{prefix}.experts.gate_up_proj_bias"
+    return {
+        "router": plain(f"{prefix}.router.weight", (count, d), ("expert", "embed")),
+        "router_bias": plain(f"{prefix}.router.bias", (count,), ("expert",), "zeros"),
+        "gate_up": _gate_up(f"{prefix}.experts.gate_up_proj", count, d, hidden),
+        "gate_up_bias": ParamSpec(
+            (count, 2, hidden),
+            ("expert", None, "mlp"),
+            init="zeros",
+            sources=tuple(
+                Source(bias, (count, 2 * hidden), where=(slice(None), index), part=(slice(None), slice(index, None, 2)))
+                for index in range(2)
+            ),
+        ),
+        "down": _down(f"{prefix}.experts.down_proj", count, d, hidden),
+        "down_bias": plain(f"{prefix}.experts.down_proj_bias", (count, d), ("expert", "embed"), "zeros"),
+    }
+
+
+def _gate_up(name: str, count: int, d: int, hidden: int) -> ParamSpec:
+    """The checkpoint has one tensor [experts, d, 2 hidden], a column of the gate beside one of up."""
+    sources = tuple(
+        Source(
+            name,
+            (count, d, 2 * hidden),
+            transpose=True,
+            where=(expert, index),
+            part=(expert, slice(None), slice(index, None, 2)),
+        )
+        for expert in range(count)
+        for index in range(2)
+    )
+    return ParamSpec((count, 2, hidden, d), ("expert", None, "mlp", "embed"), sources=sources)
+
+
+def _down(name: str, count: int, d: int, hidden: int) -> ParamSpec:
+    sources = tuple(
+        Source(name, (count, hidden, d), transpose=True, where=(expert,), part=(expert,)) for expert in range(count)
+    )
+    return ParamSpec((count, d, hidden), ("expert", "embed", "mlp"), sources=sources)
