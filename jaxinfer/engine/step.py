@@ -106,8 +106,7 @@ def _decode(model: Model, max_logprobs: int, backend: Wish) -> Callable[..., tup
         active = batch.positions >= 0
         tokens = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens)
         attend = DecodeAttend(spec, batch.tables, batch.positions, backend)
-        positions = jnp.maximum(batch.positions, 0)
-        hidden, pools = apply({"params": params}, tokens, positions, attend, state.pools)
+        hidden, pools = apply({"params": params}, tokens, batch.positions, attend, state.pools)
         logits = apply({"params": params}, hidden, method="head")
         slots, own = _of_rows(slots, batch.owners, active)
         sampled, slot_state = sample(
@@ -178,7 +177,8 @@ def _prefill(model: Model, max_logprobs: int, backend: Wish) -> tuple[Callable[.
 
     def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
         attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend)
-        positions = batch.starts[:, None] + jnp.arange(batch.tokens.shape[1])
+        index = jnp.arange(batch.tokens.shape[1])
+        positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
         # Lanes end to end: the products see one matrix.
         hidden, pools = apply({"params": params}, batch.tokens.reshape(-1), positions.reshape(-1), attend, state.pools)
         return state._replace(pools=pools), hidden

@@ -43,7 +43,10 @@ class Decoder(Layer):
         raise NotImplementedError
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
-        """What every block is given beside its input: the angles of rotary embeddings."""
+        """What every block is given beside its input: the angles of rotary embeddings.
+
+        Padding stands at position -1: it must come to finite numbers, which nobody reads.
+        """
         raise NotImplementedError
 
     def up_to(self, length: int) -> Decoder:
