@@ -12,6 +12,20 @@ ARCHITECTURES = {
 # With 64 original positions the wavelengths of head_dim 16 fall on both sides of the ramp and into it.
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _LLAMA3_HUB = {"rope_scaling": {**_LLAMA3, "rope_type": "llama3"}, "rope_theta": 500000.0}
+_YARN_MSCALE = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 48,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "mscale": 0.5,
+    "mscale_all_dim": 0.25,
+}
+_FACTORS = {
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5, 3.0, 3.5],
+    "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 30.0],
+}
+_YARN_QWEN = {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"}
 
 LLAMA = (
     Case("llama-mha", sizes(64, 176, 2, 4, 4, rms_norm_eps=1e-5), prompt_length=33),
@@ -52,6 +66,38 @@ LLAMA = (
         sizes(64, 96, 2, 4, 4, rope_scaling={"type": "linear", "factor": 2.5}),
         style="hub",
         overlooked={"rope_scaling": None},
+    ),
+    Case(
+        "llama-rope-yarn",
+        sizes(64, 96, 2, 4, 2, **rope("yarn", 10000.0, factor=4.0, original_max_position_embeddings=64)),
+        prompt_length=70,
+        overlooked={"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    Case(
+        "llama-rope-yarn-mscale-hub",
+        sizes(64, 96, 2, 4, 1, rope_scaling=_YARN_MSCALE),
+        style="hub",
+        prompt_length=50,
+        overlooked={"rope_scaling": {**_YARN_MSCALE, "mscale": 1.0}},
+    ),
+    Case(
+        "llama-rope-dynamic-hub",
+        sizes(64, 96, 2, 4, 4, rope_scaling={"type": "dynamic", "factor": 2.0}, rope_theta=5e3),
+        style="hub",
+        prompt_length=40,
+    ),
+    Case(
+        "llama-rope-longrope",
+        sizes(
+            64,
+            96,
+            2,
+            4,
+            2,
+            **rope("longrope", 1e4, factor=8.0, original_max_position_embeddings=32, **_FACTORS),
+        ),
+        prompt_length=40,
+        overlooked={"rope_parameters": None},
     ),
     Case("llama-oldest-hub", sizes(64, 172, 2, 4, None, rope_scaling=None, pretraining_tp=1), style="hub"),
 )
@@ -102,6 +148,14 @@ QWEN2 = (
         served=True,
         overlooked={"layer_types": None},
     ),
+    Case(
+        "qwen2-rope-yarn-hub",
+        sizes(64, 96, 2, 4, 2, rope_theta=1000000.0, rope_scaling=_YARN_QWEN),
+        style="hub",
+        prompt_length=70,
+        served=True,
+        overlooked={"rope_scaling": None},
+    ),
 )
 
 QWEN3 = (
@@ -113,6 +167,26 @@ QWEN3 = (
         served=True,
     ),
     Case("qwen3-attention-bias", sizes(48, 96, 2, 2, 2, head_dim=80, attention_bias=True, rms_norm_eps=1e-3)),
+    Case(
+        "qwen3-rope-yarn-factor",
+        sizes(
+            64,
+            96,
+            2,
+            4,
+            2,
+            head_dim=24,
+            **rope(
+                "yarn",
+                50000.0,
+                factor=4.0,
+                original_max_position_embeddings=128,
+                attention_factor=0.8,
+                truncate=False,
+            ),
+        ),
+        prompt_length=40,
+    ),
     Case("qwen3-window-mixed", sizes(64, 96, 4, 4, 2, **_QWEN3_WINDOW, head_dim=16), prompt_length=31),
 )
 
