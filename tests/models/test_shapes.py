@@ -15,6 +15,12 @@ PUBLISHED = {
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,
+    "gpt2": 124_439_808,
+    "gpt-j-6b": 6_050_882_784,
+    "phi-2": 2_779_683_840,
+    "falcon-rw-1b": 1_311_625_216,
+    "falcon-7b": 6_921_720_704,  # the head is tied; the hub's files hold it a second time
+    "falcon-40b": 41_303_293_952,
     "Gemma-2B": 2_506_172_416,
     "Gemma-7B": 8_537_680_896,
     "Gemma-2-2B": 2_614_341_888,
