@@ -9,7 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from jaxinfer.models import falcon, gemma, gpt2, gpt_oss, gptj, llama, mixtral, phi, phi3, qwen_moe, sparse
+from jaxinfer.models import deepseek, falcon, gemma, gpt2, gpt_oss, gptj, llama, mixtral, phi, phi3, qwen_moe, sparse
 from jaxinfer.models.config import ConfigError
 from jaxinfer.types import CacheSpec, ParamTree
 
@@ -48,6 +48,14 @@ MIXTRAL = Family(mixtral.config_from_json, mixtral.param_specs, sparse.cache_spe
 QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
 QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
 GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, sparse.cache_spec, sparse.Sparse)
+DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, deepseek.cache_spec, deepseek.Deepseek)
+DEEPSEEK_V3 = Family(
+    deepseek.DeepseekConfig.from_v3,
+    deepseek.param_specs,
+    deepseek.cache_spec,
+    deepseek.Deepseek,
+    ignore=deepseek.IGNORE,
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
@@ -66,6 +74,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "GptOssForCausalLM": GPT_OSS,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
 
 

@@ -36,6 +36,9 @@ PUBLISHED = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V2": 235_741_434_880,
+    "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a second token
 }
 
 

@@ -1,0 +1,352 @@
+"""DeepSeek-V2 and V3 (arXiv:2405.04434, 2412.19437): latent attention, a few dense layers, then mixtures of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mla import LatentAttention
+from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.layers.moe import GLU, MoE, RoutingRule
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.layers.rope import RopeConfig, yarn_mscale
+from jaxinfer.models.config import ConfigReader, rope_config
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.specs import gated_experts, gated_mlp, linear, norm, plain, vocabulary
+from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
+
+# V3's checkpoint has a layer behind the last one, which predicts a second token. It is for drafts.
+IGNORE = ("model.layers.61.*",)
+
+_ROPES = ("default", "linear", "yarn", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekConfig:
+    """What a checkpoint's config.json says, resolved.
+
+    Attributes:
+        q_rank, nope, rope_dim, value_dim: see `LatentAttention`; the rank of its latents is that of ``layers``.
+        scale: of the scores.
+        interleaved: see `rotate`.
+        dense: so many of the first layers have no experts.
+        rule: how the others choose among ``experts`` of ``expert_size``; ``shared_size`` is what all tokens share.
+        corrected: experts have a bias that counts while they are chosen.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    q_rank: int | None
+    nope: int
+    rope_dim: int
+    value_dim: int
+    layers: tuple[LayerSpec, ...]
+    max_position: int
+    rope: RopeConfig
+    scale: float
+    interleaved: bool
+    norm_eps: float
+    activation: str
+    tied: bool
+    attention_bias: bool
+    dense: int
+    experts: int
+    expert_size: int
+    shared_size: int
+    rule: RoutingRule
+    corrected: bool
+
+    @property
+    def rank(self) -> int:
+        rank = self.layers[0].latent_rank
+        assert rank is not None
+        return rank
+
+    @staticmethod
+    def from_v2(config: Mapping[str, Any]) -> DeepseekConfig:
+        """Read the config.json of a DeepseekV2ForCausalLM.
+
+        Raises:
+            ConfigError: a field is missing, of the wrong type or not supported.
+        """
+        read = ConfigReader(config)
+        _require(read, "scoring_func", "softmax")
+        _require(read, "mlp_bias", False)
+        # transformers takes no notice of it, and DeepSeek's own code does not scale the weights that it divides.
+        _require(read, "norm_topk_prob", False)
+        limited = read.choice("topk_method", "greedy", ("greedy", "group_limited_greedy")) != "greedy"
+        rule = RoutingRule(read.positive("num_experts_per_tok"), scale=read.number("routed_scaling_factor", 1.0))
+        if limited:
+            rule = dataclasses.replace(rule, groups=read.positive("n_group"), top_groups=read.positive("topk_group"))
+        return _common(read, rule, corrected=False, interleaved=True, defaults=_Defaults(2048, 0, 64, 1407, 2))
+
+    @staticmethod
+    def from_v3(config: Mapping[str, Any]) -> DeepseekConfig:
+        """The same of a DeepseekV3ForCausalLM."""
+        read = ConfigReader(config)
+        _require(read, "scoring_func", "sigmoid")
+        _require(read, "topk_method", "noaux_tc")
+        rule = RoutingRule(
+            read.positive("num_experts_per_tok", 8),
+            scores="sigmoid",
+            renormalise=read.flag("norm_topk_prob", True),
+            scale=read.number("routed_scaling_factor", 2.5),
+            groups=read.positive("n_group", 8),
+            top_groups=read.positive("topk_group", 4),
+            group_score="top2",
+        )
+        interleaved = read.flag("rope_interleave", True)
+        return _common(read, rule, corrected=True, interleaved=interleaved, defaults=_Defaults(4096, 3, 256, 2048, 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Defaults:
+    """In which transformers' two configurations differ."""
+
+    max_position: int
+    dense: int
+    experts: int
+    expert_size: int
+    shared: int
+
+
+def _common(
+    read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleaved: bool, defaults: _Defaults
+) -> DeepseekConfig:
+    heads, count = read.positive("num_attention_heads"), read.positive("num_hidden_layers")
+    _require(read, "num_key_value_heads", heads)
+    _require(read, "moe_layer_freq", 1)
+    nope, rope_dim = read.positive("qk_nope_head_dim", 128), read.positive("qk_rope_head_dim", 64)
+    read.require(rope_dim % 2 == 0, "qk_rope_head_dim", "must be even")
+    rank = read.positive("kv_lora_rank", 512)
+    max_position = read.positive("max_position_embeddings", defaults.max_position)
+    rope = rope_config(read, max_position, rope_dim)
+    read.require(rope.kind in _ROPES, "rope_scaling", f"is not supported (known: {', '.join(_ROPES)})")
+    expert_size = read.positive("moe_intermediate_size", defaults.expert_size)
+    return DeepseekConfig(
+        vocab_size=read.positive("vocab_size"),
+        hidden_size=read.positive("hidden_size"),
+        intermediate_size=read.positive("intermediate_size"),
+        heads=heads,
+        q_rank=_q_rank(read),
+        nope=nope,
+        rope_dim=rope_dim,
+        value_dim=read.positive("v_head_dim", 128),
+        layers=(LayerSpec(latent_rank=rank),) * count,
+        max_position=max_position,
+        rope=rope,
+        scale=(nope + rope_dim) ** -0.5 * _score_scale(read, rope),
+        interleaved=interleaved,
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        activation=read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
+        tied=read.flag("tie_word_embeddings", False),
+        attention_bias=read.flag("attention_bias", False),
+        dense=min(_dense(read, defaults.dense), count),
+        experts=_experts(read, rule, defaults.experts),
+        expert_size=expert_size,
+        shared_size=expert_size * read.positive("n_shared_experts", defaults.shared),
+        rule=rule,
+        corrected=corrected,
+    )
+
+
+def _require(read: ConfigReader, name: str, value: Any) -> None:
+    """What is written nowhere in a model's code but its config.json may say."""
+    read.require(read.fields.get(name) in (None, value), name, f"is not supported (known: {value})")
+
+
+def _q_rank(read: ConfigReader) -> int | None:
+    """null says that there is none; absent, it is transformers' default."""
+    null = "q_lora_rank" in read.fields and read.fields["q_lora_rank"] is None
+    return None if null else read.positive("q_lora_rank", 1536)
+
+
+def _dense(read: ConfigReader, default: int) -> int:
+    value = read.fields.get("first_k_dense_replace")
+    value = default if value is None else value
+    read.require(type(value) is int and value >= 0, "first_k_dense_replace", "must be >= 0")
+    return value
+
+
+def _experts(read: ConfigReader, rule: RoutingRule, default: int) -> int:
+    count = read.positive("n_routed_experts", default)
+    least = 2 if rule.group_score == "top2" else 1
+    read.require(
+        count % rule.groups == 0 and count >= least * rule.groups, "n_group", f"does not divide {count} experts"
+    )
+    read.require(rule.top_groups <= rule.groups, "topk_group", f"must be at most n_group ({rule.groups})")
+    allowed = count // rule.groups * rule.top_groups
+    read.require(rule.top_k <= allowed, "num_experts_per_tok", f"must be at most {allowed}, the experts of its groups")
+    return count
+
+
+def _score_scale(read: ConfigReader, rope: RopeConfig) -> float:
+    """Yarn's growth of the scores with the context, which these models have beside that of cosines and sines."""
+    scaling = ConfigReader(read.fields.get("rope_scaling") or read.fields.get("rope_parameters") or {})
+    all_dim = scaling.number("mscale_all_dim", 0.0)
+    return yarn_mscale(rope.factor, all_dim) ** 2 if all_dim and rope.kind != "default" else 1.0
+
+
+class DeepseekContext(NamedTuple):
+    """Cosines and sines of the rotary embedding, and which tokens are real: padding asks for no expert."""
+
+    angles: tuple[jax.Array, jax.Array]
+    live: Bool[Array, "*batch"]
+
+
+class DeepseekBlock(Layer):
+    """One decoder layer, with a mixture of experts unless it is ``dense``."""
+
+    config: DeepseekConfig
+    layer: LayerSpec
+    dense: bool
+
+    def setup(self) -> None:
+        cfg = self.config
+        self.attention_norm = RMSNorm(cfg.norm_eps)
+        self.attention = LatentAttention(
+            heads=cfg.heads,
+            nope=cfg.nope,
+            rope=cfg.rope_dim,
+            layer=self.layer,
+            scale=cfg.scale,
+            q_rank=cfg.q_rank,
+            bias=cfg.attention_bias,
+            interleaved=cfg.interleaved,
+        )
+        self.mlp_norm = RMSNorm(cfg.norm_eps)
+        if self.dense:
+            self.mlp = GatedMLP(cfg.activation)
+        else:
+            activation = cfg.activation
+            self.mlp = MoE(cfg.rule, GLU(activation), correction=cfg.corrected, shared_activation=activation)
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], context: DeepseekContext, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        mixed, cache = self.attention(self.attention_norm(x), context.angles, attend, cache)
+        x = x + mixed
+        normal = self.mlp_norm(x)
+        return x + (self.mlp(normal) if self.dense else self.mlp(normal, context.live)), cache
+
+
+class Deepseek(Decoder):
+    """The whole decoder: see `Decoder`."""
+
+    config: DeepseekConfig
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        make = override or DeepseekBlock
+        return make(self.config, self.config.layers[index], index < self.config.dense, parent=None)
+
+    def context(self, positions: Int[Array, "*batch"]) -> DeepseekContext:
+        return DeepseekContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
+
+    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        final: Any = RMSNorm(self.config.norm_eps, parent=None).apply
+        return final({"params": self.weight("final_norm")}, x)
+
+
+def cache_spec(cfg: DeepseekConfig) -> CacheSpec:
+    return CacheSpec(cfg.layers, 1, cfg.rank + cfg.rope_dim)
+
+
+def param_specs(cfg: DeepseekConfig) -> ParamTree:
+    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
+    d, vocab = cfg.hidden_size, cfg.vocab_size
+    tree: dict[str, Any] = {
+        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
+        "final_norm": {"scale": norm("model.norm.weight", d)},
+    }
+    for index in range(len(cfg.layers)):
+        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}", index < cfg.dense)
+    if not cfg.tied:
+        tree["head"] = vocabulary("lm_head.weight", vocab, d)
+    return tree
+
+
+def _block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:
+    d, mlp = cfg.hidden_size, f"{prefix}.mlp"
+    return {
+        "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", d)},
+        "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
+        "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", d)},
+        "mlp": gated_mlp(mlp, d, cfg.intermediate_size) if dense else _moe_specs(cfg, mlp),
+    }
+
+
+def _moe_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
+    d = cfg.hidden_size
+    tree: dict[str, Any] = {
+        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("expert", "embed")),
+        **gated_experts(f"{prefix}.experts", cfg.experts, d, cfg.expert_size),
+        "shared": gated_mlp(f"{prefix}.shared_experts", d, cfg.shared_size),
+    }
+    if cfg.corrected:
+        name = f"{prefix}.gate.e_score_correction_bias"
+        tree["correction"] = plain(name, (cfg.experts,), ("expert",), "zeros")
+    return tree
+
+
+def _attention_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
+    d, query, heads = cfg.hidden_size, cfg.nope + cfg.rope_dim, cfg.heads
+    latents = [("kv_a_proj_with_mqa", cfg.rank + cfg.rope_dim)]
+    if cfg.q_rank is not None:
+        latents = [("q_a_proj", cfg.q_rank), *latents]
+    q, q_in = (f"{prefix}.q_proj.weight", d) if cfg.q_rank is None else (f"{prefix}.q_b_proj.weight", cfg.q_rank)
+    q_source = Source(q, (heads * query, q_in), transpose=True, reshape=(q_in, heads, query))
+    tree: dict[str, Any] = {
+        "down": _side_by_side(prefix, latents, d, "weight"),
+        "kv_norm": {"scale": norm(f"{prefix}.kv_a_layernorm.weight", cfg.rank)},
+        "q": ParamSpec((q_in, heads, query), (None, "heads", "head_dim"), sources=(q_source,)),
+        **_up_specs(cfg, f"{prefix}.kv_b_proj.weight"),
+        "out": linear(f"{prefix}.o_proj.weight", (heads * cfg.value_dim, d), ("heads", "embed")),
+    }
+    if cfg.q_rank is not None:
+        tree["q_norm"] = {"scale": norm(f"{prefix}.q_a_layernorm.weight", cfg.q_rank)}
+    if cfg.attention_bias:
+        tree["down_bias"] = _side_by_side(prefix, latents, d, "bias")
+        tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
+    return tree
+
+
+def _side_by_side(prefix: str, parts: list[tuple[str, int]], d: int, kind: str) -> ParamSpec:
+    """Projections of one input as one matrix [d, sizes of all], or their biases as one vector."""
+    weight, sources, at = kind == "weight", [], 0
+    for name, size in parts:
+        place = slice(at, at + size)
+        shape, where = ((size, d), (slice(None), place)) if weight else ((size,), (place,))
+        sources.append(Source(f"{prefix}.{name}.{kind}", shape, transpose=weight, where=where))
+        at += size
+    if weight:
+        return ParamSpec((d, at), ("embed", None), sources=tuple(sources))
+    return ParamSpec((at,), (None,), init="zeros", sources=tuple(sources))
+
+
+def _up_specs(cfg: DeepseekConfig, name: str) -> dict[str, Any]:
+    """``up_key`` and ``up_value``: the rows of each head in ``kv_b_proj``, those of its keys first."""
+    size, shape = cfg.nope + cfg.value_dim, (cfg.heads * (cfg.nope + cfg.value_dim), cfg.rank)
+
+    def rows(head: int, first: int, last: int, transpose: bool) -> Source:
+        part = (slice(head * size + first, head * size + last),)
+        return Source(name, shape, transpose=transpose, where=(head,), part=part)
+
+    heads, axes = range(cfg.heads), ("heads", None, None)
+    return {
+        "up_key": ParamSpec(
+            (cfg.heads, cfg.nope, cfg.rank), axes, sources=tuple(rows(head, 0, cfg.nope, False) for head in heads)
+        ),
+        "up_value": ParamSpec(
+            (cfg.heads, cfg.rank, cfg.value_dim),
+            axes,
+            sources=tuple(rows(head, cfg.nope, size, True) for head in heads),
+        ),
+    }
