@@ -69,6 +69,10 @@ CASES = {
     "window of one": (TINY, {"lengths": (65,), "window": 1, "kv_heads": 1}),
     "int8 per head": (TINY, {"lengths": (100, 0), "pool_dtype": INT8, "scales": "head", "kv_heads": 1}),
     "int8 per token": (ONE, {"lengths": (50,), "page": 32, "pool_dtype": INT8, "scales": "token", "window": 33}),
+    "int8 per token, page 16, dim 80": (
+        TINY,
+        {"lengths": (100, 17), "pool_dtype": INT8, "scales": "token", "head_dim": 80, "kv_heads": 2, "width": 9},
+    ),
     "fp8 per head": (
         ONE,
         {"lengths": (75,), "pool_dtype": FP8, "scales": "head", "dtype": jnp.float16, "head_dim": 128},
@@ -89,6 +93,16 @@ SLOW = {
     "fp8 per token, page 128": (
         Tiles(block_keys=128, stages=2, keys_per_split=256, blocks=2),
         {"lengths": (300,), "page": 128, "pool_dtype": FP8, "scales": "token", "head_dim": 128, "kv_heads": 1},
+    ),
+    "fp8 per head, dim 96": (ONE, {"lengths": (40, 70), "pool_dtype": FP8, "scales": "head", "head_dim": 96}),
+    "fp8 per token, page 16, block 128": (
+        Tiles(block_keys=128, stages=2, keys_per_split=128, blocks=2),
+        {"lengths": (150, 3), "pool_dtype": FP8, "scales": "token", "group": 3, "window": 60, "kv_heads": 1},
+    ),
+    "int8, tree, dim 80": (
+        TINY,
+        {"lengths": (90,), "counts": (6,), "tree": True, "pool_dtype": INT8, "scales": "token", "head_dim": 80}
+        | {"group": 2, "kv_heads": 1},
     ),
     "fp8 without scales": (TINY, {"lengths": (80,), "pool_dtype": FP8, "kv_heads": 1, "sinks": True}),
     "sixteen queries": (TINY, {"lengths": (100, 16), "counts": (16, 16), "group": 4, "kv_heads": 1, "head_dim": 128}),
@@ -236,8 +250,7 @@ def _costs(spans, row, kv_heads, per_split):
         ({"dtype": jnp.float32}, "float32"),
         ({"page": 24}, "page size 24"),
         ({"group": 65}, "too many"),
-        ({"pool_dtype": INT8, "scales": "token", "page": 16}, "a scale per token"),
-        ({"pool_dtype": INT8, "scales": "head", "head_dim": 96}, "quantised pool"),
+        ({"pool_dtype": jnp.float16}, "neither alike"),
     ],
 )
 def test_refuses_what_it_cannot_do(change, message):

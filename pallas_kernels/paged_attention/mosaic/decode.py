@@ -131,7 +131,7 @@ def extend(
         "lengths": lengths,
         "plan": plan,
         **({} if sinks is None else {"sinks": sinks.astype(jnp.float32) * LOG2_E}),
-        **({} if scales is None else {"scales": scales.astype(jnp.float32)}),
+        **({} if scales is None else {"scales": _scales_of(shape, tables, scales)}),
         **({} if tree is None else _tree_words(tree)),
     }
     output = _launcher(shape, tuple(given), interpret)(*given.values())[0]
@@ -194,7 +194,6 @@ def _option_refusal(q: Any, window: int | None, softcap: float | None, sinks: An
 
 
 def _pool_refusal(q: Any, pool: Any, scales: Any) -> str | None:
-    head_dim, page = pool.shape[4], pool.shape[3]
     if q.dtype not in DTYPES:
         return f"queries are {q.dtype}: this kernel does bfloat16 and float16"
     if pool.dtype not in QUANTISED:
@@ -203,10 +202,6 @@ def _pool_refusal(q: Any, pool: Any, scales: Any) -> str | None:
         return None
     if scales is not None and scales.shape not in (pool.shape[:3], pool.shape[:4]):
         return f"scales {scales.shape} fit neither the pages nor the tokens of pool {pool.shape}"
-    if head_dim % 64:
-        return f"head_dim {head_dim} of a quantised pool: multiples of 64 only"
-    if scales is not None and scales.ndim == 4 and page < 32:
-        return f"page size {page} with a scale per token: the copy engine needs 32 of them side by side"
     return None
 
 
@@ -287,18 +282,28 @@ def _shape_of(
 
 
 def _flat_queries(shape: Shape, q: Array) -> Array:
-    """[rows * kv_heads * queries, head_dim]; one query per row is that already, but for the tile it must fill."""
+    """[rows * kv_heads * queries, key_dim]; one query per row is that already, but for the tile it must fill."""
     if shape.chunk > 1:
         grouped = q.reshape(shape.rows, shape.chunk, shape.kv_heads, shape.group, shape.head_dim)
         q = jnp.swapaxes(grouped, 1, 2)
     flat = q.reshape(-1, shape.head_dim)
-    missing = max(-flat.shape[0] % types.TILE_ROWS, shape.columns - flat.shape[0])
-    return jnp.pad(flat, ((0, missing), (0, 0))) if missing else flat
+    missing = max(-flat.shape[0] % types.TILE_ROWS, shape.columns - flat.shape[0]), shape.key_dim - shape.head_dim
+    return jnp.pad(flat, [(0, more) for more in missing]) if any(missing) else flat
 
 
 def _unflat(shape: Shape, output: Array) -> Array:
     grouped = output.reshape(shape.rows, shape.kv_heads, shape.chunk, shape.group, shape.head_dim)
     return jnp.swapaxes(grouped, 1, 2).reshape(shape.rows, shape.chunk, -1, shape.head_dim)
+
+
+def _scales_of(shape: Shape, tables: Int[Array, "lanes width"], scales: Array) -> Array:
+    """As they are, or [lanes, 2, kv_heads, keys] in the order of the keys, whole blocks of them."""
+    scales = scales.astype(jnp.float32)
+    if not shape.gathered:
+        return scales
+    filled = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (shape.tiles.block_keys // shape.page))))
+    by_key = jnp.moveaxis(jnp.take(scales, filled, axis=0, mode="clip"), 1, 3)
+    return by_key.reshape(*by_key.shape[:3], -1)
 
 
 def _tree_words(tree: Bool[Array, "lanes chunk chunk"]) -> dict[str, Array]:

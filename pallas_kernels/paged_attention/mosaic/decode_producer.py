@@ -121,6 +121,11 @@ def _copy_query(shape: Shape, unit: Unit, index: Any, gmem: Gmem, smem: Smem, ba
     )
 
 
+def _columns(shape: Shape, width: int, any_scalar: Any) -> Any:
+    """The first ``width`` of memory's columns. What is out of its bounds the copy engine fills with zeros."""
+    return pl.ds(0 if width == shape.head_dim else pl.multiple_of(any_scalar * 0, width), width)
+
+
 def _fill(shape: Shape, unit: Unit, done: Any, gmem: Gmem, smem: Smem, barriers: Barriers, index: Any, _: None) -> None:
     slot = slot_of(shape, done + index)
 
@@ -132,6 +137,8 @@ def _fill(shape: Shape, unit: Unit, done: Any, gmem: Gmem, smem: Smem, barriers:
     pages = [page_id(shape, gmem, unit.row, first + i * shape.piece) for i in range(shape.pieces)]
     # All keys first, so that the scores need not wait for the values.
     for half in (0, 1):
+        if shape.gathered:
+            _copy_gathered(shape, unit, half, first, slot, gmem, smem, barriers)
         for i, page in enumerate(pages):
             at = first + i * shape.piece
             wanted = (at < unit.keys.high) & (at + shape.piece > unit.keys.low)
@@ -158,15 +165,25 @@ def page_id(shape: Shape, gmem: Gmem, row: Any, key: Any) -> Any:
 
 def _copy_piece(shape: Shape, piece: _Piece, index: int, slot: Any, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
     target, ready = (smem.keys, barriers.keys_ready) if piece.half == 0 else (smem.values, barriers.values_ready)
-    columns = pl.ds(0, shape.head_dim)
-    if piece.half == 1 and shape.value_dim != shape.head_dim:
-        # Columns past the pool's are out of its bounds: the copy engine fills them with zeros.
-        columns = pl.ds(pl.multiple_of(piece.head * 0, shape.value_dim), shape.value_dim)
+    columns = _columns(shape, shape.key_dim if piece.half == 0 else shape.value_dim, piece.head)
     where, to = (piece.page, piece.half, piece.head, pl.ds(piece.first, shape.piece)), _rows(shape, index)
     plgpu.copy_gmem_to_smem(gmem.pool.at[(*where, columns)], target.at[slot, to], ready.at[slot])
-    if shape.scaled_by == "token":
+    if _scaled_by_piece(shape):
         factors = smem.key_scales if piece.half == 0 else smem.value_scales
         plgpu.copy_gmem_to_smem(gmem.scales.at[where], factors.at[slot, to], ready.at[slot])
+
+
+def _scaled_by_piece(shape: Shape) -> bool:
+    return shape.scaled_by == "token" and not shape.gathered
+
+
+def _copy_gathered(
+    shape: Shape, unit: Unit, half: int, first: Any, slot: Any, gmem: Gmem, smem: Smem, barriers: Barriers
+) -> None:
+    """The factors of a whole slot."""
+    factors, ready = (smem.key_scales, barriers.keys_ready) if half == 0 else (smem.value_scales, barriers.values_ready)
+    keys = pl.ds(pl.multiple_of(first, shape.tiles.block_keys), shape.tiles.block_keys)
+    plgpu.copy_gmem_to_smem(gmem.scales.at[unit.row, half, unit.head, keys], factors.at[slot], ready.at[slot])
 
 
 def _rows(shape: Shape, index: int) -> Any:
@@ -176,5 +193,5 @@ def _rows(shape: Shape, index: int) -> Any:
 def _skip_piece(shape: Shape, half: int, slot: Any, barriers: Barriers) -> None:
     """No query sees any of it: whatever the slot holds is masked."""
     ready = barriers.keys_ready if half == 0 else barriers.values_ready
-    for _ in range(2 if shape.scaled_by == "token" else 1):
+    for _ in range(2 if _scaled_by_piece(shape) else 1):
         plgpu.barrier_arrive(ready.at[slot])

@@ -12,6 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 QUERY_SLOTS = 2  # the next unit's queries are on their way while this one is computed
 # A KV head's first query lies anywhere in a shared-memory tile of so many rows.
 TILE_ROWS = 8
+# Scales that the copy engine takes at once: 128 bytes.
+LEAST_SCALES = 32
 # Bytes of shared memory: scratch of reductions across warps, barriers, alignment.
 _OVERHEAD = 2048 + 768
 
@@ -79,6 +81,16 @@ class Shape(NamedTuple):
         return -(-self.head_dim // 64) * 64
 
     @property
+    def key_dim(self) -> int:
+        """Of keys and queries in shared memory. Bytes are widened 64 columns at a time: zeros fill the last ones up."""
+        return self.value_dim if self.quantised else self.head_dim
+
+    @property
+    def gathered(self) -> bool:
+        """Do per-token scales come in the order of the keys? The copy engine takes no fewer than 32 side by side."""
+        return self.scaled_by == "token" and self.page < LEAST_SCALES
+
+    @property
     def piece(self) -> int:
         """Keys of one copy: a page, or what a slot takes of it."""
         return min(self.page, self.tiles.block_keys)
@@ -106,14 +118,14 @@ def columns(queries: int) -> int:
 class Gmem(NamedTuple):
     """Operands and results in device memory."""
 
-    query: Any  # [rows * kv_heads * queries, head_dim], and up to a tile more
+    query: Any  # [rows * kv_heads * queries, key_dim], and up to a tile more
     pool: Any  # [pages, 2, kv_heads, page, head_dim]
     tables: Any  # [rows, width]
     starts: Any  # [rows]
     lengths: Any  # [rows]
     plan: Any  # [3, blocks]
     sinks: Any  # [heads], in units of log 2
-    scales: Any  # [pages, 2, kv_heads] or [pages, 2, kv_heads, page]
+    scales: Any  # [pages, 2, kv_heads], [pages, 2, kv_heads, page], or [rows, 2, kv_heads, keys] if `Shape.gathered`
     seen: Any  # [rows, chunk] int32: bit i: does the query see token i of its chunk?
     depths: Any  # [rows, chunk]: positions of the queries, counted from the row's start
     output: Any  # [rows * kv_heads * queries, head_dim]
@@ -124,12 +136,12 @@ class Gmem(NamedTuple):
 class Smem(NamedTuple):
     """One thread block's shared memory."""
 
-    query: Any  # [QUERY_SLOTS, columns, head_dim]
-    keys: Any  # [stages, block_keys, head_dim]
+    query: Any  # [QUERY_SLOTS, columns, key_dim]
+    keys: Any  # [stages, block_keys, key_dim]
     values: Any  # [stages, block_keys, value_dim]
     key_scales: Any  # [stages, block_keys] float32, per-token scales only
     value_scales: Any
-    wide_keys: Any  # [block_keys, head_dim]: dequantised, quantised pools only
+    wide_keys: Any  # [block_keys, key_dim]: dequantised, quantised pools only
     wide_values: Any  # [block_keys, value_dim]
     probs: Any  # [columns, block_keys]
     output: Any  # [columns, value_dim]
@@ -146,10 +158,10 @@ class Barriers(NamedTuple):
 
 
 def tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    """Rows in swizzled tiles of 8, as wgmma and the copy engine want them."""
-    columns = swizzle // jnp.dtype(dtype).itemsize
-    tiling = (plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(dims, dtype, transforms=tiling)
+    """Rows in tiles of 8, swizzled as wgmma and the copy engine want them (a swizzle of 16 is none)."""
+    tiling = plgpu.TilingTransform((TILE_ROWS, swizzle // jnp.dtype(dtype).itemsize))
+    swizzled = (plgpu.SwizzleTransform(swizzle),) if swizzle > 16 else ()
+    return plgpu.SMEM(dims, dtype, transforms=(tiling, *swizzled))
 
 
 def swizzle(head_dim: int, dtype: Any) -> int:
@@ -158,13 +170,13 @@ def swizzle(head_dim: int, dtype: Any) -> int:
 
 
 def smem(shape: Shape) -> Smem:
-    stages, block, dim, wide = shape.tiles.stages, shape.tiles.block_keys, shape.head_dim, shape.value_dim
+    stages, block, dim, wide = shape.tiles.stages, shape.tiles.block_keys, shape.key_dim, shape.value_dim
     own = swizzle(dim, shape.dtype)
     # Bytes are no operand of a wgmma: narrow tiles let them be widened a few at a time, in few registers.
-    raw = 64 if shape.quantised else own
+    raw = min(64, swizzle(shape.head_dim, shape.pool_dtype)) if shape.quantised else own
     factors = plgpu.SMEM((stages, block), jnp.float32) if shape.scaled_by == "token" else None
     # Two tiles in a row of memory order: plain rows, of which the copy out may take any number.
-    plain = (plgpu.TilingTransform((1, own // 2)),) if wide != dim else ()
+    plain = (plgpu.TilingTransform((1, swizzle(shape.head_dim, shape.dtype) // 2)),) if wide != shape.head_dim else ()
     return Smem(
         query=tiled((QUERY_SLOTS, shape.columns, dim), shape.dtype, own),
         keys=tiled((stages, block, dim), shape.pool_dtype, raw),
@@ -181,16 +193,18 @@ def smem(shape: Shape) -> Smem:
 def smem_bytes(shape: Shape) -> int:
     """Of one thread block, the reductions' scratch and the barriers included."""
     size, raw = jnp.dtype(shape.dtype).itemsize, jnp.dtype(shape.pool_dtype).itemsize
-    both = shape.tiles.block_keys * (shape.head_dim + shape.value_dim)
+    both = shape.tiles.block_keys * (shape.key_dim + shape.value_dim)
     slots = shape.tiles.stages * (both * raw + (8 * shape.tiles.block_keys if shape.scaled_by == "token" else 0))
     wide = both * size if shape.quantised else 0
-    per_column = (QUERY_SLOTS * shape.head_dim + shape.tiles.block_keys + shape.value_dim) * size
+    per_column = (QUERY_SLOTS * shape.key_dim + shape.tiles.block_keys + shape.value_dim) * size
     return slots + wide + shape.columns * per_column + _OVERHEAD
 
 
 def barriers(shape: Shape) -> Barriers:
     stages = shape.tiles.stages
-    copies = shape.pieces * (2 if shape.scaled_by == "token" else 1)
+    copies = shape.pieces
+    if shape.scaled_by == "token":
+        copies += 1 if shape.gathered else shape.pieces
     return Barriers(
         query_ready=plgpu.Barrier(num_barriers=QUERY_SLOTS),
         query_free=plgpu.Barrier(num_barriers=QUERY_SLOTS),
