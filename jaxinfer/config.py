@@ -32,7 +32,7 @@ class EngineConfig:
         page_size: tokens per KV page, a power of two.
         num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
-        kv_cache_bytes: bound on the default size of the pool (default: none on a GPU, 4 GiB on a CPU).
+        kv_cache_bytes: bound on the default size of the pool, on each device (default: none on a GPU, 4 GiB on a CPU).
         memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
             programs may take together.
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
@@ -55,6 +55,7 @@ class EngineConfig:
             are reused.
         attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
             XLA; "mosaic" and "xla" force one of them.
+        tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -82,6 +83,7 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     exactness: str = "exact"
     attention_backend: str = "auto"
+    tensor_parallel_size: int = 1
     seed: int | None = None
 
 
@@ -118,6 +120,7 @@ class ResolvedEngine:
     prompt_lookup_max: int
     exactness: str
     attention_backend: Backend
+    tensor_parallel_size: int
     seed: int | None
 
     @property
@@ -183,6 +186,7 @@ def resolve(
         prompt_lookup_max=config.prompt_lookup_max,
         exactness=config.exactness,
         attention_backend=cast("Backend", config.attention_backend),
+        tensor_parallel_size=config.tensor_parallel_size,
         seed=config.seed,
     )
 
@@ -194,7 +198,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "exactness": ("exact", "relaxed"),
     "attention_backend": ("auto", "mosaic", "xla"),
 }
-_AT_LEAST_ONE = ("max_num_seqs", "multi_step", "num_speculative_tokens", "prompt_lookup_min")
+_AT_LEAST_ONE = ("max_num_seqs", "multi_step", "num_speculative_tokens", "prompt_lookup_min", "tensor_parallel_size")
 
 
 def _require_simple(config: EngineConfig) -> None:
@@ -256,5 +260,5 @@ def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
         return config.num_pages
     bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    affordable = bound // cache.bytes_per_page(config.page_size, itemsize)
+    affordable = bound // cache.bytes_per_page(config.page_size, itemsize, config.tensor_parallel_size)
     return max(width, min(width * config.max_num_seqs, affordable))

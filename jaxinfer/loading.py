@@ -11,25 +11,26 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.placement import spread_model
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.registry import Family
 from jaxinfer.parallel.mesh import make_mesh, param_sharding
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
-from jaxinfer.weights import CheckpointError, load_params, open_checkpoint, refuse_quantised
+from jaxinfer.weights import CheckpointError, load_params, on_devices, open_checkpoint, refuse_quantised
 from jaxinfer.weights.checkpoint import read_json_object
 from jaxinfer.weights.load import Progress, checkpoint_dtype
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.source import locate
-from jaxinfer.weights.tree import with_names
+from jaxinfer.weights.tree import Fill, with_names
 
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
 
@@ -86,13 +87,13 @@ def start_engine(
             wrong. What does not fit into memory is refused before the weights are loaded.
     """
     use_compilation_cache(compilation_cache_dir)
-    platform = jax.default_backend()
+    platform, mesh = jax.default_backend(), make_mesh(config.tensor_parallel_size)
     given = _as_dtype(model, dtype) if isinstance(model, Model) else None
-    plan = plan_engine(given or abstract_model(str(model), dtype), config, platform)
+    plan = plan_engine(given or abstract_model(str(model), dtype), config, platform, mesh)
     loaded = given or load_model(
-        str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights
+        str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
-    engine = Engine(loaded, dataclasses.replace(config, num_pages=plan.pages), platform, progress.compiled)
+    engine = Engine(loaded, dataclasses.replace(config, num_pages=plan.pages), platform, progress.compiled, mesh)
     plan.require(engine.temporaries)
     return loaded, engine
 
@@ -110,6 +111,7 @@ def load_model(
     check_finite: bool = False,
     show_progress: bool = True,
     progress: Progress | None = None,
+    mesh: Mesh | None = None,
     families: Mapping[str, Family] = MappingProxyType({}),
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
@@ -120,16 +122,20 @@ def load_model(
         check_finite: refuse NaN and infinite weights.
         show_progress: draw a bar on stderr where that is a terminal.
         progress: told instead, see `load_params`.
+        mesh: the devices over which the weights are spread, see docs/parallelism.md; None: JAX's first device.
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
+        EngineConfigError: the model cannot be spread over the mesh.
     """
+    mesh = mesh or make_mesh()
     folder, model = _describe(name, dtype, families)
+    model = spread_model(model, mesh)
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as told:
-        params = _load(folder, model, told, check_finite)
+        params = _load(folder, model, told, check_finite, mesh)
     generation = folder / "generation_config.json"
     return model.replace(
         params=params,
@@ -163,18 +169,15 @@ def _describe(
     return folder, abstract(config_json, stored, name, families)
 
 
-def _load(folder: pathlib.Path, model: Model, progress: Progress | None, check_finite: bool) -> dict[str, Any]:
-    mesh, specs = make_mesh(), _as_named(folder, model)
-
-    def place(path: tuple[str, ...], buffer: np.ndarray) -> jax.Array:
-        spec: Any = specs
-        for key in path:
-            spec = spec[key]
-        assert isinstance(spec, ParamSpec)
-        return jax.device_put(buffer, param_sharding(mesh, spec))
+def _load(
+    folder: pathlib.Path, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh
+) -> dict[str, Any]:
+    def place(_: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
+        return on_devices(param_sharding(mesh, spec), spec, fill)
 
     ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
-    return load_params(folder, specs, str(model.dtype), place, progress, check_finite, ignore)
+    specs, dtype = _as_named(folder, model), str(model.dtype)
+    return load_params(folder, specs, dtype, place, progress, check_finite, ignore)
 
 
 def _as_named(folder: pathlib.Path, model: Model) -> ParamTree:

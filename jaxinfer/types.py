@@ -346,11 +346,12 @@ class CacheSpec:
     def group(self, layer: LayerSpec) -> int:
         return self.windows.index(layer.window)
 
-    def pool_shape(self, pages: int, page_size: int) -> tuple[int, ...]:
+    def pool_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
+        """Of a layer's pool, or of the part on each of the devices over which its heads are spread."""
         if self.latent:
             return (pages, page_size, self.head_dim)
-        return (pages, 2, self.kv_heads, page_size, self.head_dim)
+        return (pages, 2, self.kv_heads // devices, page_size, self.head_dim)
 
-    def bytes_per_page(self, page_size: int, itemsize: int) -> int:
-        """Bytes of one page over all layers, for elements of ``itemsize`` bytes."""
-        return len(self.layers) * math.prod(self.pool_shape(1, page_size)) * itemsize
+    def bytes_per_page(self, page_size: int, itemsize: int, devices: int = 1) -> int:
+        """Bytes of one page over all layers, for elements of ``itemsize`` bytes, on each of as many devices."""
+        return len(self.layers) * math.prod(self.pool_shape(1, page_size, devices)) * itemsize

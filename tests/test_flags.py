@@ -47,6 +47,7 @@ EVERY = {
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),
+    "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "seed": (["--seed", "5"], 5),
 }
 

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, Programs, StepState
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
+from jaxinfer.parallel.mesh import traced_for
 from jaxinfer.sampling import SlotParams
 
 # Called with the programs that are compiled, and with how many there will be.
@@ -49,11 +51,12 @@ class CompiledPrograms:
 
 
 class _Job(NamedTuple):
-    """A function, the arguments that it will be called with, and which of them is donated."""
+    """A function, the arguments that it will be called with, which of them is donated, and where its results lie."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate: int | None
+    results: Any
 
 
 def compile_programs(
@@ -71,18 +74,17 @@ def compile_programs(
         groups: of the cache (`CacheSpec.windows`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
-    sharding = jax.tree.leaves(state)[0].sharding
     params, slots, state = (_abstract(tree) for tree in (params, slots, state))
-    shapes = _Shapes(engine, groups)
+    shapes, kept = _Shapes(engine, groups, _sharding(state.last_tokens)), _shardings(state)
     jobs = {
         **_computing(programs, shapes, params, slots, state),
         **_keeping(programs, shapes, state),
         **{
-            f"prefill_{size}x{lanes}": _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1)
+            f"prefill_{size}x{lanes}": _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1, kept)
             for size, lanes in shapes.prefills
         },
     }
-    done = _compile(jobs, sharding, progress)
+    done = _compile(jobs, shapes.mesh, progress)
     prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in shapes.prefills}
     return CompiledPrograms(prefill=prefill, **{"decode_many": None, **done})
 
@@ -94,12 +96,12 @@ def compile_largest(
 
     All arguments may be abstract: arrays are only asked for shape, dtype and sharding.
     """
-    sharding, shapes = jax.tree.leaves(state)[0].sharding, _Shapes(engine, groups)
+    shapes = _Shapes(engine, groups, _sharding(state.last_tokens))
     jobs = _computing(programs, shapes, params, slots, state)
     jobs.pop("decode_many", None)  # one step needs as much as several, the results aside
     size, lanes = max(shapes.prefills, key=math.prod)
-    jobs["prefill"] = _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1)
-    return list(_compile(jobs, sharding).values())
+    jobs["prefill"] = _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1, _shardings(state))
+    return list(_compile(jobs, shapes.mesh).values())
 
 
 def temporary_bytes(executable: Any) -> int:
@@ -112,41 +114,53 @@ def _computing(
     programs: Programs, shapes: _Shapes, params: Any, slots: SlotParams, state: StepState
 ) -> dict[str, _Job]:
     largest, batch = shapes.engine.prefill_sizes[-1], shapes.decode()
-    prompt = (params, state, shapes.prefill(largest, 1), _ints(largest))
+    kept, shown = _shardings(state), shapes.everywhere
+    prompt = (params, state, shapes.prefill(largest, 1), shapes.ints(largest))
     jobs = {
-        "decode": _Job(programs.decode, (params, slots, state, batch), 2),
-        "prefill_logprobs": _Job(programs.prefill_logprobs, prompt, 1),
+        "decode": _Job(programs.decode, (params, slots, state, batch), 2, (kept, shown)),
+        "prefill_logprobs": _Job(programs.prefill_logprobs, prompt, 1, (kept, shown)),
     }
     if shapes.engine.multi_step > 1 and batch.owners is None:
-        jobs["decode_many"] = _Job(programs.decode_many, (params, slots, state, batch, _ints()), 2)
+        several = (params, slots, state, batch, shapes.ints())
+        jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown))
     return jobs
 
 
 def _keeping(programs: Programs, shapes: _Shapes, state: StepState) -> dict[str, _Job]:
     """Programs that move state and compute nothing."""
-    vocab = state.slots.counts.shape[1]
+    vocab, kept, slot = state.slots.counts.shape[1], _shardings(state), shapes.ints()
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), state.slots)
-    copies, moved = _ints(shapes.groups, COPIES), _ints(shapes.groups, TRANSFER_PAGES)
-    page = (TRANSFER_PAGES, len(state.pools), *state.pools[0].data.shape[1:])
+    copies, moved = shapes.ints(shapes.groups, COPIES), shapes.ints(shapes.groups, TRANSFER_PAGES)
+    rows = shapes.array((vocab,), jnp.bool_), shapes.array((vocab,), jnp.float32)
+    pages = _exported(state)
     return {
-        "admit": _Job(programs.admit, (state, _ints(), _array((vocab,), jnp.bool_), _array((vocab,), jnp.float32)), 0),
-        "keep": _Job(programs.keep, (state, _ints()), None),
-        "resume": _Job(programs.resume, (state, _ints(), one), 0),
-        "copy": _Job(programs.copy, (state, copies, copies), 0),
-        "export": _Job(programs.export, (state, moved), None),
-        "restore": _Job(programs.restore, (state, _array(page, state.pools[0].data.dtype), moved), 0),
+        "admit": _Job(programs.admit, (state, slot, *rows), 0, kept),
+        "keep": _Job(programs.keep, (state, slot), None, shapes.everywhere),
+        "resume": _Job(programs.resume, (state, slot, one), 0, kept),
+        "copy": _Job(programs.copy, (state, copies, copies), 0, kept),
+        "export": _Job(programs.export, (state, moved), None, pages.sharding),
+        "restore": _Job(programs.restore, (state, pages, moved), 0, kept),
     }
 
 
-def _compile(jobs: Mapping[str, _Job], sharding: Any, progress: CompileProgress | None = None) -> dict[str, Any]:
+def _exported(state: StepState) -> jax.ShapeDtypeStruct:
+    """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
+    pool = state.pools[0].data
+    lies = _sharding(pool)
+    sharding = NamedSharding(lies.mesh, PartitionSpec(None, None, *tuple(lies.spec)[1:]))
+    return jax.ShapeDtypeStruct((TRANSFER_PAGES, len(state.pools), *pool.shape[1:]), pool.dtype, sharding=sharding)
+
+
+def _compile(jobs: Mapping[str, _Job], mesh: Mesh, progress: CompileProgress | None = None) -> dict[str, Any]:
     """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
     tell = progress or (lambda done, total: None)
     tell(0, len(jobs))
-    lowered = {
-        name: jax.jit(job.function, donate_argnums=job.donate, out_shardings=sharding).lower(*job.arguments)
-        for name, job in jobs.items()
-    }
-    options = _GPU_OPTIONS if sharding.mesh.devices.flat[0].platform == "gpu" else None
+    with traced_for(mesh):
+        lowered = {
+            name: jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
+            for name, job in jobs.items()
+        }
+    options = _GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
         running = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
         for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
@@ -158,12 +172,13 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return _array(shape, np.int32)
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(_sharding, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,16 +187,28 @@ class _Shapes:
 
     engine: ResolvedEngine
     groups: int
+    everywhere: NamedSharding
+
+    @property
+    def mesh(self) -> Mesh:
+        assert isinstance(self.everywhere.mesh, Mesh)
+        return self.everywhere.mesh
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.everywhere)
+
+    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self.array(shape, np.int32)
 
     @property
     def prefills(self) -> list[tuple[int, int]]:
         return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
 
     def decode(self) -> DecodeBatch:
-        rows = _ints(self.engine.rows)
-        tables = _ints(self.groups, self.engine.rows, self.engine.table_width)
+        rows = self.ints(self.engine.rows)
+        tables = self.ints(self.groups, self.engine.rows, self.engine.table_width)
         return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
 
     def prefill(self, size: int, lanes: int) -> PrefillBatch:
-        tables = _ints(self.groups, lanes, self.engine.table_width)
-        return PrefillBatch(_ints(lanes, size), _ints(lanes), _ints(lanes), tables)
+        tables = self.ints(self.groups, lanes, self.engine.table_width)
+        return PrefillBatch(self.ints(lanes, size), self.ints(lanes), self.ints(lanes), tables)

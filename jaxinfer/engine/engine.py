@@ -11,16 +11,19 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
+from jaxinfer.engine.placement import spread_model
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import Drafter, NgramDrafter
 from jaxinfer.types import Request, SequenceDelta
@@ -33,16 +36,24 @@ class Engine:
 
     Args:
         progress: called at the beginning and after each compilation.
+        mesh: the devices that it runs on; None: the first ones.
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, platform: str, progress: CompileProgress | None = None
+        self,
+        model: Model,
+        config: EngineConfig,
+        platform: str,
+        progress: CompileProgress | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        mesh = mesh or make_mesh(config.tensor_parallel_size)
+        model = spread_model(model, mesh)
         self.config = resolve_for(model, config, platform)
         model = model.up_to(self.config.max_model_len)
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
         self._kv = _new_kv(model, self.config)
-        self._runner = Runner(model, self.config, self.limits, self._kv.tables, progress)
+        self._runner = Runner(model, self.config, self.limits, self._kv.tables, progress, mesh)
         if not self._runner.resumes:
             self._kv.stop_caching()  # a prompt that goes on within a piece would have other bits
         self._scheduler = Scheduler(
@@ -149,7 +160,10 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
 def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
     if config.attention_backend != "mosaic":
         return
-    why = no_kernel(model.cache_spec, config.page_size, model.dtype)
+    spec = model.cache_spec
+    if not spec.latent:  # each device works on its own heads
+        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.tensor_parallel_size)
+    why = no_kernel(spec, config.page_size, model.dtype)
     if platform == "cpu":
         why = "its kernels are for GPUs, and this is a CPU"
     if why is not None:

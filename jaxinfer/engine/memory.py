@@ -11,17 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.engine import resolve_for
+from jaxinfer.engine.placement import (
+    abstract_params,
+    abstract_slots,
+    abstract_step_state,
+    device_bytes,
+    spread_model,
+)
 from jaxinfer.engine.step import StepState, make_programs
-from jaxinfer.kv.pool import new_pools
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
-from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import ParamSpec
+from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.sampling import SamplingLimits
 
 # A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
 _INDEXABLE = 2**31 - 1
@@ -115,8 +120,10 @@ def _size(count: int) -> str:
 # ---- what jax knows
 
 
-def plan_engine(model: Model, config: EngineConfig, platform: str) -> MemoryPlan:
+def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> MemoryPlan:
     """Size the pool of an engine, for a model whose parameters may be abstract (`jax.ShapeDtypeStruct`).
+
+    All bytes are those of one device of the mesh (None: one is made): each holds the same.
 
     On an accelerator all memory that is left goes to the pool (within ``kv_cache_bytes``, if that is given), and XLA
     says what the largest programs need: they are compiled for that, nothing is allocated. On a CPU the default pool is
@@ -126,13 +133,15 @@ def plan_engine(model: Model, config: EngineConfig, platform: str) -> MemoryPlan
     Raises:
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
+    mesh = mesh or make_mesh(config.tensor_parallel_size)
+    held = _held(model, mesh.devices.flat[0])
+    model = spread_model(model, mesh)
     engine = resolve_for(model, config, platform)
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
-    held = weights if isinstance(jax.tree.leaves(model.params)[0], jax.Array) else 0
-    page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize)
-    state = _abstract_state(model, engine)
-    sampler = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots))
-    budget = device_budget(make_mesh().devices.flat[0], config.memory_utilization, held)
+    weights = device_bytes(abstract_params(model, mesh))
+    page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize, mesh.shape["tensor"])
+    state = abstract_step_state(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
+    sampler = device_bytes(state.slots)
+    budget = device_budget(mesh.devices.flat[0], config.memory_utilization, held, mesh.size)
     most = engine.num_pages if platform == "cpu" else _most_pages(model, config, page)
     decide = functools.partial(
         plan_memory,
@@ -147,19 +156,26 @@ def plan_engine(model: Model, config: EngineConfig, platform: str) -> MemoryPlan
         return plan
     # More pages allow wider programs.
     roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
-    temporaries = _temporaries(model, resolve_for(model, roomy, platform), state)
+    temporaries = _temporaries(model, resolve_for(model, roomy, platform), state, mesh)
     return decide(Needs(weights, sampler, page, temporaries))
 
 
-def device_budget(device: Any, utilization: float, held: int) -> Budget:
+def _held(model: Model, device: jax.Device) -> int:
+    """Bytes of a device that the model's parameters take already."""
+    arrays = (leaf for leaf in jax.tree.leaves(model.params) if isinstance(leaf, jax.Array))
+    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device)
+
+
+def device_budget(device: Any, utilization: float, held: int, devices: int = 1) -> Budget:
     """What a device offers. ``held`` bytes of what is in use are the engine's own weights, and counted there.
 
-    A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now.
+    A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now, of which
+    each of as many ``devices`` has the same share.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return Budget(stats["bytes_limit"], utilization, max(0, stats["bytes_in_use"] - held))
-    return Budget(available_memory() + held, utilization)
+    return Budget(available_memory() // devices + held, utilization)
 
 
 def available_memory(proc: pathlib.Path = pathlib.Path("/proc"), groups: pathlib.Path = pathlib.Path("/sys")) -> int:
@@ -178,36 +194,12 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _most_pages(model: Model, config: EngineConfig, page: int) -> int:
-    bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size))
+    bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size, config.tensor_parallel_size))
     return bound if config.kv_cache_bytes is None else min(bound, config.kv_cache_bytes // page)
 
 
-def _temporaries(model: Model, engine: ResolvedEngine, state: StepState) -> int:
-    mesh, limits = make_mesh(), SamplingLimits(max_logprobs=engine.max_logprobs)
-    specs = model.family.param_specs(model.config)
-    params = jax.tree.map(
-        lambda spec, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec)),
-        specs,
-        model.params,
-        is_leaf=lambda x: isinstance(x, ParamSpec),
-    )
-    slots = _placed(HostSlots(engine.rows, limits).snapshot())
+def _temporaries(model: Model, engine: ResolvedEngine, state: StepState, mesh: Mesh) -> int:
+    slots = abstract_slots(engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
     programs = make_programs(model, engine.max_logprobs, engine.multi_step, engine.attention_backend)
-    largest = compile_largest(programs, engine, params, slots, state, len(model.cache_spec.windows))
-    return max(temporary_bytes(program) for program in largest)
-
-
-def _abstract_state(model: Model, engine: ResolvedEngine) -> StepState:
-    limits = SamplingLimits(max_logprobs=engine.max_logprobs)
-
-    def make() -> StepState:
-        pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
-        slots = new_state(engine.rows, model.config.vocab_size, limits)
-        return StepState(pools, jnp.zeros((engine.rows,), jnp.int32), slots)
-
-    return _placed(jax.eval_shape(make))
-
-
-def _placed(tree: Any) -> Any:
-    everywhere = replicated(make_mesh())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)
+    params, groups = abstract_params(model, mesh), len(model.cache_spec.windows)
+    return max(map(temporary_bytes, compile_largest(programs, engine, params, slots, state, groups)))

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from jaxinfer.config import ResolvedEngine
@@ -16,17 +16,16 @@ from jaxinfer.engine.buckets import group_chunks
 from jaxinfer.engine.compiled import CompileProgress, compile_programs
 from jaxinfer.engine.exactness import Proofs
 from jaxinfer.engine.measure import measure_costs
+from jaxinfer.engine.placement import new_step_state, place_params
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
 from jaxinfer.engine.sequence import Sequence as Sample
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, make_programs
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch, make_programs
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
-from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
-from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState, new_state
-from jaxinfer.types import ParamSpec
+from jaxinfer.parallel.mesh import make_mesh, replicated
+from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
 
 # Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
 _CPU_OPERATIONS = 300_000_000_000
@@ -49,8 +48,10 @@ class Runner:
     """Owns all device memory of an engine, and the pages in host memory.
 
     Args:
+        model: in the form of `spread_model`.
         tables: the KV manager's, read at each launch.
         progress: of the compilations.
+        mesh: of the devices that it runs on; None: one is made.
 
     Attributes:
         classes: a number for each prefill size; equal numbers: programs with equal bits.
@@ -67,21 +68,16 @@ class Runner:
         limits: SamplingLimits,
         tables: Int32[np.ndarray, "groups slots width"],
         progress: CompileProgress | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._engine, self._tables, self._vocab = engine, tables, model.config.vocab_size
-        mesh = make_mesh()
+        mesh = mesh or make_mesh(engine.tensor_parallel_size)
         self._everywhere = replicated(mesh)
-        specs = model.family.param_specs(model.config)
-        self._params = jax.tree.map(
-            lambda spec, value: jax.device_put(value, param_sharding(mesh, spec)),
-            specs,
-            model.params,
-            is_leaf=lambda x: isinstance(x, ParamSpec),
-        )
+        self._params = place_params(model, mesh)
         self._host_slots = HostSlots(engine.rows, limits)
         self._shown = self._host_slots.snapshot()  # what is on the device as `_slots`
         self._slots = jax.device_put(self._shown, self._everywhere)
-        self._state = self._new_state(model, limits)
+        self._state = new_step_state(model, engine, limits, mesh)
         self._host_pages = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
         programs, self._groups = (
             make_programs(model, engine.max_logprobs, engine.multi_step, engine.attention_backend),
@@ -92,15 +88,6 @@ class Runner:
         self._state, self.costs = measure_costs(
             self._run, engine, self._params, self._slots, self._state, self._groups, self._decode_batch([])
         )
-
-    def _new_state(self, model: Model, limits: SamplingLimits) -> StepState:
-        engine = self._engine
-        state = StepState(
-            pools=new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype),
-            last_tokens=jnp.zeros((engine.rows,), jnp.int32),
-            slots=new_state(engine.rows, self._vocab, limits),
-        )
-        return jax.device_put(state, self._everywhere)
 
     def _prove(self, limits: SamplingLimits) -> None:
         """Find out which programs may stand in for which."""

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, copy_pages
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
+from jaxinfer.kv.spread import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.sampling import (
     Logprobs,
     Sampled,
@@ -105,9 +107,9 @@ def _decode(model: Model, max_logprobs: int, backend: Wish) -> Callable[..., tup
     def decode(params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch) -> tuple[StepState, Sampled]:
         active = batch.positions >= 0
         tokens = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens)
-        attend = DecodeAttend(spec, batch.tables, batch.positions, backend)
+        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
         hidden, pools = apply({"params": params}, tokens, batch.positions, attend, state.pools)
-        logits = apply({"params": params}, hidden, method="head")
+        logits = gathered_logits(apply({"params": params}, hidden, method="head"))
         slots, own = _of_rows(slots, batch.owners, active)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, own
@@ -176,7 +178,7 @@ def _prefill(model: Model, max_logprobs: int, backend: Wish) -> tuple[Callable[.
     spec = model.cache_spec
 
     def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
-        attend = PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend)
+        attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
         # Lanes end to end: the products see one matrix.
@@ -190,7 +192,7 @@ def _prefill(model: Model, max_logprobs: int, backend: Wish) -> tuple[Callable[.
         params: Any, state: StepState, batch: PrefillBatch, following: Int[Array, " chunk"]
     ) -> tuple[StepState, Logprobs]:
         state, hidden = backbone(params, state, batch)
-        logits = apply({"params": params}, hidden, method="head")
+        logits = gathered_logits(apply({"params": params}, hidden, method="head"))
         return state, prompt_logprobs(logits, following, max_logprobs)
 
     return prefill, prefill_logprobs
@@ -215,7 +217,7 @@ def _moves(model: Model, backend: Wish) -> tuple[Callable[..., Any], ...]:
     spec = model.cache_spec
 
     def copy(state: StepState, source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> StepState:
-        return state._replace(pools=copy_pages(spec, state.pools, source, target, backend))
+        return state._replace(pools=copy_own_pages(spec, state.pools, source, target, backend))
 
     def export(state: StepState, source: Int[Array, "groups pages"]) -> jax.Array:
         return export_pages(spec, state.pools, source)

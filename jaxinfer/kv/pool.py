@@ -20,10 +20,12 @@ class LayerPool(NamedTuple):
     scales: Float[Array, " none"]
 
 
-def new_pools(spec: CacheSpec, pages: int, page_size: int, dtype: jnp.dtype) -> list[LayerPool]:
+def new_pools(
+    spec: CacheSpec, pages: int, page_size: int, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None
+) -> list[LayerPool]:
     """Zeroed pools, one per layer: what nobody wrote must be finite, since masked keys are multiplied by zero."""
     shape = spec.pool_shape(pages, page_size)
-    return [LayerPool(jnp.zeros(shape, dtype), jnp.zeros((0,), jnp.float32)) for _ in spec.layers]
+    return [LayerPool(jnp.zeros(shape, dtype, device=sharding), jnp.zeros((0,), jnp.float32)) for _ in spec.layers]
 
 
 def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:

@@ -13,10 +13,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.parallel.mesh import RULES, traced_size
 from jaxinfer.quant import grouped_matmul, matmul_transposed
 from pallas_kernels.grouped_matmul import group
 
@@ -156,6 +158,30 @@ def run_experts(
     return total
 
 
+def run_spread_experts(
+    x: Float[Array, "tokens d"],
+    routing: Routing,
+    experts: Experts,
+    glu: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Float[Array, "tokens d"]:
+    """`run_experts` where each device has a part of every expert's hidden numbers: its results are parts of a sum."""
+    axis = RULES["mlp"]
+    if traced_size(axis) == 1:
+        return run_experts(x, routing, experts, glu)
+
+    def own(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
+        if experts.down_bias is not None:  # once in the sum
+            first = lax.axis_index(axis) == 0
+            experts = experts._replace(down_bias=jnp.where(first, experts.down_bias, 0))
+        return lax.psum(run_experts(x, routing, experts, glu), axis)
+
+    everywhere, hidden = PartitionSpec(), PartitionSpec(None, None, axis)
+    biases: tuple[Any, ...] = () if experts.down_bias is None else (hidden, everywhere)
+    lies: Any = (hidden, hidden, *biases)
+    run = jax.shard_map(own, in_specs=(everywhere, everywhere, Experts(*lies)), out_specs=everywhere, check_vma=False)
+    return run(x, routing, experts)
+
+
 class MoE(Layer):
     """Routed experts, and one that all tokens share where the parameters have it.
 
@@ -189,7 +215,7 @@ class MoE(Layer):
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
-        result = run_experts(flat, routing, self.experts(), self.glu).astype(x.dtype).reshape(x.shape)
+        result = run_spread_experts(flat, routing, self.experts(), self.glu).astype(x.dtype).reshape(x.shape)
         return result if self.shared_activation is None else result + self._of_shared(x)
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:

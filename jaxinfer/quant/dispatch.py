@@ -22,6 +22,9 @@ def matmul(x: Float[Array, "... k"], w: Float[Array, "k *n"]) -> Float[Array, ".
 def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "*n k"]) -> Float[Array, "... *n"]:
     """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    if w.ndim > 2 and jax.sharding.get_abstract_mesh().size > 1:
+        # Merged, two dimensions of which the inner one is spread over devices would be gathered.
+        return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (w.ndim - 1,)), ((), ())), precision=precision)
     # As a matrix: with more than one output dimension XLA:CPU transposes the whole weight at every call.
     flat = w.astype(x.dtype).reshape(-1, w.shape[-1])
     out = lax.dot_general(x, flat, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)

@@ -6,7 +6,7 @@
 from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, refuse_quantised
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.init import init_params
-from jaxinfer.weights.load import checkpoint_dtype, load_params, on_default_device
+from jaxinfer.weights.load import checkpoint_dtype, load_params, on_default_device, on_devices
 from jaxinfer.weights.save import save_params
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "init_params",
     "load_params",
     "on_default_device",
+    "on_devices",
     "open_checkpoint",
     "refuse_quantised",
     "save_params",

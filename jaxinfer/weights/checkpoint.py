@@ -31,6 +31,10 @@ class Checkpoint:
         """The tensor as a read-only view of its file."""
         return self._files[name].read(name)
 
+    def expect(self, name: str, part: np.ndarray) -> None:
+        """Has a part of a tensor, a view of what `read` gave, brought into memory ahead."""
+        self._files[name].expect(name, part)
+
     def release(self, name: str) -> None:
         """Gives back the memory behind a tensor that was read."""
         self._files[name].release(name)

@@ -26,13 +26,19 @@ def init_params(
         specs: ``init`` "normal" draws with standard deviation ``scale``; "ones" and "zeros" are constant.
         seed: any integer >= 0.
         dtype: "float32", "bfloat16" or "float16".
-        place: called with path and buffer; its result becomes the leaf.
+        place: called with the path, the spec and what gives a buffer (see `load_params`); its result becomes the leaf.
+            The whole parameter is drawn, whatever part is asked for.
 
     Raises:
         ValueError: ``dtype`` or a spec's ``init`` is unknown, or ``seed`` is negative.
     """
     target = target_dtype(dtype)
-    return build(specs, lambda path, spec: place(path, _draw(path, spec, seed, target)))
+
+    def make(path: Path, spec: ParamSpec) -> Any:
+        whole = _draw(path, spec, seed, target)
+        return place(path, spec, lambda index: whole[index])
+
+    return build(specs, make)
 
 
 def _draw(path: Path, spec: ParamSpec, seed: int, target: np.dtype[Any]) -> np.ndarray:

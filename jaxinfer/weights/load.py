@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Sequence
@@ -16,7 +17,19 @@ from jaxinfer.types import ParamSpec, ParamTree, Source
 from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, read_json_object
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.safetensors import TensorInfo
-from jaxinfer.weights.tree import Path, Place, as_placed, build, check_spec, placed_size, target_dtype, walk
+from jaxinfer.weights.tree import (
+    Fill,
+    Index,
+    Path,
+    Place,
+    as_placed,
+    build,
+    check_spec,
+    overlap,
+    placed_size,
+    target_dtype,
+    walk,
+)
 
 Progress = Callable[[int, int, str], None]
 
@@ -29,10 +42,25 @@ _BLOCK = 128  # rows and columns of a transposing copy: two blocks stay in the s
 _CHECKED_AT_ONCE = 1 << 20
 
 
-def on_default_device(path: Path, buffer: np.ndarray) -> jax.Array:
+def on_default_device(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:
     """The simplest ``place``: the whole parameter on jax's default device."""
-    del path
-    return jax.device_put(buffer)
+    del path, spec
+    return jax.device_put(fill(()))
+
+
+def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> jax.Array:
+    """A parameter spread over devices: each part is read once, and dropped when all who need it have it."""
+    holders: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+        ends = zip(index or (), spec.shape, strict=True)
+        holders.setdefault(tuple(part.indices(size) for part, size in ends), []).append(device)
+    parts: list[jax.Array] = []
+    for key, devices in holders.items():
+        buffer = fill(tuple(slice(*ends) for ends in key))
+        some = [jax.device_put(buffer, device) for device in devices]
+        _wait(some)
+        parts += some
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, parts)
 
 
 def load_params(
@@ -46,16 +74,17 @@ def load_params(
 ) -> dict[str, Any]:
     """Fills a parameter tree from a folder of safetensors.
 
-    For each parameter one host buffer of its fused shape is filled from its sources, handed to ``place`` and dropped
-    when the device has it, so the host holds at most one parameter beyond what ``place`` keeps. Headers and shapes are
-    all checked before the first tensor is read.
+    ``place`` asks for each parameter, whole or in parts; a host buffer of that form is filled from its sources and
+    dropped when the device has it, so the host holds at most one such part beyond what ``place`` keeps, and reads no
+    other. Headers and shapes are all checked before the first tensor is read.
 
     Args:
         folder: holds model.safetensors or its shards with their index.
         specs: the parameters and the checkpoint tensors that fill them.
         dtype: "float32", "bfloat16", "float16", or "auto" for ``checkpoint_dtype(folder)``.
-        place: called with the path in the tree and the filled buffer; its result becomes the leaf.
-        progress: called after each tensor with checkpoint bytes done, bytes in all, and the tensor's name.
+        place: called with the path in the tree, the spec, and what fills a buffer; its result becomes the leaf.
+        progress: called after each tensor, or part of one, with checkpoint bytes done, bytes in all (if every part is
+            asked for once), and the tensor's name.
         check_finite: refuse NaN and infinities, also those that the conversion to ``dtype`` makes.
         ignore: patterns (``*``, ``?``) of tensor names that may be in the checkpoint without being used, beside
             ``HARMLESS``; for example "lm_head.weight" where the embeddings are tied.
@@ -79,7 +108,7 @@ def load_params(
     filler = _Filler(checkpoint, target, check_finite, progress, total)
 
     def make(path: Path, spec: ParamSpec) -> Any:
-        placed = place(path, filler.fill(spec))
+        placed = place(path, spec, functools.partial(filler.fill, spec))
         _wait(placed)
         return placed
 
@@ -169,29 +198,38 @@ class _Filler:
     total: int
     done: int = 0
 
-    def fill(self, spec: ParamSpec) -> np.ndarray:
-        buffer = np.empty(spec.shape, self.target)
+    def fill(self, spec: ParamSpec, index: Index) -> np.ndarray:
+        buffer = np.empty(_shape_of(spec.shape, index), self.target)
         for source in spec.sources:
-            self._fill_one(buffer[(*source.where, ...)], source)
+            met = overlap(spec.shape, index, source.where)
+            if met is not None:
+                self._fill_one(buffer[(*met[0], ...)], source, met[1])
         return buffer
 
-    def _fill_one(self, part: np.ndarray, source: Source) -> None:
+    def _fill_one(self, part: np.ndarray, source: Source, of_source: Index) -> None:
         info = self.checkpoint.tensors[source.name]
+        tensor = as_placed(self.checkpoint.read(source.name), source)[of_source]
+        self.checkpoint.expect(source.name, tensor)
         try:
             # a finite value too large for the target is an error; NaN and infinity pass as they are
             with np.errstate(over="raise", invalid="ignore"):
-                _copy(part, as_placed(self.checkpoint.read(source.name), source))
+                _copy(part, tensor)
         except FloatingPointError:
             raise CheckpointError(f"{self._label(info)} holds values too large for {self.target.name}") from None
         self.checkpoint.release(source.name)
         if self.check_finite and not _all_finite(part):
             raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {self.target.name}")
-        self.done += _part_bytes(self.checkpoint, source)
+        self.done += info.nbytes // max(1, math.prod(source.shape)) * part.size
         if self.progress is not None:
             self.progress(self.done, self.total, source.name)
 
     def _label(self, info: TensorInfo) -> str:
         return f"tensor {quoted(info.name)} of {self.checkpoint.folder}"
+
+
+def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    parts = zip(index or (slice(None),) * len(shape), shape, strict=True)
+    return tuple(len(range(*part.indices(size))) for part, size in parts)
 
 
 def _copy(part: np.ndarray, tensor: np.ndarray) -> None:

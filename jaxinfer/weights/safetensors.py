@@ -90,8 +90,14 @@ class SafetensorsFile:
     def read(self, name: str) -> np.ndarray:
         """The tensor as a read-only view of the file, without a copy; ``name`` must be one of ``tensors``."""
         info = self.tensors[name]
-        self._advise(info, "MADV_WILLNEED")
         return np.ndarray(info.shape, DTYPES[info.dtype], buffer=self._map, offset=info.start)
+
+    def expect(self, name: str, part: np.ndarray) -> None:
+        """Tells the operating system that a view of what `read` gave is needed soon, unless it is scattered."""
+        info, begin = self.tensors[name], np.lib.array_utils.byte_bounds(self.read(name))[0]
+        low, high = np.lib.array_utils.byte_bounds(part)
+        if high - low <= part.nbytes:
+            self._advise(dataclasses.replace(info, start=info.start + low - begin, nbytes=high - low), "MADV_WILLNEED")
 
     def release(self, name: str) -> None:
         """Lets the operating system take back the memory behind a tensor; views of it stay valid."""

@@ -13,7 +13,11 @@ import numpy as np
 from jaxinfer.types import ParamSpec, ParamTree, Source
 
 Path = tuple[str, ...]
-Place = Callable[[Path, np.ndarray], Any]
+Index = tuple[slice, ...]
+# Gives a new buffer with the part of a parameter at an index; only what the part needs is read.
+Fill = Callable[[Index], np.ndarray]
+# Decides which parts are needed, and where they go.
+Place = Callable[[Path, ParamSpec, Fill], Any]
 
 TARGETS: Mapping[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -74,6 +78,34 @@ def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
     if not source.transpose:
         return part.reshape(shape)
     return part.reshape(shape[::-1]).T
+
+
+def overlap(
+    shape: tuple[int, ...], index: Index, where: tuple[slice | int, ...]
+) -> tuple[tuple[slice | int, ...], Index] | None:
+    """Where the part of a parameter at ``index`` meets the place ``where`` of a source; None: nowhere.
+
+    Returns:
+        the meeting in the part, and the same in what the source brings (`as_placed`).
+    """
+    in_part: list[slice | int] = []
+    in_source: list[slice] = []
+    for axis, size in enumerate(shape):
+        begin, end, _ = index[axis].indices(size) if axis < len(index) else (0, size, 1)
+        place = where[axis] if axis < len(where) else slice(None)
+        if isinstance(place, int):
+            if not begin <= place < end:
+                return None
+            in_part.append(place - begin)
+            continue
+        first, last, step = place.indices(size)
+        low, high = -((first - begin) // step) if begin > first else 0, -((first - min(end, last)) // step)
+        if low >= high:
+            return None
+        at = first + low * step - begin
+        in_part.append(slice(at, at + (high - low - 1) * step + 1, step))
+        in_source.append(slice(low, high))
+    return tuple(in_part), tuple(in_source)
 
 
 def placed_size(source: Source) -> int:

@@ -44,7 +44,14 @@ class Target:
     @functools.cached_property
     def topology(self) -> Any:
         """One such device. Needs JAX's CUDA plugin, but neither a driver nor a GPU."""
-        return topologies.get_topology_desc(platform="cuda", target_config=self.description, topology="1x1x1")
+        return self._machine(1)
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """As many such devices of one machine."""
+        return self._machine(count).devices
+
+    def _machine(self, count: int) -> Any:
+        return topologies.get_topology_desc(platform="cuda", target_config=self.description, topology=f"1x1x{count}")
 
     @property
     def sharding(self) -> jax.sharding.SingleDeviceSharding:

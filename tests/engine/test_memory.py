@@ -127,7 +127,7 @@ def test_an_abstract_model_has_the_shapes_of_the_loaded_one():
 
 
 def with_budget(monkeypatch, total: int) -> None:
-    monkeypatch.setattr(memory, "device_budget", lambda device, utilization, held: Budget(total, utilization))
+    monkeypatch.setattr(memory, "device_budget", lambda device, utilization, *_: Budget(total, utilization))
 
 
 def test_an_accelerators_pool_takes_what_weights_and_programs_leave(monkeypatch):

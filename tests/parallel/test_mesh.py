@@ -1,10 +1,12 @@
 """Logical axes become mesh axes by one table."""
 
 import jax
+import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxinfer.config import EngineConfigError
 from jaxinfer.models.registry import family_for
-from jaxinfer.parallel.mesh import AXES, RULES, make_mesh, param_sharding
+from jaxinfer.parallel.mesh import AXES, RULES, make_mesh, param_sharding, traced_for, traced_size
 from jaxinfer.types import ParamSpec
 from tests.fakes import llama_json
 
@@ -30,3 +32,21 @@ def test_every_logical_axis_of_a_family_is_known():
     assert all(len(spec.axes) == len(spec.shape) for spec in specs)
     replicated = {"embed", "norm", "group", "head_dim", None}
     assert {axis for spec in specs for axis in spec.axes} <= replicated | RULES.keys()
+
+
+def test_more_devices_than_there_are_is_refused_with_what_to_do():
+    with pytest.raises(EngineConfigError) as refused:
+        make_mesh(8, jax.devices()[:1])
+    assert str(refused.value) == (
+        "tensor_parallel_size = 8 needs 8 devices, and there is 1 (cpu); to try it on a CPU, start with "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    )
+
+
+def test_programs_that_are_traced_for_no_mesh_have_one_device():
+    assert traced_size("tensor") == 1
+    with traced_for(make_mesh()):
+        assert traced_size("tensor") == 1
+    four = jax.sharding.AbstractMesh((1, 1, 1, 4), AXES, axis_types=(AxisType.Auto,) * 4)
+    with jax.sharding.use_abstract_mesh(four):
+        assert traced_size("tensor") == 4

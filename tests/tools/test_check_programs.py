@@ -71,6 +71,8 @@ def make_step(**changes):
         "aliased": 256,
         "temporaries": 10,
         "ceiling": 10,
+        "arguments": 1000,
+        "planned": 1000,
     }
     return Step(**{**fields, **changes})
 
@@ -141,6 +143,18 @@ def test_rules_hold_or_are_broken():
     assert rule(step, "command buffers").broken  # the last GEMM lies in a loop's
 
 
+def test_exchanges_among_devices_are_counted():
+    layer = "%sum = f32[2,8]{1,0} all-reduce-start(%gemm_a)\n  %end = f32[2,8]{1,0} all-reduce-done(%sum)"
+    step = make_step(module=with_line(layer), arguments=1021)
+    assert rule(step, "all-reduces").broken  # one device has nobody to ask
+    assert not rule(make_step(), "all-reduces").broken
+    of_two = dataclasses.replace(step, devices=2, layers=0)
+    assert not rule(of_two, "all-reduces").broken
+    assert rule(of_two, "all-gathers").broken
+    assert rule(step, "bytes").broken
+    assert not rule(dataclasses.replace(step, arguments=1019), "bytes").broken
+
+
 def test_kernels_are_not_counted_where_attention_loops():
     looping = make_step(module=with_line("%loop = (f32[2,8]) while(%w0), condition=%c, body=%b"))
     assert not rule(looping, "command buffers").broken
@@ -162,3 +176,13 @@ def test_the_engines_steps_keep_the_rules():
     assert set(found) == {"decode", "prefill", "prefill_logprobs"}
     assert [one for some in found.values() for one in some if one.broken] == []
     assert all(one.asked for some in found.values() for one in some)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+@pytest.mark.parametrize("devices", [4, 8])
+def test_the_steps_of_several_gpus_keep_the_rules(devices):
+    """At the shape of Llama-3.1-70B, compiled for H100s of one machine."""
+    found = door.run("llama-3.1-70b", door.QUICK_LAYERS, door.PAGES, "auto", default_folder(), devices)
+    assert set(found) == {"decode", "prefill", "prefill_logprobs"}
+    assert [one for some in found.values() for one in some if one.broken] == []

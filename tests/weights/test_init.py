@@ -6,13 +6,13 @@ import pytest
 
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import init_params
-from jaxinfer.weights.tree import Path
+from jaxinfer.weights.tree import Fill, Path
 from tests.weights.files import tiny_specs
 
 
-def keep(path: Path, buffer: np.ndarray) -> np.ndarray:
-    del path
-    return buffer
+def keep(path: Path, spec: ParamSpec, fill: Fill) -> np.ndarray:
+    del path, spec
+    return fill(())
 
 
 def spec(*shape: int, init: str = "normal", scale: float = 0.02) -> ParamSpec:

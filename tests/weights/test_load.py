@@ -15,13 +15,13 @@ import pytest
 from jaxinfer.types import ParamSpec, Source
 from jaxinfer.weights import checkpoint_dtype, load_params
 from jaxinfer.weights.load import _copy
-from jaxinfer.weights.tree import TARGETS, Path, walk
+from jaxinfer.weights.tree import TARGETS, Fill, Path, overlap, walk
 from tests.weights.files import EVERYTHING, refused, tiny_specs, tiny_tensors, write_sharded, write_tensors
 
 
-def keep(path: Path, buffer: np.ndarray) -> np.ndarray:
-    del path
-    return buffer
+def keep(path: Path, spec: ParamSpec, fill: Fill) -> np.ndarray:
+    del path, spec
+    return fill(())
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_nothing_is_placed_before_all_headers_are_checked(tmp_path: pathlib.Path
     write_tensors(tmp_path / "model.safetensors", {**tiny_tensors(), "mlp.up.weight": np.ones(3, np.float32)})
     placed: list[Path] = []
     with refused("mlp.up.weight"):
-        load_params(tmp_path, tiny_specs(), "float32", lambda path, _: placed.append(path))
+        load_params(tmp_path, tiny_specs(), "float32", lambda path, *_: placed.append(path))
     assert placed == []
 
 
@@ -265,7 +265,7 @@ def test_python_holds_one_buffer_at_a_time(tmp_path: pathlib.Path, dtype: str) -
     one = rows * columns * TARGETS[dtype].itemsize
     tracemalloc.start()
     load_params(
-        tmp_path, big_specs(6, rows, columns), dtype, lambda path, buffer: float(buffer[0, 0]), check_finite=True
+        tmp_path, big_specs(6, rows, columns), dtype, lambda path, spec, fill: float(fill(())[0, 0]), check_finite=True
     )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -298,3 +298,42 @@ def test_resident_memory_is_the_model_and_one_tensor(tmp_path: pathlib.Path, rep
     )
     assert model == (200 if dtype == "float32" else 100)
     assert model < grown < model + model / 10 + 20 + 10
+
+
+@pytest.mark.parametrize(
+    ("index", "where"),
+    [
+        ((slice(0, 3), slice(2, 5)), (slice(1, 4), 3)),
+        ((slice(2, 6), slice(0, 5)), (slice(1, None, 2),)),
+        ((slice(3, 4),), (slice(0, None, 3), slice(1, 4))),
+        ((), (slice(2, 5),)),
+        ((slice(4, 6), slice(1, 2)), (5, slice(None, None, 2))),
+        ((slice(0, 2),), (slice(3, 5),)),
+        ((slice(0, 6), slice(0, 2)), (slice(0, 6), 4)),
+    ],
+)
+def test_where_a_part_meets_a_source(index: tuple[slice, ...], where: tuple[slice | int, ...]) -> None:
+    shape = (6, 5)
+    whole, placed = np.full(shape, -1), np.arange(30).reshape(shape)[where]
+    whole[where] = placed
+    part, met = np.full(shape, -1)[index], overlap(shape, index, where)
+    if met is not None:
+        part[met[0]] = placed[met[1]]
+    np.testing.assert_array_equal(part, whole[index])
+    assert (met is None) == (whole[index] == -1).all()
+
+
+def test_parts_of_parameters_are_those_of_the_whole(folder: pathlib.Path) -> None:
+    """And no more is read: a part of a buffer's size is all that is held, and what was read is counted."""
+    calls: list[tuple[int, int, str]] = []
+
+    def halves(path: Path, spec: ParamSpec, fill: Fill) -> np.ndarray:
+        del path
+        size = spec.shape[-1]
+        lead = (slice(None),) * (len(spec.shape) - 1)
+        parts = [fill((*lead, slice(low, high))) for low, high in ((0, size // 2), (size // 2, size))]
+        return np.concatenate(parts, axis=-1)
+
+    params = load_params(folder, tiny_specs(), "float32", halves, progress=lambda *call: calls.append(call))
+    assert_in_place(params, tiny_tensors())
+    assert calls[-1][0] == calls[-1][1]

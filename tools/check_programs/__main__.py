@@ -29,12 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"check_programs: {error}", file=sys.stderr)
         return 3
     layers = QUICK_LAYERS if arguments.quick else None
-    return max([_check(arguments.model, layers, arguments.pages, path, plugins) for path in arguments.attention])
+    shape, tensor = (arguments.model, layers, arguments.pages), arguments.tensor_parallel_size
+    return max([_check(*shape, path, plugins, tensor) for path in arguments.attention])
 
 
-def _check(model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None) -> int:
-    found = run(model, layers, pages, path, plugins)
-    print(f"\n{model}, attention {path}" + (f", {layers} layers" if layers else ""))
+def _check(model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None, tensor: int) -> int:
+    found = run(model, layers, pages, path, plugins, tensor)
+    of_layers, of_devices = f", {layers} layers" if layers else "", f", {tensor} devices" if tensor > 1 else ""
+    print(f"\n{model}, attention {path}{of_layers}{of_devices}")
     for name, some in found.items():
         for one in some:
             verdict = "BROKEN" if one.broken else "ok" if one.holds else "not asked: attention is XLA's"
@@ -43,7 +45,7 @@ def _check(model: str, layers: int | None, pages: int, path: str, plugins: pathl
 
 
 def run(
-    model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None
+    model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None, tensor: int = 1
 ) -> dict[str, list[Finding]]:
     """The findings of each program, compiled in a process of its own.
 
@@ -62,6 +64,8 @@ def run(
             path,
             "--pages",
             str(pages),
+            "--tensor",
+            str(tensor),
         ]
         command += ["--dumps", str(dumps), "--results", str(results)] + ["--layers", str(layers)] * bool(layers)
         variables = environment(plugins)
@@ -77,6 +81,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3.1-8b", help=f"one of {known}, or a folder with a config.json")
     parser.add_argument("--attention", nargs="+", choices=PATHS, default=["auto"], help="which path attention takes")
     parser.add_argument("--pages", type=int, default=PAGES, help=f"of the pool, of 64 tokens each (default: {PAGES})")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="H100s that work together (default: 1)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     return parser.parse_args(argv)

@@ -16,24 +16,35 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.config import EngineConfig, resolve
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.step import StepState, make_programs
-from jaxinfer.kv.pool import new_pools
+from jaxinfer.engine.placement import (
+    abstract_params,
+    abstract_slots,
+    abstract_step_state,
+    device_bytes,
+    spread_model,
+)
+from jaxinfer.engine.step import make_programs
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh, param_sharding, replicated
-from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import ParamSpec
+from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.sampling import SamplingLimits
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
 from tools.check_programs.hlo import read_launches, read_module
 from tools.check_programs.rules import Finding, Step, findings
 from tools.gpu_check.llama import LLAMA_8B
 
-MODELS = {"llama-3.1-8b": LLAMA_8B}
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+MODELS = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B}
 PATHS = ("auto", "mosaic", "xla")
 LIMITS = SamplingLimits(max_logprobs=20)
 ENGINE = EngineConfig(max_num_seqs=64, page_size=64, max_model_len=4096, prefill_sizes=(32, 128, 256))
@@ -53,11 +64,11 @@ def config_folder(model: str, layers: int | None, folder: pathlib.Path) -> pathl
     return folder
 
 
-def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, Any, int, int]]:
-    """Name, executable, tokens and donated bytes of the engine's widest programs. Nothing is allocated."""
+def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, Any, int, int, int]]:
+    """Name, executable, tokens, donated bytes and planned bytes of the widest programs. Nothing is allocated."""
     target = TARGETS[HOPPER]
-    mesh = make_mesh(target.topology.devices)
-    everywhere = replicated(mesh)
+    mesh = make_mesh(settings.tensor_parallel_size, target.devices(settings.tensor_parallel_size))
+    model = spread_model(model, mesh)
     engine = resolve(
         settings,
         model.cache_spec,
@@ -65,14 +76,8 @@ def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, A
         itemsize=model.dtype.itemsize,
         prefill_rows=PREFILL_ROWS,
     )
-    params = jax.tree.map(
-        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param_sharding(mesh, spec)),
-        model.family.param_specs(model.config),
-        model.params,
-        is_leaf=lambda x: isinstance(x, ParamSpec),
-    )
-    state = _placed(jax.eval_shape(lambda: _new_state(model, engine)), everywhere)
-    slots = _placed(HostSlots(engine.rows, LIMITS).snapshot(), everywhere)
+    params, slots = abstract_params(model, mesh), abstract_slots(engine, LIMITS, mesh)
+    state = abstract_step_state(model, engine, LIMITS, mesh)
     groups = len(model.cache_spec.windows)
     with target.current():
         compiled = compile_largest(
@@ -83,12 +88,12 @@ def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, A
             state,
             groups,
         )
-    donated = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    donated = device_bytes(state)
     size, lanes = max(engine.wide_prefills, default=(engine.prefill_sizes[-1], 1), key=lambda pair: pair[0] * pair[1])
     tokens = {"decode": engine.rows, "prefill": size * lanes, "prefill_logprobs": engine.prefill_sizes[-1]}
     for executable in compiled:
         name = _name(executable.as_text())
-        yield name, executable, tokens[name], donated
+        yield name, executable, tokens[name], donated, device_bytes((params, slots, state))
 
 
 def _name(text: str) -> str:
@@ -97,29 +102,18 @@ def _name(text: str) -> str:
     return found[1]
 
 
-def _new_state(model: Model, engine: ResolvedEngine) -> StepState:
-    pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
-    return StepState(
-        pools, jnp.zeros((engine.rows,), jnp.int32), new_state(engine.rows, model.config.vocab_size, LIMITS)
-    )
-
-
-def _placed(tree: Any, sharding: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
 def check(model: Model, settings: EngineConfig, dumps: pathlib.Path) -> dict[str, list[Finding]]:
     """The findings of each program. ``dumps``: the folder that XLA was told to dump to."""
     found = {}
-    for name, executable, tokens, donated in compile_steps(model, settings):
+    for name, executable, tokens, donated, planned in compile_steps(model, settings):
         dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
-        layers, needs_head = len(model.config.layers), name != "prefill"
+        layers, needs_head, devices = len(model.config.layers), name != "prefill", settings.tensor_parallel_size
         step = Step(
             name=name,
             module=read_module(executable.as_text()),
             launches=read_launches(dump),
             weights=len(jax.tree.leaves(model.params)),
-            pool=math.prod(model.cache_spec.pool_shape(settings.num_pages or 0, settings.page_size)),
+            pool=math.prod(model.cache_spec.pool_shape(settings.num_pages or 0, settings.page_size, devices)),
             tokens=tokens,
             widest=max(2 * model.config.intermediate_size, model.config.vocab_size if needs_head else 0),
             # A prompt's chunk is computed for its keys and values: what follows the last layer's is not needed.
@@ -129,6 +123,9 @@ def check(model: Model, settings: EngineConfig, dumps: pathlib.Path) -> dict[str
             aliased=executable.memory_analysis().alias_size_in_bytes,
             temporaries=temporary_bytes(executable),
             ceiling=CEILINGS[name],
+            arguments=executable.memory_analysis().argument_size_in_bytes,
+            planned=planned,
+            devices=devices,
         )
         found[name] = list(findings(step))
     return found
@@ -139,11 +136,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--pages", type=int, required=True)
+    parser.add_argument("--tensor", type=int, required=True)
     parser.add_argument("--attention", choices=PATHS, required=True)
     parser.add_argument("--dumps", type=pathlib.Path, required=True)
     parser.add_argument("--results", type=pathlib.Path, required=True)
     arguments = parser.parse_args(argv)
     settings = dataclasses.replace(ENGINE, num_pages=arguments.pages, attention_backend=arguments.attention)
+    settings = dataclasses.replace(settings, tensor_parallel_size=arguments.tensor)
     with tempfile.TemporaryDirectory() as folder:
         named = config_folder(arguments.model, arguments.layers, pathlib.Path(folder))
         found = check(abstract_model(str(named), "bfloat16"), settings, arguments.dumps)

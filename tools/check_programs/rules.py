@@ -12,10 +12,19 @@ from collections.abc import Iterator
 from tools.check_programs.hlo import Instruction, Launch, Module
 
 GEMMS = 4  # a layer: queries, keys and values; output; gate and up; down
-KERNELS_PER_LAYER = 16
+KERNELS_PER_LAYER = 16  # and the sums over devices
+_PLANNED_WITHIN = 0.02
 # They lay out, convert or cut what they read, and compute nothing.
 _MOVES = {"copy", "copy-start", "convert", "transpose", "slice", "dynamic-slice", "gather", "pad", "concatenate"}
 _VIEWS = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "optimization-barrier"}
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "collective-broadcast",
+)
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
 
 
@@ -31,6 +40,8 @@ class Step:
         layers, head: layers whose GEMMs are all needed, and GEMMs besides.
         donated, aliased: bytes of donated arguments, and how many of them results take over.
         temporaries: bytes that it needs while it runs, and the most that it may.
+        arguments, planned: bytes of all arguments, and what the engine plans with: weights, pool and slots.
+        devices: over which the tensor axis spreads it; all numbers are those of one.
     """
 
     name: str
@@ -46,6 +57,9 @@ class Step:
     aliased: int
     temporaries: int
     ceiling: int
+    arguments: int
+    planned: int
+    devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +86,23 @@ def findings(step: Step) -> Iterator[Finding]:
     yield Finding("donated bytes updated in place", str(step.aliased), str(step.donated), step.aliased == step.donated)
     mib = [f"{size / 2**20:.0f} MiB" for size in (step.temporaries, step.ceiling)]
     yield Finding("temporaries", *mib, step.temporaries <= step.ceiling)
+    sums, gathers = (collectives(step, kind) for kind in ("all-reduce", "all-gather"))
+    # Two sums a layer, those of the last one only where its result is needed, and the embedding's; the logits.
+    many = step.devices > 1
+    wanted = [(2 * step.layers + 1) * many, (step.name != "prefill") * many]
+    found = sum(collectives(step, kind) for kind in _COLLECTIVES)
+    yield Finding("all-reduces", str(sums), str(wanted[0]), sums == wanted[0])
+    yield Finding("all-gathers", str(gathers), str(wanted[1]), gathers == wanted[1])
+    yield Finding("other collectives", str(found - sums - gathers), "0", found == sums + gathers)
+    near = abs(step.arguments - step.planned) <= _PLANNED_WITHIN * step.planned
+    yield Finding("bytes of arguments, as planned", str(step.arguments), str(step.planned), near)
     asked = not any(one.opcode == "while" for one in step.module.computations[step.module.entry])
-    count = kernels_per_layer(step)
-    yield Finding("kernels a layer", f"{count:.1f}", str(KERNELS_PER_LAYER), count <= KERNELS_PER_LAYER, asked)
+    count, most = kernels_per_layer(step), KERNELS_PER_LAYER + 2 * many
+    yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
     buffers = {launch.buffer for launch in step.launches if launch.is_gemm}
     within = buffers != {None} and len(buffers) == 1
-    yield Finding("command buffers with GEMMs", str(len(buffers)), "1", within, asked)
+    # XLA's default leaves collectives out of command buffers.
+    yield Finding("command buffers with GEMMs", str(len(buffers)), "1", within, asked and not many)
 
 
 def weight_gemms(step: Step) -> list[Instruction]:
@@ -107,6 +132,11 @@ def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
         return True
     large = one.size >= min(sizes)
     return large and (one.size > step.tokens * step.widest or (opcode in _MOVES and one.size in sizes))
+
+
+def collectives(step: Step, kind: str) -> int:
+    """Exchanges among devices, each counted once whether or not it has an end of its own."""
+    return sum(one.opcode in (kind, f"{kind}-start") for body in step.module.computations.values() for one in body)
 
 
 def kernels_per_layer(step: Step) -> float:

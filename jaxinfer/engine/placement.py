@@ -1,0 +1,115 @@
+"""Where the arrays of an engine lie on its mesh: parameters, KV pools, and what is kept of each slot.
+
+Pools and parameters are made where they will stay: no device ever holds more than its own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.step import StepState
+from jaxinfer.kv.pool import new_pools
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.heads import copied, kv_copies, require_even, with_copies
+from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
+from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
+from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
+
+
+def spread_model(model: Model, mesh: Mesh) -> Model:
+    """The same function in a form that can be spread over the mesh: with copies of KV heads where they are too few.
+
+    Parameters may be abstract; they stay where they are.
+
+    Raises:
+        EngineConfigError: heads, or another dimension that must be, cannot be dealt out evenly.
+    """
+    tensor, specs, family = mesh.shape["tensor"], model.family.param_specs(model.config), model.family
+    copies = kv_copies(model.cache_spec, tensor)
+    wanted = with_copies(specs, copies)
+    require_even(wanted, dict(mesh.shape))
+    if copies == 1:
+        return model
+
+    def cache_spec(config: Any) -> CacheSpec:
+        spec = family.cache_spec(config)
+        return dataclasses.replace(spec, kv_heads=spec.kv_heads * copies)
+
+    def param_specs(config: Any) -> ParamTree:
+        return with_copies(family.param_specs(config), copies)
+
+    return model.replace(
+        family=dataclasses.replace(family, cache_spec=cache_spec, param_specs=param_specs),
+        params=_map_specs(lambda spec, value: copied(value, spec, copies), specs, model.params),
+    )
+
+
+def place_params(model: Model, mesh: Mesh) -> Any:
+    """The parameters of a spread model on their devices; those that lie there already are not moved."""
+    specs = model.family.param_specs(model.config)
+    return _map_specs(lambda spec, value: jax.device_put(value, param_sharding(mesh, spec)), specs, model.params)
+
+
+def abstract_params(model: Model, mesh: Mesh) -> Any:
+    """What `place_params` gives, as `jax.ShapeDtypeStruct`."""
+
+    def placed(spec: ParamSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec))
+
+    return _map_specs(placed, model.family.param_specs(model.config), model.params)
+
+
+def new_step_state(model: Model, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StepState:
+    """Empty pools and slots. A page lies as `pool_sharding` says, what is kept of the slots on every device."""
+    pool = pool_sharding(mesh, model.cache_spec)
+    pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, pool)
+    rest = _slots(model, engine, limits)
+    return StepState(jax.device_put(pools, _pool_tree(model, mesh)), *jax.device_put(rest, replicated(mesh)))
+
+
+def abstract_step_state(model: Model, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StepState:
+    """What `new_step_state` gives, as `jax.ShapeDtypeStruct`."""
+
+    def pools() -> Any:
+        return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
+
+    rest = abstract(jax.eval_shape(lambda: _slots(model, engine, limits)), replicated(mesh))
+    return StepState(jax.tree.map(abstract, jax.eval_shape(pools), _pool_tree(model, mesh)), *rest)
+
+
+def abstract_slots(engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> Any:
+    """The sampling parameters of all slots, as `jax.ShapeDtypeStruct`."""
+    return abstract(HostSlots(engine.rows, limits).snapshot(), replicated(mesh))
+
+
+def abstract(tree: Any, sharding: Any) -> Any:
+    """Shapes and dtypes of a tree, all of one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of one device that a tree of arrays takes, which may be abstract. All must have a sharding."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _slots(model: Model, engine: ResolvedEngine, limits: SamplingLimits) -> tuple[Any, Any]:
+    return jnp.zeros((engine.rows,), jnp.int32), new_state(engine.rows, model.config.vocab_size, limits)
+
+
+def _pool_tree(model: Model, mesh: Mesh) -> Any:
+    """A sharding for each array of the pools."""
+    pool, scales = pool_sharding(mesh, model.cache_spec), replicated(mesh)
+    shapes = jax.eval_shape(lambda: new_pools(model.cache_spec, 1, 1, model.dtype))
+    return [each._replace(data=pool, scales=scales) for each in shapes]
+
+
+def _map_specs(function: Any, specs: ParamTree, *trees: Any) -> Any:
+    return jax.tree.map(function, specs, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))

@@ -1,0 +1,84 @@
+"""Attention and copies of pages where heads are spread over devices: each works on its own heads, in its own pool.
+
+Kernels know nothing of a mesh, and XLA's partitioner nothing of kernels. So both run inside `jax.shard_map`, over the
+mesh that the program is traced for; without one, or with one device along the axis, nothing is wrapped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, copy_pages
+from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
+from jaxinfer.types import CacheSpec, LayerSpec
+from pallas_kernels.choice import Wish
+
+_AXIS = RULES["kv_heads"]
+_EVERYWHERE, _HEADS = PartitionSpec(), PartitionSpec(None, _AXIS)
+
+
+def _pool(latent: bool) -> LayerPool:
+    """How a layer's pool lies."""
+    data: Any = pool_spec(latent)
+    scales: Any = _EVERYWHERE
+    return LayerPool(data, scales)
+
+
+def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | SpreadAttend:
+    """``attend`` for the mesh that the program is traced for."""
+    return attend if traced_size(_AXIS) == 1 else SpreadAttend(attend)
+
+
+class SpreadAttend(NamedTuple):
+    """`Attend` of which each device does its own heads; latents serve all heads and lie on every device."""
+
+    attend: DecodeAttend | PrefillAttend
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerPool]:
+        plan = {name: value for name, value in self.attend._asdict().items() if isinstance(value, jax.Array)}
+        latent = layer.latent_rank is not None
+
+        def own(plan: dict[str, Any], *operands: Any) -> tuple[jax.Array, LayerPool]:
+            q, k, v, cache, sinks = operands
+            return self.attend._replace(**plan)(q, k, v, cache, layer, scale, sinks)
+
+        keys, pool = _EVERYWHERE if latent else _HEADS, _pool(latent)
+        run = jax.shard_map(
+            own,
+            in_specs=(_EVERYWHERE, _HEADS, keys, keys, pool, PartitionSpec(_AXIS)),
+            out_specs=(_HEADS, pool),
+            check_vma=False,
+        )
+        return run(plan, q, k, v, cache, sinks)
+
+
+def copy_own_pages(
+    spec: CacheSpec,
+    pools: list[LayerPool],
+    source: Int[Array, "groups copies"],
+    target: Int[Array, "groups copies"],
+    backend: Wish = "auto",
+) -> list[LayerPool]:
+    """`copy_pages`, each device in its own pools."""
+    if traced_size(_AXIS) == 1:
+        return copy_pages(spec, pools, source, target, backend)
+    all_pools = [_pool(spec.latent)] * len(pools)
+
+    def own(pools: list[LayerPool], source: jax.Array, target: jax.Array) -> list[LayerPool]:
+        return copy_pages(spec, pools, source, target, backend)
+
+    run = jax.shard_map(own, in_specs=(all_pools, _EVERYWHERE, _EVERYWHERE), out_specs=all_pools, check_vma=False)
+    return run(pools, source, target)

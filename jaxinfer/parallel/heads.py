@@ -1,0 +1,118 @@
+"""How heads are spread over the "tensor" axis: evenly, or, where KV heads are fewer than devices, copied first.
+
+With ``copies`` a model of K KV heads becomes the same function with ``K * copies`` of them: each stands beside its
+own part of the queries that share it. Only the form of the parameters changes, so the family knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import EngineConfigError
+from jaxinfer.parallel.mesh import REPLICABLE, RULES
+from jaxinfer.types import CacheSpec, ParamSpec, ParamTree, Source
+
+_KV, _KEY_AND_VALUE = "kv_heads", 2
+
+
+def kv_copies(cache: CacheSpec, tensor: int) -> int:
+    """On how many devices each KV head lies.
+
+    Raises:
+        EngineConfigError: neither do the devices divide the KV heads nor the KV heads the devices.
+    """
+    if cache.latent or cache.kv_heads % tensor == 0:
+        return 1
+    if tensor % cache.kv_heads:
+        raise EngineConfigError(
+            f"tensor_parallel_size = {tensor} cannot be: it neither divides the model's {cache.kv_heads} KV heads nor "
+            f"is a multiple of them"
+        )
+    return tensor // cache.kv_heads
+
+
+def with_copies(tree: ParamTree, copies: int) -> ParamTree:
+    """The parameters of the same model with ``copies`` of each KV head.
+
+    Raises:
+        EngineConfigError: the copies cannot share the queries of a KV head evenly.
+    """
+    return {
+        key: _with_copies(key, node, copies) if isinstance(node, ParamSpec) else with_copies(node, copies)
+        for key, node in tree.items()
+    }
+
+
+def _with_copies(name: str, spec: ParamSpec, copies: int) -> ParamSpec:
+    if _KV not in spec.axes or copies == 1:
+        return spec
+    heads, members = _dimensions(spec)
+    kv_heads, group = spec.shape[heads], spec.shape[members] - _KEY_AND_VALUE
+    if group % copies:
+        raise EngineConfigError(
+            f"tensor_parallel_size = {kv_heads * copies} cannot be: {name} has {group} query heads to a KV head, which "
+            f"{copies} devices cannot share evenly"
+        )
+    shape = list(spec.shape)
+    shape[heads : members + 1] = kv_heads * copies, group // copies + _KEY_AND_VALUE
+    sources = tuple(new for source in spec.sources for new in _sources(source, heads, group, copies))
+    return ParamSpec(tuple(shape), spec.axes, spec.init, spec.scale, sources, spec.contract)
+
+
+def _dimensions(spec: ParamSpec) -> tuple[int, int]:
+    heads = spec.axes.index(_KV)
+    assert spec.axes[heads + 1] == "group", spec
+    return heads, heads + 1
+
+
+def _sources(source: Source, heads: int, group: int, copies: int) -> list[Source]:
+    """Queries are dealt out among the copies; a key or value is named once for each of them."""
+    before, found, after = source.where[: heads + 1], source.where[heads + 1 : heads + 2], source.where[heads + 2 :]
+    queries, form = slice(0, group), list(source.reshape or ())
+    if not form or found not in ((queries,), (group,), (group + 1,)):
+        raise EngineConfigError(
+            f"more devices than KV heads cannot be along tensor_parallel_size: the tensor {source.name} holds "
+            "queries, keys and values together"
+        )
+    (place,) = found
+    if isinstance(place, slice):
+        form[heads : heads + 2] = form[heads] * copies, group // copies
+        return [_moved(source, tuple(form), (*before, slice(0, group // copies), *after))]
+    member = place - group + group // copies
+    places = [(*before[:-1], slice(copy, None, copies), member, *after) for copy in range(copies)]
+    return [_moved(source, tuple(form), where) for where in places]
+
+
+def _moved(source: Source, reshape: tuple[int, ...], where: tuple[slice | int, ...]) -> Source:
+    return Source(source.name, source.shape, source.transpose, reshape, where, source.part)
+
+
+def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
+    """A parameter in the form of `with_copies`, of one in the form of ``spec``; abstract ones stay abstract."""
+    if _KV not in spec.axes or copies == 1:
+        return value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda x: copied(x, spec, copies), value)
+    heads, members = _dimensions(spec)
+    queries, rest = jnp.split(value, [spec.shape[members] - _KEY_AND_VALUE], axis=members)
+    form = list(queries.shape)
+    form[heads : members + 1] = form[heads] * copies, form[members] // copies
+    return jnp.concatenate([queries.reshape(form), jnp.repeat(rest, copies, axis=heads)], axis=members)
+
+
+def require_even(tree: ParamTree, sizes: dict[str, int], path: str = "") -> None:
+    """Raises EngineConfigError where a dimension that must be spread cannot be, over mesh axes of these ``sizes``."""
+    for key, node in tree.items():
+        label = f"{path}/{key}" if path else key
+        if not isinstance(node, ParamSpec):
+            require_even(node, sizes, label)
+            continue
+        for axis, size in zip(node.axes, node.shape, strict=True):
+            devices = sizes.get(RULES.get(axis or "", ""), 1)
+            if size % devices and axis not in REPLICABLE:
+                raise EngineConfigError(
+                    f"tensor_parallel_size = {devices} cannot be: it does not divide the {size} {axis} of {label}"
+                )

@@ -1,0 +1,219 @@
+"""Sharding changes nothing: logits, tokens and what the engine does are those of one device."""
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.placement import device_bytes, place_params, spread_model
+from jaxinfer.llm import LLM
+from jaxinfer.loading import load_model
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh, param_sharding, traced_for
+from jaxinfer.types import ParamSpec, SamplingParams
+from jaxinfer.weights import load_params, on_devices, save_params
+from jaxinfer.weights.tree import Fill, Path
+from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run
+from tests.fakes import llama_json, random_model
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+# One switch of the layout each.
+SHAPES: dict[str, dict[str, Any]] = {
+    "groups": {},
+    "a KV head for each query": {"num_key_value_heads": 8},
+    "few KV heads": {"num_key_value_heads": 2},
+    "one KV head": {"num_key_value_heads": 1},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "query and key norms": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8},
+    "odd vocabulary": {"vocab_size": 97},
+    "tied": {"tie_word_embeddings": True},
+    "tied, odd vocabulary": {"tie_word_embeddings": True, "vocab_size": 97},
+}
+COLLECTIVES = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+
+
+def model_of(name: str = "groups", **changes: Any) -> Model:
+    return random_model(**{**SHAPE, **SHAPES[name], **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [*((name, 2) for name in SHAPES), ("few KV heads", 4), ("one KV head", 8), ("groups", 8)]
+)
+def test_logits_are_those_of_one_device(name, tensor):
+    model, mesh = model_of(name), make_mesh(tensor)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24)))
+    spread = spread_model(model, mesh)
+    with traced_for(mesh):
+        got = jax.jit(spread.apply)(place_params(spread, mesh), tokens)
+    want = np.asarray(model.apply(model.params, tokens))
+    assert np.abs(np.asarray(got) - want).max() < 1e-5 * np.abs(want).max()
+
+
+def greedy(count: int, model: Model) -> Any:
+    requests = make_requests(count, model.config.vocab_size)
+    return [(prompt, dataclasses.replace(params, temperature=0.0)) for prompt, params in requests]
+
+
+def generate(llm: LLM, requests: Any) -> list[list[list[int]]]:
+    outputs = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
+    llm.engine.check()
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+def spread_llm(model: Model, tensor: int, **changes: Any) -> LLM:
+    settings = {**SETTINGS, "num_pages": TIGHT, "tensor_parallel_size": tensor, **changes}
+    return LLM(model, compilation_cache_dir="", **settings)
+
+
+@pytest.fixture(scope="module")
+def two() -> LLM:
+    return spread_llm(model_of(), 2)
+
+
+def test_tokens_are_those_of_one_device(two):
+    requests = greedy(24, two.model)
+    want = generate(LLM(two.model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    assert generate(two, requests) == want
+    assert generate(two, requests[::-1])[::-1] == want
+    stats = two.engine.stats()
+    assert stats.preemptions
+    assert stats.prefix_hits > 0
+
+
+def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
+    run = two.engine._runner._run
+    for program in (run.decode, run.prefill_logprobs):
+        text = program.as_text()
+        found = collections.Counter(re.findall(COLLECTIVES, text))
+        # One sum more: the embedding, of which each device has a part of the rows.
+        assert found == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+        gathered = re.findall(r"= f32\[(\d+),(\d+)\]\S* all-gather\(", text)
+        assert [int(columns) for _, columns in gathered] == [96]
+    prefill = collections.Counter(re.findall(COLLECTIVES, run.prefill[16, 1].as_text()))
+    assert set(prefill) == {"all-reduce"}
+    for program in (run.copy, run.export, run.restore):
+        assert not re.findall(COLLECTIVES, program.as_text())
+
+
+def test_pools_are_updated_in_place_and_hold_own_heads(two):
+    runner = two.engine._runner
+    pool = runner._state.pools[0].data
+    assert {shard.data.shape for shard in pool.addressable_shards} == {(TIGHT, 2, 2, 16, 8)}
+    kept = device_bytes(runner._state)
+    for program in (runner._run.decode, runner._run.prefill[64, 1], runner._run.restore, runner._run.copy):
+        assert program.memory_analysis().alias_size_in_bytes == kept
+
+
+def test_the_plan_is_what_a_device_holds(two):
+    config = EngineConfig(**SETTINGS, num_pages=TIGHT, tensor_parallel_size=2)
+    needs = plan_engine(two.model, config, "cpu").needs
+    runner = two.engine._runner
+    held = collections.Counter()
+    for array in jax.tree.leaves(runner._params):
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert set(held.values()) == {needs.weights}
+    assert len(held) == 2
+    assert needs.page * TIGHT == device_bytes([pool.data for pool in runner._state.pools])
+
+
+@pytest.mark.parametrize("name", ["groups", "few KV heads", "odd vocabulary"])
+def test_weights_are_loaded_where_they_stay(name, tmp_path):
+    model, mesh = model_of(name), make_mesh(4)
+    changes = {**SHAPE, **SHAPES[name]}
+    save_params(tmp_path, model.params, model.family.param_specs(model.config), llama_json(**changes))
+    spread = spread_model(model, mesh)
+    specs = spread.family.param_specs(model.config)
+
+    def place(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:
+        del path
+        return on_devices(param_sharding(mesh, spec), spec, fill)
+
+    loaded = load_params(tmp_path, specs, "float32", place)
+    for got, expected in zip(jax.tree.leaves(loaded), jax.tree.leaves(place_params(spread, mesh)), strict=True):
+        assert got.sharding == expected.sharding
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    save_params(tmp_path / "again", loaded, specs, llama_json(**changes))
+    again = (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert again == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_a_folder_is_loaded_onto_the_mesh():
+    mesh = make_mesh(2)
+    one, two = load_model("demo-draft", show_progress=False), load_model("demo-draft", show_progress=False, mesh=mesh)
+    assert "tensor" in two.params["layers_0"]["attention"]["qkv"].sharding.spec
+    for got, want in zip(jax.tree.leaves(two.params), jax.tree.leaves(one.params), strict=True):
+        assert set(got.sharding.device_set) == set(mesh.devices.flat)
+        np.testing.assert_array_equal(np.float32(got), np.float32(want))
+
+
+REFUSED = {
+    "tensor_parallel_size = 16 needs 16 devices, and there are 8": (16, {}),
+    "neither divides the model's 3 KV heads nor": (2, {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "6 query heads to a KV head, which 4 devices cannot share": (
+        4,
+        {"num_attention_heads": 6, "num_key_value_heads": 1},
+    ),
+    "does not divide the 98 mlp of layers_0/mlp/gate_up": (4, {"intermediate_size": 98}),
+    "tensor_parallel_size = 0 must be at least 1": (0, {}),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_impossible_sums_are_refused_with_the_arithmetic(sentence):
+    tensor, changes = REFUSED[sentence]
+    with pytest.raises(EngineConfigError, match=sentence):
+        spread_llm(model_of(**{"hidden_size": 48, **changes}), tensor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "name"), [(2, "groups"), (4, "few KV heads"), (8, "tied, odd vocabulary")])
+@pytest.mark.parametrize("mode", ["swapped", "recomputed"])
+def test_200_requests_have_the_tokens_of_one_device(tensor, name, mode, monkeypatch):
+    model = model_of(name)
+    requests = greedy(200, model)
+    want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    changes: dict[str, Any] = {"swap_space_gib": 0} if mode == "recomputed" else {}
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    llm = spread_llm(model, tensor, **changes)
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    stats = llm.engine.stats()
+    assert stats.preemptions.get("swap" if mode == "swapped" else "recompute", 0) > 0
+    assert stats.prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"num_pages": TIGHT}, {"multi_step": 4}, {"speculative": "ngram"}])
+def test_bits_do_not_depend_on_what_else_is_served(changes):
+    model = model_of("few KV heads")
+    requests = make_requests(40, model.config.vocab_size)
+    settings = {**SETTINGS, "tensor_parallel_size": 4, "compilation_cache_dir": ""}
+    want = alone(model, requests, **settings)
+    llm = LLM(model, **{**settings, "num_pages": ROOMY, **changes})
+    assert run(llm, requests) == want
+    assert run(llm, requests[::-1])[::-1] == want
+
+
+@pytest.mark.slow
+def test_a_folder_is_served_by_two_devices():
+    one, two = (LLM("demo-draft", tensor_parallel_size=n, **SETTINGS, compilation_cache_dir="") for n in (1, 2))
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    prompts = ["ROMEO:", "What shall we do"]
+    assert [x.outputs[0].text for x in two.generate(prompts, params)] == [
+        x.outputs[0].text for x in one.generate(prompts, params)
+    ]
