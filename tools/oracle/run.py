@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.core_model_loading import revert_weight_conversion
 
-from tools.oracle.cases import ARCHITECTURES, Case
+from tools.oracle.cases import ARCHITECTURES, COMMON, Case
 from tools.oracle.golden import Golden, digest, make_tensors, uniform
 
 DECODE_STEPS = 32
@@ -58,7 +58,7 @@ def _widen(leaf: object) -> object:
 def config_json(case: Case) -> dict:
     """What config.json of ``case`` says, in its style."""
     config = {"architectures": [ARCHITECTURES[case.model_type]], "model_type": case.model_type, **case.config}
-    config = {"max_position_embeddings": 256, "hidden_act": "silu", **config}
+    config = COMMON.get(case.model_type, {"max_position_embeddings": 256, "hidden_act": "silu"}) | config
     if case.style == "hub":
         return config
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,9 @@ def build(config: Mapping, dtype: torch.dtype) -> transformers.PreTrainedModel:
 
 
 def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    # Falcon's eager attention adds ALiBi twice: within the mask, and by itself. What users get by default adds it once.
+    attention = "sdpa" if getattr(config, "alibi", False) else "eager"
+    options = {"attn_implementation": attention, "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
 
 

@@ -1,0 +1,153 @@
+"""The checks that every family passes. A row is a case of the oracle that is marked `served`: the first of each kind.
+
+What a family computes is compared with transformers in test_parity.py; here it is compared with itself: served and
+applied, alone and among others, saved and loaded, in float32 and in bfloat16, forwards and backwards.
+"""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams, load_model
+from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.models.model import Model
+from jaxinfer.types import ParamSpec
+from jaxinfer.weights import init_params, save_params
+from tests.engine.test_identity import Requests, alone, run
+from tests.fakes import mixed_params
+from tests.models.parity import load_case
+from tests.models.test_parity import golden
+from tools.oracle.cases import CASES
+
+ROWS = {case.model_type: case.name for case in reversed(CASES) if case.served}
+# These have no other check of the kind; for the others this is the slow tier's.
+FAST = ("gpt2", "gptj", "phi", "falcon")
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "page_size": 16,
+    "prefill_sizes": (32,),
+    "compilation_cache_dir": "",
+}
+
+
+@pytest.fixture(
+    scope="module", params=[kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in ROWS]
+)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_case(golden(ROWS[request.param]), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Model) -> LLM:
+    return LLM(model, num_pages=64, **SETTINGS)
+
+
+def test_every_kind_of_model_has_a_row():
+    assert {case.model_type for case in CASES} == set(ROWS)
+
+
+def requests_of(model: Model) -> Requests:
+    """Prompts that end before, at and behind the borders of pages and chunks; two begin alike."""
+    rng = np.random.default_rng(0)
+    vocab = model.config.vocab_size
+    shared = rng.integers(0, vocab, 40).tolist()
+    prompts = [rng.integers(0, vocab, length).tolist() for length in (1, 32, 33, 80)]
+    prompts += [shared, [*shared, *prompts[1][:9]]]
+    params = [mixed_params(number, max_tokens=4, logprobs=3) for number in range(len(prompts))]
+    return list(zip(prompts, params, strict=True))
+
+
+def test_a_request_has_the_same_bits_alone_and_among_others(llm: LLM):
+    requests = requests_of(llm.model)
+    llm.engine.reset_prefix_cache()
+    expected = []
+    for request in requests:
+        expected += run(llm, [request])
+        llm.engine.reset_prefix_cache()
+    hits = llm.engine.stats().prefix_hits
+    with count_compilations() as compilations:
+        cold = run(llm, requests)
+        warm = run(llm, requests[::-1])[::-1]
+    assert (cold == expected, warm == expected, compilations.count) == (True, True, 0)
+    assert llm.engine.stats().prefix_hits > hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_the_budget(model: Model, dtype: str):
+    model, requests = model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params)), requests_of(model)
+    expected = alone(model, requests, **SETTINGS)
+    for changes in ({"max_num_batched_tokens": 36}, {"num_pages": 14, "swap_space_gib": 0}):
+        assert run(LLM(model, **{"num_pages": 64, **SETTINGS, **changes}), requests) == expected, changes
+
+
+def test_served_logprobs_are_those_of_the_function(llm: LLM):
+    """Through pages, chunks and decode steps; the function computes the whole text at once."""
+    model = llm.model
+    prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, 70).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    output = llm.generate([prompt], params)[0]
+    sample = output.outputs[0]
+    text = prompt + sample.token_ids
+    expected = np.asarray(jax.nn.log_softmax(model.apply(model.params, jnp.asarray([text]))[0]))
+    served = [*(output.prompt_logprobs or [])[1:], *(sample.logprobs or [])]
+    assert len(served) == len(text) - 1
+    for at, (token, logprobs) in enumerate(zip(text[1:], served, strict=True)):
+        assert logprobs is not None
+        assert abs(logprobs[token].logprob - expected[at, token]) <= 2e-5, at
+
+
+def tokens_of(model: Model, length: int = 24) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(2).integers(0, model.config.vocab_size, (2, length)))
+
+
+def test_gradients_reach_every_parameter(model: Model):
+    def loss(params: Any) -> jax.Array:
+        logprobs = jax.nn.log_softmax(model.apply(params, tokens[:, :-1]))
+        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
+
+    tokens = tokens_of(model)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(model.params)
+    assert bool(jnp.isfinite(value))
+    without = [
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)
+        if not bool(jnp.isfinite(leaf).all()) or not bool((leaf != 0).any())
+    ]
+    assert without == []
+
+
+def test_bfloat16_is_close_to_float32(model: Model):
+    tokens = tokens_of(model)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), rounded)
+    narrow_logits, wide_logits = (jax.jit(model.apply)(params, tokens) for params in (rounded, wide))
+    assert narrow_logits.dtype == wide_logits.dtype == jnp.float32
+    error = float(jnp.sqrt(jnp.mean((narrow_logits - wide_logits) ** 2)) / jnp.std(wide_logits))
+    assert 0 < error < 0.1, error
+
+
+def test_saved_parameters_are_loaded_again(model: Model, tmp_path: pathlib.Path):
+    folder, specs = pathlib.Path(model.name), model.family.param_specs(model.config)
+    save_params(tmp_path, model.params, specs, json.loads((folder / "config.json").read_text()))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    again = load_model(str(tmp_path), show_progress=False)
+    assert again.config == model.config
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, model.params, again.params))
+    assert "float32" in json.loads((tmp_path / "config.json").read_text()).values()
+
+
+def test_random_weights_have_the_shapes_of_the_specs(model: Model):
+    specs = model.family.param_specs(model.config)
+    params = init_params(specs, 0, "bfloat16")
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    assert all(len(spec.axes) == len(spec.shape) for spec in leaves)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, model.params)
+    assert bool(jnp.isfinite(model.apply(params, tokens_of(model, 4))).all())
