@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -134,14 +135,15 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
     mesh = mesh or make_mesh(config.tensor_parallel_size)
-    held = _held(model, mesh.devices.flat[0])
-    model = spread_model(model, mesh)
+    given, model = model.params, spread_model(model.replace(params=_shapes(model.params)), mesh)
     engine = resolve_for(model, config, platform)
     weights = device_bytes(abstract_params(model, mesh))
     page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize, mesh.shape["tensor"])
     state = abstract_step_state(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
     sampler = device_bytes(state.slots)
-    budget = device_budget(mesh.devices.flat[0], config.memory_utilization, held, mesh.size)
+    held = _held(model, given, mesh)
+    budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in mesh.devices.flat]
+    budget = min(budgets, key=lambda budget: budget.bytes)
     most = engine.num_pages if platform == "cpu" else _most_pages(model, config, page)
     decide = functools.partial(
         plan_memory,
@@ -160,10 +162,19 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
     return decide(Needs(weights, sampler, page, temporaries))
 
 
-def _held(model: Model, device: jax.Device) -> int:
-    """Bytes of a device that the model's parameters take already."""
-    arrays = (leaf for leaf in jax.tree.leaves(model.params) if isinstance(leaf, jax.Array))
-    return sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards if shard.device == device)
+def _shapes(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+
+
+def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Device]:
+    """Bytes that parameters take already, by device, of those that lie where the model's will stay."""
+    found: collections.Counter[jax.Device] = collections.Counter()
+    for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(abstract_params(model, mesh)), strict=True):
+        if not isinstance(leaf, jax.Array) or leaf.shape != wanted.shape:
+            continue
+        if mesh.size == 1 or leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
+            found.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    return found
 
 
 def device_budget(device: Any, utilization: float, held: int, devices: int = 1) -> Budget:

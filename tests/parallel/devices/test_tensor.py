@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.memory import _held, plan_engine
 from jaxinfer.engine.placement import device_bytes, place_params, spread_model
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
@@ -127,6 +127,9 @@ def test_the_plan_is_what_a_device_holds(two):
             held[shard.device] += shard.data.nbytes
     assert set(held.values()) == {needs.weights}
     assert len(held) == 2
+    given = two.model.params
+    assert not _held(two.model, given, make_mesh(2))  # on one device, where they will not stay
+    assert _held(two.model, runner._params, make_mesh(2)) == held
     assert needs.page * TIGHT == device_bytes([pool.data for pool in runner._state.pools])
 
 
