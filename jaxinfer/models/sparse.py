@@ -153,12 +153,12 @@ class SparseBlock(Layer):
             sinks=cfg.sinks,
         )
         self.mlp_norm = RMSNorm(cfg.norm_eps)
-        if not self.sparse:
-            self.mlp = GatedMLP(cfg.activation)
-            return
-        shared = cfg.shared_size is not None
+        self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
+
+    def _experts(self) -> MoE:
+        cfg, shared = self.config, self.config.shared_size is not None
         activation = cfg.activation if shared else None
-        self.mlp = MoE(cfg.rule, cfg.glu, cfg.expert_bias, shared_activation=activation, shared_gate=shared)
+        return MoE(cfg.rule, cfg.glu, cfg.expert_bias, shared_activation=activation, shared_gate=shared)
 
     def __call__(
         self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any

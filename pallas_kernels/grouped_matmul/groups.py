@@ -2,7 +2,7 @@
 
 A tile is one product of a fixed shape, so that a row's result depends neither on the rows beside it nor on how many
 rows its expert has (Gale et al. 2022, MegaBlocks, pad to tiles likewise). Nothing is dropped: there are as many tiles
-as the worst case needs, and ``count`` says how many hold anything.
+as the worst case needs, and ``occupied`` says how many hold anything.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Groups(NamedTuple):
         entries: the entry that a row holds; the number of entries where it holds none.
         places: the row of each entry, counted over all tiles; the number of rows where the entry has no expert.
         experts: the expert of each tile; None: tile i is expert i's.
-        count: how many tiles hold something, the first ones; without ``experts`` all of them count.
+        occupied: how many tiles hold something, the first ones; without ``experts`` all of them count.
     """
 
     entries: Int[Array, "tiles rows"]
     places: Int[Array, " entries"]
     experts: Int[Array, " tiles"] | None
-    count: Int[Array, ""]
+    occupied: Int[Array, ""]
 
     def of_tiles(self, values: jax.Array) -> jax.Array:
         """What belongs to the tiles' experts: ``values`` [experts, ...] as [tiles, 1, ...]."""

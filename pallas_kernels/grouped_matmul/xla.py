@@ -68,7 +68,7 @@ def _occupied_tiles(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Arr
     def tile(index: Any, result: jax.Array) -> jax.Array:
         return lax.fori_loop(0, math.ceil(n / size), lambda part, result: piece(part, index, result), result)
 
-    return lax.fori_loop(0, groups.count, tile, jnp.zeros((tiles, rows, n), x.dtype))
+    return lax.fori_loop(0, groups.occupied, tile, jnp.zeros((tiles, rows, n), x.dtype))
 
 
 def _all_tiles(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:

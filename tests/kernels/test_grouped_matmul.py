@@ -82,7 +82,7 @@ def tiles(experts: list[int], count: int, target: Target = CPU, most: int = 64) 
 def test_tiles_are_as_many_as_the_active_experts_need():
     groups = tiles([5, 5, 70, 5, 128, 5, 5, 128], 128)
     assert groups.entries.shape == (8, 4)
-    assert int(groups.count) == 3
+    assert int(groups.occupied) == 3
     assert groups.experts is not None
     assert groups.experts[:3].tolist() == [5, 5, 70]
     assert groups.entries[:3].tolist() == [[0, 1, 3, 5], [6, 8, 8, 8], [2, 8, 8, 8]]
@@ -96,7 +96,7 @@ def test_no_choice_needs_more_tiles_than_there_are(count: int, entries: int):
     make = jax.jit(lambda experts: group(experts, count, 64, target=CPU))
     for active in (1, count // 2, count, count):
         groups = make(jnp.asarray(rng.integers(0, max(1, active), entries), jnp.int32))
-        assert int(groups.count) <= groups.entries.shape[0]
+        assert int(groups.occupied) <= groups.entries.shape[0]
         held = np.asarray(groups.entries).reshape(-1)
         assert held[np.asarray(groups.places)].tolist() == list(range(entries))
 

@@ -197,7 +197,7 @@ def test_idle_rows_and_padding_ask_for_no_expert(monkeypatch: pytest.MonkeyPatch
 
     def counted(*arguments: Any, **options: Any) -> Any:
         groups = group(*arguments, **options)
-        jax.debug.callback(lambda count: counts.append(int(count)), groups.count)
+        jax.debug.callback(lambda count: counts.append(int(count)), groups.occupied)
         return groups
 
     group = moe.group
