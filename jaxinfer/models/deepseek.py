@@ -223,11 +223,12 @@ class DeepseekBlock(Layer):
             interleaved=cfg.interleaved,
         )
         self.mlp_norm = RMSNorm(cfg.norm_eps)
-        if self.dense:
-            self.mlp = GatedMLP(cfg.activation)
-        else:
-            activation = cfg.activation
-            self.mlp = MoE(cfg.rule, GLU(activation), correction=cfg.corrected, shared_activation=activation)
+        glu = GLU(cfg.activation)
+        self.mlp: Any = (
+            GatedMLP(cfg.activation)
+            if self.dense
+            else MoE(cfg.rule, glu, correction=cfg.corrected, shared_activation=cfg.activation)
+        )
 
     def __call__(
         self, x: Float[Array, "*batch d"], context: DeepseekContext, attend: Attend, cache: Any
