@@ -77,7 +77,12 @@ GPTJ = (
 )
 
 PHI = (
-    Case("phi-half", _model(64, 2, 4, intermediate_size=128), served=True, overlooked={"partial_rotary_factor": 0.25}),
+    Case(
+        "phi-half",
+        _model(64, 2, 4, intermediate_size=128),
+        served=True,
+        overlooked=rope("default", 10000.0, partial_rotary_factor=0.25),
+    ),
     Case(
         "phi-hub",
         _model(80, 2, 4, intermediate_size=96, partial_rotary_factor=0.4, rope_theta=10000.0, rope_scaling=None),
