@@ -50,7 +50,7 @@ GEMMA2 = (
     ),
     Case(
         "gemma2-default-caps-hub",
-        sizes(48, 96, 2, 4, 2, head_dim=16, rope_theta=1e4, query_pre_attn_scalar=4),
+        sizes(48, 96, 2, 4, 2, head_dim=16, rope_theta=1e4, query_pre_attn_scalar=100),
         style="hub",
         overlooked={"attn_logit_softcapping": None},
     ),
@@ -83,7 +83,9 @@ GEMMA2 = (
     ),
     Case(
         "gemma2-untied-bias",
-        sizes(48, 100, 2, 2, 1, head_dim=80, attention_bias=True, tie_word_embeddings=False, rms_norm_eps=1e-3),
+        sizes(
+            48, 100, 2, 2, 1, head_dim=80, attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=1280
+        ),
     ),
 )
 
