@@ -39,6 +39,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "query and key norms": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 8},
     "odd vocabulary": {"vocab_size": 97},
+    "experts": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "tied": {"tie_word_embeddings": True},
     "tied, odd vocabulary": {"tie_word_embeddings": True, "vocab_size": 97},
 }
