@@ -32,6 +32,8 @@ class Family:
 
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, llama.cache_spec, llama.Llama)
+GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, gemma.cache_spec, gemma.Gemma)
+PHI3 = Family(phi3.config_from_json, phi3.param_specs, llama.cache_spec, llama.Llama)
 GPT2 = Family(
     gpt2.GPT2Config.from_json, gpt2.param_specs, gpt2.cache_spec, gpt2.GPT2, ignore=gpt2.IGNORE, prefix="transformer."
 )
@@ -42,8 +44,6 @@ PHI = Family(phi.PhiConfig.from_json, phi.param_specs, phi.cache_spec, phi.Phi, 
 FALCON = Family(
     falcon.FalconConfig.from_json, falcon.param_specs, falcon.cache_spec, falcon.Falcon, prefix="transformer."
 )
-GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, gemma.cache_spec, gemma.Gemma)
-PHI3 = Family(phi3.config_from_json, phi3.param_specs, llama.cache_spec, llama.Llama)
 MIXTRAL = Family(mixtral.config_from_json, mixtral.param_specs, sparse.cache_spec, sparse.Sparse)
 QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
 QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
@@ -62,14 +62,14 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
-    "GPT2LMHeadModel": GPT2,
-    "GPTJForCausalLM": GPTJ,
-    "PhiForCausalLM": PHI,
-    "FalconForCausalLM": FALCON,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
     "Phi3ForCausalLM": PHI3,
+    "GPT2LMHeadModel": GPT2,
+    "GPTJForCausalLM": GPTJ,
+    "PhiForCausalLM": PHI,
+    "FalconForCausalLM": FALCON,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
