@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,14 @@ from tools.oracle.golden import Golden, load, names
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "models"
 NAMES = [case.name for case in CASES]
 OVERLOOKED = {case.name: case.overlooked for case in CASES if case.overlooked}
+# Through the engine, and live, in every check: one of each kind of attention and of feed-forward network.
+SLICE = ("llama-rope-llama3-hub", "mistral-window", "gpt_oss-hub", "gemma2-window", "deepseek_v3-hub", "gpt2-hub")
+TYPICAL = {case.name for case in CASES if case.served}
+
+
+def fast(names: Iterable[str], chosen: Container[str]) -> list[Any]:
+    """All names; those that are not ``chosen`` are the slow tier's."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def golden(name: str) -> Golden:
@@ -26,21 +35,19 @@ def test_golden_files_are_those_of_the_cases():
     assert sum(path.stat().st_size for path in GOLDENS.rglob("*")) < 6_000_000
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", fast(NAMES, TYPICAL))
 def test_logits_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
     case = golden(name)
     assert logit_faults(case, teacher_forced(load_case(case, tmp_path), case)) == []
 
 
-@pytest.mark.parametrize(
-    "name", [case.name if case.served else pytest.param(case.name, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("name", fast(NAMES, SLICE))
 def test_served_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_path: pathlib.Path):
     case = golden(name)
     assert served_faults(case, serve(load_case(case, tmp_path), case)) == []
 
 
-@pytest.mark.parametrize("name", OVERLOOKED)
+@pytest.mark.parametrize("name", fast(OVERLOOKED, TYPICAL))
 def test_an_overlooked_switch_is_noticed(name: str, tmp_path: pathlib.Path):
     case = golden(name)
     edited = dataclasses.replace(case, config=case.config | OVERLOOKED[name])
@@ -89,10 +96,8 @@ def test_other_weights_than_the_oracles_are_refused(tmp_path: pathlib.Path):
 
 
 def _live_id(name: str) -> str:
-    """The first case of each family makes the slice that runs in every check (``-k slice``)."""
-    family = name.split("-")[0]
-    first = next(other for other in NAMES if other.startswith(family + "-"))
-    return f"slice-{name}" if name == first else name
+    """What runs in every check: ``-k slice``."""
+    return f"slice-{name}" if name in SLICE else name
 
 
 @pytest.mark.parity

@@ -31,28 +31,28 @@ def uniform(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return ((raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)).reshape(shape)
 
 
-def spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+def spread(name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> tuple[float, float]:
     """Centre and half-width of a tensor's values (a uniform variable of half-width h has deviation h / sqrt(3)).
 
     Projections keep unit variance, so that scores differ from key to key; logits have a standard deviation of 1/4.
     """
     if _NORM.search(name):
-        return 1.0, 0.4
+        return norm_centre, 0.4
     if len(shape) == 1 or name.endswith("_bias"):
         return 0.0, 0.3
     deviation = 0.25 if _VOCABULARY.search(name) else 1.0
     return 0.0, deviation * (3.0 / shape[-2 if _TRANSPOSED.search(name) else -1]) ** 0.5
 
 
-def make_tensor(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def make_tensor(seed: int, name: str, shape: tuple[int, ...], norm_centre: float = 1.0) -> np.ndarray:
     """The float32 checkpoint tensor ``name`` of shape [..., out, in] or [out] under ``seed``."""
-    centre, width = spread(name, shape)
+    centre, width = spread(name, shape, norm_centre)
     return np.float32(centre) + np.float32(width) * uniform(seed, name, shape)
 
 
-def make_tensors(seed: int, shapes: Shapes) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint, float32, in the order of ``shapes``."""
-    return {name: make_tensor(seed, name, tuple(shape)) for name, shape in shapes.items()}
+def make_tensors(seed: int, shapes: Shapes, norm_centre: float = 1.0) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint, float32, in the order of ``shapes``; ``norm_centre``: the mean weight of norms."""
+    return {name: make_tensor(seed, name, tuple(shape), norm_centre) for name, shape in shapes.items()}
 
 
 def digest(tensors: Mapping[str, np.ndarray]) -> str:
@@ -83,6 +83,7 @@ class Golden:
         decode_error: [N], the same for each decode step.
         margin: the smallest difference of the two largest logits over all N + 1 choices.
         versions: of torch, transformers and numpy that made this.
+        norm_centre: of the weights, see `make_tensors`.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Golden:
     decode_error: np.ndarray
     margin: float
     versions: dict[str, str]
+    norm_centre: float = 1.0
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The checkpoint's weights, derived again.
@@ -106,7 +108,7 @@ class Golden:
         Raises:
             ValueError: they differ from those that the oracle used.
         """
-        tensors = make_tensors(self.seed, self.shapes)
+        tensors = make_tensors(self.seed, self.shapes, self.norm_centre)
         if digest(tensors) != self.weights_sha256:
             raise ValueError(f"{self.name}: the weights derived from seed {self.seed} are not those of the oracle")
         return tensors
@@ -116,7 +118,8 @@ class Golden:
         folder = root / self.name
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.config)
-        write_json(folder / "case.json", {key: getattr(self, key) for key in _CASE_KEYS})
+        centre = {} if self.norm_centre == 1.0 else {"norm_centre": self.norm_centre}
+        write_json(folder / "case.json", {**centre, **{key: getattr(self, key) for key in _CASE_KEYS}})
         np.savez_compressed(folder / "logits.npz", **{key: getattr(self, key) for key in _ARRAY_KEYS})
 
 

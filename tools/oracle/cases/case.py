@@ -22,9 +22,10 @@ class Case:
         style: "saved" or "hub", see the module's docstring.
         prompt_length: tokens.
         shards: safetensors files to split the checkpoint into.
-        served: whether the fast tests also run it through the engine. One or two a family: each compiles an engine.
+        served: typical of its kind: a row of the checks that every family passes. At least one a model type.
         overlooked: an edit of config.json that stands for what a reader of it may overlook: it must change the logits
             beyond the tolerance.
+        norm_centre: the mean weight of norms: 0 where the model adds 1 to them.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     shards: int = 1
     served: bool = False
     overlooked: Mapping[str, Any] | None = None
+    norm_centre: float = 1.0
 
     @property
     def model_type(self) -> str:

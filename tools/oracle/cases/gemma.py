@@ -1,5 +1,7 @@
 """Gemma 1, 2 and 3 (text)."""
 
+import dataclasses
+
 from tools.oracle.cases.case import Case, sizes
 
 ARCHITECTURES = {
@@ -158,4 +160,4 @@ GEMMA3 = (
     ),
 )
 
-CASES = (*GEMMA, *GEMMA2, *GEMMA3)
+CASES = tuple(dataclasses.replace(case, norm_centre=0.0) for case in (*GEMMA, *GEMMA2, *GEMMA3))
