@@ -101,7 +101,12 @@ def start_engine(
 def _as_dtype(model: Model, dtype: str) -> Model:
     if dtype == "auto":
         return model
-    return model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+    specs = model.family.param_specs(model.config)
+
+    def cast(spec: ParamSpec, leaf: Any) -> Any:
+        return leaf.astype(spec.dtype or dtype)
+
+    return model.replace(params=jax.tree.map(cast, specs, model.params, is_leaf=lambda x: isinstance(x, ParamSpec)))
 
 
 def load_model(

@@ -292,7 +292,7 @@ class ParamSpec:
         axes: a logical axis name per dimension (None: never sharded); ``parallel`` maps them to mesh axes.
         init: "normal" (scaled by ``scale``), "ones" or "zeros": for random weights.
         sources: the checkpoint tensors that fill it.
-        contract: how many leading dimensions a matmul with it contracts.
+        dtype: that it keeps whatever the model's (None: the model's).
     """
 
     shape: tuple[int, ...]
@@ -300,7 +300,7 @@ class ParamSpec:
     init: str = "normal"
     scale: float = 0.02
     sources: tuple[Source, ...] = ()
-    contract: int = 1
+    dtype: str | None = None
 
 
 ParamTree = Mapping[str, "ParamSpec | ParamTree"]

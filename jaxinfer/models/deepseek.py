@@ -293,7 +293,8 @@ def _moe_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
     }
     if cfg.corrected:
         name = f"{prefix}.gate.e_score_correction_bias"
-        tree["correction"] = plain(name, (cfg.experts,), ("expert",), "zeros")
+        # Trained in float32: rounding it changes which experts are chosen.
+        tree["correction"] = dataclasses.replace(plain(name, (cfg.experts,), ("expert",), "zeros"), dtype="float32")
     return tree
 
 

@@ -84,7 +84,7 @@ def abstract(
     family = family_for(config_json, families)
     config = family.config(config_json)
     params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)),
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)),
         family.param_specs(config),
         is_leaf=lambda x: isinstance(x, ParamSpec),
     )

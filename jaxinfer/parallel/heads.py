@@ -59,7 +59,7 @@ def _with_copies(name: str, spec: ParamSpec, copies: int) -> ParamSpec:
     shape = list(spec.shape)
     shape[heads : members + 1] = kv_heads * copies, group // copies + _KEY_AND_VALUE
     sources = tuple(new for source in spec.sources for new in _sources(source, heads, group, copies))
-    return ParamSpec(tuple(shape), spec.axes, spec.init, spec.scale, sources, spec.contract)
+    return ParamSpec(tuple(shape), spec.axes, spec.init, spec.scale, sources, spec.dtype)
 
 
 def _dimensions(spec: ParamSpec) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.load import on_default_device
-from jaxinfer.weights.tree import Path, Place, build, target_dtype
+from jaxinfer.weights.tree import Path, Place, build, dtype_of, target_dtype
 
 _DRAWN_AT_ONCE = 1 << 20
 
@@ -35,7 +35,7 @@ def init_params(
     target = target_dtype(dtype)
 
     def make(path: Path, spec: ParamSpec) -> Any:
-        whole = _draw(path, spec, seed, target)
+        whole = _draw(path, spec, seed, dtype_of(spec, target))
         return place(path, spec, lambda index: whole[index])
 
     return build(specs, make)

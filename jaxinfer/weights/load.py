@@ -25,6 +25,7 @@ from jaxinfer.weights.tree import (
     as_placed,
     build,
     check_spec,
+    dtype_of,
     overlap,
     placed_size,
     target_dtype,
@@ -199,7 +200,7 @@ class _Filler:
     done: int = 0
 
     def fill(self, spec: ParamSpec, index: Index) -> np.ndarray:
-        buffer = np.empty(_shape_of(spec.shape, index), self.target)
+        buffer = np.empty(_shape_of(spec.shape, index), dtype_of(spec, self.target))
         for source in spec.sources:
             met = overlap(spec.shape, index, source.where)
             if met is not None:
@@ -215,10 +216,10 @@ class _Filler:
             with np.errstate(over="raise", invalid="ignore"):
                 _copy(part, tensor)
         except FloatingPointError:
-            raise CheckpointError(f"{self._label(info)} holds values too large for {self.target.name}") from None
+            raise CheckpointError(f"{self._label(info)} holds values too large for {part.dtype.name}") from None
         self.checkpoint.release(source.name)
         if self.check_finite and not _all_finite(part):
-            raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {self.target.name}")
+            raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {part.dtype.name}")
         self.done += info.nbytes // max(1, math.prod(source.shape)) * part.size
         if self.progress is not None:
             self.progress(self.done, self.total, source.name)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.types import ParamSpec, ParamTree, Source
 from jaxinfer.weights.checkpoint import SINGLE_FILE
 from jaxinfer.weights.safetensors import DTYPES
-from jaxinfer.weights.tree import Path, as_stored, check_spec, target_dtype, walk
+from jaxinfer.weights.tree import Path, as_stored, check_spec, dtype_of, target_dtype, walk
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 8
@@ -37,7 +37,7 @@ def save_params(
         params: a nested dict of the form of ``specs``.
         specs: what the parameters are; a tensor that is the source of two parameters must be equal in both.
         config_json: written as config.json, with the weights' dtype where they all have one.
-        dtype: "float32", "bfloat16" or "float16"; None keeps each parameter's own.
+        dtype: "float32", "bfloat16" or "float16", but for parameters that keep theirs; None keeps each one's own.
 
     Raises:
         ValueError: a parameter is missing or has another shape than its spec, or one tensor would get two values.
@@ -72,7 +72,7 @@ def _leaf(params: Mapping[str, Any], path: Path, spec: ParamSpec, dtype: str | N
         value = value[key]
     if tuple(value.shape) != spec.shape:
         raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
-    return _Leaf(spec, value, target_dtype(dtype) if dtype else np.dtype(value.dtype))
+    return _Leaf(spec, value, dtype_of(spec, target_dtype(dtype)) if dtype else np.dtype(value.dtype))
 
 
 def _write_tensors(file: BinaryIO, leaves: Sequence[_Leaf]) -> None:
@@ -119,7 +119,7 @@ def _layout(leaves: Sequence[_Leaf]) -> tuple[bytes, dict[str, int], int]:
 
 
 def _with_dtype(config_json: Mapping[str, Any], leaves: Sequence[_Leaf]) -> dict[str, Any]:
-    names = {leaf.dtype.name for leaf in leaves}
+    names = {leaf.dtype.name for leaf in leaves if leaf.spec.dtype is None}
     if len(names) != 1:
         return dict(config_json)
     return {**config_json, "dtype" if "dtype" in config_json else "torch_dtype": names.pop()}

@@ -37,6 +37,11 @@ def target_dtype(name: str) -> np.dtype[Any]:
     return TARGETS[name]
 
 
+def dtype_of(spec: ParamSpec, model: np.dtype[Any]) -> np.dtype[Any]:
+    """A parameter's own dtype, else the model's."""
+    return model if spec.dtype is None else target_dtype(spec.dtype)
+
+
 def walk(specs: ParamTree, path: Path = ()) -> Iterator[tuple[Path, ParamSpec]]:
     """Every parameter with its path, in the tree's order."""
     for key, node in specs.items():

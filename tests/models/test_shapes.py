@@ -41,6 +41,9 @@ PUBLISHED = {
     "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a second token
 }
 
+# Parameters that stay float32: the biases by which experts are chosen.
+IN_FLOAT32 = {"DeepSeek-V3": 58 * 256}
+
 
 def model(name: str) -> Model:
     return abstract(json.loads((CONFIGS / f"{name}.json").read_text()), "bfloat16", name)
@@ -54,7 +57,7 @@ def test_every_config_has_its_published_size():
 def test_parameters_are_as_many_as_published(name: str):
     leaves = jax.tree.leaves(model(name).params)
     assert sum(leaf.size for leaf in leaves) == PUBLISHED[name]
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == 2 * PUBLISHED[name]
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == 2 * PUBLISHED[name] + IN_FLOAT32.get(name, 0) * 2
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -115,3 +115,20 @@ def test_one_tensor_in_parts(tmp_path: pathlib.Path) -> None:
     short = {"qkv": ParamSpec((3, 2, 3, 4), (None,) * 4, sources=sources[:2])}
     with pytest.raises(ValueError, match="its sources hold 48 values of 72"):
         load_params(tmp_path, short, "float32", keep)
+
+
+def test_a_parameter_that_keeps_its_dtype(tmp_path: pathlib.Path) -> None:
+    sources = {name: (Source(name, (3,)),) for name in ("bias", "w")}
+    specs = {
+        "bias": ParamSpec((3,), (None,), sources=sources["bias"], dtype="float32"),
+        "w": ParamSpec((3,), (None,), sources=sources["w"]),
+    }
+    fine = np.float32([1.0001, -2.0003, 3.0007])
+    safetensors.numpy.save_file(dict.fromkeys(sources, fine), tmp_path / "model.safetensors")
+    loaded = load_params(tmp_path, specs, "bfloat16", keep)
+    assert {name: value.dtype.name for name, value in loaded.items()} == {"bias": "float32", "w": "bfloat16"}
+    np.testing.assert_array_equal(loaded["bias"], fine)
+    assert init_params(specs, 0, "bfloat16", keep)["bias"].dtype == np.float32
+    save_params(tmp_path / "again", loaded, specs, CONFIG, dtype="bfloat16")
+    assert json.loads((tmp_path / "again/config.json").read_text())["torch_dtype"] == "bfloat16"
+    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / "again/model.safetensors")["bias"], fine)
