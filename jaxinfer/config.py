@@ -56,6 +56,8 @@ class EngineConfig:
         attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
             XLA; "mosaic" and "xla" force one of them.
         tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
+        expert_parallel_size: groups of so many devices among which a mixture's experts are dealt out; all else is
+            spread over the devices of all groups.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -84,7 +86,13 @@ class EngineConfig:
     exactness: str = "exact"
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     seed: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """Over which heads and the KV pool are spread."""
+        return self.tensor_parallel_size * self.expert_parallel_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +129,7 @@ class ResolvedEngine:
     exactness: str
     attention_backend: Backend
     tensor_parallel_size: int
+    expert_parallel_size: int
     seed: int | None
 
     @property
@@ -187,6 +196,7 @@ def resolve(
         exactness=config.exactness,
         attention_backend=cast("Backend", config.attention_backend),
         tensor_parallel_size=config.tensor_parallel_size,
+        expert_parallel_size=config.expert_parallel_size,
         seed=config.seed,
     )
 
@@ -198,7 +208,14 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "exactness": ("exact", "relaxed"),
     "attention_backend": ("auto", "mosaic", "xla"),
 }
-_AT_LEAST_ONE = ("max_num_seqs", "multi_step", "num_speculative_tokens", "prompt_lookup_min", "tensor_parallel_size")
+_AT_LEAST_ONE = (
+    "max_num_seqs",
+    "multi_step",
+    "num_speculative_tokens",
+    "prompt_lookup_min",
+    "tensor_parallel_size",
+    "expert_parallel_size",
+)
 
 
 def _require_simple(config: EngineConfig) -> None:
@@ -260,5 +277,5 @@ def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
         return config.num_pages
     bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    affordable = bound // cache.bytes_per_page(config.page_size, itemsize, config.tensor_parallel_size)
+    affordable = bound // cache.bytes_per_page(config.page_size, itemsize, config.devices)
     return max(width, min(width * config.max_num_seqs, affordable))

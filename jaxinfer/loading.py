@@ -87,7 +87,7 @@ def start_engine(
             wrong. What does not fit into memory is refused before the weights are loaded.
     """
     use_compilation_cache(compilation_cache_dir)
-    platform, mesh = jax.default_backend(), make_mesh(config.tensor_parallel_size)
+    platform, mesh = jax.default_backend(), make_mesh(config.tensor_parallel_size, expert=config.expert_parallel_size)
     given = _as_dtype(model, dtype) if isinstance(model, Model) else None
     plan = plan_engine(given or abstract_model(str(model), dtype), config, platform, mesh)
     loaded = given or load_model(

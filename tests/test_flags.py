@@ -48,6 +48,7 @@ EVERY = {
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
+    "expert_parallel_size": (["--expert-parallel-size", "4"], 4),
     "seed": (["--seed", "5"], 5),
 }
 

@@ -47,7 +47,7 @@ class Engine:
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        mesh = mesh or make_mesh(config.tensor_parallel_size)
+        mesh = mesh or make_mesh(config.tensor_parallel_size, expert=config.expert_parallel_size)
         model = spread_model(model, mesh)
         self.config = resolve_for(model, config, platform)
         model = model.up_to(self.config.max_model_len)
@@ -162,7 +162,7 @@ def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
         return
     spec = model.cache_spec
     if not spec.latent:  # each device works on its own heads
-        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.tensor_parallel_size)
+        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.devices)
     why = no_kernel(spec, config.page_size, model.dtype)
     if platform == "cpu":
         why = "its kernels are for GPUs, and this is a CPU"

@@ -134,11 +134,11 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
     Raises:
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
-    mesh = mesh or make_mesh(config.tensor_parallel_size)
+    mesh = mesh or make_mesh(config.tensor_parallel_size, expert=config.expert_parallel_size)
     given, model = model.params, spread_model(model.replace(params=_shapes(model.params)), mesh)
     engine = resolve_for(model, config, platform)
     weights = device_bytes(abstract_params(model, mesh))
-    page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize, mesh.shape["tensor"])
+    page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize, config.devices)
     state = abstract_step_state(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
     sampler = device_bytes(state.slots)
     held = _held(model, given, mesh)
@@ -205,7 +205,7 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _most_pages(model: Model, config: EngineConfig, page: int) -> int:
-    bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size, config.tensor_parallel_size))
+    bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size, config.devices))
     return bound if config.kv_cache_bytes is None else min(bound, config.kv_cache_bytes // page)
 
 

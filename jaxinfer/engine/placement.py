@@ -17,7 +17,7 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.step import StepState
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.heads import copied, kv_copies, require_even, with_copies
+from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
@@ -31,10 +31,11 @@ def spread_model(model: Model, mesh: Mesh) -> Model:
     Raises:
         EngineConfigError: heads, or another dimension that must be, cannot be dealt out evenly.
     """
-    tensor, specs, family = mesh.shape["tensor"], model.family.param_specs(model.config), model.family
-    copies = kv_copies(model.cache_spec, tensor)
+    specs, family = model.family.param_specs(model.config), model.family
+    copies = kv_copies(model.cache_spec, mesh.shape)
     wanted = with_copies(specs, copies)
-    require_even(wanted, dict(mesh.shape))
+    require_even(wanted, mesh.shape)
+    require_experts(wanted, mesh.shape)
     if copies == 1:
         return model
 

@@ -71,7 +71,7 @@ class Runner:
         mesh: Mesh | None = None,
     ) -> None:
         self._engine, self._tables, self._vocab = engine, tables, model.config.vocab_size
-        mesh = mesh or make_mesh(engine.tensor_parallel_size)
+        mesh = mesh or make_mesh(engine.tensor_parallel_size, expert=engine.expert_parallel_size)
         self._everywhere = replicated(mesh)
         self._params = place_params(model, mesh)
         self._host_slots = HostSlots(engine.rows, limits)

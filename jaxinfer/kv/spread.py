@@ -17,8 +17,8 @@ from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels.choice import Wish
 
-_AXIS = RULES["kv_heads"]
-_EVERYWHERE, _HEADS = PartitionSpec(), PartitionSpec(None, _AXIS)
+_AXES = RULES["kv_heads"]
+_EVERYWHERE, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
 
 
 def _pool(latent: bool) -> LayerPool:
@@ -30,7 +30,7 @@ def _pool(latent: bool) -> LayerPool:
 
 def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | SpreadAttend:
     """``attend`` for the mesh that the program is traced for."""
-    return attend if traced_size(_AXIS) == 1 else SpreadAttend(attend)
+    return attend if traced_size("kv_heads") == 1 else SpreadAttend(attend)
 
 
 class SpreadAttend(NamedTuple):
@@ -58,7 +58,7 @@ class SpreadAttend(NamedTuple):
         keys, pool = _EVERYWHERE if latent else _HEADS, _pool(latent)
         run = jax.shard_map(
             own,
-            in_specs=(_EVERYWHERE, _HEADS, keys, keys, pool, PartitionSpec(_AXIS)),
+            in_specs=(_EVERYWHERE, _HEADS, keys, keys, pool, PartitionSpec(_AXES)),
             out_specs=(_HEADS, pool),
             check_vma=False,
         )
@@ -73,7 +73,7 @@ def copy_own_pages(
     backend: Wish = "auto",
 ) -> list[LayerPool]:
     """`copy_pages`, each device in its own pools."""
-    if traced_size(_AXIS) == 1:
+    if traced_size("kv_heads") == 1:
         return copy_pages(spec, pools, source, target, backend)
     all_pools = [_pool(spec.latent)] * len(pools)
 

@@ -164,19 +164,21 @@ def run_spread_experts(
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Float[Array, "tokens d"]:
-    """`run_experts` where each device has a part of every expert's hidden numbers: its results are parts of a sum."""
-    axis = RULES["mlp"]
-    if traced_size(axis) == 1:
+    """`run_experts` where each device has some experts, or a part of their hidden numbers: its results are parts of a
+    sum."""
+    dealt, within = RULES["expert"], RULES["expert_mlp"]
+    if traced_size("expert") * traced_size("expert_mlp") == 1:
         return run_experts(x, routing, experts, glu)
 
     def own(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
         if experts.down_bias is not None:  # once in the sum
-            first = lax.axis_index(axis) == 0
-            experts = experts._replace(down_bias=jnp.where(first, experts.down_bias, 0))
-        return lax.psum(run_experts(x, routing, experts, glu), axis)
+            once = lax.axis_index(within) == 0
+            experts = experts._replace(down_bias=jnp.where(once, experts.down_bias, 0))
+        first = lax.axis_index(dealt) * experts.gate_up.shape[0]
+        return lax.psum(run_experts(x, routing, experts, glu, first), (*dealt, *within))
 
-    everywhere, hidden = PartitionSpec(), PartitionSpec(None, None, axis)
-    biases: tuple[Any, ...] = () if experts.down_bias is None else (hidden, everywhere)
+    everywhere, hidden = PartitionSpec(), PartitionSpec(dealt, None, within)
+    biases: tuple[Any, ...] = () if experts.down_bias is None else (hidden, PartitionSpec(dealt))
     lies: Any = (hidden, hidden, *biases)
     run = jax.shard_map(own, in_specs=(everywhere, everywhere, Experts(*lies)), out_specs=everywhere, check_vma=False)
     return run(x, routing, experts)

@@ -287,14 +287,14 @@ def _block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any
 def _moe_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
     d = cfg.hidden_size
     tree: dict[str, Any] = {
-        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("expert", "embed")),
+        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),
         **gated_experts(f"{prefix}.experts", cfg.experts, d, cfg.expert_size),
         "shared": gated_mlp(f"{prefix}.shared_experts", d, cfg.shared_size),
     }
     if cfg.corrected:
         name = f"{prefix}.gate.e_score_correction_bias"
         # Trained in float32: rounding it changes which experts are chosen.
-        tree["correction"] = dataclasses.replace(plain(name, (cfg.experts,), ("expert",), "zeros"), dtype="float32")
+        tree["correction"] = dataclasses.replace(plain(name, (cfg.experts,), ("router",), "zeros"), dtype="float32")
     return tree
 
 

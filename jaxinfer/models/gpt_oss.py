@@ -86,12 +86,12 @@ def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
     prefix, d, hidden, count = f"{prefix}.mlp", cfg.hidden_size, cfg.expert_size, cfg.experts
     bias = f"{prefix}.experts.gate_up_proj_bias"
     return {
-        "router": plain(f"{prefix}.router.weight", (count, d), ("expert", "embed")),
-        "router_bias": plain(f"{prefix}.router.bias", (count,), ("expert",), "zeros"),
+        "router": plain(f"{prefix}.router.weight", (count, d), ("router", "embed")),
+        "router_bias": plain(f"{prefix}.router.bias", (count,), ("router",), "zeros"),
         "gate_up": _gate_up(f"{prefix}.experts.gate_up_proj", count, d, hidden),
         "gate_up_bias": ParamSpec(
             (count, 2, hidden),
-            ("expert", None, "mlp"),
+            ("expert", None, "expert_mlp"),
             init="zeros",
             sources=tuple(
                 Source(bias, (count, 2 * hidden), where=(slice(None), index), part=(slice(None), slice(index, None, 2)))
@@ -116,11 +116,11 @@ def _gate_up(name: str, count: int, d: int, hidden: int) -> ParamSpec:
         for expert in range(count)
         for index in range(2)
     )
-    return ParamSpec((count, 2, hidden, d), ("expert", None, "mlp", "embed"), sources=sources)
+    return ParamSpec((count, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources)
 
 
 def _down(name: str, count: int, d: int, hidden: int) -> ParamSpec:
     sources = tuple(
         Source(name, (count, hidden, d), transpose=True, where=(expert,), part=(expert,)) for expert in range(count)
     )
-    return ParamSpec((count, d, hidden), ("expert", "embed", "mlp"), sources=sources)
+    return ParamSpec((count, d, hidden), ("expert", "embed", "expert_mlp"), sources=sources)

@@ -42,6 +42,6 @@ def param_specs(cfg: SparseConfig) -> ParamTree:
 def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
     prefix, d = f"{prefix}.block_sparse_moe", cfg.hidden_size
     return {
-        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("expert", "embed")),
+        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),
         **gated_experts(f"{prefix}.experts", cfg.experts, d, cfg.expert_size, ("w1", "w3", "w2")),
     }

@@ -97,7 +97,7 @@ def param_specs(cfg: SparseConfig) -> ParamTree:
 def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
     prefix, d = f"{prefix}.mlp", cfg.hidden_size
     tree: dict[str, Any] = {
-        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("expert", "embed")),
+        "router": plain(f"{prefix}.gate.weight", (cfg.experts, d), ("router", "embed")),
         **gated_experts(f"{prefix}.experts", cfg.experts, d, cfg.expert_size),
     }
     if cfg.shared_size is not None:

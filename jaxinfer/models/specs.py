@@ -110,6 +110,6 @@ def gated_experts(
         Source(f"{prefix}.{expert}.{names[2]}.weight", (d, hidden), where=(expert,)) for expert in range(experts)
     )
     return {
-        "gate_up": ParamSpec((experts, 2, hidden, d), ("expert", None, "mlp", "embed"), sources=sources),
-        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "mlp"), sources=down),
+        "gate_up": ParamSpec((experts, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources),
+        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "expert_mlp"), sources=down),
     }

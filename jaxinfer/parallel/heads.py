@@ -1,4 +1,4 @@
-"""How heads are spread over the "tensor" axis: evenly, or, where KV heads are fewer than devices, copied first.
+"""How heads are spread over devices: evenly, or, where KV heads are fewer than devices, copied first.
 
 With ``copies`` a model of K KV heads becomes the same function with ``K * copies`` of them: each stands beside its
 own part of the queries that share it. Only the form of the parameters changes, so the family knows nothing of it.
@@ -6,32 +6,34 @@ own part of the queries that share it. Only the form of the parameters changes, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.parallel.mesh import REPLICABLE, RULES
+from jaxinfer.parallel.mesh import REPLICABLE, asked, devices_along
 from jaxinfer.types import CacheSpec, ParamSpec, ParamTree, Source
 
 _KV, _KEY_AND_VALUE = "kv_heads", 2
 
 
-def kv_copies(cache: CacheSpec, tensor: int) -> int:
-    """On how many devices each KV head lies.
+def kv_copies(cache: CacheSpec, sizes: Mapping[str, int]) -> int:
+    """On how many devices each KV head lies, on a mesh of these sizes.
 
     Raises:
         EngineConfigError: neither do the devices divide the KV heads nor the KV heads the devices.
     """
-    if cache.latent or cache.kv_heads % tensor == 0:
+    devices = devices_along(sizes, _KV)
+    if cache.latent or cache.kv_heads % devices == 0:
         return 1
-    if tensor % cache.kv_heads:
+    if devices % cache.kv_heads:
         raise EngineConfigError(
-            f"tensor_parallel_size = {tensor} cannot be: it neither divides the model's {cache.kv_heads} KV heads nor "
+            f"{asked(sizes)} cannot be: it neither divides the model's {cache.kv_heads} KV heads nor "
             f"is a multiple of them"
         )
-    return tensor // cache.kv_heads
+    return devices // cache.kv_heads
 
 
 def with_copies(tree: ParamTree, copies: int) -> ParamTree:
@@ -103,7 +105,7 @@ def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
     return jnp.concatenate([queries.reshape(form), jnp.repeat(rest, copies, axis=heads)], axis=members)
 
 
-def require_even(tree: ParamTree, sizes: dict[str, int], path: str = "") -> None:
+def require_even(tree: ParamTree, sizes: Mapping[str, int], path: str = "") -> None:
     """Raises EngineConfigError where a dimension that must be spread cannot be, over mesh axes of these ``sizes``."""
     for key, node in tree.items():
         label = f"{path}/{key}" if path else key
@@ -111,8 +113,18 @@ def require_even(tree: ParamTree, sizes: dict[str, int], path: str = "") -> None
             require_even(node, sizes, label)
             continue
         for axis, size in zip(node.axes, node.shape, strict=True):
-            devices = sizes.get(RULES.get(axis or "", ""), 1)
+            devices = devices_along(sizes, axis)
             if size % devices and axis not in REPLICABLE:
                 raise EngineConfigError(
-                    f"tensor_parallel_size = {devices} cannot be: it does not divide the {size} {axis} of {label}"
+                    f"{asked(sizes)} cannot be: {devices} devices do not divide the {size} {axis} of {label}"
                 )
+
+
+def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
+    """Raises EngineConfigError where experts are to be dealt out and there are none."""
+    if sizes.get("expert", 1) > 1 and not _names_experts(tree):
+        raise EngineConfigError(f"expert_parallel_size = {sizes['expert']} cannot be: the model has no experts")
+
+
+def _names_experts(tree: ParamTree) -> bool:
+    return any("expert" in node.axes if isinstance(node, ParamSpec) else _names_experts(node) for node in tree.values())

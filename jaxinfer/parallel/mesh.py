@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,27 +17,50 @@ from jaxinfer.types import CacheSpec, ParamSpec
 
 AXES = ("data", "stage", "expert", "tensor")
 
-# A logical axis that is not listed is replicated.
-RULES: dict[str, str] = {"kv_heads": "tensor", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+# A logical axis that is not listed is replicated. Experts are dealt out along one axis, and each one's hidden size
+# along another; what is not an expert's is spread over all these devices alike.
+_ALL = ("expert", "tensor")
+RULES: dict[str, tuple[str, ...]] = {
+    "kv_heads": _ALL,
+    "heads": _ALL,
+    "mlp": _ALL,
+    "vocab": _ALL,
+    "expert": ("expert",),
+    "expert_mlp": ("tensor",),
+}
 
 # Axes of these names are replicated where the mesh axis does not divide them: a padded vocabulary would have tokens
 # that no tokenizer knows. All others must be divisible.
 REPLICABLE = ("vocab",)
 
 
-def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over the first ``tensor`` devices (JAX's own, unless given).
+def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None, *, expert: int = 1) -> Mesh:
+    """A mesh over the first ``expert * tensor`` devices (JAX's own, unless given).
 
     Raises:
         EngineConfigError: there are fewer.
     """
-    devices = jax.devices() if devices is None else devices
-    if tensor < 1:
-        raise EngineConfigError(f"tensor_parallel_size = {tensor} must be at least 1")
-    if len(devices) < tensor:
-        raise EngineConfigError(f"tensor_parallel_size = {tensor} {_too_few(tensor, devices)}")
-    shape = (1,) * (len(AXES) - 1) + (tensor,)
-    return Mesh(np.array(devices[:tensor]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    devices, needed = jax.devices() if devices is None else devices, expert * tensor
+    for name, size in (("tensor_parallel_size", tensor), ("expert_parallel_size", expert)):
+        if size < 1:
+            raise EngineConfigError(f"{name} = {size} must be at least 1")
+    if len(devices) < needed:
+        raise EngineConfigError(f"{asked({'tensor': tensor, 'expert': expert})} {_too_few(needed, devices)}")
+    shape = (1,) * (len(AXES) - 2) + (expert, tensor)
+    return Mesh(np.array(devices[:needed]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def asked(sizes: Mapping[str, int]) -> str:
+    """The settings that make a mesh of these sizes, for messages."""
+    tensor, expert = sizes.get("tensor", 1), sizes.get("expert", 1)
+    if expert == 1:
+        return f"tensor_parallel_size = {tensor}"
+    return f"expert_parallel_size x tensor_parallel_size = {expert} x {tensor}"
+
+
+def devices_along(sizes: Mapping[str, int], axis: str | None) -> int:
+    """Over how many devices a logical axis is spread, on a mesh of these sizes."""
+    return math.prod(sizes.get(name, 1) for name in RULES.get(axis or "", ()))
 
 
 def _too_few(needed: int, devices: Sequence[jax.Device]) -> str:
@@ -56,9 +80,9 @@ def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def _mesh_axis(mesh: Mesh, axis: str | None, size: int) -> str | None:
-    name = RULES.get(axis or "")
-    return None if name is None or (axis in REPLICABLE and size % mesh.shape[name]) else name
+def _mesh_axis(mesh: Mesh, axis: str | None, size: int) -> tuple[str, ...] | None:
+    names = RULES.get(axis or "")
+    return None if axis in REPLICABLE and size % devices_along(mesh.shape, axis) else names
 
 
 def pool_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
@@ -78,7 +102,7 @@ def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batc
     """
     if jax.sharding.get_abstract_mesh().size <= 1:
         return logits
-    if logits.shape[-1] % traced_size(RULES["vocab"]) == 0:
+    if logits.shape[-1] % traced_size("vocab") == 0:
         own = PartitionSpec(*(None,) * (logits.ndim - 1), RULES["vocab"])
         logits = jax.lax.with_sharding_constraint(logits, own)
     return jax.lax.with_sharding_constraint(logits, PartitionSpec())
@@ -93,5 +117,5 @@ def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
 
 
 def traced_size(axis: str) -> int:
-    """Devices along a mesh axis, in the mesh that the program which is being traced is for; 1 where there is none."""
-    return jax.sharding.get_abstract_mesh().shape.get(axis, 1)
+    """Devices along a logical axis, in the mesh of the program that is being traced; 1 where there is none."""
+    return devices_along(jax.sharding.get_abstract_mesh().shape, axis)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.parallel.heads import copied, kv_copies, require_even, with_copies
+from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
 from jaxinfer.weights import load_params, save_params
 from tests.fakes import llama_json, random_model
@@ -52,11 +52,11 @@ def test_abstract_parameters_stay_abstract():
 
 def test_how_many_copies():
     cache = CacheSpec((LayerSpec(),), 4, 8)
-    assert [kv_copies(cache, tensor) for tensor in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
+    assert [kv_copies(cache, {"tensor": tensor}) for tensor in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
     latent = dataclasses.replace(cache, layers=(LayerSpec(latent_rank=4),), kv_heads=1)
-    assert kv_copies(latent, 8) == 1
+    assert kv_copies(latent, {"tensor": 8}) == 1
     with pytest.raises(EngineConfigError, match="tensor_parallel_size = 3 cannot be: it neither divides the model's 4"):
-        kv_copies(cache, 3)
+        kv_copies(cache, {"tensor": 3})
 
 
 def test_a_tensor_that_holds_all_heads_together_is_not_dealt_out():
@@ -70,5 +70,16 @@ def test_a_tensor_that_holds_all_heads_together_is_not_dealt_out():
 def test_what_cannot_be_dealt_out_evenly_is_named():
     tree = {"layers_3": {"up": ParamSpec((10, 4), ("mlp", "embed"))}, "head": ParamSpec((7, 4), ("vocab", "embed"))}
     require_even(tree, {"tensor": 5})
-    with pytest.raises(EngineConfigError, match="size = 4 cannot be: it does not divide the 10 mlp of layers_3/up"):
+    with pytest.raises(EngineConfigError, match="size = 4 cannot be: 4 devices do not divide the 10 mlp of layers_3"):
         require_even(tree, {"tensor": 4})
+    with pytest.raises(EngineConfigError, match="expert_parallel_size x tensor_parallel_size = 2 x 2 cannot be: 4 dev"):
+        require_even(tree, {"tensor": 2, "expert": 2})
+
+
+def test_experts_are_dealt_out_where_there_are_some():
+    dense = {"layers_0": {"up": ParamSpec((10, 4), ("mlp", "embed"))}}
+    experts = {**dense, "layers_1": {"up": ParamSpec((6, 10, 4), ("expert", "expert_mlp", "embed"))}}
+    require_experts(experts, {"expert": 3})
+    require_experts(dense, {"expert": 1, "tensor": 5})
+    with pytest.raises(EngineConfigError, match="expert_parallel_size = 2 cannot be: the model has no experts"):
+        require_experts(dense, {"expert": 2})

@@ -18,10 +18,10 @@ def test_there_is_always_a_mesh():
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_heads_and_mlp_go_to_the_tensor_axis():
+def test_heads_and_mlp_go_to_all_devices():
     mesh = make_mesh()
     spec = ParamSpec((32, 2, 48), ("embed", None, "mlp"))
-    assert param_sharding(mesh, spec).spec == PartitionSpec(None, None, "tensor")
+    assert param_sharding(mesh, spec).spec == PartitionSpec(None, None, ("expert", "tensor"))
 
 
 def test_every_logical_axis_of_a_family_is_known():
@@ -30,7 +30,7 @@ def test_every_logical_axis_of_a_family_is_known():
     tree = family.param_specs(family.config(config_json))
     specs = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ParamSpec))
     assert all(len(spec.axes) == len(spec.shape) for spec in specs)
-    replicated = {"embed", "norm", "group", "head_dim", None}
+    replicated = {"embed", "norm", "group", "head_dim", "router", None}
     assert {axis for spec in specs for axis in spec.axes} <= replicated | RULES.keys()
 
 
@@ -43,10 +43,18 @@ def test_more_devices_than_there_are_is_refused_with_what_to_do():
     )
 
 
+def test_both_sizes_are_named():
+    with pytest.raises(EngineConfigError, match="expert_parallel_size x tensor_parallel_size = 4 x 2 needs 8 devices"):
+        make_mesh(2, jax.devices()[:1], expert=4)
+    with pytest.raises(EngineConfigError, match="expert_parallel_size = 0 must be at least 1"):
+        make_mesh(expert=0)
+
+
 def test_programs_that_are_traced_for_no_mesh_have_one_device():
-    assert traced_size("tensor") == 1
+    assert traced_size("heads") == 1
     with traced_for(make_mesh()):
-        assert traced_size("tensor") == 1
-    four = jax.sharding.AbstractMesh((1, 1, 1, 4), AXES, axis_types=(AxisType.Auto,) * 4)
-    with jax.sharding.use_abstract_mesh(four):
-        assert traced_size("tensor") == 4
+        assert traced_size("heads") == 1
+    eight = jax.sharding.AbstractMesh((1, 1, 2, 4), AXES, axis_types=(AxisType.Auto,) * 4)
+    with jax.sharding.use_abstract_mesh(eight):
+        sizes = {axis: traced_size(axis) for axis in ("heads", "expert", "expert_mlp", "norm")}
+    assert sizes == {"heads": 8, "expert": 2, "expert_mlp": 4, "norm": 1}

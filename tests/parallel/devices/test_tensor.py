@@ -16,7 +16,7 @@ from jaxinfer.engine.placement import device_bytes, place_params, spread_model
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh, param_sharding, traced_for
+from jaxinfer.parallel.mesh import RULES, make_mesh, param_sharding, traced_for
 from jaxinfer.types import ParamSpec, SamplingParams
 from jaxinfer.weights import load_params, on_devices, save_params
 from jaxinfer.weights.tree import Fill, Path
@@ -163,7 +163,7 @@ def test_weights_are_loaded_where_they_stay(name, tmp_path):
 def test_a_folder_is_loaded_onto_the_mesh():
     mesh = make_mesh(2)
     one, two = load_model("demo-draft", show_progress=False), load_model("demo-draft", show_progress=False, mesh=mesh)
-    assert "tensor" in two.params["layers_0"]["attention"]["qkv"].sharding.spec
+    assert RULES["kv_heads"] in two.params["layers_0"]["attention"]["qkv"].sharding.spec
     for got, want in zip(jax.tree.leaves(two.params), jax.tree.leaves(one.params), strict=True):
         assert set(got.sharding.device_set) == set(mesh.devices.flat)
         np.testing.assert_array_equal(np.float32(got), np.float32(want))
@@ -176,7 +176,7 @@ REFUSED = {
         4,
         {"num_attention_heads": 6, "num_key_value_heads": 1},
     ),
-    "does not divide the 98 mlp of layers_0/mlp/gate_up": (4, {"intermediate_size": 98}),
+    "4 devices do not divide the 98 mlp of layers_0/mlp/gate_up": (4, {"intermediate_size": 98}),
     "tensor_parallel_size = 0 must be at least 1": (0, {}),
 }
 
