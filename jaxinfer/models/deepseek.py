@@ -18,7 +18,7 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import gated_experts, gated_mlp, linear, norm, plain, vocabulary
+from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, norm, plain
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
 # V3's checkpoint has a layer behind the last one, which predicts a second token. It is for drafts.
@@ -262,16 +262,7 @@ def cache_spec(cfg: DeepseekConfig) -> CacheSpec:
 
 def param_specs(cfg: DeepseekConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
-        "final_norm": {"scale": norm("model.norm.weight", d)},
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}", index < cfg.dense)
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", vocab, d)
-    return tree
+    return decoder(cfg, lambda index, prefix: _block_specs(cfg, prefix, index < cfg.dense))
 
 
 def _block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:

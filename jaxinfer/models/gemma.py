@@ -21,7 +21,7 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, layer_rope, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import fused_qkv, gated_mlp, linear, norm, plain, vocabulary
+from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, norm, plain
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 # What transformers takes where config.json leaves a size out.
@@ -244,16 +244,8 @@ def cache_spec(cfg: GemmaConfig) -> CacheSpec:
 
 def param_specs(cfg: GemmaConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
-        "final_norm": _norm("model.norm", d),
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}")
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", vocab, d)
-    return tree
+    final = _norm("model.norm", cfg.hidden_size)
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix), final)
 
 
 def _norm(prefix: str, size: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, layer_windows, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import fused_qkv, gated_mlp, linear, norm, plain, vocabulary
+from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, norm, plain
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -139,16 +139,7 @@ def cache_spec(cfg: LlamaConfig) -> CacheSpec:
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
-        "final_norm": {"scale": norm("model.norm.weight", d)},
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}")
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", vocab, d)
-    return tree
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
 
 
 def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:

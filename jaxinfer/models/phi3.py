@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.llama import LlamaConfig
-from jaxinfer.models.specs import linear, norm, vocabulary
+from jaxinfer.models.specs import decoder, linear, norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # What transformers takes where config.json leaves these out.
@@ -74,16 +74,7 @@ def _layer(read: ConfigReader, max_position: int) -> LayerSpec:
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
-        "final_norm": {"scale": norm("model.norm.weight", d)},
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}")
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", vocab, d)
-    return tree
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
 
 
 def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:

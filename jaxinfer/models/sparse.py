@@ -21,7 +21,7 @@ from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.llama import attention_specs
-from jaxinfer.models.specs import gated_mlp, norm, vocabulary
+from jaxinfer.models.specs import decoder, gated_mlp, norm
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -200,19 +200,15 @@ def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[s
     Args:
         experts: `MoE`'s parameters of the layer whose tensors' names begin as given.
     """
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
-        "final_norm": {"scale": norm("model.norm.weight", d)},
-    }
-    for index, sparse in enumerate(cfg.sparse):
-        prefix = f"model.layers.{index}"
-        tree[f"layers_{index}"] = {
+    d = cfg.hidden_size
+
+    def block(index: int, prefix: str) -> dict[str, Any]:
+        dense = f"{prefix}.mlp", d, cfg.intermediate_size
+        return {
             "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", d)},
             "attention": attention_specs(cfg, f"{prefix}.self_attn"),
             "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", d)},
-            "mlp": experts(cfg, prefix) if sparse else gated_mlp(f"{prefix}.mlp", d, cfg.intermediate_size),
+            "mlp": experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense),
         }
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", vocab, d)
-    return tree
+
+    return decoder(cfg, block)

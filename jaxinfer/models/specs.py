@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxinfer.types import ParamSpec, Source
@@ -35,6 +36,27 @@ def biased_head(name: str, vocab: int, d: int, tied: bool) -> dict[str, Any]:
     """A head with a bias (`Decoder.head_bias`); a tied one is the bias alone."""
     bias = plain(f"{name}.bias", (vocab,), ("vocab",), "zeros")
     return {"bias": bias} if tied else {**vocabulary(f"{name}.weight", vocab, d), "bias": bias}
+
+
+def decoder(
+    cfg: Any, block: Callable[[int, str], dict[str, Any]], final_norm: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A whole `Decoder`, by the names that most checkpoints use.
+
+    Args:
+        block: the parameters of a layer, of its number and of what the names of its tensors begin with.
+        final_norm: those of the last norm (default: an `RMSNorm`'s).
+    """
+    d, vocab = cfg.hidden_size, cfg.vocab_size
+    tree: dict[str, Any] = {
+        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
+        "final_norm": final_norm or {"scale": norm("model.norm.weight", d)},
+    }
+    for index in range(len(cfg.layers)):
+        tree[f"layers_{index}"] = block(index, f"model.layers.{index}")
+    if not cfg.tied:
+        tree["head"] = vocabulary("lm_head.weight", vocab, d)
+    return tree
 
 
 def fused_qkv(

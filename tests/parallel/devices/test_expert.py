@@ -5,42 +5,29 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.placement import place_params, spread_model
 from jaxinfer.llm import LLM
-from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh, traced_for
+from jaxinfer.parallel.mesh import make_mesh
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
-from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of
+from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of, same_logits
 
 # A shared expert with a gate; latents, groups of experts and a dense layer.
 KINDS = ("qwen2_moe-hub", "deepseek_v3-hub", "deepseek_v2-lite-hub")
 
 
-def same_logits(model: Model, expert: int, tensor: int) -> None:
-    mesh = make_mesh(tensor, expert=expert)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24)))
-    spread = spread_model(model, mesh)
-    with traced_for(mesh):
-        got = jax.jit(spread.apply)(place_params(spread, mesh), tokens)
-    want = np.asarray(model.apply(model.params, tokens))
-    assert np.abs(np.asarray(got) - want).max() < 1e-5 * np.abs(want).max()
-
-
 @pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (4, 1), (2, 2), (4, 2), (2, 4)])
 def test_logits_are_those_of_one_device(expert, tensor):
-    same_logits(model_of("experts"), expert, tensor)
+    same_logits(model_of("experts"), make_mesh(tensor, expert=expert))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_logits_of_every_kind_of_expert(name, tmp_path):
-    same_logits(load_case(golden(name), tmp_path), 2, 1)
+    same_logits(load_case(golden(name), tmp_path), make_mesh(expert=2))
 
 
 @pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (2, 2)])
@@ -49,7 +36,7 @@ def test_biases_count_once(expert, tensor):
     model = model_of("experts", **oss)
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape, np.float32), model.params)
-    same_logits(model.replace(params=noisy), expert, tensor)
+    same_logits(model.replace(params=noisy), make_mesh(tensor, expert=expert))
 
 
 @pytest.fixture(scope="module")
