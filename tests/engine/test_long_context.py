@@ -24,6 +24,7 @@ def temporaries(length: int) -> int:
     return Engine(model, config, "cpu").temporaries()
 
 
+@pytest.mark.slow
 def test_programs_need_no_more_memory_for_longer_contexts():
     """But for the tables of pages, which have 4 bytes for 64 tokens of each row and are copied a few times."""
     short, long = temporaries(2048), temporaries(32768)

@@ -109,6 +109,7 @@ def test_embeddings_are_scaled_in_their_own_dtype(dtype):
     np.testing.assert_array_equal(np.asarray(embedded), np.asarray(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "model_type"), [("Gemma2ForCausalLM", "gemma2"), ("Gemma3ForCausalLM", "gemma3_text")]
 )

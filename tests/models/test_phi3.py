@@ -87,6 +87,7 @@ def prompt_logprobs(phi: Model, length: int) -> list[dict]:
     return llm.generate([list(range(20))], params)[0].prompt_logprobs
 
 
+@pytest.mark.slow
 def test_an_engine_takes_one_set_of_factors_for_all_its_texts():
     phi = model(**LONGROPE)
     tokens = jnp.arange(20)
@@ -101,5 +102,6 @@ def test_an_engine_takes_one_set_of_factors_for_all_its_texts():
         assert (np.abs(np.asarray(expected - other)).max() > 1e-3) == long
 
 
+@pytest.mark.slow
 def test_requests_have_the_same_bits_in_any_company():
     check_identity(model(**LONGROPE, sliding_window=40))

@@ -183,7 +183,7 @@ def test_bfloat16_stays_near_float32(model: Model):
     assert np.median(np.abs(got - expected)) < 0.1 * expected.std()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_requests_have_the_bits_of_each_alone(family: str):
     model = random_model(**config_json(family))
     requests = make_requests(6, model.config.vocab_size, longest=12)
@@ -192,6 +192,7 @@ def test_requests_have_the_bits_of_each_alone(family: str):
     check_mode(small, requests, expected, lambda stats: True)
 
 
+@pytest.mark.slow
 def test_idle_rows_and_padding_ask_for_no_expert(monkeypatch: pytest.MonkeyPatch):
     counts: list[int] = []
 

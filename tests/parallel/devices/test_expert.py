@@ -17,10 +17,16 @@ from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of, same_logits
 
 # A shared expert with a gate; latents, groups of experts and a dense layer.
-KINDS = ("qwen2_moe-hub", "deepseek_v3-hub", "deepseek_v2-lite-hub")
+KINDS = (
+    "deepseek_v3-hub",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe-hub", "deepseek_v2-lite-hub")),
+)
 
 
-@pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (4, 1), (2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("expert", "tensor"),
+    [(4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (4, 1), (2, 4)])],
+)
 def test_logits_are_those_of_one_device(expert, tensor):
     same_logits(model_of("experts"), make_mesh(tensor, expert=expert))
 
@@ -30,7 +36,7 @@ def test_logits_of_every_kind_of_expert(name, tmp_path):
     same_logits(load_case(golden(name), tmp_path), make_mesh(expert=2))
 
 
-@pytest.mark.parametrize(("expert", "tensor"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("expert", "tensor"), [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
 def test_biases_count_once(expert, tensor):
     oss = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16}
     model = model_of("experts", **oss)
@@ -45,6 +51,7 @@ def four() -> LLM:
     return LLM(model_of("experts"), compilation_cache_dir="", **SETTINGS, num_pages=TIGHT, **sizes)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_one_device(four):
     requests = greedy(24, four.model)
     want = generate(LLM(four.model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)

@@ -65,8 +65,12 @@ def same_logits(model: Model, mesh: jax.sharding.Mesh) -> None:
     assert np.abs(np.asarray(got) - want).max() < 1e-5 * np.abs(want).max()
 
 
+FAST = [("biases", 2), ("few KV heads", 4), ("one KV head", 8), ("tied, odd vocabulary", 2)]
+MORE = [*((name, 2) for name in SHAPES), ("groups", 8)]
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor"), [*((name, 2) for name in SHAPES), ("few KV heads", 4), ("one KV head", 8), ("groups", 8)]
+    ("name", "tensor"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE if each not in FAST)]
 )
 def test_logits_are_those_of_one_device(name, tensor):
     same_logits(model_of(name), make_mesh(tensor))
