@@ -395,7 +395,8 @@ def test_a_second_signal_ends_what_runs(tmp_path):
             server.signal(signal.SIGTERM)
             await asyncio.gather(load, ended(server, core))
             assert time.monotonic() < before + 10
-        assert set(counted(crowd)) == {UNAVAILABLE}
+        # CANCELLED: see above, on a machine so slow that calls are not handed over within a second.
+        assert set(counted(crowd)) - {"CANCELLED"} == {UNAVAILABLE}
         assert any(any(o.tokens) for o in crowd.outcomes)
 
     with fake_server(tmp_path, "--seconds", "0.02") as server:
