@@ -11,7 +11,7 @@ from jaxinfer.engine.engine import Engine
 from tests.fakes import random_model
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def engine(request) -> Engine:
     config = EngineConfig(
         max_num_seqs=4, page_size=16, num_pages=1031, max_model_len=96, prefill_sizes=(16, 32), multi_step=3

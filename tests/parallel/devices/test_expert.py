@@ -60,6 +60,7 @@ def test_tokens_are_those_of_one_device(four):
     assert four.engine.stats().preemptions
 
 
+@pytest.mark.slow
 def test_each_device_holds_its_experts_and_its_heads(four):
     params = four.engine._runner._params["layers_0"]
     layer = model_of("experts").params["layers_0"]
@@ -72,6 +73,7 @@ def test_each_device_holds_its_experts_and_its_heads(four):
     assert params["mlp"]["router"].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_a_decode_step_has_two_sums_a_layer(four):
     found = collections.Counter(re.findall(COLLECTIVES, four.engine._runner._run.decode.as_text()))
     assert found == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
