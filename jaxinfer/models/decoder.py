@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.norm import LayerNorm
+from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.quant import matmul_transposed, take
 
 
@@ -26,7 +26,7 @@ class Decoder(Layer):
     ``overrides`` replaces the block of single layers: ``module.clone(overrides=((3, MyBlock),))``, where ``MyBlock``
     is made as the family's own.
 
-    Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., whatever `finish` takes, and ``head`` {table} unless
+    Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., ``final_norm``, and ``head`` {table} unless
     it is tied to ``embed``. Where a family's ``head_bias`` is true, ``head`` has a ``bias`` [vocab], tied or not.
     """
 
@@ -47,7 +47,7 @@ class Decoder(Layer):
 
         Padding stands at position -1: it must come to finite numbers, which nobody reads.
         """
-        raise NotImplementedError
+        return self.config.rope.angles(positions, self.config.head_dim)
 
     def up_to(self, length: int) -> Decoder:
         """Itself for sequences of at most ``length`` tokens, all computed alike: what an engine serves.
@@ -57,9 +57,9 @@ class Decoder(Layer):
         del length
         return self
 
-    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        """The final norm."""
-        raise NotImplementedError
+    def final_norm(self) -> Layer:
+        """Unbound, like `block`. Its parameters are ``final_norm``."""
+        return RMSNorm(self.config.norm_eps, parent=None)
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
         del positions
@@ -84,7 +84,8 @@ class Decoder(Layer):
             run = compiled.setdefault(_identity(block), _jit_block(block, attend))
             x, layer_cache = run(self.weight(f"layers_{index}"), x, context, None if cache is None else cache[index])
             caches.append(layer_cache)
-        return self.finish(x), None if cache is None else caches
+        final: Any = self.final_norm().apply
+        return final({"params": self.weight("final_norm")}, x), None if cache is None else caches
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         """Logits, float32. The table lies as [vocab, d], tied or not."""
@@ -98,9 +99,8 @@ class Decoder(Layer):
 class LayerNormDecoder(Decoder):
     """A `Decoder` whose final norm is a `LayerNorm` (``final_norm``); its config has a ``norm_eps``."""
 
-    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        final: Any = LayerNorm(self.config.norm_eps, parent=None).apply
-        return final({"params": self.weight("final_norm")}, x)
+    def final_norm(self) -> Layer:
+        return LayerNorm(self.config.norm_eps, parent=None)
 
 
 def _identity(block: Layer) -> tuple[Any, ...]:

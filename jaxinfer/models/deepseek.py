@@ -251,10 +251,6 @@ class Deepseek(Decoder):
     def context(self, positions: Int[Array, "*batch"]) -> DeepseekContext:
         return DeepseekContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
 
-    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        final: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return final({"params": self.weight("final_norm")}, x)
-
 
 def cache_spec(cfg: DeepseekConfig) -> CacheSpec:
     return CacheSpec(cfg.layers, 1, cfg.rank + cfg.rope_dim)

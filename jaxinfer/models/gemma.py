@@ -229,9 +229,8 @@ class Gemma(Decoder):
         x = super().embed(tokens, positions)
         return x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype)
 
-    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        final: Any = RMSNorm(self.config.norm_eps, _OFFSET, parent=None).apply
-        return final({"params": self.weight("final_norm")}, x)
+    def final_norm(self) -> Layer:
+        return RMSNorm(self.config.norm_eps, _OFFSET, parent=None)
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         logits, cap = super().head(hidden), self.config.final_softcap

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
@@ -121,16 +121,9 @@ class Llama(Decoder):
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or LlamaBlock)(self.config, self.config.layers[index], parent=None)
 
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
-        return self.config.rope.angles(positions, self.config.head_dim)
-
     def up_to(self, length: int) -> Llama:
         rope = self.config.rope.up_to(length)
         return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
-
-    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        final: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return final({"params": self.weight("final_norm")}, x)
 
 
 def cache_spec(cfg: LlamaConfig) -> CacheSpec:

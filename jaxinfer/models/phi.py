@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
@@ -118,9 +118,6 @@ class Phi(LayerNormDecoder):
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or PhiBlock)(self.config, self.config.layers[index], parent=None)
-
-    def context(self, positions: Int[Array, "*batch"]) -> tuple[jax.Array, jax.Array]:
-        return self.config.rope.angles(positions, self.config.head_dim)
 
 
 def cache_spec(cfg: PhiConfig) -> CacheSpec:

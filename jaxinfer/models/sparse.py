@@ -185,10 +185,6 @@ class Sparse(Decoder):
         rope = self.config.rope.up_to(length)
         return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
 
-    def finish(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        final: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return final({"params": self.weight("final_norm")}, x)
-
 
 def cache_spec(cfg: SparseConfig) -> CacheSpec:
     return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)

@@ -4,6 +4,7 @@ import pathlib
 import re
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -19,15 +20,15 @@ def blocks_of(repo: pathlib.Path) -> list[str]:
 
 def test_the_page_runs(repo: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a module: dataclasses look theirs up by name."""
-    module = types.ModuleType("neox_page")
+    module: Any = types.ModuleType("neox_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     known = dict(FAMILIES)
     for block in blocks_of(repo):
         exec(compile(block, "docs/add_a_model.md", "exec"), module.__dict__)
-    assert len(module.sample.token_ids) == 8  # type: ignore[attr-defined]
+    assert len(module.sample.token_ids) == 8
     assert known == FAMILIES
     with pytest.raises(ConfigError, match="GPTNeoXForCausalLM"):
-        abstract(module.pythia_160m, "float16")  # type: ignore[attr-defined]
+        abstract(module.pythia_160m, "float16")
 
 
 def test_the_family_is_short(repo: pathlib.Path) -> None:
