@@ -11,6 +11,7 @@ from grpc import aio
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import expired
 from jaxinfer.serve.grpc.rpc import Rpc
 
 
@@ -41,7 +42,8 @@ class ManyRequests[Request: Message, Response: Message](abc.ABC):
         """Serve until the client has half-closed and all requests have ended.
 
         Raises:
-            ServeError: a message is no request at all; what is in flight is aborted.
+            ServeError: a message is no request at all (what is in flight is aborted), or the stream's deadline has
+                passed: each request that it ended has said so, and the stream ends as the client's own clock ends it.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -49,6 +51,9 @@ class ManyRequests[Request: Message, Response: Message](abc.ABC):
                     tasks.create_task(self._serve(request))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+        left = self.rpc.time_remaining()
+        if left is not None and left <= 0:
+            raise expired()
 
     async def write(self, response: Response) -> None:
         """One response at a time, as the transport wants it."""

@@ -2,12 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
+import pytest
 from grpc import aio
 
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.inference import Inference
-from jaxinfer.serve.grpc.rpc import Registrar, SlowReaders
+from jaxinfer.serve.grpc.rpc import Registrar, Rpc, SlowReaders
 from jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
@@ -134,6 +138,29 @@ def test_the_streams_deadline_is_that_of_every_request() -> None:
             await server.baseline()
 
     asyncio.run(story())
+
+
+def test_a_stream_that_the_server_sees_end_first_ends_by_its_deadline_too() -> None:
+    class Ended(Rpc):
+        """A stream without requests, with so many seconds left."""
+
+        def __init__(self, left: float | None) -> None:
+            self.left = left
+
+        async def read(self) -> Any:
+            return None
+
+        def time_remaining(self) -> float | None:
+            return self.left
+
+    async def story(left: float | None) -> None:
+        async with running() as server:
+            await Batch(server.frontend, Ended(left), 1).run()
+
+    asyncio.run(story(None))
+    asyncio.run(story(0.5))
+    with pytest.raises(ServeError, match="the deadline has passed"):
+        asyncio.run(story(0.0))
 
 
 def test_a_fault_in_one_request_is_opaque_and_the_others_go_on() -> None:
