@@ -58,6 +58,9 @@ class EngineConfig:
         tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
         expert_parallel_size: groups of so many devices among which a mixture's experts are dealt out; all else is
             spread over the devices of all groups.
+        pipeline_parallel_size: groups of so many devices, each of which computes some of the layers.
+        data_parallel_size: copies of all that: each has the whole model, a KV pool of its own and some of the
+            requests.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -87,6 +90,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     seed: int | None = None
 
     @property
@@ -99,7 +104,8 @@ class EngineConfig:
 class ResolvedEngine:
     """Every number that shapes the compiled programs and the pool.
 
-    ``rows`` is the number of slots and of rows in the decode program, ``table_width`` the pages of one sequence,
+    ``rows`` is the number of slots; each decode program has an equal share of them, one program for each of ``turns``
+    (see `Scheduler`); ``table_width`` the pages of one sequence,
     ``prefill_lanes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none), ``host_pages`` the
     pages that fit into ``swap_space_gib``.
     """
@@ -130,7 +136,15 @@ class ResolvedEngine:
     attention_backend: Backend
     tensor_parallel_size: int
     expert_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
     seed: int | None
+
+    @property
+    def turns(self) -> int:
+        """Into how many parts the slots are dealt; those of a part decode together. As many as pipeline stages: while
+        one part is in the last of them, another is in the first. Slot s is row ``s // turns`` of part ``s % turns``."""
+        return self.pipeline_parallel_size
 
     @property
     def wide_prefills(self) -> list[tuple[int, int]]:
@@ -164,7 +178,8 @@ def resolve(
     _require_simple(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
-    rows, width = max(config.max_num_seqs, min_rows), math.ceil(length / config.page_size)
+    turns, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
+    rows = turns * max(math.ceil(config.max_num_seqs / turns), min_rows)
     chunk = config.prefill_sizes[-1]
     least = chunk + config.max_num_seqs
     budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens
@@ -197,6 +212,8 @@ def resolve(
         attention_backend=cast("Backend", config.attention_backend),
         tensor_parallel_size=config.tensor_parallel_size,
         expert_parallel_size=config.expert_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        data_parallel_size=config.data_parallel_size,
         seed=config.seed,
     )
 
@@ -215,6 +232,8 @@ _AT_LEAST_ONE = (
     "prompt_lookup_min",
     "tensor_parallel_size",
     "expert_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
 )
 
 
@@ -232,6 +251,8 @@ def _require_simple(config: EngineConfig) -> None:
     _require(config.prompt_lookup_max >= config.prompt_lookup_min, "prompt_lookup_max", config.prompt_lookup_max, least)
     both = f"and speculative = {config.speculative} exclude each other: drafts need the host at every step"
     _require(config.speculative is None or config.multi_step == 1, "multi_step", config.multi_step, both)
+    both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: steps pass through stages"
+    _require(config.pipeline_parallel_size == 1 or config.multi_step == 1, "multi_step", config.multi_step, both)
     _require(config.swap_space_gib >= 0, "swap_space_gib", config.swap_space_gib, "must not be negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
@@ -277,5 +298,7 @@ def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
         return config.num_pages
     bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    affordable = bound // cache.bytes_per_page(config.page_size, itemsize, config.devices)
+    affordable = bound // cache.bytes_per_page(
+        config.page_size, itemsize, config.devices, config.pipeline_parallel_size
+    )
     return max(width, min(width * config.max_num_seqs, affordable))

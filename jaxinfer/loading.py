@@ -19,10 +19,11 @@ from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import plan_engine
 from jaxinfer.engine.placement import spread_model
+from jaxinfer.engine.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.registry import Family
-from jaxinfer.parallel.mesh import make_mesh, param_sharding
+from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices, open_checkpoint, refuse_quantised
@@ -87,7 +88,7 @@ def start_engine(
             wrong. What does not fit into memory is refused before the weights are loaded.
     """
     use_compilation_cache(compilation_cache_dir)
-    platform, mesh = jax.default_backend(), make_mesh(config.tensor_parallel_size, expert=config.expert_parallel_size)
+    platform, mesh = jax.default_backend(), mesh_for(config)
     given = _as_dtype(model, dtype) if isinstance(model, Model) else None
     plan = plan_engine(given or abstract_model(str(model), dtype), config, platform, mesh)
     loaded = given or load_model(
@@ -127,7 +128,8 @@ def load_model(
         check_finite: refuse NaN and infinite weights.
         show_progress: draw a bar on stderr where that is a terminal.
         progress: told instead, see `load_params`.
-        mesh: the devices over which the weights are spread, see docs/parallelism.md; None: JAX's first device.
+        mesh: the devices over which the weights are spread, see docs/parallelism.md; None: JAX's first device. What
+            several pipeline stages need (tied embeddings) is loaded where the first one is.
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
 
     Raises:
@@ -177,8 +179,11 @@ def _describe(
 def _load(
     folder: pathlib.Path, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh
 ) -> dict[str, Any]:
-    def place(_: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
-        return on_devices(param_sharding(mesh, spec), spec, fill)
+    parts, places = [set(part.model.params) for part in cut(model, mesh.shape["stage"])], stages(mesh)
+
+    def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
+        first = next(stage for stage, names in zip(places, parts, strict=True) if path[0] in names)
+        return on_devices(param_sharding(first, spec), spec, fill)
 
     ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
     specs, dtype = _as_named(folder, model), str(model.dtype)

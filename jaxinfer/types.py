@@ -328,11 +328,14 @@ class CacheSpec:
 
     A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers
     have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value.
+
+    ``groups`` are the windows of the whole model's layers, where these are but some of them (`part`).
     """
 
     layers: tuple[LayerSpec, ...]
     kv_heads: int
     head_dim: int
+    groups: tuple[int | None, ...] | None = None
 
     @property
     def latent(self) -> bool:
@@ -341,10 +344,14 @@ class CacheSpec:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each cache group. Layers of one window share block tables."""
-        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+        return self.groups or tuple(dict.fromkeys(layer.window for layer in self.layers))
 
     def group(self, layer: LayerSpec) -> int:
         return self.windows.index(layer.window)
+
+    def part(self, layers: slice) -> CacheSpec:
+        """The cache of some of the layers, under the block tables of all of them."""
+        return dataclasses.replace(self, layers=self.layers[layers], groups=self.windows)
 
     def pool_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
         """Of a layer's pool, or of the part on each of the devices over which its heads are spread."""
@@ -352,6 +359,10 @@ class CacheSpec:
             return (pages, page_size, self.head_dim)
         return (pages, 2, self.kv_heads // devices, page_size, self.head_dim)
 
-    def bytes_per_page(self, page_size: int, itemsize: int, devices: int = 1) -> int:
-        """Bytes of one page over all layers, for elements of ``itemsize`` bytes, on each of as many devices."""
-        return len(self.layers) * math.prod(self.pool_shape(1, page_size, devices)) * itemsize
+    def bytes_per_page(self, page_size: int, itemsize: int, devices: int = 1, stages: int = 1) -> int:
+        """Bytes of one page over all layers, for elements of ``itemsize`` bytes, on each of as many devices.
+
+        Layers are dealt out to ``stages``: these are the bytes of the one that has most.
+        """
+        layers = -(-len(self.layers) // stages)
+        return layers * math.prod(self.pool_shape(1, page_size, devices)) * itemsize

@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.traces.cost import MAX_LEN, Load, Requests, Steady, spread
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.executor import Part
 from jaxinfer.engine.plan import StepPlan, StepResult
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -38,8 +39,8 @@ _SMALL = {
 class TimedRunner:
     """A runner whose calls are timed: real seconds, and seconds of this thread's processor time, step by step."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, part: Part) -> None:
+        self._runner, self._part = runner, part
         self.sampled: Any = None
         self.launch_seconds: list[float] = []
         self.read_seconds: list[float] = []
@@ -63,14 +64,14 @@ class TimedRunner:
 
     def without_device(self) -> None:
         """From now on programs do nothing and rows get what the last real step sampled."""
-        run, sampled = self._runner._run, jax.block_until_ready(self.sampled)
+        run, sampled = self._part.run, jax.block_until_ready(self.sampled)
 
         def leave(*arguments: Any) -> Any:
-            return next(each for each in arguments if each is self._runner._state)
+            return self._part.pools
 
-        self._runner._run = dataclasses.replace(
+        self._part.run = dataclasses.replace(
             run,
-            decode=lambda *arguments: (leave(*arguments), sampled),
+            decode=lambda params, slots, state, *rest: (state, sampled),
             prefill=dict.fromkeys(run.prefill, leave),
             copy=leave,
         )
@@ -82,7 +83,7 @@ class RunnerServer:
     def __init__(self, load: Load) -> None:
         config = dataclasses.replace(load.config, swap_space_gib=0.0)
         self._engine = Engine(_model(), config, jax.default_backend())
-        self.runner = TimedRunner(self._engine._runner)
+        self.runner = TimedRunner(self._engine._runner, self._engine._executor.parts[-1])
         self._engine._runner = self.runner  # type: ignore[assignment]
         self.add(next(Requests()))
         while self._engine.has_work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch, Programs, StepState
+from jaxinfer.engine.placement import StageArrays
+from jaxinfer.engine.stages import Stage
+from jaxinfer.engine.step import (
+    DecodeBatch,
+    PrefillBatch,
+    StepState,
+    make_move_programs,
+    make_pass_programs,
+    make_programs,
+)
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
-from jaxinfer.parallel.mesh import traced_for
-from jaxinfer.sampling import SlotParams
+from jaxinfer.parallel.mesh import replicated, traced_for
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
@@ -27,27 +35,29 @@ _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledPrograms:
-    """Executables, named as in `step.Programs`; ``prefill`` by chunk size and lanes.
+class CompiledStage:
+    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and lanes.
 
-    ``decode_many`` is None unless several steps may run without the host.
+    Where other stages follow, ``decode`` and ``prefill`` are those of `PassPrograms`, and what needs the head or the
+    sampler is None. ``decode_many`` is None unless several steps may run without the host.
     """
 
     decode: Callable[..., Any]
-    decode_many: Callable[..., Any] | None
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
-    prefill_logprobs: Callable[..., Any]
-    admit: Callable[..., Any]
-    keep: Callable[..., Any]
-    resume: Callable[..., Any]
     copy: Callable[..., Any]
     export: Callable[..., Any]
     restore: Callable[..., Any]
+    decode_many: Callable[..., Any] | None = None
+    prefill_logprobs: Callable[..., Any] | None = None
+    admit: Callable[..., Any] | None = None
+    keep: Callable[..., Any] | None = None
+    resume: Callable[..., Any] | None = None
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)]
-        return max(map(temporary_bytes, (self.decode, self.prefill_logprobs, widest)))
+        programs = [self.decode, widest, *([self.prefill_logprobs] if self.prefill_logprobs else [])]
+        return max(map(temporary_bytes, programs))
 
 
 class _Job(NamedTuple):
@@ -59,49 +69,34 @@ class _Job(NamedTuple):
     results: Any
 
 
-def compile_programs(
-    programs: Programs,
+def compile_stages(
+    stages: Sequence[Stage],
+    arrays: Sequence[StageArrays],
     engine: ResolvedEngine,
-    params: Any,
-    slots: SlotParams,
-    state: StepState,
-    groups: int = 1,
     progress: CompileProgress | None = None,
-) -> CompiledPrograms:
-    """Every program that the engine can run.
+) -> list[CompiledStage]:
+    """Every program that the engine can run, of each pipeline stage.
 
     Args:
-        groups: of the cache (`CacheSpec.windows`).
+        arrays: of each stage. They may be abstract: they are only asked for shape, dtype and sharding.
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
-    params, slots, state = (_abstract(tree) for tree in (params, slots, state))
-    shapes, kept = _Shapes(engine, groups, _sharding(state.last_tokens)), _shardings(state)
-    jobs = {
-        **_computing(programs, shapes, params, slots, state),
-        **_keeping(programs, shapes, state),
-        **{
-            f"prefill_{size}x{lanes}": _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1, kept)
-            for size, lanes in shapes.prefills
-        },
-    }
-    done = _compile(jobs, shapes.mesh, progress)
-    prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in shapes.prefills}
-    return CompiledPrograms(prefill=prefill, **{"decode_many": None, **done})
+    works = [_Work(stage, _abstract(own), engine) for stage, own in zip(stages, arrays, strict=True)]
+    done = _compile([(work.mesh, work.jobs()) for work in works], progress)
+    return [work.named(programs) for work, programs in zip(works, done, strict=True)]
 
 
-def compile_largest(
-    programs: Programs, engine: ResolvedEngine, params: Any, slots: SlotParams, state: StepState, groups: int = 1
-) -> list[Any]:
-    """The executables that use most memory while they run: the widest decode and prefill programs.
+def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> list[Any]:
+    """The executables that use most memory while they run: the widest decode and prefill programs of a stage.
 
-    All arguments may be abstract: arrays are only asked for shape, dtype and sharding.
+    All arguments may be abstract.
     """
-    shapes = _Shapes(engine, groups, _sharding(state.last_tokens))
-    jobs = _computing(programs, shapes, params, slots, state)
-    jobs.pop("decode_many", None)  # one step needs as much as several, the results aside
-    size, lanes = max(shapes.prefills, key=math.prod)
-    jobs["prefill"] = _Job(programs.prefill, (params, state, shapes.prefill(size, lanes)), 1, _shardings(state))
-    return list(_compile(jobs, shapes.mesh).values())
+    work = _Work(stage, _abstract(arrays), engine)
+    size, lanes = max(work.prefills, key=math.prod)
+    # One step needs as much as several, the results aside.
+    wanted = ("decode", "prefill_logprobs", f"prefill_{size}x{lanes}")
+    jobs = {name: job for name, job in work.computing().items() if name in wanted}
+    return list(_compile([(work.mesh, jobs)])[0].values())
 
 
 def temporary_bytes(executable: Any) -> int:
@@ -110,62 +105,151 @@ def temporary_bytes(executable: Any) -> int:
     return plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
 
 
-def _computing(
-    programs: Programs, shapes: _Shapes, params: Any, slots: SlotParams, state: StepState
-) -> dict[str, _Job]:
-    largest, batch = shapes.engine.prefill_sizes[-1], shapes.decode()
-    kept, shown = _shardings(state), shapes.everywhere
-    prompt = (params, state, shapes.prefill(largest, 1), shapes.ints(largest))
-    jobs = {
-        "decode": _Job(programs.decode, (params, slots, state, batch), 2, (kept, shown)),
-        "prefill_logprobs": _Job(programs.prefill_logprobs, prompt, 1, (kept, shown)),
-    }
-    if shapes.engine.multi_step > 1 and batch.owners is None:
-        several = (params, slots, state, batch, shapes.ints())
-        jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown))
-    return jobs
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What is to be compiled for a stage, whose arrays are abstract."""
 
+    stage: Stage
+    arrays: StageArrays
+    engine: ResolvedEngine
 
-def _keeping(programs: Programs, shapes: _Shapes, state: StepState) -> dict[str, _Job]:
-    """Programs that move state and compute nothing."""
-    vocab, kept, slot = state.slots.counts.shape[1], _shardings(state), shapes.ints()
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), state.slots)
-    copies, moved = shapes.ints(shapes.groups, COPIES), shapes.ints(shapes.groups, TRANSFER_PAGES)
-    rows = shapes.array((vocab,), jnp.bool_), shapes.array((vocab,), jnp.float32)
-    pages = _exported(state)
-    return {
-        "admit": _Job(programs.admit, (state, slot, *rows), 0, kept),
-        "keep": _Job(programs.keep, (state, slot), None, shapes.everywhere),
-        "resume": _Job(programs.resume, (state, slot, one), 0, kept),
-        "copy": _Job(programs.copy, (state, copies, copies), 0, kept),
-        "export": _Job(programs.export, (state, moved), None, pages.sharding),
-        "restore": _Job(programs.restore, (state, pages, moved), 0, kept),
-    }
+    @property
+    def everywhere(self) -> NamedSharding:
+        return replicated(self.mesh)
 
+    @property
+    def mesh(self) -> Mesh:
+        mesh = _sharding(jax.tree.leaves(self.arrays.params)[0]).mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
 
-def _exported(state: StepState) -> jax.ShapeDtypeStruct:
-    """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
-    pool = state.pools[0].data
-    lies = _sharding(pool)
-    sharding = NamedSharding(lies.mesh, PartitionSpec(None, None, *tuple(lies.spec)[1:]))
-    return jax.ShapeDtypeStruct((TRANSFER_PAGES, len(state.pools), *pool.shape[1:]), pool.dtype, sharding=sharding)
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
 
+    def named(self, done: dict[str, Any]) -> CompiledStage:
+        prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in self.prefills}
+        return CompiledStage(prefill=prefill, **done)
 
-def _compile(jobs: Mapping[str, _Job], mesh: Mesh, progress: CompileProgress | None = None) -> dict[str, Any]:
-    """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
-    tell = progress or (lambda done, total: None)
-    tell(0, len(jobs))
-    with traced_for(mesh):
-        lowered = {
-            name: jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
-            for name, job in jobs.items()
+    # ---- programs
+
+    def jobs(self) -> dict[str, _Job]:
+        return {**self.computing(), **self.moving(), **(self.keeping() if self.stage.last else {})}
+
+    def computing(self) -> dict[str, _Job]:
+        return self._whole() if self.stage.last else self._passing()
+
+    def _passing(self) -> dict[str, _Job]:
+        programs = make_pass_programs(self.stage, self.engine.attention_backend)
+        (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.everywhere)
+        batch = self._decode_batch()
+        jobs = {
+            "decode": _Job(
+                programs.decode, (params, pools, batch, self._arriving(batch.positions.shape[0])), 1, results
+            )
         }
-    options = _GPU_OPTIONS if mesh.devices.flat[0].platform == "gpu" else None
+        for size, lanes in self.prefills:
+            given = None if self.stage.first else self._arriving(size * lanes)
+            arguments = (params, pools, self._prefill_batch(size, lanes), given)
+            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, results)
+        return jobs
+
+    def _whole(self) -> dict[str, _Job]:
+        engine, (params, pools, slots, last_tokens, sampler) = self.engine, self.arrays
+        limit, state, batch = engine.max_logprobs, StepState(pools, last_tokens, sampler), self._decode_batch()
+        programs = make_programs(self.stage, limit, engine.multi_step, engine.attention_backend)
+        kept, shown, pages = _shardings(state), self.everywhere, _shardings(pools)
+        given = self._arriving(batch.positions.shape[0])
+        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown))}
+        if engine.multi_step > 1 and batch.owners is None:
+            several = (params, slots, state, batch, self._ints())
+            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown))
+        largest = engine.prefill_sizes[-1]
+        prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
+        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown))
+        for size, lanes in self.prefills:
+            arguments = (params, pools, self._prefill_batch(size, lanes), self._arriving(size * lanes))
+            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, pages)
+        return jobs
+
+    def moving(self) -> dict[str, _Job]:
+        """Programs that move pages and compute nothing."""
+        programs = make_move_programs(self.stage.model.cache_spec, self.engine.attention_backend)
+        pools, pages = self.arrays.pools, self._exported()
+        kept = _shardings(pools)
+        copies, moved = self._ints(self.groups, COPIES), self._ints(self.groups, TRANSFER_PAGES)
+        return {
+            "copy": _Job(programs.copy, (pools, copies, copies), 0, kept),
+            "export": _Job(programs.export, (pools, moved), None, pages.sharding),
+            "restore": _Job(programs.restore, (pools, pages, moved), 0, kept),
+        }
+
+    def keeping(self) -> dict[str, _Job]:
+        """Programs on what the sampler keeps of a slot."""
+        programs, sampler, slot = make_programs(self.stage, self.engine.max_logprobs), self.arrays.sampler, self._ints()
+        vocab, kept = sampler.counts.shape[1], _shardings(sampler)
+        rows = self._array((vocab,), jnp.bool_), self._array((vocab,), jnp.float32)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), sampler)
+        return {
+            "admit": _Job(programs.admit, (sampler, slot, *rows), 0, kept),
+            "keep": _Job(programs.keep, (sampler, slot), None, self.everywhere),
+            "resume": _Job(programs.resume, (sampler, slot, one), 0, kept),
+        }
+
+    # ---- what the host hands to them, and the stage before
+
+    @property
+    def groups(self) -> int:
+        return len(self.stage.model.cache_spec.windows)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.everywhere)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._array(shape, np.int32)
+
+    def _arriving(self, rows: int) -> jax.ShapeDtypeStruct | None:
+        if self.stage.first:
+            return None if self.stage.last else self._ints(rows)
+        return self._array((rows, self.stage.width), self.stage.model.dtype)
+
+    def _decode_batch(self) -> DecodeBatch:
+        count = self.engine.rows // self.engine.turns
+        rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
+        return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
+
+    def _prefill_batch(self, size: int, lanes: int) -> PrefillBatch:
+        tables = self._ints(self.groups, lanes, self.engine.table_width)
+        return PrefillBatch(self._ints(lanes, size), self._ints(lanes), self._ints(lanes), tables)
+
+    def _exported(self) -> jax.ShapeDtypeStruct:
+        """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
+        pools = self.arrays.pools
+        pool, lies = pools[0].data, _sharding(pools[0].data)
+        sharding = NamedSharding(lies.mesh, PartitionSpec(None, None, *tuple(lies.spec)[1:]))
+        return jax.ShapeDtypeStruct((TRANSFER_PAGES, len(pools), *pool.shape[1:]), pool.dtype, sharding=sharding)
+
+
+def _compile(
+    work: Sequence[tuple[Mesh, Mapping[str, _Job]]], progress: CompileProgress | None = None
+) -> list[dict[str, Any]]:
+    """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
+    tell, total = progress or (lambda done, total: None), sum(len(jobs) for _, jobs in work)
+    tell(0, total)
+    lowered = {
+        (place, name): _lowered(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
+    }
+    options = _GPU_OPTIONS if work[0][0].devices.flat[0].platform == "gpu" else None
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
-        running = {name: threads.submit(low.compile, compiler_options=options) for name, low in lowered.items()}
+        running = {key: threads.submit(low.compile, compiler_options=options) for key, low in lowered.items()}
         for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
-            tell(done, len(jobs))
-        return {name: compiled.result() for name, compiled in running.items()}
+            tell(done, total)
+        return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]
+
+
+def _lowered(mesh: Mesh, job: _Job) -> Any:
+    with traced_for(mesh):
+        return jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
 
 
 def _abstract(tree: Any) -> Any:
@@ -179,36 +263,3 @@ def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
 
 def _shardings(tree: Any) -> Any:
     return jax.tree.map(_sharding, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-    """Of what the host hands to the programs."""
-
-    engine: ResolvedEngine
-    groups: int
-    everywhere: NamedSharding
-
-    @property
-    def mesh(self) -> Mesh:
-        assert isinstance(self.everywhere.mesh, Mesh)
-        return self.everywhere.mesh
-
-    def array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.everywhere)
-
-    def ints(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return self.array(shape, np.int32)
-
-    @property
-    def prefills(self) -> list[tuple[int, int]]:
-        return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
-
-    def decode(self) -> DecodeBatch:
-        rows = self.ints(self.engine.rows)
-        tables = self.ints(self.groups, self.engine.rows, self.engine.table_width)
-        return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
-
-    def prefill(self, size: int, lanes: int) -> PrefillBatch:
-        tables = self.ints(self.groups, lanes, self.engine.table_width)
-        return PrefillBatch(self.ints(lanes, size), self.ints(lanes), self.ints(lanes), tables)

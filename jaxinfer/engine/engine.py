@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import secrets
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
+from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.placement import spread_model
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -23,7 +25,7 @@ from jaxinfer.engine.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import Drafter, NgramDrafter
 from jaxinfer.types import Request, SequenceDelta
@@ -47,13 +49,17 @@ class Engine:
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        mesh = mesh or make_mesh(config.tensor_parallel_size, expert=config.expert_parallel_size)
+        mesh = mesh or mesh_for(config)
         model = spread_model(model, mesh)
         self.config = resolve_for(model, config, platform)
         model = model.up_to(self.config.max_model_len)
         self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
         self._kv = _new_kv(model, self.config)
-        self._runner = Runner(model, self.config, self.limits, self._kv.tables, progress, mesh)
+        self._executor = Executor(model, self.config, self.limits, mesh, progress)
+        vocab, itemsize = model.config.vocab_size, model.dtype.itemsize
+        self._runner = Runner(
+            self._executor, self.config, self.limits, self._kv.tables, vocab, model.cache_spec, itemsize
+        )
         if not self._runner.resumes:
             self._kv.stop_caching()  # a prompt that goes on within a piece would have other bits
         self._scheduler = Scheduler(
@@ -63,7 +69,8 @@ class Engine:
             drafter=_drafter(self.config),
             costs=self._runner.costs,
         )
-        self._pending: Launched | None = None
+        self._pending: collections.deque[Launched] = collections.deque()
+        self._ahead = self.config.turns if self.config.async_scheduling else 0
         self._last_read = time.monotonic()
         seed = self.config.seed
         self._seeds = np.random.default_rng(seed if seed is not None else secrets.randbits(64))
@@ -73,7 +80,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or self._pending is not None
+        return self._scheduler.has_work or bool(self._pending)
 
     def add(self, request: Request) -> Request:
         """Queue a validated request; returns it with its seed resolved.
@@ -101,11 +108,16 @@ class Engine:
         self._scheduler.abort(request_id, index)
 
     def step(self) -> list[SequenceDelta]:
-        """Launch the next step, then read the one before it: the device never waits for the host."""
+        """Launch the next step, then read an earlier one: the device never waits for the host.
+
+        With several pipeline stages as many steps are on their way, each in another stage.
+        """
         launched = self._runner.launch(self._scheduler.plan())
-        before = self._pending if self.config.async_scheduling else launched
+        if launched is not None:
+            self._pending.append(launched)
+        due = self._pending and (launched is None or len(self._pending) > self._ahead)
+        before = self._pending.popleft() if due else None
         deltas = self._scheduler.commit(self._runner.read(before))
-        self._pending = launched if self.config.async_scheduling else None
         self._time_step(before)
         return deltas
 
@@ -127,7 +139,7 @@ class Engine:
 
     def temporaries(self) -> int:
         """Bytes of device memory that the hungriest program uses while it runs."""
-        return self._runner.temporaries()
+        return self._executor.temporaries()
 
     def reset_prefix_cache(self) -> int:
         """Forget every cached page that no sequence uses; how many those were."""

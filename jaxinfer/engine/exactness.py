@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -17,8 +16,8 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.compiled import CompiledPrograms
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
+from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch
 from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.types import Request, SamplingParams
@@ -34,25 +33,20 @@ _FIRST = 3
 
 
 class Proofs:
-    """Runs probes on the engine's own programs and state. What is in the pools means nothing afterwards.
+    """Runs probes on the engine's own programs. What is in the pools means nothing afterwards.
 
     Args:
         groups: of the cache.
-
-    Attributes:
-        state: to be taken back after each probe: the programs were given the one that came in.
+        element: bytes of an element of the pools, of which a token has so many in all layers (``per_token``).
     """
 
     def __init__(
-        self, run: CompiledPrograms, engine: ResolvedEngine, params: Any, state: StepState, groups: int = 1
+        self, executor: Executor, engine: ResolvedEngine, vocab: int, groups: int, element: int, per_token: int
     ) -> None:
-        self.state = state
-        self._run, self._engine, self._params, self._groups = run, engine, params, groups
-        self._vocab = state.slots.counts.shape[1]
+        self._executor, self._engine, self._vocab, self._groups = executor, engine, vocab, groups
         self._rng = np.random.default_rng(0)
-        self._enough = _ELEMENTS[state.pools[0].data.dtype.itemsize]
+        self._enough, self._per_token = _ELEMENTS[element], per_token
         self._room = engine.table_width * engine.page_size
-        self._per_token = math.prod(state.pools[0].data.shape[1:]) // engine.page_size * len(state.pools)
 
     # ---- chunks that share a program
 
@@ -69,11 +63,11 @@ class Proofs:
         for _ in range(rounds if rounds <= _ROUNDS else 0):
             batches = self._wide_probes(size, lanes)
             for batch in batches:
-                self._prefill(batch)
+                self._executor.prefill(batch)
             want = self._outer_bits(batches)
             for batch in batches:
                 for lane in (0, lanes - 1):
-                    self._prefill(_lane(batch, lane))
+                    self._executor.prefill(_lane(batch, lane))
             if not _equal(want, self._outer_bits(batches)):
                 return False
         return rounds <= _ROUNDS
@@ -148,7 +142,7 @@ class Proofs:
         bits = []
         for run in runs:
             for begin, end, size in run:
-                self._prefill(self._chunk(tokens[begin:end], start + begin, size))
+                self._executor.prefill(self._chunk(tokens[begin:end], start + begin, size))
             bits.append(self._bits(table, start, len(tokens)))
         return _equal(bits[1:], [bits[0], bits[0]])
 
@@ -165,27 +159,25 @@ class Proofs:
     def multi_step(self, limits: SamplingLimits) -> bool:
         """Whether ``decode_many`` gives what as many calls of ``decode`` give: tokens, log probabilities, and all bits
         of keys and values. Rows use every feature of the sampler."""
-        if self._run.decode_many is None:
+        if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
-        slots = self._on_device(_every_feature(self._engine.rows, limits, self._vocab))
-        kept, batch = jax.tree.map(np.array, self.state.slots), self._decode_probe()
+        self._executor.put_slots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict())
+        kept, batch = self._executor.sampler(0), self._decode_probe()
         tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
             batch, probes = self._decode_probe(), list[list[np.ndarray]]()
             for run in (self._at_once, self._one_by_one):
-                self.state = self.state._replace(slots=self._on_device(jax.tree.map(np.copy, kept)))
-                probes.append([*run(slots, batch), *self._rows_bits(batch)])
+                self._executor.put_sampler(0, kept)
+                probes.append([*run(batch), *self._rows_bits(batch)])
             if not _equal(*probes):
                 return False
         return True
 
-    def _at_once(self, slots: SlotParams, batch: DecodeBatch) -> list[np.ndarray]:
-        assert self._run.decode_many is not None
-        steps = np.int32(self._engine.multi_step)
-        self.state, sampled, ran = self._run.decode_many(self._params, slots, self.state, batch, steps)
-        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self.state.last_tokens)]
+    def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
+        sampled, ran = self._executor.decode_many(batch, self._engine.multi_step)
+        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self._executor.turns[0].last_tokens)]
 
-    def _one_by_one(self, slots: SlotParams, batch: DecodeBatch) -> list[np.ndarray]:
+    def _one_by_one(self, batch: DecodeBatch) -> list[np.ndarray]:
         each, steps = list[list[np.ndarray]](), self._engine.multi_step
         for step in range(steps):
             now = batch._replace(
@@ -193,10 +185,9 @@ class Proofs:
                 positions=np.where(batch.positions >= 0, batch.positions + step, -1).astype(np.int32),
                 generated=batch.generated + np.int32(step),
             )
-            self.state, sampled = self._run.decode(self._params, slots, self.state, now)
-            each.append([np.asarray(x) for x in jax.tree.leaves(sampled)])
+            each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.decode(0, now))])
         sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
-        return [*sampled, np.asarray(steps, np.int32), np.asarray(self.state.last_tokens)]
+        return [*sampled, np.asarray(steps, np.int32), np.asarray(self._executor.turns[0].last_tokens)]
 
     def _decode_probe(self) -> DecodeBatch:
         """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
@@ -225,18 +216,11 @@ class Proofs:
         later = self._engine.prefill_sizes[-1]
         return [0, later] if later + size <= self._room else [0]
 
-    def _on_device(self, tree: Any) -> Any:
-        return jax.device_put(tree, self.state.last_tokens.sharding)
-
     def _tokens(self, count: int) -> Int32[np.ndarray, " count"]:
         return self._rng.integers(self._vocab, size=count, dtype=np.int32)
 
     def _for_groups(self, tables: np.ndarray) -> np.ndarray:
         return np.broadcast_to(tables, (self._groups, *tables.shape)).copy()
-
-    def _prefill(self, batch: PrefillBatch) -> None:
-        lanes, size = batch.tokens.shape
-        self.state = self._run.prefill[size, lanes](self._params, self.state, batch)
 
     def _bits(self, table: np.ndarray, start: int, length: int) -> UInt8[np.ndarray, "tokens bytes"]:
         """The bytes of keys and values of ``length`` tokens from ``start``, in all layers."""
@@ -251,7 +235,7 @@ class Proofs:
         for at in range(0, len(ids), TRANSFER_PAGES):
             some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
             some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
-            parts.append(np.asarray(self._run.export(self.state, some))[: len(ids[at:])])
+            parts.append(self._executor.pages(some)[: len(ids[at:])])
         pages = np.moveaxis(np.concatenate(parts), -2, 1)
         return np.ascontiguousarray(pages).view(np.uint8).reshape(len(ids) * self._engine.page_size, -1)
 

@@ -18,15 +18,16 @@ from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.engine import resolve_for
 from jaxinfer.engine.placement import (
+    StageArrays,
+    abstract_arrays,
     abstract_params,
-    abstract_slots,
-    abstract_step_state,
     device_bytes,
     spread_model,
+    there,
 )
-from jaxinfer.engine.step import StepState, make_programs
+from jaxinfer.engine.stages import Stage, cut
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.parallel.mesh import mesh_for, replicas, stages
 from jaxinfer.sampling import SamplingLimits
 
 # A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
@@ -124,7 +125,7 @@ def _size(count: int) -> str:
 def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> MemoryPlan:
     """Size the pool of an engine, for a model whose parameters may be abstract (`jax.ShapeDtypeStruct`).
 
-    All bytes are those of one device of the mesh (None: one is made): each holds the same.
+    All bytes are those of one device of the mesh (None: one is made): of the pipeline stage that has least room.
 
     On an accelerator all memory that is left goes to the pool (within ``kv_cache_bytes``, if that is given), and XLA
     says what the largest programs need: they are compiled for that, nothing is allocated. On a CPU the default pool is
@@ -134,16 +135,30 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
     Raises:
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
-    mesh = mesh or make_mesh(config.tensor_parallel_size, expert=config.expert_parallel_size)
+    mesh = mesh or mesh_for(config)
     given, model = model.params, spread_model(model.replace(params=_shapes(model.params)), mesh)
-    engine = resolve_for(model, config, platform)
-    weights = device_bytes(abstract_params(model, mesh))
-    page = model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize, config.devices)
-    state = abstract_step_state(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
-    sampler = device_bytes(state.slots)
-    held = _held(model, given, mesh)
-    budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in mesh.devices.flat]
-    budget = min(budgets, key=lambda budget: budget.bytes)
+    parts, copies = cut(model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
+    held: collections.Counter[jax.Device] = collections.Counter()
+    for places in copies:
+        for part, own in zip(parts, places, strict=True):
+            held.update(_held(part.model, given, own))
+    share = functools.partial(device_budget, utilization=config.memory_utilization, devices=mesh.size)
+    plans = []
+    for number, part in enumerate(parts):
+        devices = [device for places in copies for device in places[number].devices.flat]
+        budget = min((share(each, held=held[each]) for each in devices), key=lambda budget: budget.bytes)
+        plans.append(_plan_stage(model, part, config, platform, copies[0][number], budget))
+    return min(plans, key=lambda plan: plan.pages)
+
+
+def _plan_stage(
+    model: Model, part: Stage, config: EngineConfig, platform: str, mesh: Mesh, budget: Budget
+) -> MemoryPlan:
+    """The pool of one pipeline stage; `plan_engine` takes the smallest."""
+    engine, spec = resolve_for(model, config, platform), part.model.cache_spec
+    arrays = _abstract_arrays(part, engine, mesh)
+    weights, sampler = device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.turns
+    page = spec.bytes_per_page(engine.page_size, model.dtype.itemsize, config.devices)
     most = engine.num_pages if platform == "cpu" else _most_pages(model, config, page)
     decide = functools.partial(
         plan_memory,
@@ -158,8 +173,13 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         return plan
     # More pages allow wider programs.
     roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
-    temporaries = _temporaries(model, resolve_for(model, roomy, platform), state, mesh)
-    return decide(Needs(weights, sampler, page, temporaries))
+    wide = resolve_for(model, roomy, platform)
+    programs = compile_largest(part, _abstract_arrays(part, engine, mesh), wide)
+    return decide(Needs(weights, sampler, page, max(map(temporary_bytes, programs))))
+
+
+def _abstract_arrays(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> StageArrays:
+    return abstract_arrays(part, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
 
 
 def _shapes(params: Any) -> Any:
@@ -169,15 +189,14 @@ def _shapes(params: Any) -> Any:
 def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Device]:
     """Bytes that parameters take already, by device, of those that lie where the model's will stay."""
     found: collections.Counter[jax.Device] = collections.Counter()
-    for leaf, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(abstract_params(model, mesh)), strict=True):
-        if not isinstance(leaf, jax.Array) or leaf.shape != wanted.shape:
-            continue
-        if mesh.size == 1 or leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-            found.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    own, wanted = {name: params[name] for name in model.params}, abstract_params(model, mesh)
+    for leaf, place in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
+        if isinstance(leaf, jax.Array) and leaf.shape == place.shape:
+            found.update({shard.device: shard.data.nbytes for shard in there(leaf, place.sharding) or ()})
     return found
 
 
-def device_budget(device: Any, utilization: float, held: int, devices: int = 1) -> Budget:
+def device_budget(device: Any, utilization: float, held: int = 0, devices: int = 1) -> Budget:
     """What a device offers. ``held`` bytes of what is in use are the engine's own weights, and counted there.
 
     A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now, of which
@@ -207,10 +226,3 @@ def _read(path: pathlib.Path) -> str:
 def _most_pages(model: Model, config: EngineConfig, page: int) -> int:
     bound = _INDEXABLE // math.prod(model.cache_spec.pool_shape(1, config.page_size, config.devices))
     return bound if config.kv_cache_bytes is None else min(bound, config.kv_cache_bytes // page)
-
-
-def _temporaries(model: Model, engine: ResolvedEngine, state: StepState, mesh: Mesh) -> int:
-    slots = abstract_slots(engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
-    programs = make_programs(model, engine.max_logprobs, engine.multi_step, engine.attention_backend)
-    params, groups = abstract_params(model, mesh), len(model.cache_spec.windows)
-    return max(map(temporary_bytes, compile_largest(programs, engine, params, slots, state, groups)))

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.step import StepState
-from jaxinfer.kv.pool import new_pools
+from jaxinfer.engine.stages import Stage
+from jaxinfer.kv.pool import LayerPool, new_pools
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
@@ -55,7 +55,24 @@ def spread_model(model: Model, mesh: Mesh) -> Model:
 def place_params(model: Model, mesh: Mesh) -> Any:
     """The parameters of a spread model on their devices; those that lie there already are not moved."""
     specs = model.family.param_specs(model.config)
-    return _map_specs(lambda spec, value: jax.device_put(value, param_sharding(mesh, spec)), specs, model.params)
+    return _map_specs(lambda spec, value: put(value, param_sharding(mesh, spec)), specs, model.params)
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """``value`` where it belongs. What lies there already, perhaps on other devices too, is taken as it is."""
+    shards = there(value, sharding) if isinstance(value, jax.Array) else None
+    if shards is None:
+        return jax.device_put(value, sharding)
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
+
+
+def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
+    """The parts of an array that lie where ``sharding`` wants them; None unless all do."""
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    found = {shard.device: shard for shard in value.addressable_shards}
+    if any(device not in found or found[device].index != index for device, index in wanted.items()):
+        return None
+    return [found[device] for device in wanted]
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Any:
@@ -67,27 +84,41 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
     return _map_specs(placed, model.family.param_specs(model.config), model.params)
 
 
-def new_step_state(model: Model, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StepState:
-    """Empty pools and slots. A page lies as `pool_sharding` says, what is kept of the slots on every device."""
+class StageArrays(NamedTuple):
+    """What a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None."""
+
+    params: Any
+    pools: list[LayerPool]
+    slots: Any = None  # SlotParams
+    last_tokens: Any = None  # [rows]
+    sampler: Any = None  # SlotState
+
+
+def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
+    """Empty pools: a page lies as `pool_sharding` says."""
     pool = pool_sharding(mesh, model.cache_spec)
     pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, pool)
-    rest = _slots(model, engine, limits)
-    return StepState(jax.device_put(pools, _pool_tree(model, mesh)), *jax.device_put(rest, replicated(mesh)))
+    return jax.device_put(pools, _pool_tree(model, mesh))
 
 
-def abstract_step_state(model: Model, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StepState:
-    """What `new_step_state` gives, as `jax.ShapeDtypeStruct`."""
+def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
+    """What the slots sampled last, and what the sampler keeps of them: nothing yet. On every device of the mesh."""
+    return jax.device_put(_slots(model, rows, limits), replicated(mesh))
+
+
+def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:
+    """What a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one turn."""
+    model, rows = stage.model, engine.rows // engine.turns
 
     def pools() -> Any:
         return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
 
-    rest = abstract(jax.eval_shape(lambda: _slots(model, engine, limits)), replicated(mesh))
-    return StepState(jax.tree.map(abstract, jax.eval_shape(pools), _pool_tree(model, mesh)), *rest)
-
-
-def abstract_slots(engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> Any:
-    """The sampling parameters of all slots, as `jax.ShapeDtypeStruct`."""
-    return abstract(HostSlots(engine.rows, limits).snapshot(), replicated(mesh))
+    placed = jax.tree.map(abstract, jax.eval_shape(pools), _pool_tree(model, mesh))
+    params = abstract_params(model, mesh)
+    if not stage.last:
+        return StageArrays(params, placed)
+    rest = abstract(jax.eval_shape(lambda: _slots(model, rows, limits)), replicated(mesh))
+    return StageArrays(params, placed, abstract(HostSlots(rows, limits).snapshot(), replicated(mesh)), *rest)
 
 
 def abstract(tree: Any, sharding: Any) -> Any:
@@ -101,8 +132,8 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def _slots(model: Model, engine: ResolvedEngine, limits: SamplingLimits) -> tuple[Any, Any]:
-    return jnp.zeros((engine.rows,), jnp.int32), new_state(engine.rows, model.config.vocab_size, limits)
+def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:
+    return jnp.zeros((rows,), jnp.int32), new_state(rows, model.config.vocab_size, limits)
 
 
 def _pool_tree(model: Model, mesh: Mesh) -> Any:

@@ -51,6 +51,7 @@ class StepPlan:
         prefills: prompt chunks; those of one prompt in order.
         decodes: one token each; a sequence's rows in order of position.
         steps: how often the decode rows run, each time on what they sampled before (at most: until one stops).
+        turn: the part of the slots that the decode rows belong to, see `ResolvedEngine.turns`.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -61,6 +62,7 @@ class StepPlan:
     prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
     decodes: list[DecodePlan] = dataclasses.field(default_factory=list)
     steps: int = 1
+    turn: int = 0
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

@@ -68,6 +68,7 @@ class Scheduler:
         self._preempted: set[Sequence] = set()  # of those that wait
         self._arrivals = self._held = 0
         self._several = False  # the last plan runs several steps on the device
+        self._turn = 0  # whose slots decode in the plan that is being made
         self._batch_runs = False  # static batching: nobody is admitted until all have ended
 
     # ---- requests
@@ -167,6 +168,7 @@ class Scheduler:
         self._expire()
         self._publish()
         self._batch_runs = self._batch_runs and bool(self._running)
+        self._turn = self._next_turn()
         parked = self._grow()
         outranked = [] if parked or self._batch_runs else self._outrank()
         prefills, budget = self._prompts(parked)
@@ -174,7 +176,7 @@ class Scheduler:
         admitted = [] if parked or self._batch_runs else self._admit(budget, prefills)
         decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
         self._release_followers([*(plan.sequence for plan in prefills), *admitted])
-        return StepPlan(*self._kv.take_moves(), [*parked, *outranked], admitted, prefills, decodes, steps)
+        return StepPlan(*self._kv.take_moves(), [*parked, *outranked], admitted, prefills, decodes, steps, self._turn)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -221,10 +223,24 @@ class Scheduler:
                 self._pages.publish(sequence)
         self._filled = []
 
+    def _next_turn(self) -> int:
+        """The slots of one part decode in each plan, one part after the other; a part that cannot is left out."""
+        turns = self._engine.turns
+        after = [(self._turn + 1 + more) % turns for more in range(turns)]
+        if turns > 1:
+            ready = {slot % turns for slot, sequence in self._running.items() if not sequence.prefilling}
+            after = [turn for turn in after if turn in ready] or after
+        return after[0]
+
+    def _mine(self, slot: int) -> bool:
+        """Whether a slot decodes in this plan."""
+        return slot % self._engine.turns == self._turn
+
     def _grow(self) -> list[Parked]:
         """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
         parked: list[Parked] = []
-        short = [s for s in self._running.values() if s.capacity <= s.scheduled and not s.prefilling]
+        decoding = [s for slot, s in self._running.items() if self._mine(slot) and not s.prefilling]
+        short = [s for s in decoding if s.capacity <= s.scheduled]
         for sequence in sorted(short, key=self._queue.rank):
             while sequence.status is Status.RUNNING:
                 if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
@@ -313,7 +329,7 @@ class Scheduler:
         host = self._drafter is not None or self._engine.multi_step > 1
         for slot, sequence in self._running.items():
             position = sequence.scheduled
-            if position < sequence.prefill_end or position >= sequence.final_length:
+            if position < sequence.prefill_end or position >= sequence.final_length or not self._mine(slot):
                 continue
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
@@ -354,7 +370,7 @@ class Scheduler:
 
     def _with_drafts(self, rows: list[DecodePlan]) -> list[DecodePlan]:
         used = {row.row for row in rows}
-        idle = [row for row in range(self._engine.rows) if row not in used]
+        idle = [row for row in range(self._turn, self._engine.rows, self._engine.turns) if row not in used]
         planned: list[DecodePlan] = []
         for row in rows:
             planned.append(row)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from jaxinfer.engine.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
 from jaxinfer.kv.spread import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
-from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.sampling import (
     Logprobs,
@@ -26,6 +26,7 @@ from jaxinfer.sampling import (
     resume_slot,
     sample,
 )
+from jaxinfer.types import CacheSpec
 from pallas_kernels.choice import Wish
 
 
@@ -70,46 +71,92 @@ class PrefillBatch(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The functions to compile. All are pure; the state is donated (but by ``export`` and ``keep``)."""
+    """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
 
-    decode: Callable[[Any, SlotParams, StepState, DecodeBatch], tuple[StepState, Sampled]]
+    ``arriving`` are the hidden states that the stage before gave; None where there is none.
+    """
+
+    decode: Callable[[Any, SlotParams, StepState, DecodeBatch, Any], tuple[StepState, Sampled]]
     decode_many: Callable[[Any, SlotParams, StepState, DecodeBatch, jax.Array], tuple[StepState, Sampled, jax.Array]]
-    prefill: Callable[[Any, StepState, PrefillBatch], StepState]
-    prefill_logprobs: Callable[[Any, StepState, PrefillBatch, jax.Array], tuple[StepState, Logprobs]]
-    admit: Callable[[StepState, jax.Array, jax.Array, jax.Array], StepState]
-    keep: Callable[[StepState, jax.Array], SlotState]
-    resume: Callable[[StepState, jax.Array, SlotState], StepState]
-    copy: Callable[[StepState, jax.Array, jax.Array], StepState]
-    export: Callable[[StepState, jax.Array], jax.Array]
-    restore: Callable[[StepState, jax.Array, jax.Array], StepState]
+    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], list[LayerPool]]
+    prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[list[LayerPool], Logprobs]]
+    admit: Callable[[SlotState, jax.Array, jax.Array, jax.Array], SlotState]
+    keep: Callable[[SlotState, jax.Array], SlotState]
+    resume: Callable[[SlotState, jax.Array, SlotState], SlotState]
 
 
-def make_programs(model: Model, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto") -> Programs:
-    """The programs of one model. ``multi_step``: the most steps of one ``decode_many``; ``backend``: attention's."""
-    decode = _decode(model, max_logprobs, backend)
-    prefill, prefill_logprobs = _prefill(model, max_logprobs, backend)
-    return Programs(
-        decode,
-        _decode_many(decode, multi_step),
-        prefill,
-        prefill_logprobs,
-        _admit,
-        _keep,
-        _resume,
-        *_moves(model, backend),
-    )
+class PassPrograms(NamedTuple):
+    """Of a stage that others follow: each also returns the hidden states for the next one.
+
+    What arrives at the first stage of a decode step are the tokens that the slots sampled last.
+    """
+
+    decode: Callable[[Any, list[LayerPool], DecodeBatch, Any], tuple[list[LayerPool], jax.Array]]
+    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], tuple[list[LayerPool], jax.Array]]
 
 
-def _decode(model: Model, max_logprobs: int, backend: Wish) -> Callable[..., tuple[StepState, Sampled]]:
-    apply: Any = model.module.apply
-    spec = model.cache_spec
+class MovePrograms(NamedTuple):
+    """Pages to other pages, out of the pools, and back into them: the same for every stage."""
 
-    def decode(params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch) -> tuple[StepState, Sampled]:
-        active = batch.positions >= 0
-        tokens = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens)
+    copy: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
+    export: Callable[[list[LayerPool], jax.Array], jax.Array]
+    restore: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
+
+
+def make_programs(stage: Stage, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto") -> Programs:
+    """The programs of a whole model, or of its last stage.
+
+    Args:
+        multi_step: the most steps of one ``decode_many``.
+        backend: attention's.
+    """
+    decode = _decode(stage, max_logprobs, backend)
+    prefill, prefill_logprobs = _prefill(stage, max_logprobs, backend)
+    return Programs(decode, _decode_many(decode, multi_step), prefill, prefill_logprobs, admit, keep_slot, resume_slot)
+
+
+def make_pass_programs(stage: Stage, backend: Wish = "auto") -> PassPrograms:
+    """The programs of a stage that others follow."""
+    spec, chunks = stage.model.cache_spec, _chunks(stage, backend)
+
+    def decode(params: Any, pools: list[LayerPool], batch: DecodeBatch, arriving: Any) -> Any:
+        x = jnp.where(batch.tokens >= 0, batch.tokens, arriving) if stage.first else arriving
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
-        hidden, pools = apply({"params": params}, tokens, batch.positions, attend, state.pools)
-        logits = gathered_logits(apply({"params": params}, hidden, method="head"))
+        hidden, pools = stage.backbone(params, x, batch.positions, attend, pools)
+        return pools, hidden
+
+    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any) -> Any:
+        return chunks(params, pools, batch, arriving)
+
+    return PassPrograms(decode, prefill)
+
+
+def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
+    """The programs that move pages of some layers."""
+
+    def copy(pools: list[LayerPool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
+        return copy_own_pages(spec, pools, source, target, backend)
+
+    def export(pools: list[LayerPool], source: Int[Array, "groups pages"]) -> jax.Array:
+        return export_pages(spec, pools, source)
+
+    def restore(pools: list[LayerPool], pages: jax.Array, target: Int[Array, "groups pages"]) -> list[LayerPool]:
+        return import_pages(spec, pools, pages, target)
+
+    return MovePrograms(copy, export, restore)
+
+
+def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tuple[StepState, Sampled]]:
+    spec = stage.model.cache_spec
+
+    def decode(
+        params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch, arriving: Any = None
+    ) -> tuple[StepState, Sampled]:
+        active = batch.positions >= 0
+        x = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens) if stage.first else arriving
+        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
+        hidden, pools = stage.backbone(params, x, batch.positions, attend, state.pools)
+        logits = gathered_logits(stage.head(params, hidden))
         slots, own = _of_rows(slots, batch.owners, active)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, own
@@ -173,56 +220,34 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
 
 
-def _prefill(model: Model, max_logprobs: int, backend: Wish) -> tuple[Callable[..., StepState], Callable[..., Any]]:
-    apply: Any = model.module.apply
-    spec = model.cache_spec
+def _chunks(stage: Stage, backend: Wish) -> Callable[..., tuple[list[LayerPool], jax.Array]]:
+    spec = stage.model.cache_spec
 
-    def backbone(params: Any, state: StepState, batch: PrefillBatch) -> tuple[StepState, jax.Array]:
+    def chunks(
+        params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any
+    ) -> tuple[list[LayerPool], jax.Array]:
         attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
         # Lanes end to end: the products see one matrix.
-        hidden, pools = apply({"params": params}, batch.tokens.reshape(-1), positions.reshape(-1), attend, state.pools)
-        return state._replace(pools=pools), hidden
+        x = batch.tokens.reshape(-1) if stage.first else arriving
+        hidden, pools = stage.backbone(params, x, positions.reshape(-1), attend, pools)
+        return pools, hidden
 
-    def prefill(params: Any, state: StepState, batch: PrefillBatch) -> StepState:
-        return backbone(params, state, batch)[0]
+    return chunks
+
+
+def _prefill(stage: Stage, max_logprobs: int, backend: Wish) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    chunks = _chunks(stage, backend)
+
+    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> list[LayerPool]:
+        return chunks(params, pools, batch, arriving)[0]
 
     def prefill_logprobs(
-        params: Any, state: StepState, batch: PrefillBatch, following: Int[Array, " chunk"]
-    ) -> tuple[StepState, Logprobs]:
-        state, hidden = backbone(params, state, batch)
-        logits = gathered_logits(apply({"params": params}, hidden, method="head"))
-        return state, prompt_logprobs(logits, following, max_logprobs)
+        params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
+    ) -> tuple[list[LayerPool], Logprobs]:
+        pools, hidden = chunks(params, pools, batch, arriving)
+        logits = gathered_logits(stage.head(params, hidden))
+        return pools, prompt_logprobs(logits, following, max_logprobs)
 
     return prefill, prefill_logprobs
-
-
-def _admit(
-    state: StepState, slot: Int[Array, ""], prompt: Bool[Array, " vocab"], bias: Float[Array, " vocab"]
-) -> StepState:
-    return state._replace(slots=admit(state.slots, slot, prompt, bias))
-
-
-def _keep(state: StepState, slot: Int[Array, ""]) -> SlotState:
-    return keep_slot(state.slots, slot)
-
-
-def _resume(state: StepState, slot: Int[Array, ""], kept: SlotState) -> StepState:
-    return state._replace(slots=resume_slot(state.slots, slot, kept))
-
-
-def _moves(model: Model, backend: Wish) -> tuple[Callable[..., Any], ...]:
-    """Programs that move pages: to other pages, out of the pools, and back into them."""
-    spec = model.cache_spec
-
-    def copy(state: StepState, source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> StepState:
-        return state._replace(pools=copy_own_pages(spec, state.pools, source, target, backend))
-
-    def export(state: StepState, source: Int[Array, "groups pages"]) -> jax.Array:
-        return export_pages(spec, state.pools, source)
-
-    def restore(state: StepState, pages: jax.Array, target: Int[Array, "groups pages"]) -> StepState:
-        return state._replace(pools=import_pages(spec, state.pools, pages, target))
-
-    return copy, export, restore

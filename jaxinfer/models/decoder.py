@@ -34,6 +34,8 @@ class Decoder(Layer):
     overrides: tuple[tuple[int, Callable[..., Layer]], ...] = ()
 
     head_bias: ClassVar[bool] = False
+    embeddings: ClassVar[tuple[str, ...]] = ("embed",)
+    """Parameters that `embed` reads."""
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         """The layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
@@ -75,17 +77,47 @@ class Decoder(Layer):
         self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """The same from embeddings: what a gradient with respect to them goes through."""
+        x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
+        return self.normed(x), caches
+
+    def part(
+        self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        """A pipeline stage: some of the layers. The first one is given tokens, the others what the one before gave.
+
+        ``cache`` has one entry for each of these layers. Parameters of other stages need not be there (`owns`).
+        """
+        x = x if layers.start else self.embed(x, positions)
+        x, caches = self.blocks(x, positions, attend, cache, layers)
+        return (self.normed(x) if layers.stop == len(self.config.layers) else x), caches
+
+    def owns(self, name: str, layers: range) -> bool:
+        """Whether the stage of these layers reads the parameter ``name``."""
+        if name.startswith("layers_"):
+            return int(name.removeprefix("layers_")) in layers
+        last = layers.stop == len(self.config.layers)
+        if name in self.embeddings:
+            return layers.start == 0 or (last and name == "embed" and self.config.tied)
+        return last
+
+    def blocks(
+        self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        """Through these layers; ``cache`` has an entry for each of them."""
         context, overrides = self.context(positions), dict(self.overrides)
         compiled: dict[Any, Callable[..., Any]] = {}
         caches = []
-        for index in range(len(self.config.layers)):
+        for place, index in enumerate(layers):
             block = self.block(index, overrides.get(index))
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
             run = compiled.setdefault(_identity(block), _jit_block(block, attend))
-            x, layer_cache = run(self.weight(f"layers_{index}"), x, context, None if cache is None else cache[index])
+            x, layer_cache = run(self.weight(f"layers_{index}"), x, context, None if cache is None else cache[place])
             caches.append(layer_cache)
+        return x, None if cache is None else caches
+
+    def normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
         final: Any = self.final_norm().apply
-        return final({"params": self.weight("final_norm")}, x), None if cache is None else caches
+        return final({"params": self.weight("final_norm")}, x)
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         """Logits, float32. The table lies as [vocab, d], tied or not."""

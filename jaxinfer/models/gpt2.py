@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Array, Float, Int
 
@@ -117,6 +117,7 @@ class GPT2(LayerNormDecoder):
     """The whole decoder: see `Decoder`. ``positions`` {table [max_position, d]} is added to the embeddings."""
 
     config: GPT2Config
+    embeddings: ClassVar[tuple[str, ...]] = ("embed", "positions")
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or GPT2Block)(self.config, self.config.layers[index], self.config.scales[index], parent=None)

@@ -12,10 +12,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxinfer.config import EngineConfigError
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.types import CacheSpec, ParamSpec
 
 AXES = ("data", "stage", "expert", "tensor")
+_SETTINGS = {
+    "data": "data_parallel_size",
+    "stage": "pipeline_parallel_size",
+    "expert": "expert_parallel_size",
+    "tensor": "tensor_parallel_size",
+}
 
 # A logical axis that is not listed is replicated. Experts are dealt out along one axis, and each one's hidden size
 # along another; what is not an expert's is spread over all these devices alike.
@@ -34,28 +40,63 @@ RULES: dict[str, tuple[str, ...]] = {
 REPLICABLE = ("vocab",)
 
 
-def make_mesh(tensor: int = 1, devices: Sequence[jax.Device] | None = None, *, expert: int = 1) -> Mesh:
-    """A mesh over the first ``expert * tensor`` devices (JAX's own, unless given).
+def make_mesh(
+    tensor: int = 1, devices: Sequence[jax.Device] | None = None, *, expert: int = 1, stage: int = 1, data: int = 1
+) -> Mesh:
+    """A mesh over the first ``data * stage * expert * tensor`` devices (JAX's own, unless given).
 
     Raises:
         EngineConfigError: there are fewer.
     """
-    devices, needed = jax.devices() if devices is None else devices, expert * tensor
-    for name, size in (("tensor_parallel_size", tensor), ("expert_parallel_size", expert)):
+    devices, shape = jax.devices() if devices is None else devices, (data, stage, expert, tensor)
+    sizes, needed = dict(zip(AXES, shape, strict=True)), math.prod(shape)
+    for axis, size in sizes.items():
         if size < 1:
-            raise EngineConfigError(f"{name} = {size} must be at least 1")
+            raise EngineConfigError(f"{_SETTINGS[axis]} = {size} must be at least 1")
     if len(devices) < needed:
-        raise EngineConfigError(f"{asked({'tensor': tensor, 'expert': expert})} {_too_few(needed, devices)}")
-    shape = (1,) * (len(AXES) - 2) + (expert, tensor)
-    return Mesh(np.array(devices[:needed]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        raise EngineConfigError(f"{asked(sizes)} {_too_few(needed, devices)}")
+    return _mesh(np.array(devices[:needed]).reshape(shape))
+
+
+def mesh_for(config: EngineConfig | ResolvedEngine, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of an engine's settings.
+
+    Raises:
+        EngineConfigError: see `make_mesh`.
+    """
+    return make_mesh(
+        config.tensor_parallel_size,
+        devices,
+        expert=config.expert_parallel_size,
+        stage=config.pipeline_parallel_size,
+        data=config.data_parallel_size,
+    )
+
+
+def _mesh(devices: np.ndarray) -> Mesh:
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def replicas(mesh: Mesh) -> list[Mesh]:
+    """The parts of a mesh along ``data``: what runs on one of them knows nothing of the others."""
+    return _along(mesh, "data")
+
+
+def stages(mesh: Mesh) -> list[Mesh]:
+    """The parts of a mesh along ``stage``: each computes some of the layers."""
+    return _along(mesh, "stage")
+
+
+def _along(mesh: Mesh, axis: str) -> list[Mesh]:
+    place = AXES.index(axis)
+    return [_mesh(part) for part in np.split(mesh.devices, mesh.devices.shape[place], axis=place)]
 
 
 def asked(sizes: Mapping[str, int]) -> str:
     """The settings that make a mesh of these sizes, for messages."""
-    tensor, expert = sizes.get("tensor", 1), sizes.get("expert", 1)
-    if expert == 1:
-        return f"tensor_parallel_size = {tensor}"
-    return f"expert_parallel_size x tensor_parallel_size = {expert} x {tensor}"
+    wanted = {axis: sizes.get(axis, 1) for axis in AXES if axis == "tensor" or sizes.get(axis, 1) != 1}
+    names, numbers = (_SETTINGS[axis] for axis in wanted), (str(size) for size in wanted.values())
+    return f"{' x '.join(names)} = {' x '.join(numbers)}"
 
 
 def devices_along(sizes: Mapping[str, int], axis: str | None) -> int:

@@ -20,15 +20,13 @@ def engine(request) -> Engine:
 
 
 def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:
-    run = engine._runner._run
+    run = engine._executor.parts[-1].run
     return {
         "decode": run.decode,
         "decode_many": run.decode_many,
         "logprobs": run.prefill_logprobs,
         "copy": run.copy,
         "restore": run.restore,
-        "admit": run.admit,
-        "resume": run.resume,
         **{f"prefill {n}": p for n, p in run.prefill.items()},
     }
 
@@ -48,8 +46,7 @@ LOOPED = {"dynamic-update-slice", "while", "tuple"}
 
 
 def test_every_pool_is_aliased(engine):
-    state = engine._runner._state
-    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(state.pools))
+    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._executor.parts[-1].pools))
     for name, program in programs(engine).items():
         assert program.memory_analysis().alias_size_in_bytes >= pools, name
         assert program.memory_analysis().temp_size_in_bytes < pools, name
@@ -57,6 +54,6 @@ def test_every_pool_is_aliased(engine):
 
 def test_a_pool_that_is_not_donated_is_seen(engine):
     """The checks above can fail: the same program without donation aliases nothing."""
-    pool = engine._runner._state.pools[0].data
+    pool = engine._executor.parts[-1].pools[0].data
     program = jax.jit(lambda x: x.at[np.array([1])].set(0)).lower(pool).compile()
     assert program.memory_analysis().alias_size_in_bytes == 0

@@ -1,16 +1,18 @@
 """Programs that stand in for others, and the proof that this changes no bit."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.engine.compiled import CompiledPrograms
+from jaxinfer.engine.compiled import CompiledStage
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.exactness import Proofs
-from jaxinfer.engine.runner import Runner
-from jaxinfer.engine.step import StepState
+from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams
 from tests.engine.test_invariance import bits, prompts_of
@@ -25,7 +27,7 @@ def demo_engine(rows: int = 256) -> LLM:
 @pytest.mark.parametrize("rows", [1, 256])
 def test_wide_programs_are_compiled_as_asked(rows):
     llm = LLM(random_model(), max_num_seqs=8, max_model_len=200, prefill_sizes=(16, 64), max_prefill_rows=rows)
-    made = set(llm.engine._runner._run.prefill)
+    made = set(llm.engine._executor.parts[-1].run.prefill)
     assert made == {(16, 1), (64, 1)} | ({(16, 8), (64, 4)} if rows > 1 else set())
 
 
@@ -34,8 +36,10 @@ def test_prompts_together_give_the_bits_of_prompts_alone():
     prompts = prompts_of([40, 64, 65, 130, 199, 50, 299, 17], wide.model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     used = []
-    for key, program in list(wide.engine._runner._run.prefill.items()):
-        wide.engine._runner._run.prefill[key] = lambda *a, key=key, program=program: used.append(key) or program(*a)
+    for key, program in list(wide.engine._executor.parts[-1].run.prefill.items()):
+        wide.engine._executor.parts[-1].run.prefill[key] = lambda *a, key=key, program=program: (
+            used.append(key) or program(*a)
+        )
     together = [bits(output) for output in wide.generate(prompts, params)]
     assert {lanes for _, lanes in used if lanes > 1}, "no chunks shared a program"
     assert together == [bits(narrow.generate([prompt], params)[0]) for prompt in prompts]
@@ -46,65 +50,72 @@ SPOILED_CLASSES = [(None, {64: 0, 128: 0}), ((64, 1), {64: 0, 128: 1}), ((128, 1
 
 
 @pytest.fixture(scope="module")
-def runner() -> Runner:
-    return demo_engine().engine._runner
+def engine() -> Engine:
+    return demo_engine().engine
 
 
-def proofs_with(runner: Runner, **changes: Any) -> Proofs:
-    """Proofs on a runner's programs, some of them replaced."""
-    run = dataclasses.replace(runner._run, **changes)
-    return Proofs(run, runner._engine, runner._params, runner._state)
+@contextlib.contextmanager
+def proofs_with(engine: Engine, **changes: Any) -> Iterator[Proofs]:
+    """Proofs on an engine's programs, some of them replaced."""
+    part, config, runner = engine._executor.parts[-1], engine.config, engine._runner
+    run, spec, itemsize = part.run, part.stage.model.cache_spec, part.pools[0].data.dtype.itemsize
+    per_token = spec.bytes_per_page(1, itemsize) // itemsize
+    part.run = dataclasses.replace(run, **changes)
+    try:
+        yield Proofs(engine._executor, config, runner._vocab, runner._groups, itemsize, per_token)
+    finally:
+        part.run = run
 
 
-def nudged(state: StepState, page: int, slot: int = 0) -> StepState:
+def nudged(pools: list[LayerPool], page: int, slot: int = 0) -> list[LayerPool]:
     """A last bit of one element of the last layer is another."""
-    pool = state.pools[-1]
+    pool = pools[-1]
     data = jnp.nextafter(pool.data[page, 1, 0, slot, 0], jnp.inf)
     data = jax.device_put(pool.data.at[page, 1, 0, slot, 0].set(data), pool.data.sharding)
-    return state._replace(pools=[*state.pools[:-1], pool._replace(data=data)])
+    return [*pools[:-1], pool._replace(data=data)]
 
 
-def spoiled(runner: Runner, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
+def programs_of(engine: Engine) -> dict[tuple[int, int], Any]:
+    return dict(engine._executor.parts[-1].run.prefill)
+
+
+def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
     """The prefill programs, one of which gets a bit of its last lane wrong."""
-    programs = dict(runner._run.prefill)
+    programs = programs_of(engine)
     if key is not None:
         program = programs[key]
 
-        def wrong(params, state, batch):
-            page = batch.tables[0, -1, batch.starts[-1] // runner._engine.page_size]
-            return nudged(program(params, state, batch), int(page))
+        def wrong(params, pools, batch, arriving):
+            page = batch.tables[0, -1, batch.starts[-1] // engine.config.page_size]
+            return nudged(program(params, pools, batch, arriving), int(page))
 
         programs[key] = wrong
     return programs
 
 
 @pytest.mark.parametrize(("spoil", "proved"), SPOILED_LANES)
-def test_a_wide_program_with_other_bits_is_not_used(runner, spoil, proved):
-    proofs = proofs_with(runner, prefill=spoiled(runner, spoil))
-    assert proofs.lanes() == proved
-    runner._state = proofs.state
+def test_a_wide_program_with_other_bits_is_not_used(engine, spoil, proved):
+    with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
+        assert proofs.lanes() == proved
 
 
 @pytest.mark.parametrize(("spoil", "classes"), SPOILED_CLASSES)
-def test_sizes_with_other_bits_are_in_other_classes(runner, spoil, classes):
-    proofs = proofs_with(runner, prefill=spoiled(runner, spoil))
-    assert proofs.classes() == classes
-    runner._state = proofs.state
+def test_sizes_with_other_bits_are_in_other_classes(engine, spoil, classes):
+    with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
+        assert proofs.classes() == classes
 
 
-def test_a_program_that_differs_within_a_piece_does_not_resume(runner):
+def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
     """One that is right for whole pieces and wrong for what begins later is found."""
-    program = runner._run.prefill[64, 1]
+    program = programs_of(engine)[64, 1]
 
-    def wrong(params, state, batch):
-        state, start = program(params, state, batch), int(batch.starts[0])
-        return nudged(state, int(batch.tables[0, 0, start // 64])) if start % 64 else state
+    def wrong(params, pools, batch, arriving):
+        pools, start = program(params, pools, batch, arriving), int(batch.starts[0])
+        return nudged(pools, int(batch.tables[0, 0, start // 64])) if start % 64 else pools
 
-    classes = {64: 0, 128: 1}
-    for prefill, resumes in [(dict(runner._run.prefill), True), ({**runner._run.prefill, (64, 1): wrong}, False)]:
-        proofs = proofs_with(runner, prefill=prefill)
-        assert proofs.resumes(classes) is resumes
-        runner._state = proofs.state
+    for prefill, resumes in [(programs_of(engine), True), ({**programs_of(engine), (64, 1): wrong}, False)]:
+        with proofs_with(engine, prefill=prefill) as proofs:
+            assert proofs.resumes({64: 0, 128: 1}) is resumes
 
 
 def test_a_model_that_shows_too_little_proves_nothing():
@@ -123,7 +134,7 @@ def test_classes_are_not_looked_for_where_nothing_is_shared():
 # ---- several decode steps at once
 
 
-def several(run: CompiledPrograms, change: str) -> Any:
+def several(run: CompiledStage, change: str) -> Any:
     """``decode_many`` with something wrong."""
 
     def wrong(params, slots, state, batch, steps):
@@ -131,7 +142,7 @@ def several(run: CompiledPrograms, change: str) -> Any:
         state, sampled, ran = run.decode_many(params, slots, state, batch, steps)
         if change == "pages":
             page, slot = divmod(int(batch.positions[1]), 16)
-            state = nudged(state, int(batch.tables[0, 1, page]), slot)
+            state = state._replace(pools=nudged(state.pools, int(batch.tables[0, 1, page]), slot))
         if change == "logprobs":
             better = jnp.nextafter(sampled.logprobs.logprob, jnp.inf)
             sampled = sampled._replace(logprobs=sampled.logprobs._replace(logprob=better))
@@ -145,9 +156,8 @@ def several(run: CompiledPrograms, change: str) -> Any:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
     llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
-    runner = llm.engine._runner
-    assert runner.multi_step == 5
+    engine, run = llm.engine, llm.engine._executor.parts[-1].run
+    assert engine._runner.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
-        proofs = proofs_with(runner, decode_many=several(runner._run, change))
-        assert proofs.multi_step(llm.engine.limits) is (change == "nothing"), change
-        runner._state = proofs.state
+        with proofs_with(engine, decode_many=several(run, change)) as proofs:
+            assert proofs.multi_step(engine.limits) is (change == "nothing"), change

@@ -13,12 +13,14 @@ import pytest
 from jaxinfer.config import EngineConfig, resolve
 from jaxinfer.engine.buckets import Chunk
 from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.types import Request, SamplingParams, needs_sampler_state
 from tests.fakes import random_model
@@ -51,7 +53,8 @@ class Bench:
         model = MODEL()
         engine = resolve(EngineConfig(**{**CONFIG, **changes}), model.cache_spec, max_position=256, itemsize=4)
         self.tables = np.zeros((len(model.cache_spec.windows), ROWS, WIDTH), np.int32)
-        self.runner = Runner(model, engine, LIMITS, self.tables)
+        self.executor = Executor(model, engine, LIMITS, make_mesh())
+        self.runner = Runner(self.executor, engine, LIMITS, self.tables, model.config.vocab_size, model.cache_spec, 4)
 
     def sequence(self, slot: int, params: SamplingParams = GREEDY, first_page: int = 0, **of_request: Any) -> Sequence:
         """A sequence in ``slot`` with pages from ``first_page`` on, the second group's in the opposite order."""
@@ -102,7 +105,7 @@ class Bench:
 
     def kept(self, sequence: Sequence) -> list[np.ndarray]:
         """Keys and values of a sequence in all layers, by group, as far as tokens were fed."""
-        pools, length = self.runner._state.pools, len(sequence.tokens) - 1
+        pools, length = self.executor.parts[-1].pools, len(sequence.tokens) - 1
         groups = [0, 0, 1, 1]
         return [
             np.concatenate(np.asarray(pool.data)[self.tables[group, sequence.slot]], axis=2)[:, :, :length]
@@ -236,13 +239,14 @@ def test_a_borrowed_row_leaves_the_slot_as_it_is(drafting):
     owner, guest = drafting.sequence(2, PENALISED), drafting.sequence(0, SAMPLED, 8)
     drafting.start(owner, guest)
     first = drafting.generate(3, owner)
-    before = jax.tree.map(np.asarray, drafting.runner._state)
+    (turn,) = drafting.executor.turns
+    before, last = drafting.executor.sampler(0), np.asarray(turn.last_tokens)
     rows = [DecodePlan(guest, 0, 37, PROMPT[-1]), DecodePlan(guest, 2, 38, 5)]
     drafting.run(decodes=rows)
-    after = jax.tree.map(np.asarray, drafting.runner._state)
-    assert equal([x[2] for x in before.slots], [x[2] for x in after.slots])
-    assert before.last_tokens[2] == after.last_tokens[2]
-    assert not equal([x[0] for x in before.slots], [x[0] for x in after.slots])
+    after = drafting.executor.sampler(0)
+    assert equal([x[2] for x in before], [x[2] for x in after])
+    assert last[2] == np.asarray(turn.last_tokens)[2]
+    assert not equal([x[0] for x in before], [x[0] for x in after])
     assert [first[0] + drafting.generate(3, owner)[0]] == want
 
 
@@ -283,22 +287,22 @@ def test_a_page_comes_back_in_the_step_that_sent_it(bench):
 
 
 def test_more_pages_than_a_call_moves(bench):
-    pools, rng = bench.runner._state.pools, np.random.default_rng(1)
+    pools, rng = bench.executor.parts[-1].pools, np.random.default_rng(1)
     data = [rng.standard_normal(pool.data.shape, np.float32) for pool in pools]
     spoiled = [pool._replace(data=new.copy()) for pool, new in zip(pools, data, strict=True)]
-    bench.runner._state = bench.runner._state._replace(pools=jax.device_put(spoiled, bench.runner._everywhere))
+    bench.executor.parts[-1].pools = jax.device_put(spoiled, bench.executor.parts[-1].everywhere)
     bench.step(exports=[Export((page, page + 1 if page % 2 else -1), page) for page in range(11)])
     bench.step(copies=[Copy((page, page), (page + 20, page + 21 if page % 2 else -1)) for page in range(11)])
     want = [new.copy() for new in data]
     for page in range(11):
         for layer in range(4) if page % 2 else range(2):
             want[layer][page + 20 + layer // 2] = data[layer][page]
-    assert equal([pool.data for pool in bench.runner._state.pools], want)
+    assert equal([pool.data for pool in bench.executor.parts[-1].pools], want)
     bench.step(imports=[Import(page, (39 - page, 10 + page if page % 2 else -1)) for page in range(3)])
     for page in range(3):
         want[0][39 - page], want[1][39 - page] = data[0][page], data[1][page]
     want[2][11], want[3][11] = data[2][2], data[3][2]
-    assert equal([pool.data for pool in bench.runner._state.pools], want)
+    assert equal([pool.data for pool in bench.executor.parts[-1].pools], want)
 
 
 def test_a_copied_page_goes_on_as_its_own(bench):

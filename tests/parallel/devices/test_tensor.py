@@ -108,7 +108,7 @@ def test_tokens_are_those_of_one_device(two):
 
 
 def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
-    run = two.engine._runner._run
+    run = two.engine._executor.parts[-1].run
     for program in (run.decode, run.prefill_logprobs):
         text = program.as_text()
         found = collections.Counter(re.findall(COLLECTIVES, text))
@@ -123,28 +123,30 @@ def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
 
 
 def test_pools_are_updated_in_place_and_hold_own_heads(two):
-    runner = two.engine._runner
-    pool = runner._state.pools[0].data
+    (part,) = two.engine._executor.parts
+    pool = part.pools[0].data
     assert {shard.data.shape for shard in pool.addressable_shards} == {(TIGHT, 2, 2, 16, 8)}
-    kept = device_bytes(runner._state)
-    for program in (runner._run.decode, runner._run.prefill[64, 1], runner._run.restore, runner._run.copy):
-        assert program.memory_analysis().alias_size_in_bytes == kept
+    pools, turn = device_bytes(part.pools), two.engine._executor.turns[0]
+    for program in (part.run.prefill[64, 1], part.run.restore, part.run.copy):
+        assert program.memory_analysis().alias_size_in_bytes == pools
+    kept = pools + device_bytes((turn.last_tokens, turn.sampler))
+    assert part.run.decode.memory_analysis().alias_size_in_bytes == kept
 
 
 def test_the_plan_is_what_a_device_holds(two):
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, tensor_parallel_size=2)
     needs = plan_engine(two.model, config, "cpu").needs
-    runner = two.engine._runner
+    (part,) = two.engine._executor.parts
     held = collections.Counter()
-    for array in jax.tree.leaves(runner._params):
+    for array in jax.tree.leaves(part.params):
         for shard in array.addressable_shards:
             held[shard.device] += shard.data.nbytes
     assert set(held.values()) == {needs.weights}
     assert len(held) == 2
     given = two.model.params
     assert not _held(two.model, given, make_mesh(2))  # on one device, where they will not stay
-    assert _held(two.model, runner._params, make_mesh(2)) == held
-    assert needs.page * TIGHT == device_bytes([pool.data for pool in runner._state.pools])
+    assert _held(two.model, part.params, make_mesh(2)) == held
+    assert needs.page * TIGHT == device_bytes([pool.data for pool in part.pools])
 
 
 @pytest.mark.parametrize("name", ["groups", "few KV heads", "odd vocabulary"])

@@ -1,0 +1,92 @@
+"""A model cut into pipeline stages: each has some of the layers, and runs on devices of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.config import EngineConfigError
+from jaxinfer.layers.attention import Attend
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.model import Model
+from jaxinfer.types import CacheSpec, ParamTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Some layers of a model.
+
+    Attributes:
+        model: its parameters and its cache are those of this stage; the module is the whole one.
+        layers: of the whole model; None: all of them, and the module need not be a `Decoder`.
+        first, last: whether it is given tokens, and whether it gives what the head is applied to.
+        width: of the hidden states that one stage hands to the next.
+    """
+
+    model: Model
+    layers: range | None = None
+    first: bool = True
+    last: bool = True
+    width: int = 0
+
+    def backbone(
+        self, params: Any, x: Array, positions: Int[Array, " rows"], attend: Attend, pools: Any
+    ) -> tuple[Float[Array, "rows d"], Any]:
+        """From tokens, or from what the stage before gave, to hidden states and the new pools."""
+        apply: Any = self.model.module.apply
+        if self.layers is None:
+            return apply({"params": params}, x, positions, attend, pools)
+        return apply({"params": params}, x, positions, attend, pools, self.layers, method="part")
+
+    def head(self, params: Any, hidden: Float[Array, "rows d"]) -> Float[Array, "rows vocab"]:
+        apply: Any = self.model.module.apply
+        return apply({"params": params}, hidden, method="head")
+
+
+def cut(model: Model, count: int) -> list[Stage]:
+    """The stages of a model, whose parameters may be abstract: layers evenly, the first stages have one more.
+
+    Raises:
+        EngineConfigError: there are fewer layers, or nobody knows how to cut this module.
+    """
+    if count == 1:
+        return [Stage(model)]
+    total, what = len(model.cache_spec.layers), f"pipeline_parallel_size = {count} cannot be:"
+    if total < count:
+        raise EngineConfigError(f"{what} the model has {total} layers")
+    if not isinstance(model.module, Decoder):
+        raise EngineConfigError(f"{what} {type(model.module).__name__} is no jaxinfer.models.decoder.Decoder")
+    width = _width(model)
+    firsts = [index * (total // count) + min(index, total % count) for index in range(count + 1)]
+    return [_stage(model, model.module, range(*firsts[index : index + 2]), width) for index in range(count)]
+
+
+def _width(model: Model) -> int:
+    apply: Any = model.module.apply
+
+    def embed(params: Any, ids: jax.Array) -> jax.Array:
+        return apply({"params": params}, ids, ids, method="embed")
+
+    return int(jax.eval_shape(embed, model.params, jax.ShapeDtypeStruct((1,), jnp.int32)).shape[-1])
+
+
+def _stage(model: Model, module: Decoder, layers: range, width: int) -> Stage:
+    family = model.family
+
+    def own(tree: ParamTree) -> ParamTree:
+        return {name: node for name, node in tree.items() if module.owns(name, layers)}
+
+    def param_specs(config: Any) -> ParamTree:
+        return own(family.param_specs(config))
+
+    def cache_spec(config: Any) -> CacheSpec:
+        return family.cache_spec(config).part(slice(layers.start, layers.stop))
+
+    part = model.replace(
+        family=dataclasses.replace(family, cache_spec=cache_spec, param_specs=param_specs), params=own(model.params)
+    )
+    return Stage(part, layers, layers.start == 0, layers.stop == len(model.cache_spec.layers), width)
