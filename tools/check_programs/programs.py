@@ -17,19 +17,14 @@ from typing import Any
 
 import jax
 
-from jaxinfer.config import EngineConfig, resolve
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.placement import (
-    abstract_params,
-    abstract_slots,
-    abstract_step_state,
-    device_bytes,
-    spread_model,
-)
-from jaxinfer.engine.step import make_programs
+from jaxinfer.engine.engine import resolve_for
+from jaxinfer.engine.placement import abstract_arrays, device_bytes, spread_model
+from jaxinfer.engine.stages import Stage
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling import SamplingLimits
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
@@ -47,8 +42,10 @@ LLAMA_70B = {
 MODELS = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B}
 PATHS = ("auto", "mosaic", "xla")
 LIMITS = SamplingLimits(max_logprobs=20)
-ENGINE = EngineConfig(max_num_seqs=64, page_size=64, max_model_len=4096, prefill_sizes=(32, 128, 256))
-PREFILL_ROWS, PAGES = 2048, 4096
+ENGINE = EngineConfig(
+    max_num_seqs=64, page_size=64, max_model_len=4096, prefill_sizes=(32, 128, 256), max_prefill_rows=2048
+)
+PAGES = 4096
 # Bytes of temporaries: a few arrays of logits (float32, of the whole vocabulary) or of the widest activation. A copy of
 # one layer's pool or of the head would not fit.
 _MIB = 2**20
@@ -67,33 +64,19 @@ def config_folder(model: str, layers: int | None, folder: pathlib.Path) -> pathl
 def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, Any, int, int, int]]:
     """Name, executable, tokens, donated bytes and planned bytes of the widest programs. Nothing is allocated."""
     target = TARGETS[HOPPER]
-    mesh = make_mesh(settings.tensor_parallel_size, target.devices(settings.tensor_parallel_size))
+    mesh = mesh_for(settings, target.devices(settings.devices))
     model = spread_model(model, mesh)
-    engine = resolve(
-        settings,
-        model.cache_spec,
-        max_position=model.config.max_position,
-        itemsize=model.dtype.itemsize,
-        prefill_rows=PREFILL_ROWS,
-    )
-    params, slots = abstract_params(model, mesh), abstract_slots(engine, LIMITS, mesh)
-    state = abstract_step_state(model, engine, LIMITS, mesh)
-    groups = len(model.cache_spec.windows)
+    engine, stage = resolve_for(model, settings, "gpu"), Stage(model)
+    arrays = abstract_arrays(stage, engine, LIMITS, mesh)
     with target.current():
-        compiled = compile_largest(
-            make_programs(model, LIMITS.max_logprobs, backend=engine.attention_backend),
-            engine,
-            params,
-            slots,
-            state,
-            groups,
-        )
-    donated = device_bytes(state)
-    size, lanes = max(engine.wide_prefills, default=(engine.prefill_sizes[-1], 1), key=lambda pair: pair[0] * pair[1])
+        compiled = compile_largest(stage, arrays, engine)
+    size, lanes = max(engine.wide_prefills, default=(engine.prefill_sizes[-1], 1), key=math.prod)
     tokens = {"decode": engine.rows, "prefill": size * lanes, "prefill_logprobs": engine.prefill_sizes[-1]}
     for executable in compiled:
         name = _name(executable.as_text())
-        yield name, executable, tokens[name], donated, device_bytes((params, slots, state))
+        donated = (arrays.pools, arrays.last_tokens, arrays.sampler) if name == "decode" else arrays.pools
+        read = arrays if name == "decode" else arrays[:2]
+        yield name, executable, tokens[name], device_bytes(donated), device_bytes(read)
 
 
 def _name(text: str) -> str:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.engine.stages import Stage
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, make_programs
-from jaxinfer.kv.pool import new_pools
+from jaxinfer.kv.pool import LayerPool, new_pools
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, replicated
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
@@ -84,10 +85,10 @@ def _measure_decode(report: Report, model: Model, work: Decode) -> None:
     contexts = dict.fromkeys(_fitting(report, model, rows, context) for context in work.contexts)
     state, tables = _state(model, rows, max(contexts) // PAGE)
     slots = jax.device_put(HostSlots(rows, LIMITS).snapshot(), replicated(make_mesh()))
-    function = make_programs(model, LIMITS.max_logprobs, backend=work.backend).decode
+    function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).decode
     program, seconds = _compiled(function, 2, model.params, slots, state, _decode_batch(tables, 1))
     name = f"decode, {rows} rows, {work.backend}"
-    report.put(f"program: {name}", compile_s=seconds, **_look_at_program(program, state))
+    report.put(f"program: {name}", compile_s=seconds, **_look_at_program(program, state.pools))
     for context in contexts:
         timing, state = _time(program, (model.params, slots), state, [_decode_batch(tables, context)])
         moved = weight_bytes(model)[1] + rows * context * per_token
@@ -116,14 +117,14 @@ def _measure_prefill(report: Report, model: Model, work: Prefill, config: dict[s
     state, tables = _state(model, work.lanes, work.tokens // PAGE)
     starts = range(0, work.tokens, work.chunk)
     batches = [_prefill_batch(tables, start, work.chunk) for start in starts]
-    function = make_programs(model, LIMITS.max_logprobs, backend=work.backend).prefill
-    program, seconds = _compiled(function, 1, model.params, state, batches[0])
+    function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).prefill
+    program, seconds = _compiled(function, 1, model.params, state.pools, batches[0])
     name = f"prefill, {work.lanes} x {work.tokens} tokens in chunks of {work.chunk}, {work.backend}"
-    timing, state = _time(program, (model.params,), state, batches)
+    timing, pools = _time(program, (model.params,), state.pools, batches)
     operations = work.lanes * sum(prefill_operations(config, start, work.chunk) for start in starts)
     speed = {"tokens_s": round(work.lanes * work.tokens / timing["best_ms"] * 1e3, 1)}
     found = report.rate(operations, timing["best_ms"])
-    report.put(name, compile_s=seconds, **timing, **speed, **found, **_look_at_program(program, state))
+    report.put(name, compile_s=seconds, **timing, **speed, **found, **_look_at_program(program, pools))
 
 
 def _state(model: Model, rows: int, width: int) -> tuple[StepState, np.ndarray]:
@@ -157,30 +158,29 @@ def _prefill_batch(tables: np.ndarray, start: int, chunk: int) -> PrefillBatch:
     return PrefillBatch(np.ones((lanes, chunk), np.int32), starts, lengths, tables[None])
 
 
-def _time(
-    program: Any, before: tuple[Any, ...], state: StepState, batches: list[Any]
-) -> tuple[dict[str, Any], StepState]:
-    """Of a call for each of the batches. The state goes from call to call."""
-    current = [state]
+def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any]) -> tuple[dict[str, Any], Any]:
+    """Of a call for each of the batches. What is donated goes from call to call: a decode step's state (a second
+    result is what was sampled), a prefill's pools."""
+    current = [carried]
 
     def once() -> Any:
         for batch in batches:
             out = program(*before, current[0], batch)
-            current[0] = out if isinstance(out, StepState) else out[0]
-        return out if isinstance(out, StepState) else out[1]
+            current[0] = out[0] if isinstance(out, tuple) else out
+        return out
 
     def wait(_: Any) -> None:
-        """For the state, which the last call gave: earlier ones are donated by then."""
+        """For what the last call gave: earlier ones are donated by then."""
         jax.block_until_ready(current[0])
 
     timing = time_calls(once, rounds=5, round_ms=100, most=50, wait=wait)
     return timing, current[0]
 
 
-def _look_at_program(program: Any, state: StepState) -> dict[str, Any]:
+def _look_at_program(program: Any, pools: list[LayerPool]) -> dict[str, Any]:
     """What `docs/gpu.md` says to look for: how many GEMMs, whether pools are copied, how large temporaries are."""
     text, memory = program.as_text(), program.memory_analysis()
-    pool = re.escape(f"bf16[{','.join(map(str, state.pools[0].data.shape))}]")
+    pool = re.escape(f"bf16[{','.join(map(str, pools[0].data.shape))}]")
     return {
         "gemms_of_cublas": len(re.findall(r"custom_call_target=\"__cublas", text)),
         "gemms_of_triton": len(re.findall(r"\"kind\":\"__triton(?:_nested)?_gemm_?\w*\"", text)),
