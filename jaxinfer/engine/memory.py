@@ -142,11 +142,11 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
     for places in copies:
         for part, own in zip(parts, places, strict=True):
             held.update(_held(part.model, given, own))
-    share = functools.partial(device_budget, utilization=config.memory_utilization, devices=mesh.size)
     plans = []
     for number, part in enumerate(parts):
         devices = [device for places in copies for device in places[number].devices.flat]
-        budget = min((share(each, held=held[each]) for each in devices), key=lambda budget: budget.bytes)
+        budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in devices]
+        budget = min(budgets, key=lambda budget: budget.bytes)
         plans.append(_plan_stage(model, part, config, platform, copies[0][number], budget))
     return min(plans, key=lambda plan: plan.pages)
 
@@ -156,7 +156,7 @@ def _plan_stage(
 ) -> MemoryPlan:
     """The pool of one pipeline stage; `plan_engine` takes the smallest."""
     engine, spec = resolve_for(model, config, platform), part.model.cache_spec
-    arrays = _abstract_arrays(part, engine, mesh)
+    arrays = abstract_arrays(part, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
     weights, sampler = device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.turns
     page = spec.bytes_per_page(engine.page_size, model.dtype.itemsize, config.devices)
     most = engine.num_pages if platform == "cpu" else _most_pages(model, config, page)
@@ -173,13 +173,11 @@ def _plan_stage(
         return plan
     # More pages allow wider programs.
     roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
-    wide = resolve_for(model, roomy, platform)
-    programs = compile_largest(part, _abstract_arrays(part, engine, mesh), wide)
-    return decide(Needs(weights, sampler, page, max(map(temporary_bytes, programs))))
+    return decide(Needs(weights, sampler, page, _temporaries(part, arrays, resolve_for(model, roomy, platform))))
 
 
-def _abstract_arrays(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> StageArrays:
-    return abstract_arrays(part, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
+def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> int:
+    return max(map(temporary_bytes, compile_largest(part, arrays, engine)))
 
 
 def _shapes(params: Any) -> Any:
@@ -196,7 +194,7 @@ def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Devi
     return found
 
 
-def device_budget(device: Any, utilization: float, held: int = 0, devices: int = 1) -> Budget:
+def device_budget(device: Any, utilization: float, held: int, devices: int = 1) -> Budget:
     """What a device offers. ``held`` bytes of what is in use are the engine's own weights, and counted there.
 
     A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now, of which

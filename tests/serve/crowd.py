@@ -63,10 +63,11 @@ class Job:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a job. ``status``: of gRPC, by name, at both doors; `LEFT` or `CUT`."""
+    """What came of a job. ``status``: of gRPC, by name, at both doors; `LEFT` or `CUT`. ``details``: gRPC's words."""
 
     job: Job
     status: str = ""
+    details: str = ""
     tokens: list[list[int]] = dataclasses.field(default_factory=list)
     texts: list[str] = dataclasses.field(default_factory=list)
     reasons: list[str | None] = dataclasses.field(default_factory=list)
@@ -177,6 +178,7 @@ class Crowd:
             if job.leave_after == 0:  # what is asked gets on its way, or not
                 await asyncio.sleep(random.Random(job.seed).random() * 0.02)
         except aio.AioRpcError as error:
+            outcome.details = error.details() or ""
             return error.code().name
         else:
             return LEFT
