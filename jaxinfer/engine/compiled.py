@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.placement import StageArrays
@@ -25,7 +25,7 @@ from jaxinfer.engine.step import (
     make_programs,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
-from jaxinfer.parallel.mesh import replicated, traced_for
+from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
@@ -225,8 +225,7 @@ class _Work:
     def _exported(self) -> jax.ShapeDtypeStruct:
         """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
         pools = self.arrays.pools
-        pool, lies = pools[0].data, _sharding(pools[0].data)
-        sharding = NamedSharding(lies.mesh, PartitionSpec(None, None, *tuple(lies.spec)[1:]))
+        pool, sharding = pools[0].data, page_sharding(self.mesh, self.stage.model.cache_spec)
         return jax.ShapeDtypeStruct((TRANSFER_PAGES, len(pools), *pool.shape[1:]), pool.dtype, sharding=sharding)
 
 

@@ -17,7 +17,8 @@ from jaxinfer.engine.stages import Stage, cut
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
 from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import replicated, stages
+from jaxinfer.parallel.mesh import page_sharding, replicated, stages
+from jaxinfer.parallel.processes import own_part, put_whole
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
 
 
@@ -32,7 +33,8 @@ class Part:
         self.stage, self.mesh, self.everywhere = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
         self.pools = new_pools_on(model, engine, mesh)
-        self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype)
+        pages = page_sharding(mesh, model.cache_spec)
+        self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
         self.run: CompiledStage
 
     def arrive(self, x: Array | None) -> Array | None:
@@ -60,6 +62,13 @@ class Turn:
     last_tokens: Array
     sampler: SlotState
     fed: Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """What an executor keeps of a slot, or of all: for it alone to look into."""
+
+    state: SlotState
 
 
 class Executor:
@@ -91,7 +100,7 @@ class Executor:
         rows, last = engine.rows // engine.turns, self.parts[-1]
         shown = HostSlots(rows, limits).snapshot()
         self.turns = [
-            self._turn(jax.device_put(shown, last.everywhere), *new_slots(model, rows, limits, last.mesh))
+            self._turn(put_whole(shown, last.everywhere), *new_slots(model, rows, limits, last.mesh))
             for _ in range(engine.turns)
         ]
         arrays = [self._arrays(part) for part in self.parts]
@@ -182,15 +191,15 @@ class Executor:
             part.pools = part.run.restore(part.pools, part.host.take(hosts, TRANSFER_PAGES), target)
 
     def pages(self, source: Int32[np.ndarray, "groups pages"]) -> Shaped[np.ndarray, "pages layers *page"]:
-        """The bytes of pages in all layers. Waits."""
-        return np.concatenate([np.asarray(part.run.export(part.pools, source)) for part in self.parts], axis=1)
+        """The bytes of pages in all layers, as far as this process has them. Waits."""
+        return np.concatenate([own_part(part.run.export(part.pools, source)) for part in self.parts], axis=1)
 
     # ---- slots; each is a row of its turn
 
     def put_slots(self, turn: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
         """New sampling parameters, by name in `SlotParams`."""
         own = self.turns[turn]
-        own.slots = own.slots._replace(**jax.device_put(dict(fields), self.parts[-1].everywhere))
+        own.slots = own.slots._replace(**put_whole(dict(fields), self.parts[-1].everywhere))
 
     def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
         """What the sampler keeps of a slot begins anew."""
@@ -198,28 +207,26 @@ class Executor:
         assert run.admit is not None
         turn.sampler = run.admit(turn.sampler, row, prompt, bias)
 
-    def keep(self, slot: int) -> SlotState:
+    def keep(self, slot: int) -> Kept:
         """A copy of what the sampler keeps of a slot."""
         turn, row, run = self._place(slot)
         assert run.keep is not None
-        kept: SlotState = run.keep(turn.sampler, row)
-        return kept
+        return Kept(run.keep(turn.sampler, row))
 
-    def resume(self, slot: int, kept: SlotState) -> None:
+    def resume(self, slot: int, kept: Kept) -> None:
         """What `keep` gave is that of a slot from now on."""
         turn, row, run = self._place(slot)
         assert run.resume is not None
-        turn.sampler = run.resume(turn.sampler, row, kept)
+        turn.sampler = run.resume(turn.sampler, row, kept.state)
 
-    def sampler(self, turn: int) -> SlotState:
+    def sampler(self, turn: int) -> Kept:
         """What the sampler keeps of all slots of a turn, on the host. Waits."""
-        found: SlotState = jax.tree.map(np.array, self.turns[turn].sampler)
-        return found
+        return Kept(jax.tree.map(np.array, self.turns[turn].sampler))
 
-    def put_sampler(self, turn: int, state: SlotState) -> None:
+    def put_sampler(self, turn: int, kept: Kept) -> None:
         """What `sampler` gave holds again."""
-        copies = jax.tree.map(np.copy, state)  # what is donated is not the caller's
-        self.turns[turn].sampler = jax.device_put(copies, self.parts[-1].everywhere)
+        copies = jax.tree.map(np.copy, kept.state)  # what is donated is not the caller's
+        self.turns[turn].sampler = put_whole(copies, self.parts[-1].everywhere)
 
     def _place(self, slot: int) -> tuple[Turn, np.int32, CompiledStage]:
         row, turn = divmod(slot, len(self.turns))

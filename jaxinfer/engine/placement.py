@@ -19,6 +19,7 @@ from jaxinfer.kv.pool import LayerPool, new_pools
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
+from jaxinfer.parallel.processes import put_whole
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
 from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
 
@@ -98,12 +99,13 @@ def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[Layer
     """Empty pools: a page lies as `pool_sharding` says."""
     pool = pool_sharding(mesh, model.cache_spec)
     pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, pool)
-    return jax.device_put(pools, _pool_tree(model, mesh))
+    everywhere = replicated(mesh)
+    return [pool._replace(scales=put_whole(pool.scales, everywhere)) for pool in pools]
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
     """What the slots sampled last, and what the sampler keeps of them: nothing yet. On every device of the mesh."""
-    return jax.device_put(_slots(model, rows, limits), replicated(mesh))
+    return put_whole(_slots(model, rows, limits), replicated(mesh))
 
 
 def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:

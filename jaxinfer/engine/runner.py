@@ -13,7 +13,7 @@ from jaxtyping import Int32
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.buckets import group_chunks
 from jaxinfer.engine.exactness import Proofs
-from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.executor import Executor, Kept
 from jaxinfer.engine.measure import measure_costs
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
@@ -21,7 +21,7 @@ from jaxinfer.engine.sequence import Sequence as Sample
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
-from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState
+from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
 from jaxinfer.types import CacheSpec
 
 # Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
@@ -162,7 +162,7 @@ class Runner:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
             kept, sequence.sampler_state = sequence.sampler_state, None
-            if isinstance(kept, SlotState):
+            if isinstance(kept, Kept):
                 self._executor.resume(sequence.slot, kept)
             elif sequence.stateful:
                 self._executor.admit(sequence.slot, *slots.state_rows(sequence.request, self._vocab))

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.kv.pool import LayerPool
+from jaxinfer.parallel.processes import from_own_part, own_part, own_shape
 from jaxinfer.types import CacheSpec
 
 TRANSFER_PAGES = 4
@@ -54,12 +56,24 @@ class _Arriving(NamedTuple):
 class HostPages:
     """Host memory for pages of all layers. Memory is taken page by page, when a page is first used, and kept.
 
-    What comes from the device arrives later: `put` does not wait, `settle` and `take` do.
+    What comes from the device arrives later: `put` does not wait, `settle` and `take` do. Where several processes share
+    the pools, each keeps what its own devices have of a page.
+
+    Args:
+        sharding: of what `put` is given; None: on one device.
     """
 
-    def __init__(self, spec: CacheSpec, host_pages: int, page_size: int, dtype: jnp.dtype) -> None:
-        self._shape = (len(spec.layers), *spec.pool_shape(1, page_size)[1:])
-        self._total, self._dtype = host_pages, np.dtype(dtype)
+    def __init__(
+        self,
+        spec: CacheSpec,
+        host_pages: int,
+        page_size: int,
+        dtype: jnp.dtype,
+        sharding: NamedSharding | None = None,
+    ) -> None:
+        self._whole = (len(spec.layers), *spec.pool_shape(1, page_size)[1:])
+        self._shape = self._whole if sharding is None else own_shape(sharding, (1, *self._whole))[1:]
+        self._total, self._dtype, self._sharding = host_pages, np.dtype(dtype), sharding
         self._pages: dict[int, np.ndarray] = {}
         self._arriving: dict[int, _Arriving] = {}
 
@@ -82,14 +96,19 @@ class HostPages:
 
     def settle(self, pages: Sequence[int]) -> None:
         """Wait for these pages and let go of the device's copy."""
+        parts: dict[int, np.ndarray] = {}  # of arrays, which several pages share
         for page in pages:
             if (arriving := self._arriving.pop(page, None)) is not None:
                 if page not in self._pages:
                     self._pages[page] = np.empty(self._shape, self._dtype)
-                self._pages[page][...] = np.asarray(arriving.array)[arriving.place]
+                array, place = arriving
+                if id(array) not in parts:
+                    parts[id(array)] = own_part(array)
+                self._pages[page][...] = parts[id(array)][place]
 
-    def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray, "room layers *page"]:
-        """A copy of these pages in an array of ``room`` entries, those behind them arbitrary.
+    def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray | Array, "room layers *page"]:
+        """A copy of these pages in an array of ``room`` entries, those behind them arbitrary. On the host, or where
+        several processes share it on their devices.
 
         Raises:
             KeyError: nothing was ever put into a page.
@@ -98,4 +117,4 @@ class HostPages:
         taken = np.empty((room, *self._shape), self._dtype)
         for index, page in enumerate(pages):
             taken[index] = self._pages[page]
-        return taken
+        return taken if self._sharding is None else from_own_part(taken, self._sharding, (room, *self._whole))

@@ -135,6 +135,11 @@ def pool_spec(latent: bool) -> PartitionSpec:
     return PartitionSpec() if latent else PartitionSpec(None, None, RULES["kv_heads"])
 
 
+def page_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
+    """Where pages of all layers lie on their way to the host, ``[pages, layers, *page]``: as in the pools."""
+    return NamedSharding(mesh, PartitionSpec(None, None, *tuple(pool_spec(cache.latent))[1:]))
+
+
 def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch vocab"]:
     """Logits on every device of the mesh that the program is traced for.
 

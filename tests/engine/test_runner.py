@@ -240,10 +240,10 @@ def test_a_borrowed_row_leaves_the_slot_as_it_is(drafting):
     drafting.start(owner, guest)
     first = drafting.generate(3, owner)
     (turn,) = drafting.executor.turns
-    before, last = drafting.executor.sampler(0), np.asarray(turn.last_tokens)
+    before, last = drafting.executor.sampler(0).state, np.asarray(turn.last_tokens)
     rows = [DecodePlan(guest, 0, 37, PROMPT[-1]), DecodePlan(guest, 2, 38, 5)]
     drafting.run(decodes=rows)
-    after = drafting.executor.sampler(0)
+    after = drafting.executor.sampler(0).state
     assert equal([x[2] for x in before], [x[2] for x in after])
     assert last[2] == np.asarray(turn.last_tokens)[2]
     assert not equal([x[0] for x in before], [x[0] for x in after])

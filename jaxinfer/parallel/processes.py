@@ -1,0 +1,109 @@
+"""Arrays of several processes: each one sees its own devices' parts. In one process this costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jaxtyping import Array, Shaped
+
+from jaxinfer.config import EngineConfigError
+from jaxinfer.parallel.mesh import asked
+
+
+def join_processes(coordinator: str, num_processes: int, process_id: int, seconds: int = 60) -> None:
+    """Make the devices of all processes JAX's. To be called before anything else asks JAX for devices.
+
+    Args:
+        coordinator: HOST:PORT on which process 0 listens for the others.
+        seconds: for all to arrive.
+
+    Raises:
+        RuntimeError: they did not. JAX may also end the process.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # else CPUs of several processes have none
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate",  # what the user said holds, whatever the scheduler of a cluster says
+        initialization_timeout=seconds,
+        coordinator_bind_address=coordinator,  # not every interface that there is
+    )
+
+
+def require_processes(mesh: Mesh) -> None:
+    """Raises:
+    EngineConfigError: the processes of a group cannot share this mesh.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return
+    both = f"and num_processes = {count} exclude each other:"
+    if (stages := mesh.shape["stage"]) > 1:
+        what = "a stage cannot hand its results to the devices of another process"
+        raise EngineConfigError(f"pipeline_parallel_size = {stages} {both} {what}")
+    if (copies := mesh.shape["data"]) > 1:
+        raise EngineConfigError(f"data_parallel_size = {copies} {both} start a server for each copy")
+    if mesh.size != jax.device_count():
+        there = f"{count} processes x {jax.local_device_count()} = {jax.device_count()}"
+        raise EngineConfigError(f"{asked(mesh.shape)} must be all devices of the group: {there}")
+
+
+def own_devices(mesh: Mesh) -> list[jax.Device]:
+    """The devices of a mesh that belong to this process."""
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
+def put_whole(tree: Any, sharding: Sharding) -> Any:
+    """Arrays that every process has whole, where they belong. Unlike `jax.device_put`, no process asks another one
+    whether it was given the same."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: _put_own(np.asarray(x), sharding), tree)
+
+
+def _put_own(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    places = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(value[index], device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
+def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
+    """What this process has of an array, on the host; all of it where it has all. Waits.
+
+    The array is spread along one of its axes at most, and the devices of a process follow one another along it.
+    """
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    parts = {_start(shard.index): shard.data for shard in array.addressable_shards}
+    ordered = [np.asarray(parts[start]) for start in sorted(parts)]
+    (axis,) = _spread(array.sharding, array.shape)
+    return np.concatenate(ordered, axis)
+
+
+def own_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of `own_part`."""
+    if sharding.is_fully_addressable or sharding.is_fully_replicated:
+        return shape
+    starts = {_start(index) for index in sharding.addressable_devices_indices_map(shape).values()}
+    (axis,), part = _spread(sharding, shape), sharding.shard_shape(shape)
+    return (*part[:axis], part[axis] * len(starts), *part[axis + 1 :])
+
+
+def from_own_part(part: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> Array | np.ndarray:
+    """The array of which `own_part` gave ``part`` in each process; on the host where this one has all of it."""
+    if sharding.is_fully_addressable:
+        return part
+    return jax.make_array_from_process_local_data(sharding, part, shape)
+
+
+def _spread(sharding: Sharding, shape: tuple[int, ...]) -> list[int]:
+    part = sharding.shard_shape(shape)
+    return [axis for axis, size in enumerate(shape) if part[axis] != size]
+
+
+def _start(index: tuple[slice, ...] | None) -> tuple[int, ...]:
+    return tuple(each.start or 0 for each in index or ())
