@@ -155,11 +155,9 @@ def _plan_stage(
     model: Model, part: Stage, config: EngineConfig, platform: str, mesh: Mesh, budget: Budget
 ) -> MemoryPlan:
     """The pool of one pipeline stage; `plan_engine` takes the smallest."""
-    engine, spec = resolve_for(model, config, platform), part.model.cache_spec
-    arrays = abstract_arrays(part, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
-    weights, sampler = device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.turns
-    page = spec.bytes_per_page(engine.page_size, model.dtype.itemsize, config.devices)
-    most = engine.num_pages if platform == "cpu" else _most_pages(model, config, page)
+    engine = resolve_for(model, config, platform)
+    arrays, needs = _arrays(part, engine, mesh), stage_needs(part, engine, mesh)
+    most = engine.num_pages if platform == "cpu" else _most_pages(model, config, needs.page)
     decide = functools.partial(
         plan_memory,
         budget=budget,
@@ -168,12 +166,29 @@ def _plan_stage(
         asked=config.num_pages,
         most=most,
     )
-    plan = decide(Needs(weights, sampler, page))
-    if platform == "cpu" and 2 * (plan.needs.fixed + plan.pages * page) <= budget.bytes:
+    plan = decide(needs)
+    if platform == "cpu" and 2 * (needs.fixed + plan.pages * needs.page) <= budget.bytes:
         return plan
     # More pages allow wider programs.
     roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
-    return decide(Needs(weights, sampler, page, _temporaries(part, arrays, resolve_for(model, roomy, platform))))
+    temporaries = _temporaries(part, arrays, resolve_for(model, roomy, platform))
+    return decide(dataclasses.replace(needs, temporaries=temporaries))
+
+
+def stage_needs(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> Needs:
+    """Bytes of a pipeline stage on each of its devices, its programs aside. Arithmetic: nothing is compiled.
+
+    Args:
+        part: of a model in the form of `spread_model`, whose parameters may be abstract.
+        mesh: the stage's own.
+    """
+    arrays, devices = _arrays(part, engine, mesh), engine.tensor_parallel_size * engine.expert_parallel_size
+    page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, devices)
+    return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.turns, page)
+
+
+def _arrays(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> StageArrays:
+    return abstract_arrays(part, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
 
 
 def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> int:
