@@ -13,17 +13,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.engine.compiled import CompileProgress
-from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.engine import Engine, prepare
+from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.group import Group
+from jaxinfer.engine.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.placement import spread_model
 from jaxinfer.engine.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.registry import Family
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
+from jaxinfer.parallel.processes import require_processes
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices, open_checkpoint, refuse_quantised
@@ -74,6 +77,7 @@ def start_engine(
     compilation_cache_dir: str | None = None,
     show_progress: bool = True,
     progress: StartProgress = StartProgress(),
+    group: Group | None = None,
 ) -> tuple[Model, Engine]:
     """Plan the memory, load the weights, compile: everything between a user's settings and an engine that is ready.
 
@@ -82,6 +86,7 @@ def start_engine(
         dtype: see `load_model`; for a `Model`, "auto" keeps its own.
         check_finite, show_progress: see `load_model`.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
+        group: whose process 0 this is; the others call `start_follower` with the same settings.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence that says what is
@@ -90,13 +95,48 @@ def start_engine(
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
     given = _as_dtype(model, dtype) if isinstance(model, Model) else None
-    plan = plan_engine(given or abstract_model(str(model), dtype), config, platform, mesh)
+    plan, sized = _plan(given or abstract_model(str(model), dtype), config, mesh, group)
     loaded = given or load_model(
         str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
-    engine = Engine(loaded, dataclasses.replace(config, num_pages=plan.pages), platform, progress.compiled, mesh)
+    engine = Engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     return loaded, engine
+
+
+def start_follower(
+    model: str,
+    config: EngineConfig,
+    group: Group,
+    dtype: str = "auto",
+    *,
+    check_finite: bool = False,
+    compilation_cache_dir: str | None = None,
+    progress: StartProgress = StartProgress(),
+) -> tuple[Model, ResolvedEngine, Executor]:
+    """What `start_engine` does, in a process that is not its group's first: it loads and compiles its devices' part.
+
+    The executor is for `jaxinfer.engine.leading.follow`. Arguments and errors are those of `start_engine`.
+    """
+    use_compilation_cache(compilation_cache_dir)
+    mesh = mesh_for(config)
+    plan, sized = _plan(abstract_model(model, dtype), config, mesh, group)
+    loaded = load_model(
+        model, dtype, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
+    )
+    prepared, resolved, limits = prepare(loaded, sized, jax.default_backend(), mesh)
+    executor = Executor(prepared, resolved, limits, mesh, progress.compiled)
+    plan.require(executor.temporaries)
+    return loaded, resolved, executor
+
+
+def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -> tuple[MemoryPlan, EngineConfig]:
+    """The plan, and the settings with a pool of its size: the least of all processes, as all have the same pages."""
+    require_processes(mesh)
+    plan = plan_engine(model, config, jax.default_backend(), mesh)
+    if group is not None:
+        plan = dataclasses.replace(plan, pages=group.least(plan.pages))
+    return plan, dataclasses.replace(config, num_pages=plan.pages)
 
 
 def _as_dtype(model: Model, dtype: str) -> Model:

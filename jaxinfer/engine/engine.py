@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 import weakref
@@ -18,6 +19,8 @@ from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, res
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.group import Group
+from jaxinfer.engine.leading import LeadingExecutor
 from jaxinfer.engine.placement import spread_model
 from jaxinfer.engine.runner import Launched, Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -39,6 +42,7 @@ class Engine:
     Args:
         progress: called at the beginning and after each compilation.
         mesh: the devices that it runs on; None: the first ones.
+        group: whose process 0 this is, where the mesh is spread over several processes.
     """
 
     def __init__(
@@ -48,14 +52,13 @@ class Engine:
         platform: str,
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
+        group: Group | None = None,
     ) -> None:
         mesh = mesh or mesh_for(config)
-        model = spread_model(model, mesh)
-        self.config = resolve_for(model, config, platform)
-        model = model.up_to(self.config.max_model_len)
-        self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
+        model, self.config, self.limits = prepare(model, config, platform, mesh)
         self._kv = _new_kv(model, self.config)
-        self._executor = Executor(model, self.config, self.limits, mesh, progress)
+        make = Executor if group is None else functools.partial(LeadingExecutor, group)
+        self._executor = make(model, self.config, self.limits, mesh, progress)
         vocab, itemsize = model.config.vocab_size, model.dtype.itemsize
         self._runner = Runner(
             self._executor, self.config, self.limits, self._kv.tables, vocab, model.cache_spec, itemsize
@@ -148,6 +151,19 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError unless slots and pages are all accounted for."""
         self._scheduler.check()
+
+
+def prepare(
+    model: Model, config: EngineConfig, platform: str, mesh: Mesh
+) -> tuple[Model, ResolvedEngine, SamplingLimits]:
+    """What an `Executor` is made of: the model as it is spread, as far as it is served.
+
+    Raises:
+        EngineConfigError: a setting cannot be served.
+    """
+    model = spread_model(model, mesh)
+    resolved = resolve_for(model, config, platform)
+    return model.up_to(resolved.max_model_len), resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:

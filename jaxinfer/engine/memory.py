@@ -28,6 +28,7 @@ from jaxinfer.engine.placement import (
 from jaxinfer.engine.stages import Stage, cut
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
+from jaxinfer.parallel.processes import own_devices
 from jaxinfer.sampling import SamplingLimits
 
 # A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
@@ -144,7 +145,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
             held.update(_held(part.model, given, own))
     plans = []
     for number, part in enumerate(parts):
-        devices = [device for places in copies for device in places[number].devices.flat]
+        devices = [device for places in copies for device in own_devices(places[number])]
         budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in devices]
         budget = min(budgets, key=lambda budget: budget.bytes)
         plans.append(_plan_stage(model, part, config, platform, copies[0][number], budget))

@@ -22,6 +22,7 @@ from jaxinfer.flags import add_flags, given_settings
 from jaxinfer.serve import event_loop, heap, logs
 from jaxinfer.serve.auth import KeysError
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.follower import Follower
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
 
@@ -34,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = make_config(*_layers(parse(arguments)))
         logs.configure(config.log_format, config.log_level)
-        return event_loop.run(serve(Server(config, opened=heap.settle)))
+        follows = config.process_id > 0
+        return event_loop.run(serve(Follower(config) if follows else Server(config, opened=heap.settle)))
     except (ServeConfigError, KeysError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -59,7 +61,7 @@ def _layers(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [given] if args.config is None else [read_settings(args.config), given]
 
 
-async def serve(server: Server) -> int:
+async def serve(server: Server | Follower) -> int:
     """Serve until a signal or a start that can only fail; the process's exit status."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -80,7 +82,7 @@ async def serve(server: Server) -> int:
         await server.stop()
 
 
-async def _until_drained(server: Server, signals: asyncio.Queue[int]) -> None:
+async def _until_drained(server: Server | Follower, signals: asyncio.Queue[int]) -> None:
     """Or until a second signal."""
     draining, again = asyncio.create_task(server.drain()), asyncio.create_task(signals.get())
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)

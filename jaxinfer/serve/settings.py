@@ -52,6 +52,12 @@ class ServeConfig:
         drain_seconds: what SIGTERM leaves running requests; a second one aborts them.
         step_timeout: seconds without progress in a step after which the engine counts as hung.
         startup_timeout: seconds without progress until READY after which it does.
+        num_processes: over which the engine's devices are spread; each is started by itself (docs/multi_host.md).
+        process_id: which of them this is: 0 has the doors, the others follow it.
+        coordinator_address: HOST:PORT on which process 0 waits for the others.
+        group_key_file: file with a secret of 16 bytes or more that all processes have.
+        group_timeout: seconds without a sign of life of a process, or without progress in a step, after which all
+            processes of the group end; with several it takes the place of step_timeout.
         slow_reader_seconds: a client that reads nothing for so long is cut off.
         keepalive_seconds: between pings on idle connections.
         max_connections: of HTTP clients at once; those beyond are told 503.
@@ -84,6 +90,11 @@ class ServeConfig:
     drain_seconds: float = 30.0
     step_timeout: float = 60.0
     startup_timeout: float = 600.0
+    num_processes: int = 1
+    process_id: int = 0
+    coordinator_address: str | None = None
+    group_key_file: str | None = None
+    group_timeout: float = 10.0
     slow_reader_seconds: float = 30.0
     keepalive_seconds: float = 30.0
     max_connections: int = 1024
@@ -156,7 +167,7 @@ def _check(config: ServeConfig) -> None:
     for name in _PORTS:
         port = getattr(config, name)
         _require(port is None or 0 <= port < 65536, name, port, "must be a port from 0 to 65535")
-    for name in (*(f"{word}_seconds" for word in _SECONDS), "step_timeout", "startup_timeout"):
+    for name in (*(f"{word}_seconds" for word in _SECONDS), "step_timeout", "startup_timeout", "group_timeout"):
         _require(getattr(config, name) > 0, name, getattr(config, name), "must be positive")
     _require(config.max_connections >= 1, "max_connections", config.max_connections, "must be at least 1")
     for name, value in dataclasses.asdict(config.limits).items():
@@ -167,7 +178,24 @@ def _check(config: ServeConfig) -> None:
     _require(both, "tls_cert", config.tls_cert, f"and tls_key = {config.tls_key!r} belong together")
     has_ca = config.tls_client_ca is not None
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
+    _check_group(config)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
+
+
+def _check_group(config: ServeConfig) -> None:
+    count, address = config.num_processes, config.coordinator_address
+    _require(count >= 1, "num_processes", count, "must be at least 1")
+    _require(0 <= config.process_id < count, "process_id", config.process_id, f"must be from 0 to {count - 1}")
+    host, _, port = (address or "").rpartition(":")
+    good = address is None or (bool(host) and port.isdecimal() and 0 < int(port) < 65536)
+    _require(good, "coordinator_address", address, "must be HOST:PORT")
+    for name in ("coordinator_address", "group_key_file"):
+        value = getattr(config, name)
+        _require(count == 1 or value is not None, name, value, f"must be set with num_processes = {count}")
+    engine = config.engine
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        size, both = getattr(engine, name), f"and num_processes = {count} exclude each other"
+        _require(count == 1 or size == 1, f"engine.{name}", size, both)
 
 
 def _check_exposure(config: ServeConfig, guarded: bool) -> None:

@@ -9,13 +9,14 @@ import time
 
 import jax
 
-from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.engine import Engine
+from jaxinfer.config import EngineConfigError, ResolvedEngine
+from jaxinfer.engine.group import Group, GroupError
 from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import process
+from jaxinfer.serve.core.group import enter_group, run_follower
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.text.intake import recommended_sampling
@@ -27,6 +28,7 @@ def build(settings: CoreSettings, report: Report) -> Built:
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: see `start_engine`.
+        GroupError: see `enter_group`.
     """
 
     def weights(done: int, total: int, name: str) -> None:
@@ -36,7 +38,14 @@ def build(settings: CoreSettings, report: Report) -> Built:
         phase = pb.Startup.CHECKING if done == total else pb.Startup.COMPILING
         report(pb.Startup(phase=phase, compilations_done=done, compilations_total=total))
 
-    report(pb.Startup(phase=pb.Startup.STARTING))
+    def starting() -> None:
+        report(pb.Startup(phase=pb.Startup.STARTING))
+
+    starting()
+    folder = model_folder(settings.model)
+    group, progress = enter_group(settings, folder, starting), StartProgress(weights, compiled)
+    if group is not None and not group.leads:
+        return _follow(settings, folder, group, progress)
     model, engine = start_engine(
         settings.model,
         settings.engine,
@@ -44,12 +53,25 @@ def build(settings: CoreSettings, report: Report) -> Built:
         check_finite=settings.check_finite,
         compilation_cache_dir=settings.compilation_cache_dir,
         show_progress=False,
-        progress=StartProgress(weights, compiled),
+        progress=progress,
+        group=group,
     )
-    folder = model_folder(settings.model)
-    name = settings.served_model_name or folder_name(settings.model, folder)
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
-    return Built(engine, describe(model, engine, name, folder), str(folder), profiler)
+    return Built(engine, describe(model, engine.config, settings, folder), str(folder), profiler)
+
+
+def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress: StartProgress) -> Built:
+    model, config, executor = start_follower(
+        settings.model,
+        settings.engine,
+        group,
+        settings.dtype,
+        check_finite=settings.check_finite,
+        compilation_cache_dir=settings.compilation_cache_dir,
+        progress=progress,
+    )
+    run_follower(executor, group)
+    return Built(None, describe(model, config, settings, folder), str(folder))
 
 
 def folder_name(model: str, folder: pathlib.Path) -> str:
@@ -57,19 +79,19 @@ def folder_name(model: str, folder: pathlib.Path) -> str:
     return folder.name if pathlib.Path(model).exists() else model
 
 
-def describe(model: Model, engine: Engine, name: str, folder: pathlib.Path) -> ModelCard:
+def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folder: pathlib.Path) -> ModelCard:
     """What the front end needs to know of a model and its engine."""
     named = read_json_object(folder / "config.json").get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else type(model.module).__name__
     return ModelCard(
-        name=name,
+        name=settings.served_model_name or folder_name(settings.model, folder),
         architecture=architecture,
         dtype=str(model.dtype),
-        max_model_len=engine.config.max_model_len,
+        max_model_len=config.max_model_len,
         vocab_size=model.config.vocab_size,
         eos_token_ids=list(model.tokenizer.eos_ids) if model.tokenizer is not None else [],
         defaults=recommended_sampling(model.generation_config),
-        engine=dataclasses.asdict(engine.config),
+        engine=dataclasses.asdict(config),
         created=int(time.time()),
     )
 
@@ -90,4 +112,4 @@ class JaxProfiler:
 
 if __name__ == "__main__":
     logging.getLogger("jax").setLevel(logging.WARNING)  # at "info" it tells of every platform that is not there
-    process.run(build, (*LOADING_ERRORS, EngineConfigError))
+    process.run(build, (*LOADING_ERRORS, EngineConfigError, GroupError))

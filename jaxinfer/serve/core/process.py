@@ -22,6 +22,8 @@ from jaxinfer.serve.settings import ServeConfigError
 MAX_SETTINGS_BYTES = 1 << 20
 ORPHAN = 3
 """The exit code of a core whose front end died."""
+GROUP = 4
+"""That of a core whose group is over: another process of it is gone or hangs."""
 
 _log = logging.getLogger("jaxinfer.serve.core")
 
@@ -49,6 +51,13 @@ def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Ex
     threading.excepthook = _log_fault
     threading.Thread(target=_die_with_parent, args=(stdin,), name="jaxinfer-parent", daemon=True).start()
     _exit(event_loop.run(service.serve(settings.socket, functools.partial(build, settings), permanent)))
+
+
+def leave_group(reason: str) -> NoReturn:
+    """End at once, with the stacks of all threads in the log: one may wait for another process for ever."""
+    _log.error("%s: the group is over", reason)
+    faulthandler.dump_traceback(all_threads=True)
+    _exit(GROUP)
 
 
 def _die_with_parent(stdin: BinaryIO) -> None:

@@ -52,9 +52,12 @@ class Profiler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """An engine that is ready, and what the front end must know of it; ``folder``: of tokenizer and template."""
+    """An engine that is ready, and what the front end must know of it; ``folder``: of tokenizer and template.
 
-    engine: Steps
+    ``engine`` is None in a process that follows another one: it takes no requests.
+    """
+
+    engine: Steps | None
     card: ModelCard
     folder: str
     profiler: Profiler | None = None
@@ -143,14 +146,15 @@ class _Core(CoreServicer):
         return await self._serve(built)
 
     async def _serve(self, built: Built) -> int:
+        if built.engine is None:
+            return await self._follow(built)
         ended: asyncio.Future[Closed] = self._loop.create_future()
         engine = AsyncEngine(built.engine, lambda closed: self._from_thread(_settle, ended, closed))
         self._engine, self._profiler = engine, built.profiler
         engine.start()
         gc.collect()
         gc.freeze()  # what is there now stays: no collection need look at it again
-        ready = pb.Ready(card=wire.card_message(built.card), folder=built.folder)
-        self._outbox.put(pb.FromCore(ready=ready))
+        self._outbox.put(_ready(built))
         await asyncio.wait({ended, self._left}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             self._outbox.put(pb.FromCore(fault=pb.Fault(message=ended.result().message)))
@@ -159,11 +163,19 @@ class _Core(CoreServicer):
         await engine.stop(drain=False)
         return STOPPED
 
+    async def _follow(self, built: Built) -> int:
+        self._outbox.put(_ready(built))
+        await self._left
+        return STOPPED
+
     async def _beat(self) -> None:
         collected, quiet = 0, 0.0
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            if self._engine is None or self._outbox.waiting:
+            if self._outbox.waiting:
+                continue
+            if self._engine is None:  # it lives
+                self._outbox.put(pb.FromCore(beat=pb.Beat()))
                 continue
             pulse = self._engine.pulse()
             self._outbox.put(pb.FromCore(beat=pb.Beat(steps=pulse.steps, busy_seconds=pulse.busy)))
@@ -333,6 +345,10 @@ class _Core(CoreServicer):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _ready(built: Built) -> pb.FromCore:
+    return pb.FromCore(ready=pb.Ready(card=wire.card_message(built.card), folder=built.folder))
 
 
 def _refusal(number: int, error: BaseException) -> pb.FromCore:

@@ -28,6 +28,11 @@ class CoreSettings:
     profile_dir: str | None = None
     compilation_cache_dir: str | None = None
     check_finite: bool = False
+    num_processes: int = 1
+    process_id: int = 0
+    coordinator_address: str | None = None
+    group_key_file: str | None = None
+    group_timeout: float = 10.0
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     @classmethod

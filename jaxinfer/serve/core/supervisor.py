@@ -99,7 +99,9 @@ class Supervisor:
         self._listeners: list[Callable[[str], None]] = []
         self._startup = StartupEvent()
         self._changed = asyncio.Event()
-        self._progress = self._steps = 0
+        self._progress = self._steps = self._heard = 0
+        self._alone = config.num_processes == 1
+        self._step_timeout = config.step_timeout if self._alone else config.group_timeout
 
     # ---- what is known
 
@@ -200,7 +202,7 @@ class Supervisor:
     async def _live(self) -> str:
         """One core's life; why it ended."""
         self._startup, self._ready_since = StartupEvent(), None
-        self._progress = self._steps = 0
+        self._progress = self._steps = self._heard = 0
         self._enter(STARTING, "the engine is starting")
         try:
             child = await Child.start(self._command, self._config, self._observe)
@@ -235,18 +237,22 @@ class Supervisor:
     async def _watch(self) -> str:
         """Returns when the core does not get on. Time is counted in ticks: were this process itself held up, a core
         that was, too, would look as if it hung."""
-        seen, quiet = self._progress, 0.0
+        seen, quiet, heard, silent = self._progress, 0.0, 0, 0.0
         while True:
             await asyncio.sleep(self._patience.tick)
             seen, quiet = self._progress, quiet + self._patience.tick if self._progress == seen else 0.0
-            if self.state == READY and quiet > self._config.step_timeout:
-                return f"the engine hangs: no step ended in {self._config.step_timeout:g} s"
+            heard, silent = self._heard, silent + self._patience.tick if self._heard == heard else 0.0
+            if self.state == READY and quiet > self._step_timeout:
+                return f"the engine hangs: no step ended in {self._step_timeout:g} s"
+            if heard and not self._alone and silent > self._config.group_timeout:
+                return f"the engine hangs: it said nothing for {silent:g} s"
             if self.state == STARTING and quiet > self._config.startup_timeout:
                 return f"the engine hangs: its start did not get on in {self._config.startup_timeout:g} s"
 
     def _observe(self, message: pb.FromCore) -> None:
         if self.state == DEAD:
             return  # that one is done for, whatever it says
+        self._heard += 1
         match message.WhichOneof("kind"):
             case "startup":
                 self._progress += 1
@@ -258,14 +264,18 @@ class Supervisor:
                 self._startup = StartupEvent(READY)
                 self._enter(READY, "")
             case "beat":
-                if not message.beat.busy_seconds or message.beat.steps != self._steps:
-                    self._progress, self._steps = self._progress + 1, message.beat.steps
+                self._beat(message.beat)
             case "failed":
                 if self._ready is None:
                     self.failure = message.failed.message
                 self._died(message.failed.message)
             case "fault":
                 self._died(message.fault.message)
+
+    def _beat(self, beat: pb.Beat) -> None:
+        """Before READY it says no more than that the process lives."""
+        if self.state == READY and (not beat.busy_seconds or beat.steps != self._steps):
+            self._progress, self._steps = self._progress + 1, beat.steps
 
     def _died(self, reason: str) -> None:
         """At once, whatever the process still does. The first reason counts."""

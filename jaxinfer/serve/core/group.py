@@ -1,0 +1,92 @@
+"""How a core becomes one of a group: settings that all must share, the key, and the devices of all processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.group import Group, GroupError, Membership, join, lead
+from jaxinfer.engine.leading import follow
+from jaxinfer.parallel.processes import join_processes
+from jaxinfer.serve.core.process import leave_group
+from jaxinfer.serve.core.settings import CoreSettings
+
+_LEAST_KEY = 16
+_MOST_KEY = 4096
+
+# Process 0 alone draws seeds.
+_OWN = ("seed",)
+
+
+def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[[], None]) -> Group | None:
+    """Wait until all processes are there, and make their devices JAX's; None where there is one process.
+
+    Args:
+        folder: the model's.
+        waiting: called now and then until all are there.
+
+    Raises:
+        GroupError: there is no key, nobody can listen on the address, or process 0 refuses this one.
+    """
+    if settings.num_processes == 1:
+        return None
+    assert settings.coordinator_address is not None
+    membership = Membership(
+        num_processes=settings.num_processes,
+        process_id=settings.process_id,
+        address=settings.coordinator_address,
+        key=_key(settings.group_key_file),
+        timeout=settings.group_timeout,
+        settings=_shared(settings, folder),
+    )
+    meet = lead if settings.process_id == 0 else join
+    group = meet(membership, leave_group, waiting)
+    join_processes(group.coordinator, membership.num_processes, membership.process_id)
+    return group
+
+
+def run_follower(executor: Executor, group: Group) -> None:
+    """Follow process 0 in a thread of its own, until this process ends."""
+
+    def run() -> None:
+        try:
+            follow(executor, group)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this process
+            group.over(f"process {group.membership.process_id} ended by a fault: {error!r}")
+
+    threading.Thread(target=run, name="jaxinfer-engine", daemon=True).start()
+
+
+def _key(path: str | None) -> bytes:
+    assert path is not None
+    try:
+        with pathlib.Path(path).open("rb") as file:
+            key = file.read(_MOST_KEY).strip()
+    except OSError as error:
+        raise GroupError(f"group_key_file = {path!r} cannot be read: {error}") from error
+    if len(key) < _LEAST_KEY:
+        raise GroupError(f"group_key_file = {path!r} holds {len(key)} bytes, and must hold {_LEAST_KEY} at least")
+    return key
+
+
+def _shared(settings: CoreSettings, folder: pathlib.Path) -> dict[str, Any]:
+    """What decides which programs run. A folder may have another path on another host."""
+    engine = {name: value for name, value in dataclasses.asdict(settings.engine).items() if name not in _OWN}
+    versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib")}
+    digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    shared = {
+        **engine,
+        **versions,
+        "num_processes": settings.num_processes,
+        "dtype": settings.dtype,
+        "the SHA-256 of config.json": digest,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(shared))
+    return plain
