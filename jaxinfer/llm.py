@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.replicas import Replicas
 from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
@@ -207,7 +208,11 @@ class _Run:
     """One `generate` call: iterating drives the engine until every output has ended, and yields the deltas."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer | None, prompts: Sequence[Prompt], requests: Sequence[Request]
+        self,
+        engine: Engine | Replicas,
+        tokenizer: Tokenizer | None,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         resolved = _add_all(engine, requests)
@@ -268,7 +273,7 @@ class _Run:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")
 
 
-def _add_all(engine: Engine, requests: Sequence[Request]) -> list[Request]:
+def _add_all(engine: Engine | Replicas, requests: Sequence[Request]) -> list[Request]:
     """All or none."""
     added: list[Request] = []
     try:

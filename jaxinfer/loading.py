@@ -21,6 +21,7 @@ from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.group import Group
 from jaxinfer.engine.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.placement import spread_model
+from jaxinfer.engine.replicas import Replicas, make_engine
 from jaxinfer.engine.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, abstract
@@ -78,7 +79,7 @@ def start_engine(
     show_progress: bool = True,
     progress: StartProgress = StartProgress(),
     group: Group | None = None,
-) -> tuple[Model, Engine]:
+) -> tuple[Model, Engine | Replicas]:
     """Plan the memory, load the weights, compile: everything between a user's settings and an engine that is ready.
 
     Args:
@@ -99,7 +100,10 @@ def start_engine(
     loaded = given or load_model(
         str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
-    engine = Engine(loaded, sized, platform, progress.compiled, mesh, group)
+    if group is None:
+        engine = make_engine(loaded, sized, platform, progress.compiled, mesh)
+    else:
+        engine = Engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     return loaded, engine
 

@@ -43,6 +43,10 @@ class Engine:
         progress: called at the beginning and after each compilation.
         mesh: the devices that it runs on; None: the first ones.
         group: whose process 0 this is, where the mesh is spread over several processes.
+
+    Raises:
+        EngineConfigError: a setting cannot be served.
+        ValueError: the mesh has more than one place along ``data`` (see `jaxinfer.engine.replicas`).
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Engine:
         group: Group | None = None,
     ) -> None:
         mesh = mesh or mesh_for(config)
+        if mesh.shape["data"] != 1:
+            raise ValueError("an engine runs on one replica: jaxinfer.engine.replicas makes several")
         model, self.config, self.limits = prepare(model, config, platform, mesh)
         self._kv = _new_kv(model, self.config)
         make = Executor if group is None else functools.partial(LeadingExecutor, group)
@@ -106,19 +112,39 @@ class Engine:
         """
         self._scheduler.check_room(request, ahead)
 
+    @property
+    def alive(self) -> int:
+        """Sequences that wait or run."""
+        return self._scheduler.running + sum(self._scheduler.waiting.values())
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Requests that wait, and their prompt tokens. From any thread."""
+        return self._scheduler.queued
+
+    def cached(self, request: Request) -> int:
+        """Tokens of a prompt that would be found in the prefix cache now."""
+        return self._scheduler.cached(request)
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request (or one of its samples) without another delta."""
         self._scheduler.abort(request_id, index)
 
     def step(self) -> list[SequenceDelta]:
-        """Launch the next step, then read an earlier one: the device never waits for the host.
+        """Launch the next step, then read an earlier one: the device never waits for the host."""
+        return self.read(self.launch())
 
-        With several pipeline stages as many steps are on their way, each in another stage.
-        """
+    def launch(self) -> bool:
+        """Plan the next step and send it on its way; whether there was anything to do."""
         launched = self._runner.launch(self._scheduler.plan())
         if launched is not None:
             self._pending.append(launched)
-        due = self._pending and (launched is None or len(self._pending) > self._ahead)
+        return launched is not None
+
+    def read(self, launched: bool) -> list[SequenceDelta]:
+        """The results of the oldest step, if it is due: as many may be on their way as there are pipeline stages, each
+        in another one, and all are read when nothing more was ``launched``."""
+        due = self._pending and (not launched or len(self._pending) > self._ahead)
         before = self._pending.popleft() if due else None
         deltas = self._scheduler.commit(self._runner.read(before))
         self._time_step(before)

@@ -92,6 +92,10 @@ class SequencePages:
         sequence.capacity = self._kv.pages_for(length) * self._page
         return computed
 
+    def cached(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that would be found in the prefix cache now."""
+        return self._match(sequence).tokens
+
     def _match(self, sequence: Sequence) -> Match:
         limit = len(sequence.tokens) - 1
         if sequence.params.prompt_logprobs is not None:

@@ -145,5 +145,5 @@ def _pool_tree(model: Model, mesh: Mesh) -> Any:
     return [each._replace(data=pool, scales=scales) for each in shapes]
 
 
-def _map_specs(function: Any, specs: ParamTree, *trees: Any) -> Any:
+def _map_specs(function: Any, specs: Any, *trees: Any) -> Any:
     return jax.tree.map(function, specs, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))

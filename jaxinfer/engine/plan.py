@@ -23,8 +23,8 @@ class PrefillPlan(NamedTuple):
 class DecodePlan(NamedTuple):
     """One row of the decode program.
 
-    ``position`` is the fed token's; ``token`` is -1 where the device sampled it last. ``row`` is the sequence's slot,
-    or for a draft token any row that is idle otherwise.
+    ``position`` is the fed token's; ``token`` is -1 where the device sampled it last. ``row`` is that of the sequence's
+    slot in its turn, or for a draft token any row that is idle otherwise.
     """
 
     sequence: Sequence

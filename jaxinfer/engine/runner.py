@@ -226,7 +226,6 @@ class Runner:
         tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
         sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), ())
         rows, fed, given = np.array(columns, np.int32)
-        rows //= turns
         positions[rows], tokens[rows] = fed, given
         generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
         tables = self._tables[:, turn::turns]

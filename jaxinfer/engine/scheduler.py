@@ -8,6 +8,7 @@ advance by chunks under the token budget, then waiting sequences are admitted.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -66,7 +67,8 @@ class Scheduler:
         self._filled: list[Sequence] = []  # pages of these may be shared from the next plan on
         self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
         self._preempted: set[Sequence] = set()  # of those that wait
-        self._arrivals = self._held = 0
+        self._arrivals = itertools.count(1)
+        self._held = 0
         self._several = False  # the last plan runs several steps on the device
         self._turn = 0  # whose slots decode in the plan that is being made
         self._batch_runs = False  # static batching: nobody is admitted until all have ended
@@ -86,6 +88,15 @@ class Scheduler:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Requests that wait, and their prompt tokens. From any thread."""
+        return len(self._queue), self._queue.tokens
+
+    def cached(self, request: Request) -> int:
+        """Tokens of a prompt that would be found in the prefix cache now."""
+        return self._pages.cached(self._sequence(request, 0))
 
     def add(self, request: Request) -> None:
         """Queue the ``n`` samples of a validated request. The first one's prompt is computed, the others share it.
@@ -118,12 +129,11 @@ class Scheduler:
 
     def _sequence(self, request: Request, index: int) -> Sequence:
         assert request.params.max_tokens is not None  # resolved when the request was validated
-        self._arrivals += 1
         prompt = request.prompt_token_ids
         return Sequence(
             request,
             index,
-            self._arrivals,
+            next(self._arrivals),
             tokens=array("i", prompt),
             keys=PageKeys(request.cache_salt.encode(), self._engine.page_size),
             prefill_end=len(prompt) - 1,
@@ -149,13 +159,8 @@ class Scheduler:
         Raises:
             QueueFullError: too much is waiting.
         """
-        requests, tokens = self._engine.max_waiting_requests, self._engine.max_waiting_tokens
-        waiting = len(self._queue) + ahead
-        if requests is not None and waiting >= requests:
-            raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {requests}")
-        more = self._queue.tokens + len(request.prompt_token_ids)
-        if tokens is not None and more > tokens:
-            raise QueueFullError(f"{more} prompt tokens would wait, max_waiting_tokens = {tokens}")
+        waiting, tokens = self.queued
+        require_room(self._engine, waiting + ahead, tokens + len(request.prompt_token_ids))
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -326,7 +331,7 @@ class Scheduler:
     def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
         """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
         rows: list[DecodePlan] = []
-        host = self._drafter is not None or self._engine.multi_step > 1
+        host, turns = self._drafter is not None or self._engine.multi_step > 1, self._engine.turns
         for slot, sequence in self._running.items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length or not self._mine(slot):
@@ -336,7 +341,8 @@ class Scheduler:
             if host and sequence.in_flight and self._waits_for_host(sequence):
                 continue
             tokens = sequence.tokens
-            rows.append(DecodePlan(sequence, slot, position, tokens[position] if position < len(tokens) else -1))
+            token = tokens[position] if position < len(tokens) else -1
+            rows.append(DecodePlan(sequence, slot // turns, position, token))
             sequence.scheduled = position + 1
             sequence.in_flight += 1
         steps = self._steps(rows, prefills) if host else 1
@@ -370,7 +376,7 @@ class Scheduler:
 
     def _with_drafts(self, rows: list[DecodePlan]) -> list[DecodePlan]:
         used = {row.row for row in rows}
-        idle = [row for row in range(self._turn, self._engine.rows, self._engine.turns) if row not in used]
+        idle = [row for row in range(self._engine.rows // self._engine.turns) if row not in used]
         planned: list[DecodePlan] = []
         for row in rows:
             planned.append(row)
@@ -481,6 +487,19 @@ class Scheduler:
             raise AssertionError(
                 f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(held)} are held"
             )
+
+
+def require_room(engine: ResolvedEngine, waiting: int, tokens: int) -> None:
+    """Whether one more request may wait, behind ``waiting`` others, with ``tokens`` prompt tokens in all.
+
+    Raises:
+        QueueFullError: too much is waiting.
+    """
+    most, room = engine.max_waiting_requests, engine.max_waiting_tokens
+    if most is not None and waiting >= most:
+        raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {most}")
+    if room is not None and tokens > room:
+        raise QueueFullError(f"{tokens} prompt tokens would wait, max_waiting_tokens = {room}")
 
 
 def _added(

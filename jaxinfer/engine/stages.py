@@ -34,15 +34,15 @@ class Stage:
     width: int = 0
 
     def backbone(
-        self, params: Any, x: Array, positions: Int[Array, " rows"], attend: Attend, pools: Any
-    ) -> tuple[Float[Array, "rows d"], Any]:
+        self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
         """From tokens, or from what the stage before gave, to hidden states and the new pools."""
         apply: Any = self.model.module.apply
         if self.layers is None:
             return apply({"params": params}, x, positions, attend, pools)
         return apply({"params": params}, x, positions, attend, pools, self.layers, method="part")
 
-    def head(self, params: Any, hidden: Float[Array, "rows d"]) -> Float[Array, "rows vocab"]:
+    def head(self, params: Any, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         apply: Any = self.model.module.apply
         return apply({"params": params}, hidden, method="head")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -132,6 +132,27 @@ class EngineStats:
     e2e_latency: Histogram
     queue_time: Histogram
     step_time: Histogram
+
+
+def merged(stats: Sequence[EngineStats], compilations: int) -> EngineStats:
+    """The figures of several engines as those of one."""
+    found = {field.name: [getattr(each, field.name) for each in stats] for field in dataclasses.fields(EngineStats)}
+    return EngineStats(**{**{name: _merged(values) for name, values in found.items()}, "compilations": compilations})
+
+
+def _merged(values: Sequence[Any]) -> Any:
+    match values[0]:
+        case None:
+            return None
+        case int():
+            return sum(values)
+        case Histogram() as first:
+            counts = tuple(map(sum, zip(*(each.counts for each in values), strict=True)))
+            return Histogram(first.bounds, counts, sum(each.sum for each in values))
+        case KVUsage():
+            return KVUsage(*map(sum, zip(*map(dataclasses.astuple, values), strict=True)))
+        case _:
+            return MappingProxyType({key: sum(each[key] for each in values) for key in values[0]})
 
 
 @dataclasses.dataclass

@@ -1,0 +1,159 @@
+"""Data parallelism: copies of an engine on devices of their own, which look like one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import weakref
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.compiled import CompileProgress
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.scheduler import require_room
+from jaxinfer.engine.stats import EngineStats, merged
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import mesh_for, replicas
+from jaxinfer.sampling import SamplingLimits
+from jaxinfer.types import Request, RequestError, SequenceDelta
+
+
+def make_engine(
+    model: Model,
+    config: EngineConfig,
+    platform: str,
+    progress: CompileProgress | None = None,
+    mesh: Mesh | None = None,
+) -> Engine | Replicas:
+    """The engine that the settings ask for; arguments and errors are those of `Engine`."""
+    mesh = mesh or mesh_for(config)
+    if mesh.shape["data"] == 1:
+        return Engine(model, config, platform, progress, mesh)
+    return Replicas(model, config, platform, progress, mesh)
+
+
+class Replicas:
+    """Has the methods of `Engine`. A request is served by one replica from its first to its last token.
+
+    Every setting holds for each of the replicas, but two: the limits of the queue and ``swap_space_gib`` are for all.
+    One thread drives all: steps of all replicas are launched before the first result is read.
+
+    Args, Raises: as `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        platform: str,
+        progress: CompileProgress | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        places = replicas(mesh or mesh_for(config))
+        share = config.swap_space_gib / len(places)
+        one = dataclasses.replace(
+            config, data_parallel_size=1, swap_space_gib=share, max_waiting_requests=None, max_waiting_tokens=None
+        )
+        self._engines = [
+            Engine(model, one, platform, _share(progress, number, len(places)), place)
+            for number, place in enumerate(places)
+        ]
+        self.config: ResolvedEngine = dataclasses.replace(
+            self._engines[0].config,
+            data_parallel_size=len(places),
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+        self._owners: dict[str, tuple[Engine, set[int]]] = {}  # who serves a request, and which samples have not ended
+        self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
+        ready = contextlib.ExitStack()
+        self._compiled = ready.enter_context(count_compilations())
+        weakref.finalize(self, ready.close)
+
+    @property
+    def limits(self) -> SamplingLimits:
+        return self._engines[0].limits
+
+    @property
+    def has_work(self) -> bool:
+        return any(engine.has_work for engine in self._engines)
+
+    def add(self, request: Request) -> Request:
+        """See `Engine.add`."""
+        if request.request_id in self._owners:
+            raise RequestError(f"request_id={request.request_id!r} is in use")
+        self.check_room(request)
+        if request.params.seed is None:  # drawn here: so a seed does not depend on how many replicas there are
+            seed = int(self._seeds.integers(2**63))
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=seed))
+        engine = self._choose(request)
+        engine.add(request)
+        self._owners[request.request_id] = engine, set(range(request.params.n))
+        return request
+
+    def _choose(self, request: Request) -> Engine:
+        """The replica that knows most of the prompt already, among those that have hardly more to do than others."""
+        alive = [engine.alive for engine in self._engines]
+        most = min(alive) + self.config.max_num_seqs // 2
+        rank = {
+            place: (-self._engines[place].cached(request), count) for place, count in enumerate(alive) if count <= most
+        }
+        return self._engines[min(rank, key=rank.__getitem__)]
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """See `Engine.check_room`."""
+        waiting, tokens = map(sum, zip(*(engine.queued for engine in self._engines), strict=True))
+        require_room(self.config, waiting + ahead, tokens + len(request.prompt_token_ids))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """See `Engine.abort`."""
+        if (owner := self._owners.get(request_id)) is not None:
+            owner[0].abort(request_id, index)
+            self._ended(request_id, index)
+
+    def _ended(self, request_id: str, index: int | None) -> None:
+        _, left = self._owners[request_id]
+        left.difference_update([index] if index is not None else list(left))
+        if not left:
+            del self._owners[request_id]
+
+    def step(self) -> list[SequenceDelta]:
+        """See `Engine.step`."""
+        working = [(engine, engine.launch()) for engine in self._engines if engine.has_work]
+        deltas = [delta for engine, launched in working for delta in engine.read(launched)]
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.request_id in self._owners:
+                self._ended(delta.request_id, delta.index)
+        return deltas
+
+    def stats(self) -> EngineStats:
+        """The sums of all replicas."""
+        return merged([engine.stats() for engine in self._engines], self._compiled.count)
+
+    def temporaries(self) -> int:
+        """See `Engine.temporaries`."""
+        return max(engine.temporaries() for engine in self._engines)
+
+    def reset_prefix_cache(self) -> int:
+        """See `Engine.reset_prefix_cache`."""
+        return sum(engine.reset_prefix_cache() for engine in self._engines)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        for engine in self._engines:
+            engine.check()
+
+
+def _share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:
+    """One replica's progress as that of all, which have as many programs each."""
+    if progress is None:
+        return None
+
+    def told(done: int, total: int) -> None:
+        progress(number * total + done, replicas * total)
+
+    return told

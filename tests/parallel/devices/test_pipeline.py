@@ -1,0 +1,214 @@
+"""Pipeline stages and replicas change nothing: logits, tokens and bits are those of one device."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.placement import device_bytes, place_params, spread_model
+from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.stages import cut
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.llm import LLM
+from jaxinfer.loading import load_model
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh, mesh_for, stages, traced_for
+from jaxinfer.types import SamplingParams
+from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run
+from tests.models.parity import load_case
+from tests.models.test_parity import golden
+from tests.parallel.devices.test_tensor import generate, greedy, model_of
+
+FIVE: dict[str, Any] = {"num_hidden_layers": 5}
+# Layers that differ, tied embeddings, learned positions, a dense layer before mixtures, latents.
+CASES = ("gemma2-window", "gpt2-hub", "deepseek_v3-hub")
+
+
+def same_logits(model: Model, count: int, tensor: int = 1) -> None:
+    """As those of one device, within 1e-5 of the largest, each stage on its own devices."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 24)))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+    mesh = make_mesh(tensor, stage=count)
+    x = tokens
+    for stage, own in zip(cut(spread_model(model, mesh), count), stages(mesh), strict=True):
+        with traced_for(own):
+            params, x = place_params(stage.model, own), np.asarray(x)
+            x, _ = jax.jit(lambda params, x, stage=stage: stage.backbone(params, x, positions, causal_attend, None))(
+                params, x
+            )
+            assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == set(own.devices.flat)
+            if stage.last:
+                x = jax.jit(stage.head)(params, x)
+    want = np.asarray(model.apply(model.params, tokens))
+    assert np.abs(np.asarray(x) - want).max() < 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("count", "tensor"), [(3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1), (4, 2), (5, 1)])]
+)
+def test_logits_are_those_of_one_device(count, tensor):
+    same_logits(model_of("biases", **FIVE), count, tensor)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_models_whose_layers_differ(name, tmp_path):
+    same_logits(load_case(golden(name), tmp_path), 2)
+
+
+def spread_llm(model: Model, **changes: Any) -> LLM:
+    return LLM(model, compilation_cache_dir="", **{**SETTINGS, "num_pages": TIGHT, **changes})
+
+
+@pytest.fixture(scope="module")
+def five() -> Model:
+    return model_of("few KV heads", **FIVE)
+
+
+def test_tokens_of_all_axes_are_those_of_one_device(five):
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
+    requests = greedy(40, five)
+    want = generate(spread_llm(five, num_pages=ROOMY), requests)
+    llm = spread_llm(five, **sizes)
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    stats = llm.engine.stats()
+    assert stats.preemptions
+    assert stats.prefix_hits > 0
+    assert not stats.compilations
+    assert stats.kv.total == 2 * TIGHT
+    assert isinstance(llm.engine, Replicas)
+    assert all(engine.stats().finished for engine in llm.engine._engines)
+
+
+def test_stages_work_at_the_same_time(five):
+    """When a step is read, the ones behind it were launched: as many as there are other stages, with other slots."""
+    llm = spread_llm(five, pipeline_parallel_size=4, num_pages=ROOMY)
+    engine, seen = llm.engine, collections.Counter()
+    assert not isinstance(engine, Replicas)
+    read = engine._runner.read
+
+    def watched(launched):
+        if launched is not None and launched.plan.decodes and len(engine._scheduler._running) == 8:
+            turns = [launched.plan.turn, *(each.plan.turn for each in engine._pending)]
+            seen[len(set(turns))] += 1
+        return read(launched)
+
+    engine._runner.read = watched
+    llm.generate([[3, 5, 7 + i] for i in range(8)], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    assert seen[4] > 0.9 * seen.total()
+
+
+def test_bits_do_not_depend_on_what_else_is_served(five):
+    settings = {**SETTINGS, "pipeline_parallel_size": 3, "compilation_cache_dir": ""}
+    requests = make_requests(24, five.config.vocab_size)
+    want = alone(five, requests, **settings)
+    llm = LLM(five, **{**settings, "num_pages": TIGHT})
+    assert run(llm, requests) == want
+    assert run(llm, requests[::-1])[::-1] == want
+    assert llm.engine.stats().preemptions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{"swap_space_gib": 0}, {"speculative": "ngram"}, {"async_scheduling": False}, {"batching": "static"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_bits_in_other_modes(five, changes):
+    settings = {**SETTINGS, "pipeline_parallel_size": 2, "data_parallel_size": 2, "compilation_cache_dir": ""}
+    requests = make_requests(60, five.config.vocab_size)
+    want = alone(five, requests, **SETTINGS, pipeline_parallel_size=2, compilation_cache_dir="")
+    assert run(LLM(five, **{**settings, "num_pages": TIGHT, **changes}), requests) == want
+
+
+PRODUCTS = [(1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 2), (2, 4, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "stage", "data"), PRODUCTS)
+@pytest.mark.parametrize("mode", ["swapped", "recomputed"])
+def test_200_requests_have_the_tokens_of_one_device(five, tensor, stage, data, mode, monkeypatch):
+    requests = greedy(200, five)
+    want = generate(spread_llm(five, num_pages=ROOMY), requests)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stage, "data_parallel_size": data}
+    changes: dict[str, Any] = {"swap_space_gib": 0} if mode == "recomputed" else {}
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    llm = spread_llm(five, **sizes, **changes)
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    stats = llm.engine.stats()
+    assert stats.preemptions.get("swap" if mode == "swapped" else "recompute", 0) > 0
+    assert stats.prefix_hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_models_whose_layers_differ_are_served(name, tmp_path):
+    model = load_case(golden(name), tmp_path)
+    requests = greedy(24, model)
+    want = generate(spread_llm(model, num_pages=ROOMY), requests)
+    assert generate(spread_llm(model, pipeline_parallel_size=2, num_pages=40), requests) == want
+
+
+def test_a_stage_holds_its_layers_alone_and_the_plan_says_so(five):
+    config = EngineConfig(**SETTINGS, num_pages=TIGHT, pipeline_parallel_size=2, data_parallel_size=2)
+    llm = LLM(five, config=config, compilation_cache_dir="")
+    needs = plan_engine(five, config, "cpu").needs
+    held: collections.Counter[jax.Device] = collections.Counter()
+    for engine in llm.engine._engines:
+        first, last = engine._executor.parts
+        assert set(first.params) == {"embed", "layers_0", "layers_1", "layers_2"}
+        assert set(last.params) == {"layers_3", "layers_4", "final_norm", "head"}
+        for part in (first, last):
+            assert device_bytes([pool.data for pool in part.pools]) == len(part.pools) * TIGHT * 2 * 2 * 16 * 8 * 4
+            for leaf in jax.tree.leaves((part.params, [pool.data for pool in part.pools])):
+                held.update({shard.device: shard.data.nbytes for shard in leaf.addressable_shards})
+    assert len(held) == 4
+    assert max(held.values()) == needs.weights + TIGHT * needs.page
+
+
+def test_a_folder_is_loaded_where_it_stays():
+    config = EngineConfig(pipeline_parallel_size=2, data_parallel_size=2)
+    mesh = mesh_for(config)
+    model, one = (load_model("demo-draft", show_progress=False, mesh=each) for each in (mesh, None))
+    last = len(one.config.layers) - 1
+    assert model.params["layers_0"]["attention"]["qkv"].devices() == set(mesh.devices[:, 0].flat)
+    assert model.params[f"layers_{last}"]["attention"]["qkv"].devices() == set(mesh.devices[:, 1].flat)
+    for got, want in zip(jax.tree.leaves(model.params), jax.tree.leaves(one.params), strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(want))
+    for replica in mesh.devices:
+        own = stages(make_mesh(stage=2, devices=list(replica.flat)))
+        for stage, place in zip(cut(model, 2), own, strict=True):
+            for given, placed in zip(
+                jax.tree.leaves(stage.model.params), jax.tree.leaves(place_params(stage.model, place)), strict=True
+            ):
+                at = {shard.device: shard.data.unsafe_buffer_pointer() for shard in given.addressable_shards}
+                for shard in placed.addressable_shards:  # nothing is copied, but the table that two stages need
+                    assert at.get(shard.device, 0) in (0, shard.data.unsafe_buffer_pointer())
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "pipeline_parallel_size = 6 cannot be: the model has 5 layers": {"pipeline_parallel_size": 6},
+    "pipeline_parallel_size = 0 must be at least 1": {"pipeline_parallel_size": 0},
+    "data_parallel_size x pipeline_parallel_size x tensor_parallel_size = 2 x 2 x 4 needs 16 devices": {
+        "data_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 4,
+    },
+    "multi_step = 4 and pipeline_parallel_size = 2 exclude each other": {
+        "multi_step": 4,
+        "pipeline_parallel_size": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_impossible_sums_are_refused_with_the_arithmetic(five, sentence):
+    with pytest.raises(EngineConfigError, match=sentence):
+        spread_llm(five, **REFUSED[sentence])
