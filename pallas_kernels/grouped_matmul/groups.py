@@ -18,7 +18,9 @@ from pallas_kernels.choice import Target, lowering_target
 
 LEAST_ROWS, MOST_ROWS = 4, 64  # of a tile, on a CPU
 GPU_ROWS = 64  # of a tile that is read together with its expert's weights
-DENSE_ROWS = 256  # up to here a GPU multiplies all experts at once
+# Up to here a GPU multiplies all experts at once. Beyond, XLA copies the weights of each tile's expert before it reads
+# them: three times the traffic, which by an H100's rates takes as long as a product with some 700 rows.
+DENSE_ROWS = 512
 
 
 class Groups(NamedTuple):

@@ -107,7 +107,7 @@ def test_a_gpu_multiplies_all_experts_at_once_while_tokens_are_few():
     assert few.entries.shape == (3, 4)
     assert few.entries.tolist() == [[1, 4, 4, 4], [3, 4, 4, 4], [0, 2, 4, 4]]
     assert few.of_tiles(jnp.arange(3)).tolist() == [[0], [1], [2]]
-    many = tiles([2, 0, 2, 1], 3, GPU, most=257)
+    many = tiles([2, 0, 2, 1], 3, GPU, most=513)
     assert many.experts is not None
     assert many.entries.shape == (3, 64)
 
