@@ -49,6 +49,8 @@ EVERY = {
     "attention_backend": (["--attention-backend", "xla"], "xla"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),
     "expert_parallel_size": (["--expert-parallel-size", "4"], 4),
+    "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),
+    "data_parallel_size": (["--data-parallel-size", "2"], 2),
     "seed": (["--seed", "5"], 5),
 }
 

@@ -178,6 +178,7 @@ class FakeDevice:
         self._host: dict[int, list[tuple[np.ndarray, np.ndarray] | None]] = {}
         self._owners: dict[int, Sequence] = {}
         self._states: dict[int, int] = {}
+        self._turn = 0
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
@@ -186,7 +187,7 @@ class FakeDevice:
         """What the runner's launch does; like it, an empty plan launches nothing."""
         if not plan:
             return None
-        self._tables = self._live_tables.copy()
+        self._tables, self._turn = self._live_tables.copy(), plan.turn
         self._move(plan)
         self._seat(plan)
         self._holders = self._count_holders(plan)
@@ -243,7 +244,7 @@ class FakeDevice:
         assert sum(prefill.chunk.size for prefill in plan.prefills) <= budget, "over the token budget"
         rows = [row.row for row in plan.decodes]
         assert len(set(rows)) == len(rows), "a row is used twice"
-        assert all(0 <= row < self._engine.rows for row in rows), "a row that the program does not have"
+        assert all(0 <= row < self._engine.rows // self._engine.turns for row in rows), "no such row in the program"
         reach: dict[int, int] = {}
         for prefill in plan.prefills:
             sequence, chunk = prefill.sequence, prefill.chunk
@@ -264,7 +265,7 @@ class FakeDevice:
                 "decodes before its prompt ends"
             )
             assert sequence.prefill_end <= row.position < sequence.final_length, "a position that has no row"
-            assert (row.row == sequence.slot) == first, "the first row of a sequence is its slot"
+            assert self._own(row) == first, "the first row of a sequence is its slot"
             assert first or row.position == before[id(sequence)] + 1, "rows of a sequence are out of order"
             assert first or row.token >= 0, "a draft row without a token"
             assert first or not sequence.stateful, "a draft row of a sequence with sampler state"
@@ -363,7 +364,7 @@ class FakeDevice:
         sequence, position = row.sequence, row.position
         token, known = self._input(row), self._alone(sequence).tokens
         if position < len(known) and token != known[position]:
-            assert row.row != sequence.slot, f"position {position} is fed {token}, not {known[position]}"
+            assert not self._own(row), f"position {position} is fed {token}, not {known[position]}"
             untrue.add(id(sequence))
         context = self._context(sequence, position, compare=id(sequence) not in untrue)
         chain = Chain(self._model.windows, position, context)
@@ -373,10 +374,14 @@ class FakeDevice:
         self.computed["decode"] += 1
         state = self._states[sequence.slot]
         sampled, logprob = self._model.answer(sequence.request, sequence.index, position, seen, state)
-        if row.row == sequence.slot:
-            self._states[row.row] = self._model.next_state(sequence.request, state, sampled)
-            self._last[row.row] = sequence, position, sampled
+        if self._own(row):
+            self._states[sequence.slot] = self._model.next_state(sequence.request, state, sampled)
+            self._last[sequence.slot] = sequence, position, sampled
         return sampled, logprob
+
+    def _own(self, row: DecodePlan) -> bool:
+        """Whether it is the row of its sequence's slot."""
+        return row.row * self._engine.turns + self._turn == row.sequence.slot
 
     def _input(self, row: DecodePlan) -> int:
         if row.token >= 0:

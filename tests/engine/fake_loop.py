@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -87,7 +88,8 @@ class Loop:
         self.outputs: dict[str, list[Output]] = {}
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()
-        self._pending: Launched | None = None
+        self._pending: collections.deque[Launched] = collections.deque()
+        self._ahead = engine.turns if engine.async_scheduling else 0
         self._stalled = 0  # steps in a row in which nothing was launched although there is work
 
     def _alone(self, sequence: Sequence) -> Alone:
@@ -95,7 +97,7 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.has_work or self._pending is not None
+        return self.scheduler.has_work or bool(self._pending)
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -118,10 +120,10 @@ class Loop:
         self._stalled = self._stalled + 1 if self.live and not (self.plan or self._pending) else 0
         assert self._stalled < 3, f"nobody can go on: {list(self.live)}"
         launched = self.device.launch(self.plan)
-        if not self.engine.async_scheduling:
-            self._pending = launched
-        deltas = self.scheduler.commit(self._pending.result if self._pending else None)
-        self._pending = launched if self.engine.async_scheduling else None
+        if launched is not None:
+            self._pending.append(launched)
+        due = self._pending and (launched is None or len(self._pending) > self._ahead)
+        deltas = self.scheduler.commit(self._pending.popleft().result if due else None)
         assert len({(delta.request_id, delta.index) for delta in deltas}) == len(deltas), "two deltas of a sample"
         for delta in deltas:
             self.outputs[delta.request_id][delta.index].take(delta, self.now)
@@ -204,7 +206,8 @@ def make_loop(
     }
     cache = CacheSpec(tuple(LayerSpec(window) for window in windows), kv_heads=1, head_dim=8)
     engine = resolve(EngineConfig(**config), cache, max_position=128, itemsize=4)
-    engine = dataclasses.replace(engine, host_pages=host_pages, rows=max(rows, engine.rows))
+    rows = -(-max(rows, engine.rows) // engine.turns) * engine.turns
+    engine = dataclasses.replace(engine, host_pages=host_pages, rows=rows)
     pairs = tuple(zip(engine.prefill_sizes, classes, strict=True))
     model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed")
     return Loop(engine, model, costs)

@@ -34,7 +34,7 @@ def draw_config(choose: Choose) -> dict[str, Any]:
     )
     page, slots = choose(4, 8), choose(1, 2, 3, 4)
     width = LENGTH // page
-    speculative = choose(None, None, "ngram")
+    speculative, stages = choose(None, None, "ngram"), choose(1, 1, 1, 2, 3)
     return {
         "prefill_sizes": sizes,
         "classes": classes,
@@ -53,7 +53,8 @@ def draw_config(choose: Choose) -> dict[str, Any]:
         "exactness": choose("exact", "exact", "relaxed"),
         "speculative": speculative,
         "rows": slots + choose(0, 1, 5),
-        "multi_step": 1 if speculative else choose(1, 1, 2, 5),
+        "multi_step": 1 if speculative or stages > 1 else choose(1, 1, 2, 5),
+        "pipeline_parallel_size": stages,
         "max_waiting_requests": choose(None, None, 6),
     }
 
@@ -120,7 +121,9 @@ class World:
         except QueueFullError:
             assert len(self.loop.scheduler._queue) >= 6
             return
-        self.bounds[request.request_id] = self.loop.steps + self._bound(request, before)
+        # Each part of the slots has its turn once in as many steps as there are pipeline stages.
+        turns = self.loop.engine.turns
+        self.bounds[request.request_id] = self.loop.steps + turns * self._bound(request, before)
 
     def _bound(self, request: Request, before: list[Request]) -> float:
         """Steps within which a request is done.
