@@ -1,0 +1,223 @@
+"""One engine over two processes, started as on two hosts: the tokens of one process, and what becomes of a group of
+which one process dies, is stopped, or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxinfer import client as c
+from jaxinfer.serve import logs
+from jaxinfer.serve.__main__ import _layers, parse, serve
+from jaxinfer.serve.follower import Follower
+from jaxinfer.serve.settings import make_config
+from tests.serve.processes import BOUND, ServerProcess, started
+
+DETECTED = 15.0  # seconds: what is promised
+SMALL = ["--max-num-seqs", "4", "--max-model-len", "256", "--prefill-sizes", "64", "--max-prefill-rows", "1"]
+PROMPTS = ("ROMEO:", "JULIET: my lord", "First Citizen: " * 12, "The")
+LENGTH = 24
+
+
+@dataclasses.dataclass
+class Pair:
+    """Both processes of a group."""
+
+    first: ServerProcess
+    second: ServerProcess
+
+    def until_ready(self) -> None:
+        self.first.until_logged("ready: ")
+
+    def core(self, number: int) -> int:
+        found = (self.first, self.second)[number].core
+        assert found is not None
+        return found
+
+
+def arguments(model: str, devices: int, cache: pathlib.Path, *more: str) -> list[str]:
+    shape = ["--tensor-parallel-size", str(devices), "--compilation-cache-dir", str(cache)]
+    return ["-m", "jaxinfer.serve", "--model", model, "--grpc-port", "0", *shape, *SMALL, *more]
+
+
+def group_flags(folder: pathlib.Path, number: int) -> list[str]:
+    key, address = folder / "key", folder / "address"
+    if not key.exists():
+        key.write_text(os.urandom(32).hex())
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            address.write_text(f"127.0.0.1:{found.getsockname()[1]}")
+    who = ["--num-processes", "2", "--process-id", str(number), "--group-key-file", str(key)]
+    return [*who, "--coordinator-address", address.read_text()]
+
+
+@contextlib.contextmanager
+def pair_of(
+    model: str, devices: int, folder: pathlib.Path, cache: pathlib.Path, stuck: pathlib.Path | None = None
+) -> Iterator[Pair]:
+    """A group with half of the devices in each process; ``stuck``: see `tests.serve.stuck_core`, for the second."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for number in (0, 1):
+            place = folder / str(number)
+            place.mkdir()
+            given = [*arguments(model, devices, cache, *group_flags(folder, number))]
+            if number and stuck is not None:
+                given = ["-m", "tests.serve.test_multi_host", str(stuck), json.dumps(stuck_settings(given))]
+            with forced(devices // 2):
+                found.append(stack.enter_context(started(given, place)))
+        yield Pair(*found)
+
+
+def stuck_settings(given: list[str]) -> dict[str, object]:
+    """The settings that flags make."""
+    return dataclasses.asdict(make_config(*_layers(parse(given[2:]))))
+
+
+@contextlib.contextmanager
+def forced(devices: int) -> Iterator[None]:
+    """Processes that are started meanwhile have so many CPU devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
+        yield
+
+
+# ---- clients
+
+
+async def ask(client: c.AsyncClient, number: int, length: int = LENGTH) -> tuple[list[int], str]:
+    """The tokens of one of the requests, and how it ended."""
+    tokens: list[int] = []
+    options = {"temperature": 0.0} if number % 2 == 0 else {"temperature": 0.9, "seed": number, "presence_penalty": 0.3}
+    prompt = PROMPTS[number % len(PROMPTS)]
+    try:
+        async with client.stream(prompt, max_tokens=length, ignore_eos=True, timeout=BOUND, **options) as stream:
+            async for delta in stream:
+                tokens += delta.token_ids
+    except c.ServerError as error:
+        return tokens, error.code.name
+    return tokens, "OK"
+
+
+async def ask_all(server: ServerProcess, count: int = 8) -> list[tuple[list[int], str]]:
+    async with c.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
+        return list(await asyncio.gather(*(ask(client, number) for number in range(count))))
+
+
+async def ask_until_failed(server: ServerProcess) -> tuple[str, float]:
+    """Ask until a request fails: with what, and when."""
+    async with c.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
+        while True:
+            _, status = await ask(client, 0, 200)
+            if status != "OK":
+                return status, time.monotonic()
+
+
+async def until_serving(server: ServerProcess) -> None:
+    async with c.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
+        await client.wait_ready(timeout=BOUND)
+
+
+def check_fault(pair: Pair, want: list[tuple[list[int], str]], harm: Callable[[], None]) -> None:
+    """Do harm while requests run: they fail in time, and then the group is back, with the same tokens."""
+
+    async def main() -> float:
+        asking = asyncio.create_task(ask_until_failed(pair.first))
+        await asyncio.sleep(0.5)
+        assert not asking.done()
+        start = time.monotonic()
+        await asyncio.to_thread(harm)
+        status, end = await asyncio.wait_for(asking, BOUND)
+        assert status == "UNAVAILABLE"
+        return end - start
+
+    took = asyncio.run(main())
+    assert took < DETECTED
+    asyncio.run(until_serving(pair.first))
+    assert asyncio.run(ask_all(pair.first)) == want
+
+
+# ---- the fast tier: two processes of two devices
+
+
+def test_two_processes_serve_and_come_back(tmp_path):
+    """With the tokens of one process that has all devices; and the second one is killed on the way."""
+    cache, folder = tmp_path / "cache", tmp_path / "alone"
+    folder.mkdir()
+    with pair_of("demo-draft", 4, tmp_path, cache) as pair:
+        with forced(4), started(arguments("demo-draft", 4, folder), folder) as alone:
+            alone.until_logged("ready: ")
+            want = asyncio.run(ask_all(alone))
+        pair.until_ready()
+        assert asyncio.run(ask_all(pair.first)) == want
+        assert {status for _, status in want} == {"OK"}
+        check_fault(pair, want, lambda: os.kill(pair.core(1), signal.SIGKILL))
+
+
+# ---- the slow tier: two processes of four devices, the demo model
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process with eight devices answers, and where its programs are kept."""
+    folder = tmp_path_factory.mktemp("alone")
+    with forced(8), started(arguments("demo", 8, folder / "cache"), folder) as server:
+        server.until_logged("ready: ")
+        return asyncio.run(ask_all(server)), folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def pair(alone, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    with pair_of("demo", 8, folder, alone[1], folder / "stuck") as found:
+        found.until_ready()
+        yield found, folder / "stuck"
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_tokens_of_one(alone, pair):
+    assert asyncio.run(ask_all(pair[0].first)) == alone[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number_of_signal", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_is_stopped(alone, pair, number, number_of_signal):
+    check_fault(pair[0], alone[0], lambda: os.kill(pair[0].core(number), number_of_signal))
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stuck(alone, pair):
+    """It lives and beats; the others would wait in their collectives for ever."""
+    group, stuck = pair
+    once = threading.Timer(DETECTED, stuck.unlink)  # the next process must not be stuck, too
+
+    def harm() -> None:
+        stuck.touch()
+        once.start()
+
+    check_fault(group, alone[0], harm)
+    once.join()
+    assert "process 1 hangs: no call was finished in 10 s, the last was decode" in group.first.log()
+
+
+def main() -> int:
+    """A follower over `tests.serve.stuck_core`."""
+    config = make_config(json.loads(sys.argv[2]))
+    logs.configure("text", "info")
+    return asyncio.run(serve(Follower(config, [sys.executable, "-m", "tests.serve.stuck_core", sys.argv[1]])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
