@@ -158,30 +158,62 @@ def run_experts(
     return total
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedExpert:
+    """A `GatedMLP` of all tokens.
+
+    Attributes:
+        mlp: its parameters by name; with those of some hidden numbers, results are parts of a sum.
+        gate: [1, d]; the result is multiplied with a sigmoid of it and the token.
+    """
+
+    activation: str
+    mlp: Any
+    gate: Any = None
+
+    def __call__(self, x: Float[Array, "tokens d"]) -> Float[Array, "tokens d"]:
+        mlp: Any = GatedMLP(self.activation, parent=None).apply
+        result: jax.Array = mlp({"params": self.mlp}, x)
+        if self.gate is None:
+            return result
+        gate = matmul_transposed(x, self.gate).astype(jnp.float32)
+        return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(x.dtype)
+
+
 def run_spread_experts(
     x: Float[Array, "tokens d"],
     routing: Routing,
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
+    shared: SharedExpert | None = None,
 ) -> Float[Array, "tokens d"]:
-    """`run_experts` where each device has some experts, or a part of their hidden numbers: its results are parts of a
-    sum."""
+    """`run_experts` where each device has some experts, or a part of their hidden numbers, in the dtype of ``x``.
+
+    A device's results are parts of a sum, those of the expert that all tokens share, too: one sum is all it takes.
+    """
     dealt, within = RULES["expert"], RULES["expert_mlp"]
     if traced_size("expert") * traced_size("expert_mlp") == 1:
-        return run_experts(x, routing, experts, glu)
+        result = run_experts(x, routing, experts, glu).astype(x.dtype)
+        return result if shared is None else result + shared(x)
 
-    def own(x: jax.Array, routing: Routing, experts: Experts) -> jax.Array:
+    def own(x: jax.Array, routing: Routing, experts: Experts, mlp: Any, gate: Any) -> jax.Array:
         if experts.down_bias is not None:  # once in the sum
             once = lax.axis_index(within) == 0
             experts = experts._replace(down_bias=jnp.where(once, experts.down_bias, 0))
         first = lax.axis_index(dealt) * experts.gate_up.shape[0]
-        return lax.psum(run_experts(x, routing, experts, glu, first), (*dealt, *within))
+        result = run_experts(x, routing, experts, glu, first)
+        if shared is not None:
+            result = result + dataclasses.replace(shared, mlp=mlp, gate=gate)(x).astype(jnp.float32)
+        return lax.psum(result, (*dealt, *within))
 
     everywhere, hidden = PartitionSpec(), PartitionSpec(dealt, None, within)
     biases: tuple[Any, ...] = () if experts.down_bias is None else (hidden, PartitionSpec(dealt))
     lies: Any = (hidden, hidden, *biases)
-    run = jax.shard_map(own, in_specs=(everywhere, everywhere, Experts(*lies)), out_specs=everywhere, check_vma=False)
-    return run(x, routing, experts)
+    mlp = {"gate_up": PartitionSpec(None, RULES["mlp"]), "down": PartitionSpec(RULES["mlp"])}
+    specs = (everywhere, everywhere, Experts(*lies), None if shared is None else mlp, everywhere)
+    beside = (None, None) if shared is None else (shared.mlp, shared.gate)
+    run = jax.shard_map(own, in_specs=specs, out_specs=everywhere, check_vma=False)
+    return run(x, routing, experts, *beside).astype(x.dtype)
 
 
 class MoE(Layer):
@@ -207,18 +239,13 @@ class MoE(Layer):
     shared_activation: str | None = None
     shared_gate: bool = False
 
-    def setup(self) -> None:
-        if self.shared_activation is not None:
-            self.shared = GatedMLP(self.shared_activation)
-
     def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
         """``live``: what comes of other tokens is not used, and they ask for no expert."""
         flat = x.reshape(-1, x.shape[-1])
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
-        result = run_spread_experts(flat, routing, self.experts(), self.glu).astype(x.dtype).reshape(x.shape)
-        return result if self.shared_activation is None else result + self._of_shared(x)
+        return run_spread_experts(flat, routing, self.experts(), self.glu, self._shared()).reshape(x.shape)
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
         """In float32, whatever the model's dtype."""
@@ -231,9 +258,8 @@ class MoE(Layer):
         biases = (self.weight("gate_up_bias"), self.weight("down_bias")) if self.bias else ()
         return Experts(self.weight("gate_up"), self.weight("down"), *biases)
 
-    def _of_shared(self, x: jax.Array) -> jax.Array:
-        result = self.shared(x)
-        if not self.shared_gate:
-            return result
-        gate = matmul_transposed(x, self.weight("shared_gate")).astype(jnp.float32)
-        return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(x.dtype)
+    def _shared(self) -> SharedExpert | None:
+        if self.shared_activation is None:
+            return None
+        gate = self.weight("shared_gate") if self.shared_gate else None
+        return SharedExpert(self.shared_activation, self.weight("shared"), gate)
