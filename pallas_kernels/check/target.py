@@ -15,6 +15,8 @@ from jax.experimental import topologies
 
 from pallas_kernels.check.configuration import ADA, AMPERE, HOPPER
 
+_OF_MACHINE = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -44,14 +46,15 @@ class Target:
     @functools.cached_property
     def topology(self) -> Any:
         """One such device. Needs JAX's CUDA plugin, but neither a driver nor a GPU."""
-        return self._machine(1)
+        return self._machines(1, 1)
 
     def devices(self, count: int) -> Sequence[Any]:
-        """As many such devices of one machine."""
-        return self._machine(count).devices
+        """As many such devices, of machines that have eight of them."""
+        return self._machines(-(-count // _OF_MACHINE), min(count, _OF_MACHINE)).devices[:count]
 
-    def _machine(self, count: int) -> Any:
-        return topologies.get_topology_desc(platform="cuda", target_config=self.description, topology=f"1x1x{count}")
+    def _machines(self, count: int, each: int) -> Any:
+        shape = f"1x{count}x{each}"
+        return topologies.get_topology_desc(platform="cuda", target_config=self.description, topology=shape)
 
     @property
     def sharding(self) -> jax.sharding.SingleDeviceSharding:

@@ -1,13 +1,28 @@
 """The check of compiled programs: its reading of HLO and of what is launched, its rules, and the engine's own steps."""
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from jaxinfer.types import ParamSpec
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
 from tools.check_programs import __main__ as door
+from tools.check_programs.expected import expected, weight_bytes
 from tools.check_programs.hlo import read_launches, read_module
-from tools.check_programs.rules import Step, findings, kernels_per_layer, moved_arrays, weight_gemms
+from tools.check_programs.rules import (
+    Step,
+    findings,
+    kernels_per_layer,
+    moved_arrays,
+    of_partitioner,
+    of_stage,
+    weight_gemms,
+)
+from tools.check_programs.topologies import TOPOLOGIES, broken, table
+from tools.check_programs.work import Finding, Part, Program, Work
 
 GEMM = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
 # Two layers of one GEMM each, then the head's; a pool of 2 x 64 numbers, weights of 4 x 8; 2 tokens a step.
@@ -27,8 +42,8 @@ HloModule jit_decode, is_scheduled=true
 }}
 
 ENTRY %main (w0: bf16[4,8], w1: bf16[4,8], pool: bf16[2,64]) -> (bf16[2,64]) {{
-  %w0 = bf16[4,8]{{1,0}} parameter(0), metadata={{op_name="params"}}
-  %w1 = bf16[4,8]{{1,0}} parameter(1)
+  %w0 = bf16[4,8]{{1,0}} parameter(0), metadata={{op_name="params['w0']"}}
+  %w1 = bf16[4,8]{{1,0}} parameter(1), metadata={{op_name="params['w1']"}}
   %pool = bf16[2,64]{{1,0}} parameter(2)
   %view.1 = bf16[32]{{0}} bitcast(%w0)
   %gemm_a = f32[2,8]{{1,0}} fusion(%view.1, %x), kind=kCustom, calls=%gemm_body, {GEMM}
@@ -61,16 +76,15 @@ def make_step(**changes):
         "name": "decode",
         "module": read_module(HLO),
         "launches": read_launches(THUNKS),
-        "weights": 2,
         "pool": 128,
         "tokens": 2,
         "widest": 8,
-        "layers": 2,
-        "head": 1,
+        "logits": 0,
+        "layers": (1, 1),
+        "tail": 1,
         "donated": 256,
         "aliased": 256,
         "temporaries": 10,
-        "ceiling": 10,
         "arguments": 1000,
         "planned": 1000,
     }
@@ -118,6 +132,13 @@ def test_an_aliased_call_writes_in_place():
     assert moved_arrays(make_step(module=with_line(line))) == []
 
 
+def test_an_activation_of_a_weights_size_may_be_moved():
+    large = make_step(tokens=4, module=with_line("%good = bf16[8,4]{1,0} transpose(%gemm_a), dimensions={1,0}"))
+    assert moved_arrays(large) == []
+    read = make_step(tokens=4, module=with_line("%bad = bf16[8,4]{1,0} transpose(%view.1), dimensions={1,0}"))
+    assert [one.name for one in moved_arrays(read)] == ["bad"]
+
+
 def test_launches_know_their_command_buffer():
     launches = read_launches(THUNKS)
     assert [launch.buffer for launch in launches] == [0, 0, 0, 0, None, 1]
@@ -138,7 +159,7 @@ def test_rules_hold_or_are_broken():
     assert not rule(step, "donated").broken
     assert rule(dataclasses.replace(step, aliased=128), "donated").broken
     assert not rule(step, "temporaries").broken
-    assert rule(dataclasses.replace(step, temporaries=11), "temporaries").broken
+    assert rule(dataclasses.replace(step, temporaries=step.ceiling + 1), "temporaries").broken
     assert not rule(step, "kernels").broken
     assert rule(step, "command buffers").broken  # the last GEMM lies in a loop's
 
@@ -148,11 +169,118 @@ def test_exchanges_among_devices_are_counted():
     step = make_step(module=with_line(layer), arguments=1021)
     assert rule(step, "all-reduces").broken  # one device has nobody to ask
     assert not rule(make_step(), "all-reduces").broken
-    of_two = dataclasses.replace(step, devices=2, layers=0)
+    of_two = dataclasses.replace(step, devices=2, sums=1, gathers=1)
     assert not rule(of_two, "all-reduces").broken
     assert rule(of_two, "all-gathers").broken
     assert rule(step, "bytes").broken
     assert not rule(dataclasses.replace(step, arguments=1019), "bytes").broken
+
+
+def test_logits_alone_may_be_gathered():
+    gathering = with_line("%all = f32[2,16]{1,0} all-gather(%gemm_b), dimensions={1}")
+    step = make_step(module=gathering, devices=2, gathers=1, logits=16)
+    assert not rule(step, "all-gathers").broken
+    assert not rule(step, "gathered").broken
+    assert rule(dataclasses.replace(step, logits=8), "gathered").broken
+
+
+def stage_rule(name, **changes):
+    sizes = {"planned": 1000, "compiled": 1019, "weights": 7, "declared": 7, **changes}
+    return next(one for one in of_stage(**sizes) if one.rule == name)
+
+
+def test_a_device_holds_what_was_planned_and_what_it_has_room_for():
+    near, room = "bytes of a device, as planned", "bytes of a device"
+    assert not stage_rule(near).broken
+    assert stage_rule(near, compiled=1021).broken
+    assert stage_rule(near, compiled=979).broken
+    assert not stage_rule(room, compiled=72 * 10**9).broken
+    assert stage_rule(room, compiled=72 * 10**9 + 1).broken
+    assert not stage_rule("weights, as declared").broken
+    assert stage_rule("weights, as declared", weights=8).broken
+
+
+def test_what_the_partitioner_gives_up_is_found():
+    said = "E1121 spmd_partitioner.cc:650] [spmd] Involuntary full rematerialization. The compiler was not able to go"
+    assert of_partitioner(said).broken
+    assert not of_partitioner("W1121 sort_rewriter.cc:798] Missing deviceless CUB scratch size data").broken
+
+
+SIZES = {"data": 1, "stage": 1, "expert": 4, "tensor": 2}
+DENSE = {
+    "attention": {
+        "qkv": ParamSpec((64, 8, 6, 8), ("embed", "kv_heads", "group", "head_dim")),
+        "qkv_bias": ParamSpec((8, 6, 8), ("kv_heads", "group", "head_dim"), init="zeros"),
+        "out": ParamSpec((256, 64), ("heads", "embed")),
+    },
+    "mlp_norm": {"scale": ParamSpec((64,), ("norm",), init="ones")},
+    "mlp": {"down": ParamSpec((96, 64), ("mlp", "embed"))},
+}
+SPARSE = {
+    "attention": {"down": ParamSpec((64, 24), ("embed", None)), "out": ParamSpec((256, 64), ("heads", "embed"))},
+    "mlp": {
+        "router": ParamSpec((16, 64), ("router", "embed"), dtype="float32"),
+        "gate_up": ParamSpec((16, 2, 32, 64), ("expert", None, "expert_mlp", "embed")),
+        "down": ParamSpec((16, 64, 32), ("expert", "embed", "expert_mlp")),
+        "shared": {"down": ParamSpec((96, 64), ("mlp", "embed"))},
+    },
+}
+
+
+def test_what_a_device_has_follows_from_the_declarations():
+    assert weight_bytes(DENSE, SIZES, 2) == 2 * (64 * 6 * 8 + 6 * 8 + 32 * 64 + 64 + 12 * 64)
+    experts = 4 * 2 * 16 * 64 + 4 * 64 * 16
+    assert weight_bytes(SPARSE, SIZES, 2) == 2 * (64 * 24 + 32 * 64 + experts + 12 * 64) + 4 * 16 * 64
+    odd = {"table": ParamSpec((97, 64), ("vocab", "embed"))}
+    assert weight_bytes(odd, SIZES, 2) == 2 * 97 * 64
+
+
+def expected_of(first, last, vocab=96, sizes=SIZES):
+    """Of a stage of two layers."""
+    specs = {"layers_9": DENSE, "layers_10": SPARSE}
+    family = SimpleNamespace(param_specs=lambda _: specs)
+    model = SimpleNamespace(family=family, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16))
+    return expected(SimpleNamespace(model=model, first=first, last=last), sizes)
+
+
+def test_collectives_and_gemms_follow_from_the_declarations():
+    whole = expected_of(first=True, last=True)
+    assert whole.gemms("decode") == ((3, 6), 1)
+    assert whole.gemms("prefill") == ((3,), 1)
+    assert [whole.sums(name) for name in ("decode", "prefill_logprobs", "prefill")] == [2 + 2 + 1, 2 + 2 + 1, 2 + 1]
+    assert [whole.gathers(name) for name in ("decode", "prefill_logprobs", "prefill")] == [1, 1, 0]
+    assert whole.widest == 4 * 64
+    first, last = expected_of(first=True, last=False), expected_of(first=False, last=True)
+    assert first.gemms("prefill") == ((3, 6), 0)
+    assert [first.sums("prefill"), first.gathers("decode"), first.logits("decode")] == [5, 0, 0]
+    assert [last.sums("decode"), last.sums("prefill"), last.gathers("decode")] == [4, 2, 1]
+    odd = expected_of(first=True, last=True, vocab=97)
+    assert [odd.sums("decode"), odd.gathers("decode")] == [4, 0]
+    one = expected_of(first=True, last=True, sizes=dict.fromkeys(SIZES, 1))
+    assert [one.sums("decode"), one.gathers("decode")] == [0, 0]
+
+
+def part_of(*broken):
+    """A stage whose rules of these names are broken."""
+    rules = [Finding(name, "1", "2", name not in broken) for name in ("first", "second")]
+    program = Program(1, 2, 3, 1, 14.2, (rules[1],))
+    return Part(1, 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9, 5.4, {"decode": program, "prefill": program}, (rules[0],))
+
+
+def test_what_a_process_found_is_read_by_another():
+    part = part_of("second")
+    assert Part.read(json.loads(json.dumps(dataclasses.asdict(part)))) == part
+    assert [one.rule for one in part.broken] == ["second", "second"]
+
+
+def test_topologies_are_lines_of_a_table():
+    work = Work("Llama-3.1-405B", pages=1, tensor=8, stages=2)
+    found = {str(work): (work, [part_of("first")])}
+    assert list(broken(found)) == ["Llama-3.1-405B, TP8 x PP2, stage 2: first: 1 of 2"]
+    line = "| Llama-3.1-405B, TP8 x PP2, stage 2 | 8 | 1.00 | 2.00 | 3.00 | 4.00 | 2 | 3, 1 | 14, 14 | 5 s |"
+    assert table(found).splitlines()[2] == line.replace("| 2 |", "| 0.00 |")
+    assert all(work.config()["architectures"] for work in TOPOLOGIES.values())
+    assert str(dataclasses.replace(work, layers=4)) == "Llama-3.1-405B, TP8 x PP2, 4 layers"
 
 
 def test_kernels_are_not_counted_where_attention_loops():
@@ -172,17 +300,7 @@ def _have_plugins():
 @pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
 def test_the_engines_steps_keep_the_rules():
     """At the shape of Llama-3.1-8B, four of its layers, compiled for an H100."""
-    found = door.run("llama-3.1-8b", door.QUICK_LAYERS, door.PAGES, "auto", default_folder())
-    assert set(found) == {"decode", "prefill", "prefill_logprobs"}
-    assert [one for some in found.values() for one in some if one.broken] == []
-    assert all(one.asked for some in found.values() for one in some)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
-@pytest.mark.parametrize("devices", [4, 8])
-def test_the_steps_of_several_gpus_keep_the_rules(devices):
-    """At the shape of Llama-3.1-70B, compiled for H100s of one machine."""
-    found = door.run("llama-3.1-70b", door.QUICK_LAYERS, door.PAGES, "auto", default_folder(), devices)
-    assert set(found) == {"decode", "prefill", "prefill_logprobs"}
-    assert [one for some in found.values() for one in some if one.broken] == []
+    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS), default_folder())
+    assert set(part.programs) == {"decode", "prefill", "prefill_logprobs"}
+    assert part.broken == []
+    assert all(one.asked for program in part.programs.values() for one in program.findings)

@@ -1,4 +1,4 @@
-"""``python -m tools.check_programs``: compile the engine's steps for an H100, without one, and check what XLA made.
+"""``python -m tools.check_programs``: compile the engine's steps for H100s, without one, and check what XLA made.
 
 Exit status: 0, all holds; 1, a rule is broken or a compilation failed; 3, JAX's CUDA plugin is missing.
 """
@@ -6,18 +6,20 @@ Exit status: 0, all holds; 1, a rule is broken or a compilation failed; 3, JAX's
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
-from tools.check_programs.programs import MODELS, PAGES, PATHS
-from tools.check_programs.rules import Finding
+from tools.check_programs.rules import of_partitioner
+from tools.check_programs.topologies import TOPOLOGIES, broken, table
+from tools.check_programs.work import PATHS, Finding, Part, Work
 
-QUICK_LAYERS = 4
+QUICK_LAYERS, PAGES = 4, 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,61 +30,82 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginsMissing as error:
         print(f"check_programs: {error}", file=sys.stderr)
         return 3
-    layers = QUICK_LAYERS if arguments.quick else None
-    shape, tensor = (arguments.model, layers, arguments.pages), arguments.tensor_parallel_size
-    return max([_check(*shape, path, plugins, tensor) for path in arguments.attention])
+    if arguments.topologies is not None:
+        return _check_topologies(arguments.topologies or TOPOLOGIES, plugins)
+    layers = QUICK_LAYERS if arguments.quick else arguments.layers
+    sizes = (arguments.tensor_parallel_size, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
+    work = Work(arguments.model, arguments.pages, *sizes, layers)
+    return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
-def _check(model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None, tensor: int) -> int:
-    found = run(model, layers, pages, path, plugins, tensor)
-    of_layers, of_devices = f", {layers} layers" if layers else "", f", {tensor} devices" if tensor > 1 else ""
-    print(f"\n{model}, attention {path}{of_layers}{of_devices}")
-    for name, some in found.items():
-        for one in some:
-            verdict = "BROKEN" if one.broken else "ok" if one.holds else "not asked: attention is XLA's"
-            print(f"  {name:17} {one.rule:40} {one.found:>24} of {one.limit:<12} {verdict}")
-    return int(any(one.broken for some in found.values() for one in some))
+def _check(work: Work, plugins: pathlib.Path | None) -> int:
+    parts = run(work, plugins)
+    for part in parts:
+        print(f"\n{work}, attention {work.attention}{f', stage {part.number + 1}' if work.stages > 1 else ''}")
+        _print("", part.findings)
+        for name, program in part.programs.items():
+            _print(name, program.findings)
+    return int(any(part.broken for part in parts))
 
 
-def run(
-    model: str, layers: int | None, pages: int, path: str, plugins: pathlib.Path | None, tensor: int = 1
-) -> dict[str, list[Finding]]:
-    """The findings of each program, compiled in a process of its own.
+def _print(name: str, findings: Iterable[Finding]) -> None:
+    for one in findings:
+        verdict = "BROKEN" if one.broken else "ok" if one.holds else "not asked"
+        print(f"  {name:17} {one.rule:40} {one.found:>24} of {one.limit:<12} {verdict}")
+
+
+def _check_topologies(names: Iterable[str], plugins: pathlib.Path | None) -> int:
+    found = {name: (TOPOLOGIES[name], run(TOPOLOGIES[name], plugins)) for name in names}
+    print(table(found))
+    lines = list(broken(found))
+    for line in lines:
+        print(f"BROKEN: {line}")
+    return int(bool(lines))
+
+
+def run(work: Work, plugins: pathlib.Path | None) -> list[Part]:
+    """The pipeline stages of a deployment, each compiled in a process of its own.
 
     Raises:
         subprocess.CalledProcessError: it died; what it said is on standard error.
     """
+    return [_compile(work, number, plugins) for number in range(work.stages)]
+
+
+def _compile(work: Work, number: int, plugins: pathlib.Path | None) -> Part:
     with tempfile.TemporaryDirectory() as folder:
-        dumps, results = pathlib.Path(folder, "dumps"), pathlib.Path(folder, "results")
+        dumps, result = pathlib.Path(folder, "dumps"), pathlib.Path(folder, "result")
         command = [
             sys.executable,
             "-m",
             "tools.check_programs.programs",
-            "--model",
-            model,
-            "--attention",
-            path,
-            "--pages",
-            str(pages),
-            "--tensor",
-            str(tensor),
+            "--work",
+            json.dumps(dataclasses.asdict(work)),
         ]
-        command += ["--dumps", str(dumps), "--results", str(results)] + ["--layers", str(layers)] * bool(layers)
+        command += ["--stage", str(number), "--dumps", str(dumps), "--result", str(result)]
         variables = environment(plugins)
         variables["XLA_FLAGS"] += f" --xla_dump_to={dumps} --xla_dump_hlo_as_text"
-        subprocess.run(command, env=variables, cwd=ROOT, check=True)
-        read = json.loads(results.read_text(encoding="utf-8"))
-    return {name: [Finding(**one) for one in some] for name, some in read.items()}
+        done = subprocess.run(command, env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+        print(done.stderr, end="", file=sys.stderr)
+        done.check_returncode()
+        part = Part.read(json.loads(result.read_text(encoding="utf-8")))
+    return dataclasses.replace(part, findings=(*part.findings, of_partitioner(done.stderr)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.check_programs", description=__doc__)
-    known = ", ".join(MODELS)
-    parser.add_argument("--model", default="llama-3.1-8b", help=f"one of {known}, or a folder with a config.json")
+    parser.add_argument("--model", default="Llama-3.1-8B", help="of configs/models, or a folder with a config.json")
     parser.add_argument("--attention", nargs="+", choices=PATHS, default=["auto"], help="which path attention takes")
     parser.add_argument("--pages", type=int, default=PAGES, help=f"of the pool, of 64 tokens each (default: {PAGES})")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="H100s that work together (default: 1)")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")
+    for name in ("tensor", "expert", "pipeline"):
+        parser.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="as the server's flag")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--layers", type=int, metavar="N", help="so many instead of all")
+    depth.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")
+    known = "; ".join(TOPOLOGIES)
+    parser.add_argument(
+        "--topologies", nargs="*", choices=TOPOLOGIES, metavar="NAME", help=f"these, or all deployments: {known}"
+    )
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     return parser.parse_args(argv)
 

@@ -67,12 +67,23 @@ class Module:
                 found[int(number[1])] = one
         return found
 
+    def weights(self) -> list[Instruction]:
+        """The arguments that are parameters of the model: those of the function's argument ``params``."""
+        return [one for one in self.parameters().values() if 'op_name="params' in one.line]
+
     def source(self, name: str) -> str:
         """What an operand of the entry computation is a view of."""
         entry = {one.name: one for one in self.computations[self.entry]}
         while name in entry and entry[name].opcode == "bitcast":
             name = entry[name].operands[0]
         return name
+
+    def reads_argument(self, one: Instruction, sizes: set[int]) -> bool:
+        """Whether an operand may be an argument of these sizes; what a loop is given is not looked at."""
+        if one not in self.computations[self.entry]:
+            return True
+        large = {each.name for each in self.parameters().values() if each.size in sizes}
+        return any(self.source(name) in large for name in one.operands)
 
     def root_opcode(self, fusion: Instruction) -> str:
         """What a fusion does last, its views aside."""

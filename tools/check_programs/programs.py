@@ -1,4 +1,4 @@
-"""Compile the engine's programs at a model's shape for an H100; run by `tools.check_programs` in a process of its own.
+"""Compile a pipeline stage's programs for H100s; run by `tools.check_programs` in a process of its own.
 
 The programs, their options, shapes and donations are the engine's: `engine.compiled` compiles them, as at any start.
 """
@@ -12,71 +12,162 @@ import math
 import pathlib
 import re
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.engine import resolve_for
-from jaxinfer.engine.placement import abstract_arrays, device_bytes, spread_model
-from jaxinfer.engine.stages import Stage
+from jaxinfer.engine.memory import Needs, stage_needs
+from jaxinfer.engine.placement import StageArrays, abstract_arrays, device_bytes, spread_model
+from jaxinfer.engine.stages import Stage, cut
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.parallel.mesh import mesh_for, stages
 from jaxinfer.sampling import SamplingLimits
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
+from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module
-from tools.check_programs.rules import Finding, Step, findings
-from tools.gpu_check.llama import LLAMA_8B
+from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
+from tools.check_programs.work import Part, Program, Work
 
-LLAMA_70B = {
-    **LLAMA_8B,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-MODELS = {"llama-3.1-8b": LLAMA_8B, "llama-3.1-70b": LLAMA_70B}
-PATHS = ("auto", "mosaic", "xla")
-LIMITS = SamplingLimits(max_logprobs=20)
-ENGINE = EngineConfig(
-    max_num_seqs=64, page_size=64, max_model_len=4096, prefill_sizes=(32, 128, 256), max_prefill_rows=2048
-)
-PAGES = 4096
-# Bytes of temporaries: a few arrays of logits (float32, of the whole vocabulary) or of the widest activation. A copy of
-# one layer's pool or of the head would not fit.
-_MIB = 2**20
-CEILINGS = {"decode": 160 * _MIB, "prefill": 256 * _MIB, "prefill_logprobs": 448 * _MIB}
+PAGE = 64
+ENGINE = EngineConfig(max_num_seqs=64, page_size=PAGE, max_model_len=4096, max_logprobs=20)
 
 
-def config_folder(model: str, layers: int | None, folder: pathlib.Path) -> pathlib.Path:
-    """A folder with the config.json of a known model, or of a checkpoint's folder, with so many layers."""
-    source = pathlib.Path(model, "config.json")
-    config = dict(MODELS[model]) if model in MODELS else json.loads(source.read_text(encoding="utf-8"))
-    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+def settings_of(work: Work) -> EngineConfig:
+    return dataclasses.replace(
+        ENGINE,
+        num_pages=work.pages,
+        attention_backend=work.attention,
+        tensor_parallel_size=work.tensor,
+        expert_parallel_size=work.expert,
+        pipeline_parallel_size=work.stages,
+    )
 
 
-def compile_steps(model: Model, settings: EngineConfig) -> Iterator[tuple[str, Any, int, int, int]]:
-    """Name, executable, tokens, donated bytes and planned bytes of the widest programs. Nothing is allocated."""
-    target = TARGETS[HOPPER]
-    mesh = mesh_for(settings, target.devices(settings.devices))
-    model = spread_model(model, mesh)
-    engine, stage = resolve_for(model, settings, "gpu"), Stage(model)
-    arrays = abstract_arrays(stage, engine, LIMITS, mesh)
-    with target.current():
-        compiled = compile_largest(stage, arrays, engine)
-    size, lanes = max(engine.wide_prefills, default=(engine.prefill_sizes[-1], 1), key=math.prod)
-    tokens = {"decode": engine.rows, "prefill": size * lanes, "prefill_logprobs": engine.prefill_sizes[-1]}
+def model_of(work: Work) -> Model:
+    """Its parameters are abstract."""
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
+        return abstract_model(folder, "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A pipeline stage before it is compiled: what it has, what the planner makes of it, and what should come out."""
+
+    stage: Stage
+    engine: ResolvedEngine
+    arrays: StageArrays
+    needs: Needs
+    should: Expected
+
+    @property
+    def pool(self) -> int:
+        return self.needs.page * self.engine.num_pages
+
+    @property
+    def turn(self) -> int:
+        """What the sampler keeps of the slots that decode together."""
+        return self.needs.sampler // self.engine.turns
+
+    def tokens(self, program: str) -> int:
+        """That one call computes."""
+        if program == "decode":
+            return self.engine.rows // self.engine.turns
+        chunk = self.engine.prefill_sizes[-1]
+        wide = [] if program == "prefill_logprobs" else map(math.prod, self.engine.wide_prefills)
+        return max([chunk, *wide])
+
+    def donated(self, program: str) -> int:
+        """Bytes by the planner's arithmetic, and what the slots sampled last."""
+        if program == "decode" and self.stage.last:
+            return self.pool + self.turn + device_bytes(self.arrays.last_tokens)
+        return self.pool
+
+
+def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Planned:
+    """A pipeline stage; ``devices``: H100s that are not there, unless given."""
+    settings = settings_of(work)
+    mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
+    model = spread_model(model_of(work), mesh)
+    engine, own = resolve_for(model, settings, "gpu"), stages(mesh)[number]
+    stage = cut(model, work.stages)[number]
+    arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=engine.max_logprobs), own)
+    return Planned(stage, engine, arrays, stage_needs(stage, engine, own), expected(stage, _sizes(own)))
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {str(axis): int(size) for axis, size in mesh.shape.items()}
+
+
+def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
+    """A stage compiled, and what was found. ``dumps``: the folder that XLA was told to dump to."""
+    planned, start = plan(work, number), time.perf_counter()
+    with TARGETS[HOPPER].current():
+        compiled = compile_largest(planned.stage, planned.arrays, planned.engine)
+    seconds = time.perf_counter() - start
+    steps = list(_steps(planned, compiled, dumps))
+    needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
+    # A decode step's arguments are all that the stage has, but for the samplers of the other turns.
+    (decode,) = (step for step in steps if step.name == "decode")
+    held = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.turn
+    total = needs.fixed + planned.pool
+    return Part(
+        number=number,
+        weights=needs.weights,
+        pool=planned.pool,
+        planned=total,
+        compiled=held,
+        seconds=seconds,
+        programs={step.name: _program(step) for step in steps},
+        findings=tuple(of_stage(planned=total, compiled=held, weights=needs.weights, declared=planned.should.weights)),
+    )
+
+
+def _program(step: Step) -> Program:
+    sums, gathers = collectives(step, "all-reduce"), collectives(step, "all-gather")
+    found = tuple(findings(step))
+    return Program(step.arguments, step.temporaries, sums, gathers, kernels_per_layer(step), found)
+
+
+def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path) -> Iterator[Step]:
+    """Each program with what is known of it."""
+    stage, needs, should = planned.stage, planned.needs, planned.should
+    pages, sizes = planned.engine.num_pages, _sizes(jax.tree.leaves(planned.arrays.params)[0].sharding.mesh)
+    pool = stage.model.cache_spec.pool_shape(pages, PAGE, math.prod(sizes.values()))
     for executable in compiled:
-        name = _name(executable.as_text())
-        donated = (arrays.pools, arrays.last_tokens, arrays.sampler) if name == "decode" else arrays.pools
-        read = arrays if name == "decode" else arrays[:2]
-        yield name, executable, tokens[name], device_bytes(donated), device_bytes(read)
+        text, memory = executable.as_text(), executable.memory_analysis()
+        name = _name(text)
+        dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
+        (layers, tail), sampler = should.gemms(name), planned.turn * (name == "decode")
+        yield Step(
+            name=name,
+            module=read_module(text),
+            launches=read_launches(dump),
+            pool=math.prod(pool),
+            tokens=planned.tokens(name),
+            widest=should.widest,
+            logits=should.logits(name),
+            layers=layers,
+            tail=tail,
+            sums=should.sums(name),
+            gathers=should.gathers(name),
+            donated=planned.donated(name),
+            aliased=memory.alias_size_in_bytes,
+            temporaries=temporary_bytes(executable),
+            arguments=memory.argument_size_in_bytes,
+            planned=needs.weights + planned.pool + sampler,
+            whole=layers == should.layers,
+            experts=should.experts,
+            devices=should.devices,
+        )
 
 
 def _name(text: str) -> str:
@@ -85,52 +176,15 @@ def _name(text: str) -> str:
     return found[1]
 
 
-def check(model: Model, settings: EngineConfig, dumps: pathlib.Path) -> dict[str, list[Finding]]:
-    """The findings of each program. ``dumps``: the folder that XLA was told to dump to."""
-    found = {}
-    for name, executable, tokens, donated, planned in compile_steps(model, settings):
-        dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
-        layers, needs_head, devices = len(model.config.layers), name != "prefill", settings.tensor_parallel_size
-        step = Step(
-            name=name,
-            module=read_module(executable.as_text()),
-            launches=read_launches(dump),
-            weights=len(jax.tree.leaves(model.params)),
-            pool=math.prod(model.cache_spec.pool_shape(settings.num_pages or 0, settings.page_size, devices)),
-            tokens=tokens,
-            widest=max(2 * model.config.intermediate_size, model.config.vocab_size if needs_head else 0),
-            # A prompt's chunk is computed for its keys and values: what follows the last layer's is not needed.
-            layers=layers if needs_head else layers - 1,
-            head=1,
-            donated=donated,
-            aliased=executable.memory_analysis().alias_size_in_bytes,
-            temporaries=temporary_bytes(executable),
-            ceiling=CEILINGS[name],
-            arguments=executable.memory_analysis().argument_size_in_bytes,
-            planned=planned,
-            devices=devices,
-        )
-        found[name] = list(findings(step))
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--pages", type=int, required=True)
-    parser.add_argument("--tensor", type=int, required=True)
-    parser.add_argument("--attention", choices=PATHS, required=True)
+    parser.add_argument("--work", required=True, help="the fields of a Work, as JSON")
+    parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--dumps", type=pathlib.Path, required=True)
-    parser.add_argument("--results", type=pathlib.Path, required=True)
+    parser.add_argument("--result", type=pathlib.Path, required=True)
     arguments = parser.parse_args(argv)
-    settings = dataclasses.replace(ENGINE, num_pages=arguments.pages, attention_backend=arguments.attention)
-    settings = dataclasses.replace(settings, tensor_parallel_size=arguments.tensor)
-    with tempfile.TemporaryDirectory() as folder:
-        named = config_folder(arguments.model, arguments.layers, pathlib.Path(folder))
-        found = check(abstract_model(str(named), "bfloat16"), settings, arguments.dumps)
-    plain = {name: [dataclasses.asdict(one) for one in some] for name, some in found.items()}
-    arguments.results.write_text(json.dumps(plain), encoding="utf-8")
+    part = check(Work(**json.loads(arguments.work)), arguments.stage, arguments.dumps)
+    arguments.result.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
 
 
 if __name__ == "__main__":

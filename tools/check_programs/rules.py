@@ -7,13 +7,20 @@ and no command buffer holds a loop.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from tools.check_programs.hlo import Instruction, Launch, Module
+from tools.check_programs.work import Finding
 
-GEMMS = 4  # a layer: queries, keys and values; output; gate and up; down
-KERNELS_PER_LAYER = 16  # and the sums over devices
-_PLANNED_WITHIN = 0.02
+KERNELS_PER_LAYER = 16  # of a dense layer; with
+OF_SUMS, OF_EXPERTS = 2, 24  # sums over devices; with experts: choosing and sorting
+_WITHIN = 0.02
+# Of an H100's 80 GB, what `EngineConfig.memory_utilization` leaves.
+BUDGET = int(0.9 * 80e9)
+# What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
+# head would not fit.
+_LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 16 << 20
 # They lay out, convert or cut what they read, and compute nothing.
 _MOVES = {"copy", "copy-start", "convert", "transpose", "slice", "dynamic-slice", "gather", "pad", "concatenate"}
 _VIEWS = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "optimization-barrier"}
@@ -26,80 +33,91 @@ _COLLECTIVES = (
     "collective-broadcast",
 )
 _IN_PLACE = {"scatter", "dynamic-update-slice"}
+_REMATERIALISED = re.compile(r"[Ii]nvoluntary full rematerialization")
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A compiled program and what is known of its arguments.
+    """A compiled program and what is known of its arguments. All numbers are those of one device.
 
     Attributes:
-        weights: how many of the first arguments are parameters of the model.
         pool: elements of one layer's pool.
         tokens: that one call computes.
-        widest: numbers of the widest activation of a token.
-        layers, head: layers whose GEMMs are all needed, and GEMMs besides.
+        widest: numbers of the widest activation of a token, logits aside.
+        logits: of a token; 0 where none are made.
+        layers, tail: GEMMs of each layer that is needed whole, and GEMMs behind those.
+        sums, gathers: all-reduces and all-gathers that there should be.
         donated, aliased: bytes of donated arguments, and how many of them results take over.
-        temporaries: bytes that it needs while it runs, and the most that it may.
-        arguments, planned: bytes of all arguments, and what the engine plans with: weights, pool and slots.
-        devices: over which the tensor axis spreads it; all numbers are those of one.
+        temporaries: bytes that it needs while it runs.
+        arguments, planned: bytes of all arguments, and what the engine plans with: weights, pool and sampler.
+        whole: whether it reads all of the stage's weights.
+        experts: whether a layer is a mixture of them.
+        devices: over which the stage is spread.
     """
 
     name: str
     module: Module
     launches: list[Launch]
-    weights: int
     pool: int
     tokens: int
     widest: int
-    layers: int
-    head: int
+    logits: int
+    layers: tuple[int, ...]
+    tail: int
     donated: int
     aliased: int
     temporaries: int
-    ceiling: int
     arguments: int
     planned: int
+    sums: int = 0
+    gathers: int = 0
+    whole: bool = True
+    experts: bool = False
     devices: int = 1
 
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One rule of one program. ``asked``: false where attention takes XLA's path, and the rule is about kernels."""
-
-    rule: str
-    found: str
-    limit: str
-    holds: bool
-    asked: bool = True
+    @property
+    def largest(self) -> int:
+        """Numbers of its largest activation."""
+        return self.tokens * max(self.widest, self.logits)
 
     @property
-    def broken(self) -> bool:
-        return self.asked and not self.holds
+    def ceiling(self) -> int:
+        """Bytes that its temporaries may take."""
+        return _FIXED + int(self.tokens * (_LOGITS * 4 * self.logits + _ACTIVATIONS * 2 * self.widest))
 
 
 def findings(step: Step) -> Iterator[Finding]:
-    gemms, expected = len(weight_gemms(step)), GEMMS * step.layers + step.head
-    yield Finding("GEMMs with a weight", str(gemms), str(expected), gemms == expected)
-    moved = moved_arrays(step)
-    shown = "none" if not moved else f"{len(moved)}: {', '.join(_short(one) for one in moved[:3])}"
-    yield Finding("pools or weights copied, converted, cut", shown, "none", not moved)
+    yield from _of_weights(step)
     yield Finding("donated bytes updated in place", str(step.aliased), str(step.donated), step.aliased == step.donated)
-    mib = [f"{size / 2**20:.0f} MiB" for size in (step.temporaries, step.ceiling)]
-    yield Finding("temporaries", *mib, step.temporaries <= step.ceiling)
-    sums, gathers = (collectives(step, kind) for kind in ("all-reduce", "all-gather"))
-    # Two sums a layer, those of the last one only where its result is needed, and the embedding's; the logits.
-    many = step.devices > 1
-    wanted = [(2 * step.layers + 1) * many, (step.name != "prefill") * many]
-    found = sum(collectives(step, kind) for kind in _COLLECTIVES)
-    yield Finding("all-reduces", str(sums), str(wanted[0]), sums == wanted[0])
-    yield Finding("all-gathers", str(gathers), str(wanted[1]), gathers == wanted[1])
-    yield Finding("other collectives", str(found - sums - gathers), "0", found == sums + gathers)
-    # A prompt's chunk takes no head, and little of the last layer.
-    least = 0 if step.name == "prefill" else (1 - _PLANNED_WITHIN) * step.planned
-    near = least <= step.arguments <= (1 + _PLANNED_WITHIN) * step.planned
+    yield _at_most("temporaries", step.temporaries, step.ceiling)
+    yield from _of_collectives(step)
+    least = (1 - _WITHIN) * step.planned if step.whole else 0
+    near = least <= step.arguments <= (1 + _WITHIN) * step.planned
     yield Finding("bytes of arguments, as planned", str(step.arguments), str(step.planned), near)
+    yield from _of_launches(step)
+
+
+def _of_weights(step: Step) -> Iterator[Finding]:
+    gemms, wanted = len(weight_gemms(step)), sum(step.layers) + step.tail
+    yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted)
+    moved = moved_arrays(step)
+    yield Finding("pools or weights copied, converted, cut", _list(moved), "none", not moved)
+
+
+def _of_collectives(step: Step) -> Iterator[Finding]:
+    sums, gathers = (collectives(step, kind) for kind in ("all-reduce", "all-gather"))
+    others = sum(collectives(step, kind) for kind in _COLLECTIVES) - sums - gathers
+    yield Finding("all-reduces", str(sums), str(step.sums), sums == step.sums)
+    yield Finding("all-gathers", str(gathers), str(step.gathers), gathers == step.gathers)
+    yield Finding("other collectives", str(others), "0", not others)
+    gathered = gathered_arrays(step)
+    yield Finding("gathered beside the logits", _list(gathered), "none", not gathered)
+
+
+def _of_launches(step: Step) -> Iterator[Finding]:
+    many = step.devices > 1
     asked = not any(one.opcode == "while" for one in step.module.computations[step.module.entry])
-    count, most = kernels_per_layer(step), KERNELS_PER_LAYER + 2 * many
+    count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
     buffers = {launch.buffer for launch in step.launches if launch.is_gemm}
     within = buffers != {None} and len(buffers) == 1
@@ -107,9 +125,36 @@ def findings(step: Step) -> Iterator[Finding]:
     yield Finding("command buffers with GEMMs", str(len(buffers)), "1", within, asked and not many)
 
 
+def of_stage(*, planned: int, compiled: int, weights: int, declared: int) -> Iterator[Finding]:
+    """Of a whole pipeline stage, in bytes of a device.
+
+    Args:
+        planned, compiled: see `tools.check_programs.work.Part`.
+        weights: of the planner; ``declared`` follows from the declarations of the parameters.
+    """
+    yield Finding("weights, as declared", str(weights), str(declared), weights == declared)
+    near = abs(compiled - planned) <= _WITHIN * planned
+    yield Finding("bytes of a device, as planned", str(compiled), str(planned), near)
+    yield _at_most("bytes of a device", compiled, BUDGET)
+
+
+def of_partitioner(said: str) -> Finding:
+    """``said``: all that XLA wrote to standard error."""
+    count = len(_REMATERIALISED.findall(said))
+    return Finding("arrays that the partitioner makes whole", str(count), "0", not count)
+
+
+def _at_most(rule: str, found: int, limit: int) -> Finding:
+    return Finding(rule, f"{found / 2**20:.0f} MiB", f"{limit / 2**20:.0f} MiB", found <= limit)
+
+
+def _list(found: list[Instruction]) -> str:
+    return "none" if not found else f"{len(found)}: {', '.join(_short(one) for one in found[:3])}"
+
+
 def weight_gemms(step: Step) -> list[Instruction]:
     """GEMMs of the entry computation that read a parameter of the model: attention's own have none."""
-    weights = {one.name for position, one in step.module.parameters().items() if position < step.weights}
+    weights = {one.name for one in step.module.weights()}
     entry = step.module.computations[step.module.entry]
     return [one for one in entry if one.is_gemm and weights & {step.module.source(name) for name in one.operands}]
 
@@ -117,10 +162,10 @@ def weight_gemms(step: Step) -> list[Instruction]:
 def moved_arrays(step: Step) -> list[Instruction]:
     """Results in memory as large as a pool or a weight, or larger than any activation, that are not written in place.
 
-    A GEMM's result is an activation. A custom call that is aliased writes in place, as do scatters.
+    A GEMM's result is an activation. A custom call that is aliased writes in place, as do scatters. What could be an
+    activation by its size is not one if it is made of an argument.
     """
-    parameters = step.module.parameters()
-    sizes = {parameters[position].size for position in range(step.weights) if len(parameters[position].dims or ()) > 1}
+    sizes = {one.size for one in step.module.weights() if len(one.dims or ()) > 1}
     return [one for one in step.module.in_memory() if _is_moved(step, one, {*sizes, step.pool})]
 
 
@@ -130,10 +175,11 @@ def _is_moved(step: Step, one: Instruction, sizes: set[int]) -> bool:
     opcode = step.module.root_opcode(one) if one.opcode == "fusion" else one.opcode
     if opcode in _IN_PLACE or (one.opcode == "custom-call" and "output_to_operand_aliasing" in one.line):
         return False
-    if one.size in sizes and one.size > step.tokens * step.widest:
+    if one.size in sizes and one.size > step.largest:
         return True
-    large = one.size >= min(sizes)
-    return large and (one.size > step.tokens * step.widest or (opcode in _MOVES and one.size in sizes))
+    if one.size > step.largest:
+        return one.size >= min(sizes)
+    return opcode in _MOVES and one.size in sizes and step.module.reads_argument(one, sizes)
 
 
 def collectives(step: Step, kind: str) -> int:
@@ -141,12 +187,21 @@ def collectives(step: Step, kind: str) -> int:
     return sum(one.opcode in (kind, f"{kind}-start") for body in step.module.computations.values() for one in body)
 
 
+def gathered_arrays(step: Step) -> list[Instruction]:
+    """What all-gathers make, logits aside."""
+    gathers = ("all-gather", "all-gather-done")
+    every = [one for body in step.module.computations.values() for one in body if one.opcode in gathers]
+    return [one for one in every if one.size != step.tokens * step.logits]
+
+
 def kernels_per_layer(step: Step) -> float:
-    """Launches from the first layer's first GEMM to the last layer's first, a layer; those of loops counted once."""
+    """Launches from the first layer's first GEMM to the last layer's first, a layer; those of loops counted once.
+
+    Of a single layer, to what follows it.
+    """
     at = [index for index, launch in enumerate(step.launches) if launch.is_gemm]
-    per_layer = (len(at) - step.head) // step.layers
-    last = at[per_layer * (step.layers - 1)]
-    return (last - at[0]) / (step.layers - 1)
+    counted = step.layers[:-1] or step.layers
+    return ([*at, len(step.launches)][sum(counted)] - at[0]) / len(counted)
 
 
 def _short(one: Instruction) -> str:

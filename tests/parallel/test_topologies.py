@@ -1,0 +1,38 @@
+"""Whole deployments compiled for H100s that are not there: bytes, collectives, nothing gathered and nothing moved."""
+
+import dataclasses
+
+import pytest
+
+from pallas_kernels.check.plugins import PluginsMissing, default_folder, require_plugins
+from tools.check_programs.__main__ import run
+from tools.check_programs.topologies import TOPOLOGIES
+
+
+def _have_plugins() -> bool:
+    try:
+        require_plugins(default_folder())
+    except PluginsMissing:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+
+
+def test_two_layers_of_a_mixture_on_eight_gpus_keep_the_rules():
+    work = dataclasses.replace(TOPOLOGIES["Mixtral-8x7B, EP4 x TP2"], layers=2)
+    (part,) = run(work, default_folder())
+    assert set(part.programs) == {"decode", "prefill", "prefill_logprobs"}
+    assert part.broken == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_deployment_keeps_the_rules(name):
+    """At its whole depth, a pool that fills the device beside the weights."""
+    work = TOPOLOGIES[name]
+    parts = run(work, default_folder())
+    assert [part.number for part in parts] == list(range(work.stages))
+    assert [(part.number, one) for part in parts for one in part.broken] == []
+    assert all(part.compiled > 60e9 for part in parts)

@@ -1,0 +1,131 @@
+"""What a stage's programs should consist of, from nothing but the declarations of its parameters.
+
+This is arithmetic of its own: it shares `ParamSpec` and the table of axes with the engine, and none of its functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+
+from jaxinfer.engine.stages import Stage
+from jaxinfer.parallel.mesh import REPLICABLE, RULES
+from jaxinfer.types import ParamSpec, ParamTree
+
+SUMS = 2  # a layer: of attention's output, and of all that the feed-forward layer is
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """A pipeline stage over as many devices as ``sizes`` multiply to; all numbers are those of one of them.
+
+    Attributes:
+        layers: GEMMs of each layer, one a matrix.
+        head: GEMMs behind the layers.
+        embeds: whether tokens come in here.
+        vocab: logits of a token; 0 where none are made.
+        spread: whether each device has a part of the vocabulary.
+        widest: numbers of the widest activation of a token, logits aside.
+        experts: whether there are mixtures of experts.
+        weights: bytes of the parameters.
+    """
+
+    layers: tuple[int, ...]
+    head: int
+    embeds: bool
+    vocab: int
+    spread: bool
+    widest: int
+    experts: bool
+    weights: int
+    devices: int
+
+    def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
+        """Of each layer that is needed whole, and besides."""
+        if self._cut(program):
+            return self.layers[:-1], 1
+        return self.layers, self.head
+
+    def sums(self, program: str) -> int:
+        """All-reduces: of the layers, and the embedding's, where each device has some rows."""
+        layers = len(self.gemms(program)[0])
+        return (SUMS * layers + (self.embeds and self.spread)) * (self.devices > 1)
+
+    def gathers(self, program: str) -> int:
+        """All-gathers: the logits."""
+        return int(self.logits(program) > 0 and self.spread and self.devices > 1)
+
+    def logits(self, program: str) -> int:
+        return 0 if program == "prefill" else self.vocab
+
+    def _cut(self, program: str) -> bool:
+        """A prompt's chunk is computed for its keys and values: what follows the last layer's is not needed."""
+        return program == "prefill" and self.vocab > 0
+
+
+def expected(stage: Stage, sizes: Mapping[str, int]) -> Expected:
+    """``sizes``: devices along each axis of the stage's mesh."""
+    model = stage.model
+    specs = model.family.param_specs(model.config)
+    names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
+    layers = tuple(sum(map(_is_matrix, leaves(specs[name]))) for name in names)
+    vocab, ways = model.config.vocab_size, spread_over("vocab", sizes)
+    every = [spec for name in names for spec in leaves(specs[name])]
+    return Expected(
+        layers=layers,
+        head=int(stage.last),
+        embeds=stage.first,
+        vocab=vocab if stage.last else 0,
+        spread=vocab % ways == 0,
+        widest=max(_widest(spec, sizes) for spec in every),
+        experts=any("expert" in spec.axes for spec in every),
+        weights=weight_bytes(specs, sizes, model.dtype.itemsize),
+        devices=math.prod(sizes.values()),
+    )
+
+
+def weight_bytes(specs: ParamTree, sizes: Mapping[str, int], itemsize: int) -> int:
+    """Of one device."""
+    return sum(math.prod(own_shape(spec, sizes)) * _itemsize(spec, itemsize) for spec in leaves(specs))
+
+
+def own_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Of the part of a parameter that one device has."""
+    return tuple(_own(axis, size, spread_over(axis, sizes)) for axis, size in zip(spec.axes, spec.shape, strict=True))
+
+
+def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[name] for name in RULES.get(axis or "", ()))
+
+
+def leaves(tree: ParamTree | ParamSpec) -> Iterator[ParamSpec]:
+    if isinstance(tree, ParamSpec):
+        yield tree
+        return
+    for node in tree.values():
+        yield from leaves(node)
+
+
+def _own(axis: str | None, size: int, ways: int) -> int:
+    return size if axis in REPLICABLE and size % ways else size // ways
+
+
+def _itemsize(spec: ParamSpec, itemsize: int) -> int:
+    return itemsize if spec.dtype is None else jnp.dtype(spec.dtype).itemsize
+
+
+def _is_matrix(spec: ParamSpec) -> bool:
+    """Biases and norms begin at one number."""
+    return len(spec.shape) > 1 and spec.init == "normal"
+
+
+def _widest(spec: ParamSpec, sizes: Mapping[str, int]) -> int:
+    """Of what goes into a matrix and what comes out: a stack of experts takes and gives as many."""
+    if not _is_matrix(spec) or "embed" not in spec.axes:
+        return 0
+    own, d = own_shape(spec, sizes), spec.shape[spec.axes.index("embed")]
+    experts = own[spec.axes.index("expert")] if "expert" in spec.axes else 1
+    return max(math.prod(own) // d, experts * d)

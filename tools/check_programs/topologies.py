@@ -1,0 +1,68 @@
+"""Whole deployments on H100s that are not there: what is compiled, and the table of what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tools.check_programs.work import Part, Work
+
+# Pools that fill what `EngineConfig.memory_utilization` leaves of 80 GB, as a start without `num_pages` would: the
+# planner's sum with the largest programs is within 72 GB.
+TOPOLOGIES: Mapping[str, Work] = {
+    str(work): work
+    for work in (
+        Work("Llama-3.1-8B", pages=6500),
+        Work("Llama-3.1-70B", pages=6800, tensor=4),
+        Work("Llama-3.1-70B", pages=20000, tensor=8),
+        Work("Llama-3.1-405B", pages=9800, tensor=8, stages=2),
+        Work("Mixtral-8x7B", pages=22500, expert=4),
+        Work("Mixtral-8x7B", pages=56000, expert=4, tensor=2),
+        Work("DeepSeek-V2", pages=2500, expert=8),
+    )
+}
+
+_COLUMNS = (
+    "deployment",
+    "H100s",
+    "weights",
+    "pool",
+    "planned",
+    "compiled",
+    "temporaries",
+    "sums, gathers: decode",
+    "kernels a layer: decode, prefill",
+    "compiled in",
+)
+
+
+def table(found: Mapping[str, tuple[Work, Sequence[Part]]]) -> str:
+    """Markdown: a line for each pipeline stage. Bytes are those of one device, in GB of 10^9."""
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS)]
+    for name, (work, parts) in found.items():
+        lines += [_line(name, work, part) for part in parts]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _line(name: str, work: Work, part: Part) -> tuple[str, ...]:
+    decode, prefill = part.programs["decode"], part.programs["prefill"]
+    sizes = (part.weights, part.pool, part.planned, part.compiled, part.temporaries)
+    return (
+        name if work.stages == 1 else f"{name}, stage {part.number + 1}",
+        str(work.devices // work.stages),
+        *(f"{size / 1e9:.2f}" for size in sizes),
+        f"{decode.sums}, {decode.gathers}",
+        f"{decode.kernels:.0f}, {prefill.kernels:.0f}",
+        f"{part.seconds:.0f} s",
+    )
+
+
+def broken(found: Mapping[str, tuple[Work, Sequence[Part]]]) -> Iterator[str]:
+    """A line for each rule that does not hold."""
+    for name, (_, parts) in found.items():
+        for part in parts:
+            places = [("", part.findings), *((program, one.findings) for program, one in part.programs.items())]
+            for place, findings in places:
+                for one in findings:
+                    if one.broken:
+                        where = ", ".join(filter(None, [name, f"stage {part.number + 1}", place]))
+                        yield f"{where}: {one.rule}: {one.found} of {one.limit}"

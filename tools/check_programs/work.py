@@ -1,0 +1,119 @@
+"""What is compiled, and what came of it: passed between the process that compiles and the one that reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from pallas_kernels.check.plugins import ROOT
+
+MODELS = ROOT / "configs" / "models"
+PATHS = ("auto", "mosaic", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A model on some H100s, in bfloat16.
+
+    Attributes:
+        model: the name of a file in configs/models, or a folder with a config.json.
+        pages: of the pool, of 64 tokens each.
+        tensor, expert, stages: the parallel sizes.
+        layers: so many instead of all.
+        attention: the path that it takes.
+    """
+
+    model: str
+    pages: int
+    tensor: int = 1
+    expert: int = 1
+    stages: int = 1
+    layers: int | None = None
+    attention: str = "auto"
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.expert * self.stages
+
+    def __str__(self) -> str:
+        sizes = {"EP": self.expert, "TP": self.tensor, "PP": self.stages}
+        spread = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        parts = [self.model, spread, f"{self.layers} layers" if self.layers else ""]
+        return ", ".join(filter(None, parts))
+
+    def config(self) -> dict[str, Any]:
+        """The model's config.json, with the layers that are asked for."""
+        folder = pathlib.Path(self.model)
+        path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {**found, "num_hidden_layers": self.layers or found["num_hidden_layers"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One rule and what was found. ``asked``: false where attention takes XLA's path, and the rule is about kernels."""
+
+    rule: str
+    found: str
+    limit: str
+    holds: bool
+    asked: bool = True
+
+    @property
+    def broken(self) -> bool:
+        return self.asked and not self.holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program: bytes of a device, collectives, launches a layer."""
+
+    arguments: int
+    temporaries: int
+    sums: int
+    gathers: int
+    kernels: float
+    findings: tuple[Finding, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A pipeline stage: bytes of a device by the planner's arithmetic and by XLA, its programs by name.
+
+    Attributes:
+        planned: weights, pool, sampler and the temporaries of the hungriest program.
+        compiled: a decode step's arguments, the same temporaries, and the samplers of slots that decode at other times.
+        seconds: that tracing and compiling took.
+        findings: of the whole stage.
+    """
+
+    number: int
+    weights: int
+    pool: int
+    planned: int
+    compiled: int
+    seconds: float
+    programs: Mapping[str, Program]
+    findings: tuple[Finding, ...]
+
+    @property
+    def temporaries(self) -> int:
+        return max(program.temporaries for program in self.programs.values())
+
+    @property
+    def broken(self) -> list[Finding]:
+        every = [*self.findings, *(one for program in self.programs.values() for one in program.findings)]
+        return [one for one in every if one.broken]
+
+    @staticmethod
+    def read(plain: dict[str, Any]) -> Part:
+        """What `dataclasses.asdict` and JSON made of one."""
+        programs = {name: Program(**{**one, **_findings(one)}) for name, one in plain["programs"].items()}
+        return Part(**{**plain, **_findings(plain), "programs": programs})
+
+
+def _findings(plain: dict[str, Any]) -> dict[str, tuple[Finding, ...]]:
+    return {"findings": tuple(Finding(**one) for one in plain["findings"])}
