@@ -29,8 +29,8 @@ _STRANGERS = 16  # handshakes at once
 
 _log = logging.getLogger("jaxinfer.engine.group")
 
-End = Callable[[str], None]
-"""Ends this process at once, for a reason: threads may hang in a device's driver."""
+End = Callable[[str, bool], None]
+"""Ends this process at once, for a reason: threads may hang in a device's driver. True: their stacks may tell where."""
 
 Waiting = Callable[[], None]
 """Called now and then while a group is not whole yet."""
@@ -104,7 +104,7 @@ class _Peer:
 class Ledger:
     """Which calls this process has finished: their results are there, on its devices."""
 
-    def __init__(self, failed: End) -> None:
+    def __init__(self, failed: Callable[[str], None]) -> None:
         self.done, self._failed = 0, failed
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         _thread(self._run, "jaxinfer-ledger")
@@ -139,7 +139,7 @@ class Group:
     def __init__(self, membership: Membership, peers: Sequence[_Peer], coordinator: str, end: End) -> None:
         self.membership, self.coordinator, self.sent = membership, coordinator, 0
         self._peers, self._end, self._ended = list(peers), end, threading.Lock()
-        self._ledger = Ledger(self._over)
+        self._ledger = Ledger(self.over)
         self._last = ""
         _thread(self._beat, "jaxinfer-beat")
         _thread(self._watch, "jaxinfer-watch")
@@ -170,7 +170,7 @@ class Group:
     def _next(self, peer: _Peer, kind: str) -> Frame:
         frame = peer.inbox.get()
         if frame.kind != kind:
-            self._over(f"process {peer.number} said {frame.kind} where {kind} was due")
+            self.over(f"process {peer.number} said {frame.kind} where {kind} was due")
             threading.Event().wait()  # until the process ends
         return frame
 
@@ -192,10 +192,6 @@ class Group:
     def launched(self, results: Any = None) -> None:
         """To be called after each call; see `Ledger.launched`."""
         self._ledger.launched(results)
-
-    def over(self, reason: str) -> None:
-        """End the group."""
-        self._over(reason)
 
     # ---- watching
 
@@ -219,13 +215,14 @@ class Group:
                 quiet[place] = 0.0 if peer.heard != heard[place] else quiet[place] + TICK_SECONDS
                 heard[place] = peer.heard
                 if peer.lost is not None:
-                    self._over(f"process {peer.number} is gone: {peer.lost}")
+                    self.over(f"process {peer.number} is gone: {peer.lost}")
                 elif quiet[place] > limit:
-                    self._over(f"process {peer.number} hangs: it said nothing for {limit:g} s")
+                    self.over(f"process {peer.number} hangs: it said nothing for {limit:g} s", hangs=True)
             before, counts = counts, self._counts()
             still = still + TICK_SECONDS if self._outstanding(counts) and counts == before else 0.0
             if still > limit:
-                self._over(f"{self._slow(counts)}: no call was finished in {limit:g} s, the last was {self._last}")
+                what = f"no call was finished in {limit:g} s, the last was {self._last}"
+                self.over(f"{self._slow(counts)}: {what}", hangs=True)
 
     def _counts(self) -> list[int]:
         """Calls finished, by process; those of process 0 alone know of all."""
@@ -240,10 +237,10 @@ class Group:
         slow = [str(number) for number, count in zip(numbers, counts, strict=True) if count == least]
         return f"process {' and '.join(slow)} hangs" if len(slow) < len(numbers) else "all processes hang"
 
-    def _over(self, reason: str) -> None:
-        """The first reason counts."""
+    def over(self, reason: str, hangs: bool = False) -> None:
+        """End this process, and with it the group. The first reason counts."""
         if self._ended.acquire(blocking=False):
-            self._end(reason)
+            self._end(reason, hangs)
             for peer in self._peers:
                 peer.channel.close()
 
@@ -324,6 +321,7 @@ class _Gathering:
         self._membership, self._lock = membership, threading.Lock()
         self._peers: dict[int, _Peer] = {}
         self._room = threading.BoundedSemaphore(_STRANGERS)
+        self._closed = False
         host, port = membership.place
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -346,16 +344,18 @@ class _Gathering:
             return [peer for _, peer in sorted(self._peers.items())]
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._listening.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connected, address = self._listening.accept()
-            except OSError:
-                return
+            except OSError:  # closed; or one caller, or too many, went wrong
+                time.sleep(TICK_SECONDS)
+                continue
             if self._room.acquire(blocking=False):
                 _thread(self._welcome, "jaxinfer-welcome", connected, address)
             else:

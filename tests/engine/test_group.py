@@ -30,7 +30,8 @@ class Ends:
         self._changed = threading.Condition()
 
     def of(self, number: int):
-        def end(reason: str) -> None:
+        def end(reason: str, hangs: bool) -> None:
+            assert hangs == ("hangs" in reason)
             with self._changed:
                 self.reasons.setdefault(number, reason)
                 self._changed.notify_all()

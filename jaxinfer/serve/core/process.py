@@ -53,10 +53,11 @@ def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Ex
     _exit(event_loop.run(service.serve(settings.socket, functools.partial(build, settings), permanent)))
 
 
-def leave_group(reason: str) -> NoReturn:
-    """End at once, with the stacks of all threads in the log: one may wait for another process for ever."""
-    _log.error("%s: the group is over", reason)
-    faulthandler.dump_traceback(all_threads=True)
+def leave_group(reason: str, hangs: bool) -> NoReturn:
+    """End at once; where something hangs with the stacks of all threads in the log."""
+    _log.error("the group is over: %s", reason)
+    if hangs:
+        faulthandler.dump_traceback(all_threads=True)
     _exit(GROUP)
 
 
