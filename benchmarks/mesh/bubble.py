@@ -1,0 +1,94 @@
+"""How long pipeline stages wait: the part of their time in which they compute nothing."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+
+from benchmarks.mesh.models import model
+from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.step import DecodeBatch
+from jaxinfer.llm import LLM
+from jaxinfer.types import Request, SamplingParams
+
+_ROWS = 32
+_SETTINGS: dict[str, Any] = {"max_num_seqs": _ROWS, "max_model_len": 768, "page_size": 64, "prefill_sizes": (64,)}
+_PROMPT, _WARM = 16, 40
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decoding with all slots in use: steps in flight in every stage, and one step at a time for comparison.
+
+    ``idle``: 1 - ``free_ms`` / ``turn_ms``. A turn is a step of one part of the slots; ``free_ms`` is what it takes
+    when the same programs run on all stages at once and nobody waits for another stage or for the host. (Stages that
+    share a processor slow each other down: the times of single stages would call that waiting.)
+    """
+    count, found = options.stages, []
+    for name, ahead in (("in flight", True), ("one at a time", False)):
+        llm = LLM(model(), pipeline_parallel_size=count, async_scheduling=ahead, compilation_cache_dir="", **_SETTINGS)
+        engine = llm.engine
+        assert not isinstance(engine, Replicas)
+        turn, batches = _decode(llm, options)
+        free = statistics.median(_free(engine._executor, batches, options.seconds) for _ in range(options.rounds))
+        times = {"turn_ms": round(1e3 * turn, 2), "free_ms": round(1e3 * free, 2), "idle": round(1 - free / turn, 3)}
+        found.append({"stages": count, "steps": name, **times})
+        print(f"{count} stages, steps {name}: {times}")
+    return found
+
+
+def _decode(llm: LLM, options: argparse.Namespace) -> tuple[float, list[tuple[int, DecodeBatch]]]:
+    """Seconds of a turn, and the decode batch of each."""
+    engine = llm.engine
+    assert not isinstance(engine, Replicas)
+    params = SamplingParams(temperature=0.0, max_tokens=700, seed=0)
+    for index in range(_ROWS):
+        engine.add(Request(str(index), tuple(range(index, index + _PROMPT)), params))
+    for _ in range(_WARM):
+        engine.step()
+    seconds = []
+    for _ in range(options.rounds):
+        start, steps = time.perf_counter(), 0
+        while time.perf_counter() < start + options.seconds:
+            engine.step()
+            steps += 1
+        seconds.append((time.perf_counter() - start) / steps)
+    batches = []
+    for _ in range(engine.config.turns):
+        plan = engine._scheduler.plan()
+        batches.append((plan.turn, engine._runner._decode_batch(plan.turn, plan.decodes)))
+    engine._executor.wait()
+    return statistics.median(seconds), batches
+
+
+def _free(executor: Executor, batches: list[tuple[int, DecodeBatch]], limit: float) -> float:
+    """Seconds of a turn when each stage is given what once arrived there."""
+    arrived = [(turn, batch, _arrivals(executor, turn, batch)) for turn, batch in batches]
+    start, rounds = time.perf_counter(), 0
+    while time.perf_counter() < start + limit:
+        for turn, batch, arrivals in arrived:
+            _all_stages(executor, turn, batch, arrivals)
+        rounds += 1
+        executor.wait()
+    return (time.perf_counter() - start) / (rounds * len(batches))
+
+
+def _arrivals(executor: Executor, turn: int, batch: DecodeBatch) -> list[Any]:
+    x: Any = executor.turns[turn].fed
+    found = []
+    for part in executor.parts:
+        found.append(jax.block_until_ready(part.arrive(x)))
+        x = None if part.stage.last else part.pass_decode(batch, found[-1])
+    return found
+
+
+def _all_stages(executor: Executor, turn: int, batch: DecodeBatch, arrivals: list[Any]) -> None:
+    for part, arriving in zip(executor.parts[:-1], arrivals, strict=False):
+        part.pass_decode(batch, arriving)
+    last, own = executor.parts[-1], executor.turns[turn]
+    state, _ = last.run.decode(last.params, own.slots, executor._state(own), batch, arrivals[-1])
+    last.pools, own.last_tokens, own.sampler = state

@@ -1,0 +1,36 @@
+"""Models of random weights, wide enough that computing is what takes the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.models.model import Model
+from jaxinfer.models.registry import family_for
+from jaxinfer.weights import init_params
+
+_SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
+EXPERTS: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def model(**changes: Any) -> Model:
+    """A Llama of 8 layers, or what ``changes`` of its config.json make of it, in float32."""
+    config_json = {**_SHAPE, **changes}
+    family = family_for(config_json)
+    config = family.config(config_json)
+    return Model(family.module(config), init_params(family.param_specs(config), 0), config, family, name="random")
