@@ -21,6 +21,8 @@ def test_lists_become_what_the_field_is():
     assert config.engine.prefill_sizes == (16, 64)
 
 
+GROUP = {"model": "demo", "num_processes": 2, "coordinator_address": "[::1]:7654", "group_key_file": "key"}
+
 REFUSED = [
     ({}, "model is not set"),
     ({"model": "demo", "port": 1}, "port is not a setting"),
@@ -40,6 +42,15 @@ REFUSED = [
     ({"model": "demo", "control_host": "::"}, "control_host = '::' is not loopback"),
     ({"model": "demo", "metrics_host": "0.0.0.0"}, "metrics_host = '0.0.0.0' is not loopback"),
     ({"model": "demo", "metrics_port": 65536}, "metrics_port = 65536 must be a port"),
+    ({"model": "demo", "num_processes": 0}, "num_processes = 0 must be at least 1"),
+    ({"model": "demo", "process_id": 1}, "process_id = 1 must be from 0 to 0"),
+    ({"model": "demo", "num_processes": 2}, "coordinator_address = None must be set with num_processes = 2"),
+    ({**GROUP, "group_key_file": None}, "group_key_file = None must be set with num_processes = 2"),
+    ({**GROUP, "coordinator_address": "7654"}, "coordinator_address = '7654' must be HOST:PORT"),
+    ({**GROUP, "coordinator_address": "host:0"}, "coordinator_address = 'host:0' must be HOST:PORT"),
+    ({**GROUP, "group_timeout": 0}, "group_timeout = 0"),
+    ({**GROUP, "engine": {"pipeline_parallel_size": 2}}, "engine.pipeline_parallel_size = 2 and num_processes = 2"),
+    ({**GROUP, "engine": {"data_parallel_size": 2}}, "engine.data_parallel_size = 2 and num_processes = 2"),
 ]
 
 
@@ -48,6 +59,10 @@ def test_what_cannot_be_served_is_refused_by_name(settings, message):
     with pytest.raises(ServeConfigError) as refusal:
         make_config(settings)
     assert message in str(refusal.value)
+
+
+def test_a_process_of_a_group_is_what_it_is_told():
+    assert make_config({**GROUP, "process_id": 1}).process_id == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

@@ -3,7 +3,7 @@
 ``--broken SENTENCE``: the start can only fail. ``--crash``: it ends by a fault. ``--slow SECONDS``: it takes so long,
 in ten steps. ``--mute``: it never says that it gets on. ``--once FILE``: what follows in `Mischief` holds for the first
 process only, which makes the file. ``--folder FOLDER``: where tokenizer and template are said to be. ``--context``: the
-model's.
+model's. ``--follow``: it takes no requests.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--folder", default="nowhere")
     parser.add_argument("--fault-at", type=int)
     parser.add_argument("--hang-at", type=int)
+    parser.add_argument("--follow", action="store_true")
     options = parser.parse_args()
     first = options.once is None or not options.once.exists()
     if options.once is not None:
@@ -94,7 +95,7 @@ def main() -> None:
         )
         profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
         card = fake.fake_card(engine.config, settings.served_model_name or "fake")
-        return Built(engine, card, options.folder, profiler)
+        return Built(None if options.follow else engine, card, options.folder, profiler)
 
     process.run(build, (BrokenError,))
 

@@ -299,6 +299,52 @@ def test_a_core_that_stands_still_altogether_hangs_too():
     run(main())
 
 
+GROUP = {"num_processes": 2, "coordinator_address": "127.0.0.1:1", "group_key_file": "none", "group_timeout": 1.0}
+
+
+async def died(supervisor: Supervisor, seconds: float) -> str | None:
+    """Why its core is dead, if that comes in time."""
+    for _ in range(int(seconds / 0.02)):
+        await asyncio.sleep(0.02)
+        if supervisor.state == "dead":
+            return supervisor._reason
+    return None
+
+
+def test_one_of_a_group_that_stands_still_during_its_start_hangs():
+    """A start may take long, but one that is stopped says nothing at all."""
+
+    async def main():
+        async with supervised("--slow", "90", **GROUP) as supervisor:
+            await until(lambda: supervisor._heard > 0)
+            assert await died(supervisor, 2.5) is None, "it gets on slowly, and lives"
+            process_of(supervisor).send_signal(signal.SIGSTOP)
+            assert "it said nothing for 1" in str(await died(supervisor, BOUND))
+
+    run(main())
+
+
+def test_one_that_follows_is_ready_lives_and_takes_no_requests():
+    async def main():
+        async with ready("--follow", **GROUP) as supervisor:
+            assert await died(supervisor, 2.5) is None, "it has nothing to say but that it lives"
+            with pytest.raises(EngineDeadError):
+                await collect(supervisor.backend, make_request("a"))
+            process_of(supervisor).send_signal(signal.SIGSTOP)
+            assert "hangs" in str(await died(supervisor, BOUND))
+
+    run(main())
+
+
+def test_one_that_follows_stops_when_it_is_told():
+    async def main():
+        async with ready("--follow", **GROUP) as supervisor:
+            process = process_of(supervisor)
+        assert process.returncode == 0
+
+    run(main())
+
+
 def test_a_fault_in_a_step_is_told_and_logged(tmp_path):
     log = tmp_path / "log"
 
