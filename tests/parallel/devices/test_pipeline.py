@@ -23,10 +23,25 @@ from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_reque
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import generate, greedy, model_of
+from tests.parallel.devices.test_tensor import same_logits as same_logits_on
 
 FIVE: dict[str, Any] = {"num_hidden_layers": 5}
 # Layers that differ, tied embeddings, learned positions, a dense layer before mixtures, latents.
 CASES = ("gemma2-window", "gpt2-hub", "deepseek_v3-hub")
+# One of each family whose heads two devices can share.
+FAMILIES = (
+    "deepseek_v2-all-sparse",
+    "falcon-11b",
+    "gemma-gelu-hub",
+    "gemma3_text-linear-hub",
+    "gpt_oss-clamped",
+    "gptj-gelu",
+    "mixtral-hub",
+    "phi-grouped",
+    "phi3-longrope-long-hub",
+    "qwen2_moe-dense-layers",
+    "qwen3_moe-bias-dense-layers",
+)
 
 
 def same_logits(model: Model, count: int, tensor: int = 1) -> None:
@@ -58,6 +73,14 @@ def test_logits_are_those_of_one_device(count, tensor):
 @pytest.mark.parametrize("name", CASES)
 def test_logits_of_models_whose_layers_differ(name, tmp_path):
     same_logits(load_case(golden(name), tmp_path), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_every_family(name, tmp_path):
+    model = load_case(golden(name), tmp_path)
+    same_logits_on(model, make_mesh(2))
+    same_logits(model, 2, 2)
 
 
 def spread_llm(model: Model, **changes: Any) -> LLM:
