@@ -1,4 +1,4 @@
-"""Who is served next, and who has waited too long. No jax.
+"""Who is served next, who has waited too long, and who may not wait at all. No jax.
 
 A queue hands out one sequence at a time: `peek` until it fits, then `pop`. Looking costs nothing however many wait;
 coming, going and giving up are O(log n).
@@ -11,7 +11,9 @@ import heapq
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.sequence import Sequence
+from jaxinfer.types import QueueFullError
 
 _SLACK = 64  # dead entries that a heap may always keep
 
@@ -71,6 +73,19 @@ def make_queue(policy: str, *, quantum: int = 512) -> Queue:
     if policy not in _RANKS:
         raise ValueError(f"scheduling policy {policy!r} is none of fair, {', '.join(_RANKS)}")
     return RankQueue(_RANKS[policy])
+
+
+def require_room(engine: ResolvedEngine, waiting: int, tokens: int) -> None:
+    """Whether one more request may wait, behind ``waiting`` others, with ``tokens`` prompt tokens in all.
+
+    Raises:
+        QueueFullError: too much is waiting.
+    """
+    most, room = engine.max_waiting_requests, engine.max_waiting_tokens
+    if most is not None and waiting >= most:
+        raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {most}")
+    if room is not None and tokens > room:
+        raise QueueFullError(f"{tokens} prompt tokens would wait, max_waiting_tokens = {room}")
 
 
 _RANKS: dict[str, Callable[[Sequence], tuple[float, ...]]] = {

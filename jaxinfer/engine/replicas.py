@@ -14,7 +14,7 @@ from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.scheduler import require_room
+from jaxinfer.engine.queues import require_room
 from jaxinfer.engine.stats import EngineStats, merged
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas

@@ -18,7 +18,7 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.pages import SequencePages
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.preemption import Costs, prefer_swap
-from jaxinfer.engine.queues import Deadlines, make_queue
+from jaxinfer.engine.queues import Deadlines, make_queue, require_room
 from jaxinfer.engine.sequence import Sequence, Status
 from jaxinfer.engine.stats import StatsRecorder
 from jaxinfer.kv.manager import KVManager
@@ -27,7 +27,6 @@ from jaxinfer.spec import Drafter
 from jaxinfer.types import (
     FinishReason,
     PositionLogprobs,
-    QueueFullError,
     Request,
     RequestError,
     SequenceDelta,
@@ -487,19 +486,6 @@ class Scheduler:
             raise AssertionError(
                 f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(held)} are held"
             )
-
-
-def require_room(engine: ResolvedEngine, waiting: int, tokens: int) -> None:
-    """Whether one more request may wait, behind ``waiting`` others, with ``tokens`` prompt tokens in all.
-
-    Raises:
-        QueueFullError: too much is waiting.
-    """
-    most, room = engine.max_waiting_requests, engine.max_waiting_tokens
-    if most is not None and waiting >= most:
-        raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {most}")
-    if room is not None and tokens > room:
-        raise QueueFullError(f"{tokens} prompt tokens would wait, max_waiting_tokens = {room}")
 
 
 def _added(
