@@ -71,13 +71,13 @@ class _Peer:
 
     Attributes:
         heard: frames so far.
-        done: calls that it has finished.
+        called, done: calls that have returned there, and those whose results are there.
         lost: why the connection is over.
     """
 
     def __init__(self, number: int, channel: Channel) -> None:
         self.number, self.channel = number, channel
-        self.heard = self.done = 0
+        self.heard = self.called = self.done = 0
         self.lost: str | None = None
         self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         _thread(self._read, f"jaxinfer-from-{number}")
@@ -88,7 +88,7 @@ class _Peer:
             while True:
                 frame = self.channel.receive()
                 if frame.kind == "beat":
-                    self.done = int(frame.values["done"])
+                    self.called, self.done = int(frame.values["called"]), int(frame.values["done"])
                 else:
                     self.inbox.put(frame)
                 self.heard += 1
@@ -102,16 +102,17 @@ class _Peer:
 
 
 class Ledger:
-    """Which calls this process has finished: their results are there, on its devices."""
+    """Which calls have returned in this process, and which are ``done``: their results are there, on its devices."""
 
     def __init__(self, failed: Callable[[str], None]) -> None:
-        self.done, self._failed = 0, failed
+        self.called, self.done, self._failed = 0, 0, failed
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         _thread(self._run, "jaxinfer-ledger")
 
     def launched(self, results: Any) -> None:
         """The next call is on its way. ``results``: a tree of arrays that nobody donates, or None where a later call
         tells as well."""
+        self.called += 1
         self._calls.put(results)
 
     def _run(self) -> None:
@@ -201,14 +202,14 @@ class Group:
 
     def _beat(self) -> None:
         while not self._ended.locked():
-            self._tell(Frame("beat", {"done": self._ledger.done}))
+            self._tell(_beat(self._ledger.called, self._ledger.done))
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
         """Time is counted in ticks: were this process itself held up, the others would look as if they were."""
         limit = self.membership.timeout
         heard, quiet = [-1] * len(self._peers), [0.0] * len(self._peers)
-        counts, still = list[int](), 0.0
+        counts, still = list[tuple[int, int]](), 0.0
         while not self._ended.locked():
             time.sleep(TICK_SECONDS)
             for place, peer in enumerate(self._peers):
@@ -224,16 +225,16 @@ class Group:
                 what = f"no call was finished in {limit:g} s, the last was {self._last}"
                 self.over(f"{self._slow(counts)}: {what}", hangs=True)
 
-    def _counts(self) -> list[int]:
-        """Calls finished, by process; those of process 0 alone know of all."""
-        return [self._ledger.done, *(peer.done for peer in self._peers)] if self.leads else []
+    def _counts(self) -> list[tuple[int, int]]:
+        """Calls that have returned and those that are done, by process. Process 0 alone knows of all."""
+        return [(each.called, each.done) for each in (self._ledger, *self._peers)] if self.leads else []
 
-    def _outstanding(self, counts: list[int]) -> bool:
-        return any(count < self.sent for count in counts)
+    def _outstanding(self, counts: list[tuple[int, int]]) -> bool:
+        return any(done < self.sent for _, done in counts)
 
-    def _slow(self, counts: list[int]) -> str:
-        numbers = [0, *(peer.number for peer in self._peers)]
-        least = min(counts)
+    def _slow(self, counts: list[tuple[int, int]]) -> str:
+        """No call is done anywhere before all have made it: who has made the fewest keeps the others waiting."""
+        numbers, least = [0, *(peer.number for peer in self._peers)], min(counts)
         slow = [str(number) for number, count in zip(numbers, counts, strict=True) if count == least]
         return f"process {' and '.join(slow)} hangs" if len(slow) < len(numbers) else "all processes hang"
 
@@ -300,7 +301,7 @@ def _until_begun(peer: _Peer, timeout: float, waiting: Waiting) -> Frame | None:
     """None: process 0 is gone, or says nothing."""
     heard, quiet = peer.heard, 0.0
     while peer.lost is None and quiet <= timeout:
-        peer.send(Frame("beat", {"done": 0}))
+        peer.send(_beat())
         try:
             frame = peer.inbox.get(timeout=BEAT_SECONDS)
         except queue.Empty:
@@ -334,7 +335,7 @@ class _Gathering:
         """Who is not there; those who are hear that they are not forgotten."""
         with self._lock:
             for number, peer in list(self._peers.items()):
-                peer.send(Frame("beat", {"done": 0}))
+                peer.send(_beat())
                 if peer.lost is not None:
                     del self._peers[number]
             return [number for number in range(1, self._membership.num_processes) if number not in self._peers]
@@ -401,6 +402,10 @@ class _Gathering:
                 theirs = f"{name} = {settings.get(name)} of process {number}"
                 return f"{theirs} must be {mine.get(name)}, as in process 0"
         return None
+
+
+def _beat(called: int = 0, done: int = 0) -> Frame:
+    return Frame("beat", {"called": called, "done": done})
 
 
 def _free_address(host: str) -> str:

@@ -166,6 +166,20 @@ def test_a_process_that_does_not_finish_a_call_ends_the_group():
     assert reasons[1].startswith("process 0 is gone")
 
 
+def test_whoever_keeps_the_others_waiting_is_named():
+    """No result is there anywhere: a collective waits for the process that has not made the call."""
+
+    class Waits:
+        def block_until_ready(self) -> None:
+            threading.Event().wait()
+
+    with group_of(3, timeout=1.0) as (members, ends):
+        members[0].call("decode", {}, [])
+        members[0].launched(Waits())
+        members[1].launched(Waits())
+        assert ends.wait(3)[0].startswith("process 2 hangs: no call was finished in 1 s")
+
+
 def test_slow_is_not_stuck():
     with group_of(timeout=2.0) as (members, ends):
         for _ in range(6):

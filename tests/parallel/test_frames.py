@@ -124,6 +124,15 @@ def test_what_is_no_frame_ends_the_connection(sent):
             Channel(called).receive()
 
 
+@pytest.mark.parametrize(("limit", "sent"), [("HEADER", ["copy", {"x": "y" * 99}, []]), ("BODY", ["copy", {}, []])])
+def test_what_is_over_the_limit_is_not_read(monkeypatch, limit, sent):
+    monkeypatch.setattr(frames, f"MAX_{limit}", 50)
+    with pair() as (calling, called):
+        calling.sendall(raw(sent, b"z" * 51))
+        with pytest.raises(ChannelError, match="beyond"):
+            Channel(called).receive()
+
+
 def greeted(sides) -> list[object]:
     """What became of both sides, each in its thread."""
     found: list[object] = [None, None]
