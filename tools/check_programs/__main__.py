@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs.rules import of_partitioner
-from tools.check_programs.topologies import TOPOLOGIES, broken, table
+from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
 from tools.check_programs.work import PATHS, Finding, Part, Work
 
 QUICK_LAYERS, PAGES = 4, 4096
@@ -55,12 +55,15 @@ def _print(name: str, findings: Iterable[Finding]) -> None:
 
 
 def _check_topologies(names: Iterable[str], plugins: pathlib.Path | None) -> int:
-    found = {name: (TOPOLOGIES[name], run(TOPOLOGIES[name], plugins)) for name in names}
-    print(table(found))
-    lines = list(broken(found))
-    for line in lines:
+    wrong: list[str] = []
+    print(header())
+    for work in (TOPOLOGIES[name] for name in names):
+        parts = run(work, plugins)
+        print(lines(work, parts), flush=True)
+        wrong += broken(work, parts)
+    for line in wrong:
         print(f"BROKEN: {line}")
-    return int(bool(lines))
+    return int(bool(wrong))
 
 
 def run(work: Work, plugins: pathlib.Path | None) -> list[Part]:

@@ -35,19 +35,25 @@ _COLUMNS = (
 )
 
 
-def table(found: Mapping[str, tuple[Work, Sequence[Part]]]) -> str:
-    """Markdown: a line for each pipeline stage. Bytes are those of one device, in GB of 10^9."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS)]
-    for name, (work, parts) in found.items():
-        lines += [_line(name, work, part) for part in parts]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def header() -> str:
+    """Of a table in Markdown, a line for each pipeline stage. Bytes are those of one device, in GB of 10^9."""
+    return f"{_row(_COLUMNS)}\n{_row(['---'] * len(_COLUMNS))}"
 
 
-def _line(name: str, work: Work, part: Part) -> tuple[str, ...]:
+def lines(work: Work, parts: Sequence[Part]) -> str:
+    """Of a deployment."""
+    return "\n".join(_row(_line(work, part)) for part in parts)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _line(work: Work, part: Part) -> tuple[str, ...]:
     decode, prefill = part.programs["decode"], part.programs["prefill"]
     sizes = (part.weights, part.pool, part.planned, part.compiled, part.temporaries)
     return (
-        name if work.stages == 1 else f"{name}, stage {part.number + 1}",
+        str(work) if work.stages == 1 else f"{work}, stage {part.number + 1}",
         str(work.devices // work.stages),
         *(f"{size / 1e9:.2f}" for size in sizes),
         f"{decode.sums}, {decode.gathers}",
@@ -56,13 +62,10 @@ def _line(name: str, work: Work, part: Part) -> tuple[str, ...]:
     )
 
 
-def broken(found: Mapping[str, tuple[Work, Sequence[Part]]]) -> Iterator[str]:
+def broken(work: Work, parts: Sequence[Part]) -> Iterator[str]:
     """A line for each rule that does not hold."""
-    for name, (_, parts) in found.items():
-        for part in parts:
-            places = [("", part.findings), *((program, one.findings) for program, one in part.programs.items())]
-            for place, findings in places:
-                for one in findings:
-                    if one.broken:
-                        where = ", ".join(filter(None, [name, f"stage {part.number + 1}", place]))
-                        yield f"{where}: {one.rule}: {one.found} of {one.limit}"
+    for part in parts:
+        places = [("", part.findings), *((name, program.findings) for name, program in part.programs.items())]
+        for place, findings in places:
+            where = ", ".join(filter(None, [str(work), f"stage {part.number + 1}", place]))
+            yield from (f"{where}: {one.rule}: {one.found} of {one.limit}" for one in findings if one.broken)
