@@ -227,7 +227,9 @@ class Group:
 
     def _counts(self) -> list[tuple[int, int]]:
         """Calls that have returned and those that are done, by process. Process 0 alone knows of all."""
-        return [(each.called, each.done) for each in (self._ledger, *self._peers)] if self.leads else []
+        if not self.leads:
+            return []
+        return [(self._ledger.called, self._ledger.done), *((peer.called, peer.done) for peer in self._peers)]
 
     def _outstanding(self, counts: list[tuple[int, int]]) -> bool:
         return any(done < self.sent for _, done in counts)

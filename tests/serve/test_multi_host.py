@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 
 from jaxinfer import client as c
@@ -23,7 +24,9 @@ from jaxinfer.serve import logs
 from jaxinfer.serve.__main__ import _layers, parse, serve
 from jaxinfer.serve.follower import Follower
 from jaxinfer.serve.settings import make_config
-from tests.serve.processes import BOUND, ServerProcess, started
+from jaxinfer.v1 import control_pb2 as control
+from jaxinfer.v1.control_pb2_grpc import ControlStub
+from tests.serve.processes import BOUND, ServerProcess, is_alive, started, wait_until
 
 DETECTED = 15.0  # seconds: what is promised
 SMALL = ["--max-num-seqs", "4", "--max-model-len", "256", "--prefill-sizes", "64", "--max-prefill-rows", "1"]
@@ -49,7 +52,7 @@ class Pair:
 
 def arguments(model: str, devices: int, cache: pathlib.Path, *more: str) -> list[str]:
     shape = ["--tensor-parallel-size", str(devices), "--compilation-cache-dir", str(cache)]
-    return ["-m", "jaxinfer.serve", "--model", model, "--grpc-port", "0", *shape, *SMALL, *more]
+    return ["-m", "jaxinfer.serve", "--model", model, "--grpc-port", "0", "--control-port", "0", *shape, *SMALL, *more]
 
 
 def group_flags(folder: pathlib.Path, number: int) -> list[str]:
@@ -148,6 +151,12 @@ def check_fault(pair: Pair, want: list[tuple[list[int], str]], harm: Callable[[]
     assert asyncio.run(ask_all(pair.first)) == want
 
 
+def compiled_since_ready(server: ServerProcess) -> int:
+    """By process 0."""
+    with grpc.insecure_channel(f"127.0.0.1:{server.control_port}") as channel:
+        return ControlStub(channel).GetStats(control.GetStatsRequest()).compilations
+
+
 # ---- the fast tier: two processes of two devices
 
 
@@ -162,7 +171,21 @@ def test_two_processes_serve_and_come_back(tmp_path):
         pair.until_ready()
         assert asyncio.run(ask_all(pair.first)) == want
         assert {status for _, status in want} == {"OK"}
+        assert compiled_since_ready(pair.first) == 0
         check_fault(pair, want, lambda: os.kill(pair.core(1), signal.SIGKILL))
+        check_ends(pair)
+
+
+def check_ends(pair: Pair) -> None:
+    """SIGTERM ends the first in order; the second waits for the next one, until it is told to end, too."""
+    looked = pair.second.log().count("looking for process 0")
+    pair.first.signal(signal.SIGTERM)
+    assert pair.first.wait() == 0
+    wait_until(lambda: pair.second.log().count("looking for process 0") > looked)
+    core = pair.core(1)
+    pair.second.signal(signal.SIGTERM)
+    assert pair.second.wait() == 0
+    assert not is_alive(core)
 
 
 # ---- the slow tier: two processes of four devices, the demo model
@@ -188,6 +211,7 @@ def pair(alone, tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one(alone, pair):
     assert asyncio.run(ask_all(pair[0].first)) == alone[0]
+    assert compiled_since_ready(pair[0].first) == 0
 
 
 @pytest.mark.slow
