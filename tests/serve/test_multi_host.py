@@ -188,6 +188,15 @@ def check_ends(pair: Pair) -> None:
     assert not is_alive(core)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_cannot_be_in_a_group_is_one_sentence(tmp_path, number):
+    who = ["--num-processes", "2", "--process-id", str(number), "--coordinator-address", "127.0.0.1:1"]
+    with started(arguments("demo", 2, tmp_path, *who, "--group-key-file", "/nowhere"), tmp_path) as server:
+        assert server.wait() == 1
+    assert server.log().splitlines()[-1].startswith("error: group_key_file = '/nowhere' cannot be read")
+    assert "Traceback" not in server.log()
+
+
 # ---- the slow tier: two processes of four devices, the demo model
 
 
