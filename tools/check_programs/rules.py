@@ -200,8 +200,10 @@ def kernels_per_layer(step: Step) -> float:
     Of a single layer, to what follows it.
     """
     at = [index for index, launch in enumerate(step.launches) if launch.is_gemm]
+    of_attention = (len(at) - sum(step.layers) - step.tail) // len(step.layers)  # where that is XLA's
     counted = step.layers[:-1] or step.layers
-    return ([*at, len(step.launches)][sum(counted)] - at[0]) / len(counted)
+    end = sum(counted) + of_attention * len(counted)
+    return ([*at, len(step.launches)][end] - at[0]) / len(counted)
 
 
 def _short(one: Instruction) -> str:
