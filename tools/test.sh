@@ -7,7 +7,7 @@ set -uo pipefail
 python=$1
 shift
 failed=0 empty=0 cores=$(nproc)
-beside=(-n "$((cores < 4 ? cores : 4))" --dist loadfile)
+beside=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder)
 
 run() {
     "$@"
