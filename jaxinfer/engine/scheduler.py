@@ -236,15 +236,17 @@ class Scheduler:
             after = [turn for turn in after if turn in ready] or after
         return after[0]
 
-    def _mine(self, slot: int) -> bool:
-        """Whether a slot decodes in this plan."""
-        return slot % self._engine.turns == self._turn
+    def _mine(self) -> dict[int, Sequence]:
+        """Those that run whose slots decode in this plan."""
+        turns = self._engine.turns
+        if turns == 1:
+            return self._running
+        return {slot: sequence for slot, sequence in self._running.items() if slot % turns == self._turn}
 
     def _grow(self) -> list[Parked]:
         """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
         parked: list[Parked] = []
-        decoding = [s for slot, s in self._running.items() if self._mine(slot) and not s.prefilling]
-        short = [s for s in decoding if s.capacity <= s.scheduled]
+        short = [s for s in self._mine().values() if s.capacity <= s.scheduled and not s.prefilling]
         for sequence in sorted(short, key=self._queue.rank):
             while sequence.status is Status.RUNNING:
                 if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
@@ -331,9 +333,9 @@ class Scheduler:
         """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
         rows: list[DecodePlan] = []
         host, turns = self._drafter is not None or self._engine.multi_step > 1, self._engine.turns
-        for slot, sequence in self._running.items():
+        for slot, sequence in self._mine().items():
             position = sequence.scheduled
-            if position < sequence.prefill_end or position >= sequence.final_length or not self._mine(slot):
+            if position < sequence.prefill_end or position >= sequence.final_length:
                 continue
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
