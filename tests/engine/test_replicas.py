@@ -82,8 +82,12 @@ def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Re
     return Request(name, prompt, SamplingParams(**{"max_tokens": 4, "seed": 0, **params}))
 
 
+def fakes(engines: replicas.Replicas) -> list[FakeEngine]:
+    return [engine for engine in engines._engines if isinstance(engine, FakeEngine)]
+
+
 def served(engines: replicas.Replicas) -> list[list[str]]:
-    return [list(engine.requests) for engine in engines._engines]  # type: ignore[attr-defined]
+    return [list(engine.requests) for engine in fakes(engines)]
 
 
 def test_requests_are_dealt_out_evenly(monkeypatch):
@@ -95,7 +99,7 @@ def test_requests_are_dealt_out_evenly(monkeypatch):
 
 def test_a_replica_that_knows_the_prompt_serves_it_unless_it_has_far_more_to_do(monkeypatch):
     engines = make(monkeypatch)
-    engines._engines[1].known = (1, 2)  # type: ignore[attr-defined]
+    fakes(engines)[1].known = (1, 2)
     for number in range(5):
         engines.add(request(str(number)))
     engines.add(request("other", (9, 9)))
@@ -107,7 +111,7 @@ def test_an_id_is_free_again_when_all_its_samples_have_ended(monkeypatch):
     engines.add(request("a", n=2))
     with pytest.raises(RequestError, match="request_id='a' is in use"):
         engines.add(request("a"))
-    engine: Any = engines._engines[0]
+    engine = fakes(engines)[0]
     engine.finish("a", 1)
     engines.step()
     with pytest.raises(RequestError, match="in use"):
@@ -120,8 +124,7 @@ def test_an_id_is_free_again_when_all_its_samples_have_ended(monkeypatch):
 
 def test_limits_are_for_all_and_the_rest_for_each(monkeypatch):
     engines = make(monkeypatch, max_waiting_requests=3, max_waiting_tokens=20, swap_space_gib=8.0, num_pages=7)
-    for engine in engines._engines:
-        given = engine.given  # type: ignore[attr-defined]
+    for given in [engine.given for engine in fakes(engines)]:
         assert (given.swap_space_gib, given.num_pages, given.max_waiting_requests) == (4.0, 7, None)
     assert (engines.config.data_parallel_size, engines.config.max_waiting_requests) == (2, 3)
     for number in range(2):

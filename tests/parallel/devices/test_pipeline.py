@@ -22,7 +22,7 @@ from jaxinfer.types import SamplingParams
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
-from tests.parallel.devices.test_tensor import generate, greedy, model_of
+from tests.parallel.devices.test_tensor import generate, greedy, model_of, same_tokens_of_200
 from tests.parallel.devices.test_tensor import same_logits as same_logits_on
 
 FIVE: dict[str, Any] = {"num_hidden_layers": 5}
@@ -156,18 +156,8 @@ PRODUCTS = [(1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 2), (2, 4, 1)]
 @pytest.mark.parametrize(("tensor", "stage", "data"), PRODUCTS)
 @pytest.mark.parametrize("mode", ["swapped", "recomputed"])
 def test_200_requests_have_the_tokens_of_one_device(five, tensor, stage, data, mode, monkeypatch):
-    requests = greedy(200, five)
-    want = generate(spread_llm(five, num_pages=ROOMY), requests)
     sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stage, "data_parallel_size": data}
-    changes: dict[str, Any] = {"swap_space_gib": 0} if mode == "recomputed" else {}
-    if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
-    llm = spread_llm(five, **sizes, **changes)
-    assert generate(llm, requests) == want
-    assert generate(llm, requests[::-1])[::-1] == want
-    stats = llm.engine.stats()
-    assert stats.preemptions.get("swap" if mode == "swapped" else "recompute", 0) > 0
-    assert stats.prefix_hits > 0
+    same_tokens_of_200(five, mode, monkeypatch, **sizes)
 
 
 @pytest.mark.slow

@@ -87,6 +87,23 @@ def generate(llm: LLM, requests: Any) -> list[list[list[int]]]:
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
+def same_tokens_of_200(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """As those of one device, twice, with few pages; sequences are "swapped" or "recomputed"."""
+    requests = greedy(200, model)
+    want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    settings: dict[str, Any] = {**SETTINGS, **sizes, "num_pages": TIGHT, "compilation_cache_dir": ""}
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    else:
+        settings["swap_space_gib"] = 0
+    llm = LLM(model, **settings)
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    stats = llm.engine.stats()
+    assert stats.preemptions.get("swap" if mode == "swapped" else "recompute", 0) > 0
+    assert stats.prefix_hits > 0
+
+
 def spread_llm(model: Model, tensor: int, **changes: Any) -> LLM:
     settings = {**SETTINGS, "num_pages": TIGHT, "tensor_parallel_size": tensor, **changes}
     return LLM(model, compilation_cache_dir="", **settings)
@@ -202,18 +219,7 @@ def test_impossible_sums_are_refused_with_the_arithmetic(sentence):
 @pytest.mark.parametrize(("tensor", "name"), [(2, "groups"), (4, "few KV heads"), (8, "tied, odd vocabulary")])
 @pytest.mark.parametrize("mode", ["swapped", "recomputed"])
 def test_200_requests_have_the_tokens_of_one_device(tensor, name, mode, monkeypatch):
-    model = model_of(name)
-    requests = greedy(200, model)
-    want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
-    changes: dict[str, Any] = {"swap_space_gib": 0} if mode == "recomputed" else {}
-    if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
-    llm = spread_llm(model, tensor, **changes)
-    assert generate(llm, requests) == want
-    assert generate(llm, requests[::-1])[::-1] == want
-    stats = llm.engine.stats()
-    assert stats.preemptions.get("swap" if mode == "swapped" else "recompute", 0) > 0
-    assert stats.prefix_hits > 0
+    same_tokens_of_200(model_of(name), mode, monkeypatch, tensor_parallel_size=tensor)
 
 
 @pytest.mark.slow
