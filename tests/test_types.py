@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.types import RequestError, SamplingParams
+from jaxinfer.types import CacheSpec, LayerSpec, RequestError, SamplingParams
 
 NAN, INF = math.nan, math.inf
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -119,3 +119,14 @@ def test_the_defaults_are_the_fields() -> None:
     params = SamplingParams()
     for field in dataclasses.fields(params):
         assert getattr(params, field.name) == field.default
+
+
+def test_a_part_of_the_layers_keeps_the_groups_of_all():
+    """A pipeline stage reads the block tables of the whole model: the second group is the second, also where it is
+    the only one."""
+    layers = tuple(LayerSpec(window) for window in (None, 8, None, 8))
+    spec = CacheSpec(layers, kv_heads=2, head_dim=4)
+    part = spec.part(slice(3, 4))
+    assert (part.layers, part.windows, part.group(layers[3])) == (layers[3:], (None, 8), 1)
+    assert spec.part(slice(0, 2)).bytes_per_page(16, 2) == spec.bytes_per_page(16, 2, stages=2)
+    assert CacheSpec(layers[:3], 2, 4).bytes_per_page(16, 2, stages=2) == spec.bytes_per_page(16, 2) // 2
