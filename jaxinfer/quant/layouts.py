@@ -1,0 +1,192 @@
+"""How a weight ``[*out, in]`` lies in memory when it is not an array of floats: which arrays, and what they mean.
+
+A layout is static: it is a part of a compiled program. Its arrays are of two kinds. *Parts* begin with the weight's own
+``out`` dimensions, so that they are spread over devices, stacked and cut as the weight is; *input parts* are the same
+for all outputs. `Quantised` (storage.py) holds the arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxinfer.quant import ggml
+
+Parts = Mapping[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One array of a stored weight: ``[*out, *shape]``, an input part's just ``shape``.
+
+    Attributes:
+        shape: its own dimensions. Of several, the first is the one that runs along the weight's inputs.
+        dtype: a name that numpy or ml_dtypes knows.
+        along: ``shape[0]`` runs along the inputs: it is cut where they are. False: every piece needs all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    along: bool = True
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """A kind of storage with its parameters: hashable, and equal where weights can be stacked into one."""
+
+    def parts(self, inputs: int) -> dict[str, Part]:
+        """The arrays of a weight with so many inputs, by name; ValueError where they cannot be stored so."""
+        ...
+
+    def input_parts(self, inputs: int) -> dict[str, Part]:
+        """The arrays that all outputs share."""
+        ...
+
+    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+        """The weight in float32, to the last bit (outside of jit) as the tool that made it has it.
+
+        Columns stand as they are stored: ``order``, if there is such an input part, is left to the caller.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """weight = (codes - zeros) * scales * factor, with a scale for each ``group`` neighbours along the inputs.
+
+    Parts: ``codes`` [*out, in]; ``scales`` [*out, in / group]; with ``zeros`` also ``zeros`` int8 [*out, in / group].
+    Input parts: with ``ordered``, ``order`` int32 [in]: at which input a stored column stands; columns of a group lie
+    side by side, whatever their inputs (act-order, Frantar et al. 2022). With ``static``, ``input_scale`` float32 [].
+
+    Attributes:
+        codes: "int4" (-8 to 7), "int8" or "float8_e4m3fn". Tools that count from 0 are moved down by half the range.
+        group: how many inputs share a scale; all of them: one scale a channel.
+        scales: dtype of the scales.
+        zeros: there are zero points.
+        factor: of the whole weight.
+        ordered: columns are not in the order of the inputs.
+        activations: what inputs are rounded to before the product: "" (nothing), "int8" or "float8_e4m3fn", a scale
+            for each token and ``activation_group`` inputs (0: all).
+        static: inputs have one scale, from the checkpoint, instead.
+    """
+
+    codes: str
+    group: int
+    scales: str = "float32"
+    zeros: bool = False
+    factor: float = 1.0
+    ordered: bool = False
+    activations: str = ""
+    activation_group: int = 0
+    static: bool = False
+
+    def parts(self, inputs: int) -> dict[str, Part]:
+        groups = _groups(inputs, self.group)
+        parts = {"codes": Part((inputs,), self.codes), "scales": Part((groups,), self.scales, groups > 1)}
+        if self.zeros:
+            parts["zeros"] = Part((groups,), "int8", groups > 1)
+        return parts
+
+    def input_parts(self, inputs: int) -> dict[str, Part]:
+        parts = {"order": Part((inputs,), "int32", along=False)} if self.ordered else {}
+        return {**parts, "input_scale": Part((), "float32")} if self.static else parts
+
+    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+        codes = parts["codes"].astype(jnp.float32)
+        if self.zeros:
+            codes = codes - _repeated(parts["zeros"].astype(jnp.float32), self.group)
+        weight = codes * _repeated(parts["scales"].astype(jnp.float32), self.group)
+        return weight if self.factor == 1.0 else weight * jnp.float32(self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebook:
+    """weight = table[codes] * scale, with a scale for each ``group`` neighbours along the inputs.
+
+    Parts: ``codes`` uint4 [*out, in], ``scales`` [*out, in / group]. With ``divided`` also ``divisor`` float32
+    [*out, 1]: scales are divided by it first (NVFP4). With ``nested`` scales are themselves codes (double
+    quantisation, Dettmers et al. 2023): scale = scale_table[scales] * nested_scales + offset, of ``nested_scales``
+    float32 [*out, in / nested] and ``offset`` float32 [*out, 1].
+
+    Attributes:
+        table: 16 values.
+        group: how many inputs share a scale.
+        scales: dtype of the scales; "float8_e8m0fnu" are powers of two (MXFP4), "uint8" codes of ``scale_table``.
+        divided: see above.
+        nested: how many inputs share a nested scale; 0: scales are plain.
+        scale_table: 256 values.
+    """
+
+    table: tuple[float, ...]
+    group: int
+    scales: str = "float32"
+    divided: bool = False
+    nested: int = 0
+    scale_table: tuple[float, ...] = ()
+
+    def parts(self, inputs: int) -> dict[str, Part]:
+        groups = _groups(inputs, self.group)
+        parts = {"codes": Part((inputs,), "uint4"), "scales": Part((groups,), self.scales, groups > 1)}
+        if self.divided:
+            parts["divisor"] = Part((1,), "float32", along=False)
+        if self.nested:
+            outer = _groups(inputs, self.nested)
+            parts["nested_scales"] = Part((outer,), "float32", outer > 1)
+            parts["offset"] = Part((1,), "float32", along=False)
+        return parts
+
+    def input_parts(self, inputs: int) -> dict[str, Part]:
+        del inputs
+        return {}
+
+    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+        values = jnp.take(jnp.asarray(self.table, jnp.float32), parts["codes"].astype(jnp.int32), mode="clip")
+        return values * _repeated(self._scales(parts), self.group)
+
+    def _scales(self, parts: Parts) -> Float[Array, "*out groups"]:
+        if self.nested:
+            codes = parts["scales"].astype(jnp.int32)
+            scales = jnp.take(jnp.asarray(self.scale_table, jnp.float32), codes, mode="clip")
+            return scales * _repeated(parts["nested_scales"], self.nested // self.group) + parts["offset"]
+        scales = parts["scales"].astype(jnp.float32)
+        return scales / parts["divisor"] if self.divided else scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of ggml as llama.cpp stores them, byte for byte: part ``blocks`` uint8 [*out, in / elements, bytes].
+
+    Attributes:
+        kind: a name in `ggml.KINDS`: "Q2_K", "IQ4_XS", ...
+    """
+
+    kind: str
+
+    def parts(self, inputs: int) -> dict[str, Part]:
+        form = ggml.KINDS[self.kind]
+        return {"blocks": Part((_groups(inputs, form.elements), form.bytes), "uint8")}
+
+    def input_parts(self, inputs: int) -> dict[str, Part]:
+        del inputs
+        return {}
+
+    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+        blocks = parts["blocks"]
+        values = ggml.KINDS[self.kind].dequantise(blocks)
+        return values.reshape(*blocks.shape[:-2], -1)
+
+
+def _groups(inputs: int, group: int) -> int:
+    if group < 1 or inputs % group:
+        raise ValueError(f"groups of {group} do not divide {inputs} inputs")
+    return inputs // group
+
+
+def _repeated(values: Array, times: int) -> Array:
+    """Each value as often as there are inputs that share it; one for all is left to broadcasting."""
+    return values if values.shape[-1] == 1 else jnp.repeat(values, times, axis=-1)
