@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal, cast
 
-from jaxinfer.types import CacheSpec
+from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
 # Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
 _BATCHED_TOKENS = 2048
@@ -32,6 +32,8 @@ class EngineConfig:
         page_size: tokens per KV page, a power of two.
         num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
+        kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
+            with a scale for each head of each token, for nearly twice the tokens in the same memory.
         kv_cache_bytes: bound on the default size of the pool, on each device (default: none on a GPU, 4 GiB on a CPU).
         memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
             programs may take together.
@@ -69,6 +71,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     page_size: int = 64
     num_pages: int | None = None
+    kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     memory_utilization: float = 0.9
     prefill_sizes: tuple[int, ...] = (32, 128, 256)
@@ -116,6 +119,7 @@ class ResolvedEngine:
     max_num_batched_tokens: int
     page_size: int
     num_pages: int
+    kv_cache_dtype: str
     table_width: int
     prefill_sizes: tuple[int, ...]
     prefill_lanes: tuple[int, ...]
@@ -184,6 +188,7 @@ def resolve(
     least = chunk + config.max_num_seqs
     budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens
     _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
+    cache = _stored(config, cache)
     pages = _num_pages(config, cache, width, itemsize)
     return ResolvedEngine(
         max_model_len=length,
@@ -192,6 +197,7 @@ def resolve(
         max_num_batched_tokens=budget,
         page_size=config.page_size,
         num_pages=pages,
+        kv_cache_dtype=config.kv_cache_dtype,
         table_width=width,
         prefill_sizes=config.prefill_sizes,
         prefill_lanes=_prefill_lanes(config, prefill_rows, width, pages),
@@ -219,6 +225,7 @@ def resolve(
 
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "batching": ("continuous", "static"),
     "speculative": (None, "ngram"),
@@ -289,6 +296,13 @@ def _max_model_len(asked: int | None, max_position: int) -> int:
     _require(asked >= 2, "max_model_len", asked, "must be at least 2")
     _require(asked <= max_position, "max_model_len", asked, f"is beyond the model's context of {max_position} tokens")
     return asked
+
+
+def _stored(config: EngineConfig, cache: CacheSpec) -> CacheSpec:
+    stored = cache.stored_as(config.kv_cache_dtype)
+    what = "cannot be: the model caches latents, which every head reads and which are kept in the model's dtype"
+    _require(stored.dtype is None or not stored.latent, "kv_cache_dtype", config.kv_cache_dtype, what)
+    return stored
 
 
 def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int) -> int:

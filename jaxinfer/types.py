@@ -322,6 +322,16 @@ class LayerSpec:
     latent_rank: int | None = None
 
 
+# What a user may say of a cache's elements, and their dtype; None: the model's.
+KV_CACHE_DTYPES: Mapping[str, str | None] = {
+    "auto": None,
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "int8": "int8",
+}
+_SCALE_BYTES = 4  # float32
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """The KV cache that a model needs. The only place that knows how many bytes a page has.
@@ -330,12 +340,16 @@ class CacheSpec:
     have a ``latent_rank`` it is ``[pages, page_size, head_dim]``: a latent serves all heads as key and value.
 
     ``groups`` are the windows of the whole model's layers, where these are but some of them (`part`).
+
+    ``dtype`` is that of 8-bit elements, "int8" or "float8_e4m3fn": then each head of each token has a float32 scale, in
+    ``[pages, 2, kv_heads, page_size]``. None: elements are of the model's dtype, and have no scales.
     """
 
     layers: tuple[LayerSpec, ...]
     kv_heads: int
     head_dim: int
     groups: tuple[int | None, ...] | None = None
+    dtype: str | None = None
 
     @property
     def latent(self) -> bool:
@@ -359,10 +373,29 @@ class CacheSpec:
             return (pages, page_size, self.head_dim)
         return (pages, 2, self.kv_heads // devices, page_size, self.head_dim)
 
-    def bytes_per_page(self, page_size: int, itemsize: int, devices: int = 1, stages: int = 1) -> int:
-        """Bytes of one page over all layers, for elements of ``itemsize`` bytes, on each of as many devices.
+    def scales_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
+        """Of the scales beside `pool_shape`. There are none, on 0 pages, where elements are of the model's dtype."""
+        return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices)[1:-1])
 
-        Layers are dealt out to ``stages``: these are the bytes of the one that has most.
+    def stored_as(self, kv_cache_dtype: str) -> CacheSpec:
+        """The same cache with elements of one of `KV_CACHE_DTYPES`."""
+        return dataclasses.replace(self, dtype=KV_CACHE_DTYPES[kv_cache_dtype])
+
+    def bytes_per_page(self, page_size: int, itemsize: int, devices: int = 1, stages: int = 1) -> int:
+        """Bytes of one page over all layers, its scales included, on each of as many devices.
+
+        Args:
+            itemsize: bytes of an element of the model's dtype, which the cache has unless ``dtype`` says another.
+            stages: to which layers are dealt out: these are the bytes of the one that has most.
         """
         layers = -(-len(self.layers) // stages)
-        return layers * math.prod(self.pool_shape(1, page_size, devices)) * itemsize
+        elements = math.prod(self.pool_shape(1, page_size, devices))
+        scales = math.prod(self.scales_shape(1, page_size, devices))
+        return layers * (elements * (1 if self.dtype else itemsize) + scales * _SCALE_BYTES)
+
+    @property
+    def exact_per_token(self) -> int:
+        """Numbers that a token leaves in all layers and in which a change of the model's last bits shows: elements of
+        its dtype, or the scales of those that are rounded to 8 bits."""
+        shape = self.scales_shape(1, 1) if self.dtype else self.pool_shape(1, 1)
+        return len(self.layers) * math.prod(shape)

@@ -28,6 +28,7 @@ EVERY = {
     "max_num_batched_tokens": (["--max-num-batched-tokens", "512"], 512),
     "page_size": (["--page-size", "16"], 16),
     "num_pages": (["--num-pages", "99"], 99),
+    "kv_cache_dtype": (["--kv-cache-dtype", "int8"], "int8"),
     "kv_cache_bytes": (["--kv-cache-bytes", "1000"], 1000),
     "memory_utilization": (["--memory-utilization", "0.5"], 0.5),
     "prefill_sizes": (["--prefill-sizes", "16", "64"], (16, 64)),

@@ -24,7 +24,7 @@ from jaxinfer.engine.step import (
     make_pass_programs,
     make_programs,
 )
-from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
+from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 
 # Called with the programs that are compiled, and with how many there will be.
@@ -202,8 +202,8 @@ class _Work:
     def groups(self) -> int:
         return len(self.stage.model.cache_spec.windows)
 
-    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.everywhere)
+    def _array(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding or self.everywhere)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(shape, np.int32)
@@ -224,9 +224,9 @@ class _Work:
 
     def _exported(self) -> jax.ShapeDtypeStruct:
         """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
-        pools = self.arrays.pools
-        pool, sharding = pools[0].data, page_sharding(self.mesh, self.stage.model.cache_spec)
-        return jax.ShapeDtypeStruct((TRANSFER_PAGES, len(pools), *pool.shape[1:]), pool.dtype, sharding=sharding)
+        model = self.stage.model
+        pages = moved_pages(model.cache_spec, TRANSFER_PAGES, self.engine.page_size, model.dtype)
+        return self._array(pages.shape, pages.dtype, page_sharding(self.mesh, model.cache_spec))
 
 
 def _compile(

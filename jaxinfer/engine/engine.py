@@ -189,7 +189,8 @@ def prepare(
     """
     model = spread_model(model, mesh)
     resolved = resolve_for(model, config, platform)
-    return model.up_to(resolved.max_model_len), resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
+    model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
+    return model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
@@ -200,8 +201,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
     """
     # XLA:CPU runs one-row bfloat16 products twenty times slower than two-row ones.
     min_rows = 2 if platform == "cpu" and model.dtype != jnp.float32 else 1
-    _require_backend(model, config, platform)
-    return resolve(
+    resolved = resolve(
         config,
         model.cache_spec,
         max_position=model.config.max_position,
@@ -209,12 +209,14 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
         min_rows=min_rows,
         prefill_rows=_prefill_rows(model, platform),
     )
+    _require_backend(model, config, platform)
+    return resolved
 
 
 def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
     if config.attention_backend != "mosaic":
         return
-    spec = model.cache_spec
+    spec = model.cache_spec.stored_as(config.kv_cache_dtype)
     if not spec.latent:  # each device works on its own heads
         spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.devices)
     why = no_kernel(spec, config.page_size, model.dtype)

@@ -138,6 +138,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
     """
     mesh = mesh or mesh_for(config)
     given, model = model.params, spread_model(model.replace(params=_shapes(model.params)), mesh)
+    model = model.with_cache(resolve_for(model, config, platform).kv_cache_dtype)
     parts, copies = cut(model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
     held: collections.Counter[jax.Device] = collections.Counter()
     for places in copies:

@@ -96,11 +96,9 @@ class StageArrays(NamedTuple):
 
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
-    """Empty pools: a page lies as `pool_sharding` says."""
-    pool = pool_sharding(mesh, model.cache_spec)
-    pools = new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, pool)
-    everywhere = replicated(mesh)
-    return [pool._replace(scales=put_whole(pool.scales, everywhere)) for pool in pools]
+    """Empty pools: pages and their scales lie as `pool_sharding` says."""
+    sharding = pool_sharding(mesh, model.cache_spec)
+    return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, sharding)
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
@@ -115,7 +113,7 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
     def pools() -> Any:
         return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
 
-    placed = jax.tree.map(abstract, jax.eval_shape(pools), _pool_tree(model, mesh))
+    placed = abstract(jax.eval_shape(pools), pool_sharding(mesh, model.cache_spec))
     params = abstract_params(model, mesh)
     if not stage.last:
         return StageArrays(params, placed)
@@ -136,13 +134,6 @@ def device_bytes(tree: Any) -> int:
 
 def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:
     return jnp.zeros((rows,), jnp.int32), new_state(rows, model.config.vocab_size, limits)
-
-
-def _pool_tree(model: Model, mesh: Mesh) -> Any:
-    """A sharding for each array of the pools."""
-    pool, scales = pool_sharding(mesh, model.cache_spec), replicated(mesh)
-    shapes = jax.eval_shape(lambda: new_pools(model.cache_spec, 1, 1, model.dtype))
-    return [each._replace(data=pool, scales=scales) for each in shapes]
 
 
 def _map_specs(function: Any, specs: Any, *trees: Any) -> Any:

@@ -78,8 +78,7 @@ class Runner:
     def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> None:
         """Find out which programs may stand in for which."""
         engine, executor = self._engine, self._executor
-        per_token = spec.bytes_per_page(engine.page_size, itemsize) // (engine.page_size * itemsize)
-        proofs = Proofs(executor, engine, self._vocab, self._groups, itemsize, per_token)
+        proofs = Proofs(executor, engine, self._vocab, self._groups, itemsize, spec.exact_per_token)
         self._lanes = proofs.lanes()
         exact, classes, resumes = engine.exactness == "exact", _each_alone(engine.prefill_sizes), True
         if exact and engine.enable_prefix_caching and self._affordable(proofs.class_tokens()):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import kv_copy, kv_write, mla_attention, paged_attention
@@ -14,28 +14,53 @@ from pallas_kernels.choice import HOPPER, Target, Wish
 
 
 class LayerPool(NamedTuple):
-    """Keys and values of one layer, or its latents; ``scales`` has size zero while the pool is not quantised."""
+    """Keys and values of one layer, or its latents.
 
-    data: Float[Array, "pages *page"]
-    scales: Float[Array, " none"]
+    ``scales`` are what 8-bit elements are multiplied with when they are read; of size zero while there are none. Each
+    belongs to one head of one token and is computed from it alone (`pallas_kernels.kv_write.reference`). So what is
+    stored of a token depends on nothing else: not on the chunk that it came in, not on what its page held before, and
+    not on whether it is computed anew.
+    """
+
+    data: Num[Array, "pages *page"]
+    scales: Float[Array, "scaled *slots"]
+
+    @property
+    def factors(self) -> Float[Array, "pages *slots"] | None:
+        """``scales`` where there are some."""
+        return self.scales if self.scales.size else None
 
 
 def new_pools(
     spec: CacheSpec, pages: int, page_size: int, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None
 ) -> list[LayerPool]:
-    """Zeroed pools, one per layer: what nobody wrote must be finite, since masked keys are multiplied by zero."""
-    shape = spec.pool_shape(pages, page_size)
-    return [LayerPool(jnp.zeros(shape, dtype, device=sharding), jnp.zeros((0,), jnp.float32)) for _ in spec.layers]
+    """Zeroed pools, one per layer: what nobody wrote must be finite, since masked keys are multiplied by zero.
+
+    ``dtype`` is the model's; ``sharding`` that of elements and scales alike.
+    """
+    shape, scales, dtype = spec.pool_shape(pages, page_size), spec.scales_shape(pages, page_size), stored(spec, dtype)
+
+    def zeroed() -> LayerPool:
+        data = jnp.zeros(shape, dtype, device=sharding)
+        return LayerPool(data, jnp.zeros(scales, jnp.float32, device=sharding))
+
+    return [zeroed() for _ in spec.layers]
+
+
+def stored(spec: CacheSpec, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of a pool's elements, where ``dtype`` is the model's."""
+    return jnp.dtype(spec.dtype or dtype)
 
 
 def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     """Why the attention kernels cannot do such a cache, for queries of the same dtype; None: they can."""
-    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), dtype)
+    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype))
+    scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
     table, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
     rank, hopper = spec.layers[0].latent_rank, Target("gpu", HOPPER)
     if rank is None:
-        chosen = paged_attention.explain_decode(q, pool, table, length, target=hopper)
+        chosen = paged_attention.explain_decode(q, pool, table, length, scales=scales, target=hopper)
     else:
         chosen = mla_attention.explain(q, pool, table, length, rank=rank, target=hopper)
     return None if chosen.path == "mosaic" else chosen.why
@@ -71,12 +96,11 @@ class DecodeAttend(NamedTuple):
         own, backend = jnp.where(self.positions >= 0, own, pages), self.backend
         options, lengths = _options(layer, scale, sinks), self.positions + 1
         if v is None:  # k's one head is a chunk of one token
-            data = kv_write.write_latents(cache.data, k, own[:, None], at % page)
-            mixed = mla_attention.decode(q, data, table, lengths, **options, path=backend)
-        else:
-            data = kv_write.write_rows(cache.data, k, v, own, at % page, path=backend)
-            mixed = paged_attention.decode(q, data, table, lengths, **options, path=backend)
-        return mixed, cache._replace(data=data)
+            cache = cache._replace(data=kv_write.write_latents(cache.data, k, own[:, None], at % page))
+            return mla_attention.decode(q, cache.data, table, lengths, **options, path=backend), cache
+        cache = _with_written(cache, k[:, None], v[:, None], own[:, None], at % page, backend)
+        options["scales"] = cache.factors
+        return paged_attention.decode(q, cache.data, table, lengths, **options, path=backend), cache
 
 
 class PrefillAttend(NamedTuple):
@@ -108,12 +132,13 @@ class PrefillAttend(NamedTuple):
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
         options, backend = _options(layer, scale, sinks), self.backend
         if v is None:
-            data = kv_write.write_latents(cache.data, k[:, :, 0], pages, offsets)
-            mixed = mla_attention.prefill(q, data, table, self.starts, ends, **options, path=backend)
+            cache = cache._replace(data=kv_write.write_latents(cache.data, k[:, :, 0], pages, offsets))
+            mixed = mla_attention.prefill(q, cache.data, table, self.starts, ends, **options, path=backend)
         else:
-            data = kv_write.write_pages(cache.data, k, self._by_lane(v), pages, offsets, path=backend)
-            mixed = paged_attention.prefill(q, data, table, self.starts, ends, **options, path=backend)
-        return mixed.reshape(-1, *mixed.shape[2:]), cache._replace(data=data)
+            cache = _with_written(cache, k, self._by_lane(v), pages, offsets, backend)
+            options["scales"] = cache.factors
+            mixed = paged_attention.prefill(q, cache.data, table, self.starts, ends, **options, path=backend)
+        return mixed.reshape(-1, *mixed.shape[2:]), cache
 
     def _by_lane(self, x: jax.Array) -> jax.Array:
         lanes = self.tables.shape[1]
@@ -127,6 +152,14 @@ class PrefillAttend(NamedTuple):
         own = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
         holds = (self.lengths > 0)[:, None] & (at * page < (self.starts + self.lengths)[:, None])
         return jnp.where(holds, own, pages), offsets
+
+
+def _with_written(
+    cache: LayerPool, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array, backend: Wish
+) -> LayerPool:
+    """Keys and values ``[lanes, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
+    done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.factors, path=backend)
+    return LayerPool(done.pool, cache.scales if done.scales is None else done.scales)
 
 
 def _options(layer: LayerSpec, scale: float, sinks: jax.Array | None) -> dict[str, Any]:
@@ -152,6 +185,6 @@ def copy_pages(
     """Pages to other pages in every layer, each group by its own ids; a target beyond the pool is dropped."""
 
     def copied(pool: LayerPool, group: int) -> LayerPool:
-        return pool._replace(data=kv_copy.copy_pages(pool.data, source[group], target[group], path=backend))
+        return kv_copy.copy_pages(pool, source[group], target[group], path=backend)
 
     return [copied(pool, spec.group(layer)) for pool, layer in zip(pools, spec.layers, strict=True)]

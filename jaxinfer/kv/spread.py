@@ -23,9 +23,8 @@ _EVERYWHERE, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
 
 def _pool(latent: bool) -> LayerPool:
     """How a layer's pool lies."""
-    data: Any = pool_spec(latent)
-    scales: Any = _EVERYWHERE
-    return LayerPool(data, scales)
+    heads: Any = pool_spec(latent)  # elements and scales have the same leading dimensions
+    return LayerPool(heads, heads)
 
 
 def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | SpreadAttend:

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
-from jaxinfer.kv.pool import LayerPool
+from jaxinfer.kv.pool import LayerPool, stored
 from jaxinfer.parallel.processes import from_own_part, own_part, own_shape
 from jaxinfer.types import CacheSpec
+from pallas_kernels import kv_copy
 
 TRANSFER_PAGES = 4
 """Pages that one call of the export and restore programs moves: few, as a single page costs as much."""
@@ -23,27 +25,55 @@ COPIES = 8
 """Pages that one call of the copy program takes."""
 
 
+_SCALE = np.dtype(np.float32)
+
+
+def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    """What ``count`` pages of all layers are on their way, ``[count, layers, *page]``, where the model has ``dtype``.
+
+    Quantised ones are one array of bytes: behind the elements of a head of a token come those of its scale.
+    """
+    *page, last = spec.pool_shape(1, page_size)[1:]
+    wide, kind = (last + _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, stored(spec, dtype))
+    return jax.ShapeDtypeStruct((count, len(spec.layers), *page, wide), kind)
+
+
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
-) -> Float[Array, "pages layers *page"]:
-    """The bytes of pages in all layers, each group by its own ids, page after page."""
+) -> Shaped[Array, "pages layers *page"]:
+    """The bytes of pages in all layers, each group by its own ids, page after page; see `moved_pages`."""
     layers = zip(pools, spec.layers, strict=True)
-    return jnp.stack([pool.data.at[source[spec.group(layer)]].get(mode="clip") for pool, layer in layers], 1)
+    return jnp.stack([_packed(pool, source[spec.group(layer)]) for pool, layer in layers], 1)
+
+
+def _packed(pool: LayerPool, ids: Int[Array, " pages"]) -> Shaped[Array, "pages *page"]:
+    taken = kv_copy.gather_pages(pool, ids)
+    if pool.factors is None:
+        return taken.data
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8) for x in taken], -1)
 
 
 def import_pages(
     spec: CacheSpec,
     pools: list[LayerPool],
-    pages: Float[Array, "pages layers *page"],
+    pages: Shaped[Array, "pages layers *page"],
     target: Int[Array, "groups pages"],
 ) -> list[LayerPool]:
     """What `export_pages` gave, into other pages; a target beyond the pool is dropped."""
 
     def with_pages(pool: LayerPool, layer: int) -> LayerPool:
         ids = target[spec.group(spec.layers[layer])]
-        return pool._replace(data=pool.data.at[ids].set(pages[:, layer], mode="drop"))
+        return kv_copy.scatter_pages(pool, ids, _unpacked(pool, pages[:, layer]))
 
     return [with_pages(pool, layer) for layer, pool in enumerate(pools)]
+
+
+def _unpacked(pool: LayerPool, pages: Shaped[Array, "pages *page"]) -> LayerPool:
+    if pool.factors is None:
+        return LayerPool(pages, pool.scales)
+    data, scales = jnp.split(pages, [pool.data.shape[-1]], -1)
+    own = (lax.bitcast_convert_type(part, x.dtype) for part, x in zip((data, scales), pool, strict=True))
+    return LayerPool(*own)
 
 
 class _Arriving(NamedTuple):
@@ -60,6 +90,7 @@ class HostPages:
     the pools, each keeps what its own devices have of a page.
 
     Args:
+        dtype: the model's.
         sharding: of what `put` is given; None: on one device.
     """
 
@@ -71,9 +102,10 @@ class HostPages:
         dtype: jnp.dtype,
         sharding: NamedSharding | None = None,
     ) -> None:
-        self._whole = (len(spec.layers), *spec.pool_shape(1, page_size)[1:])
+        whole = moved_pages(spec, 1, page_size, dtype)
+        self._whole = whole.shape[1:]
         self._shape = self._whole if sharding is None else own_shape(sharding, (1, *self._whole))[1:]
-        self._total, self._dtype, self._sharding = host_pages, np.dtype(dtype), sharding
+        self._total, self._dtype, self._sharding = host_pages, np.dtype(whole.dtype), sharding
         self._pages: dict[int, np.ndarray] = {}
         self._arriving: dict[int, _Arriving] = {}
 
@@ -82,7 +114,7 @@ class HostPages:
         """Bytes that are taken so far."""
         return len(self._pages) * math.prod(self._shape) * self._dtype.itemsize
 
-    def put(self, pages: Sequence[int], array: Float[Array, "pages layers *page"]) -> None:
+    def put(self, pages: Sequence[int], array: Shaped[Array, "pages layers *page"]) -> None:
         """Host page ``pages[i]`` is what ``array[i]`` will be; what it held before is void.
 
         Raises:
@@ -106,7 +138,7 @@ class HostPages:
                     parts[id(array)] = own_part(array)
                 self._pages[page][...] = parts[id(array)][place]
 
-    def take(self, pages: Sequence[int], room: int) -> Float[np.ndarray | Array, "room layers *page"]:
+    def take(self, pages: Sequence[int], room: int) -> Shaped[np.ndarray | Array, "room layers *page"]:
         """A copy of these pages in an array of ``room`` entries, those behind them arbitrary. On the host, or where
         several processes share it on their devices.
 

@@ -58,6 +58,15 @@ class Model:
         apply: Any = self.module.apply
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
 
+    def with_cache(self, kv_cache_dtype: str) -> Model:
+        """The model with a KV cache of other elements, see `CacheSpec.stored_as`."""
+        family = self.family
+
+        def cache_spec(config: Any) -> CacheSpec:
+            return family.cache_spec(config).stored_as(kv_cache_dtype)
+
+        return self.replace(family=dataclasses.replace(family, cache_spec=cache_spec))
+
     def up_to(self, length: int) -> Model:
         """The model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""
         return self.replace(module=self.module.up_to(length)) if isinstance(self.module, Decoder) else self
