@@ -10,8 +10,8 @@ import enum
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, ItemsView, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 # --------------------------------------------------------------------------------------------------------------
 # Requests
@@ -293,6 +293,8 @@ class ParamSpec:
         init: "normal" (scaled by ``scale``), "ones" or "zeros": for random weights.
         sources: the checkpoint tensors that fill it.
         dtype: that it keeps whatever the model's (None: the model's).
+        inputs: the dimension over which a product with it sums, the first or the last (-1): a checkpoint's quantised
+            weight may stand in its place. None: it is always an array.
     """
 
     shape: tuple[int, ...]
@@ -301,9 +303,32 @@ class ParamSpec:
     scale: float = 0.02
     sources: tuple[Source, ...] = ()
     dtype: str | None = None
+    inputs: int | None = None
 
 
-ParamTree = Mapping[str, "ParamSpec | ParamTree"]
+@runtime_checkable
+class ParamGroup(Protocol):
+    """One parameter of several arrays: a quantised weight, with a `ParamSpec` for each."""
+
+    def items(self) -> ItemsView[str, Any]:
+        """Its arrays by name."""
+        ...
+
+    def rebuilt(self, arrays: Mapping[str, Any]) -> ParamGroup:
+        """The same of other arrays."""
+        ...
+
+
+ParamTree = Mapping[str, "ParamSpec | ParamGroup | ParamTree"]
+
+
+def map_specs(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Any, path: tuple[str, ...] = ()) -> Any:
+    """A tree of the same form whose leaves are ``function(path, spec)``, in the order of the tree."""
+    made = {
+        key: function((*path, key), node) if isinstance(node, ParamSpec) else map_specs(function, node, (*path, key))
+        for key, node in tree.items()
+    }
+    return made if isinstance(tree, Mapping) else tree.rebuilt(made)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -295,7 +295,7 @@ def _attention_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "down": _side_by_side(prefix, latents, d, "weight"),
         "kv_norm": {"scale": norm(f"{prefix}.kv_a_layernorm.weight", cfg.rank)},
-        "q": ParamSpec((q_in, heads, query), (None, "heads", "head_dim"), sources=(q_source,)),
+        "q": ParamSpec((q_in, heads, query), (None, "heads", "head_dim"), sources=(q_source,), inputs=0),
         **_up_specs(cfg, f"{prefix}.kv_b_proj.weight"),
         "out": linear(f"{prefix}.o_proj.weight", (heads * cfg.value_dim, d), ("heads", "embed")),
     }
@@ -316,7 +316,7 @@ def _side_by_side(prefix: str, parts: list[tuple[str, int]], d: int, kind: str) 
         sources.append(Source(f"{prefix}.{name}.{kind}", shape, transpose=weight, where=where))
         at += size
     if weight:
-        return ParamSpec((d, at), ("embed", None), sources=tuple(sources))
+        return ParamSpec((d, at), ("embed", None), sources=tuple(sources), inputs=0)
     return ParamSpec((at,), (None,), init="zeros", sources=tuple(sources))
 
 

@@ -262,7 +262,7 @@ def _attention_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
     form = (cfg.kv_heads, cfg.heads // cfg.kv_heads + 2, cfg.head_dim)
     fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))
     tree: dict[str, Any] = {
-        "qkv": ParamSpec((d, *form), ("embed", *axes), sources=(fused,)),
+        "qkv": ParamSpec((d, *form), ("embed", *axes), sources=(fused,), inputs=0),
         "out": linear(f"{prefix}.dense.weight", (d, d), ("heads", "embed")),
     }
     if cfg.bias:

@@ -153,15 +153,15 @@ def _block_specs(cfg: GPT2Config, prefix: str) -> dict[str, Any]:
     attention = {
         "qkv": _split_qkv(cfg, f"{prefix}.attn.c_attn.weight", (d,)),
         "qkv_bias": _split_qkv(cfg, f"{prefix}.attn.c_attn.bias", ()),
-        "out": plain(f"{prefix}.attn.c_proj.weight", (d, d), ("heads", "embed")),
+        "out": _matrix(f"{prefix}.attn.c_proj.weight", (d, d), ("heads", "embed")),
         "out_bias": plain(f"{prefix}.attn.c_proj.bias", (d,), ("embed",), "zeros"),
     }
     # The checkpoint's matrices are [in, out]; `up` lies the other way round.
     up = Source(f"{prefix}.mlp.c_fc.weight", (d, hidden), transpose=True)
     mlp = {
-        "up": ParamSpec((hidden, d), ("mlp", "embed"), sources=(up,)),
+        "up": ParamSpec((hidden, d), ("mlp", "embed"), sources=(up,), inputs=-1),
         "up_bias": plain(f"{prefix}.mlp.c_fc.bias", (hidden,), ("mlp",), "zeros"),
-        "down": plain(f"{prefix}.mlp.c_proj.weight", (hidden, d), ("mlp", "embed")),
+        "down": _matrix(f"{prefix}.mlp.c_proj.weight", (hidden, d), ("mlp", "embed")),
         "down_bias": plain(f"{prefix}.mlp.c_proj.bias", (d,), ("embed",), "zeros"),
     }
     return {
@@ -186,4 +186,12 @@ def _split_qkv(cfg: GPT2Config, name: str, lead: tuple[int, ...]) -> ParamSpec:
         for index in range(3)
     )
     axes = ("embed",) * len(lead) + ("kv_heads", "group", "head_dim")
-    return ParamSpec((*lead, cfg.heads, 3, cfg.head_dim), axes, init="normal" if lead else "zeros", sources=sources)
+    shape = (*lead, cfg.heads, 3, cfg.head_dim)
+    if not lead:
+        return ParamSpec(shape, axes, init="zeros", sources=sources)
+    return ParamSpec(shape, axes, sources=sources, inputs=0)
+
+
+def _matrix(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
+    """A matrix [in, out] as the checkpoint holds it."""
+    return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=0)

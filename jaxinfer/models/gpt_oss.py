@@ -116,11 +116,11 @@ def _gate_up(name: str, count: int, d: int, hidden: int) -> ParamSpec:
         for expert in range(count)
         for index in range(2)
     )
-    return ParamSpec((count, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources)
+    return ParamSpec((count, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources, inputs=-1)
 
 
 def _down(name: str, count: int, d: int, hidden: int) -> ParamSpec:
     sources = tuple(
         Source(name, (count, hidden, d), transpose=True, where=(expert,), part=(expert,)) for expert in range(count)
     )
-    return ParamSpec((count, d, hidden), ("expert", "embed", "expert_mlp"), sources=sources)
+    return ParamSpec((count, d, hidden), ("expert", "embed", "expert_mlp"), sources=sources, inputs=-1)

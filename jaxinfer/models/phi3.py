@@ -107,10 +107,12 @@ def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
         Source(name, whole, transpose=True, reshape=form, where=(*everything, place), part=(rows,))
         for rows, place, form in parts
     )
-    return ParamSpec((d, kv_heads, group + 2, dim), ("embed", "kv_heads", "group", "head_dim"), sources=sources)
+    return ParamSpec(
+        (d, kv_heads, group + 2, dim), ("embed", "kv_heads", "group", "head_dim"), sources=sources, inputs=0
+    )
 
 
 def _gate_up(name: str, d: int, hidden: int) -> ParamSpec:
     rows = (slice(0, hidden), slice(hidden, 2 * hidden))
     sources = tuple(Source(name, (2 * hidden, d), where=(index,), part=(part,)) for index, part in enumerate(rows))
-    return ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources)
+    return ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources, inputs=-1)

@@ -15,7 +15,12 @@ def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init:
 
 def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
     """A matrix [in, out] that the checkpoint holds as [out, in]."""
-    return ParamSpec(shape, axes, sources=(Source(name, shape[::-1], transpose=True),))
+    return ParamSpec(shape, axes, sources=(Source(name, shape[::-1], transpose=True),), inputs=0)
+
+
+def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
+    """A matrix [out, in] as the checkpoint holds it."""
+    return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=-1)
 
 
 def norm(name: str, size: int, init: str = "ones") -> ParamSpec:
@@ -29,7 +34,7 @@ def layer_norm(prefix: str, size: int) -> dict[str, Any]:
 
 def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
     """A table of embeddings, or a head."""
-    return {"table": plain(name, (vocab, d), ("vocab", "embed"))}
+    return {"table": matrix(name, (vocab, d), ("vocab", "embed"))}
 
 
 def biased_head(name: str, vocab: int, d: int, tied: bool) -> dict[str, Any]:
@@ -84,14 +89,14 @@ def fused_qkv(
     )
     axes = ("kv_heads", "group", "head_dim")
     if kind == "weight":
-        return ParamSpec((d, kv_heads, group + 2, head_dim), ("embed", *axes), sources=sources)
+        return ParamSpec((d, kv_heads, group + 2, head_dim), ("embed", *axes), sources=sources, inputs=0)
     return ParamSpec((kv_heads, group + 2, head_dim), axes, init="zeros", sources=sources)
 
 
 def plain_mlp(up: str, down: str, d: int, hidden: int, bias: bool = True) -> dict[str, Any]:
     """`MLP` of two checkpoint layers, which hold [out, in]."""
     tree: dict[str, Any] = {
-        "up": plain(f"{up}.weight", (hidden, d), ("mlp", "embed")),
+        "up": matrix(f"{up}.weight", (hidden, d), ("mlp", "embed")),
         "down": linear(f"{down}.weight", (hidden, d), ("mlp", "embed")),
     }
     if bias:
@@ -105,7 +110,7 @@ def gated_mlp(prefix: str, d: int, hidden: int, bias: bool = False) -> dict[str,
     names = ("gate_proj", "up_proj")
     weights = tuple(Source(f"{prefix}.{name}.weight", (hidden, d), where=(index,)) for index, name in enumerate(names))
     tree: dict[str, Any] = {
-        "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=weights),
+        "gate_up": ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=weights, inputs=-1),
         "down": linear(f"{prefix}.down_proj.weight", (hidden, d), ("mlp", "embed")),
     }
     if bias:
@@ -132,6 +137,8 @@ def gated_experts(
         Source(f"{prefix}.{expert}.{names[2]}.weight", (d, hidden), where=(expert,)) for expert in range(experts)
     )
     return {
-        "gate_up": ParamSpec((experts, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources),
-        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "expert_mlp"), sources=down),
+        "gate_up": ParamSpec(
+            (experts, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources, inputs=-1
+        ),
+        "down": ParamSpec((experts, d, hidden), ("expert", "embed", "expert_mlp"), sources=down, inputs=-1),
     }

@@ -6,6 +6,7 @@ own part of the queries that share it. Only the form of the parameters changes, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.parallel.mesh import REPLICABLE, asked, devices_along
-from jaxinfer.types import CacheSpec, ParamSpec, ParamTree, Source
+from jaxinfer.types import CacheSpec, ParamSpec, ParamTree, Source, map_specs
 
 _KV, _KEY_AND_VALUE = "kv_heads", 2
 
@@ -42,10 +43,8 @@ def with_copies(tree: ParamTree, copies: int) -> ParamTree:
     Raises:
         EngineConfigError: the copies cannot share the queries of a KV head evenly.
     """
-    return {
-        key: _with_copies(key, node, copies) if isinstance(node, ParamSpec) else with_copies(node, copies)
-        for key, node in tree.items()
-    }
+    copied: ParamTree = map_specs(lambda path, spec: _with_copies(path[-1], spec, copies), tree)
+    return copied
 
 
 def _with_copies(name: str, spec: ParamSpec, copies: int) -> ParamSpec:
@@ -61,7 +60,7 @@ def _with_copies(name: str, spec: ParamSpec, copies: int) -> ParamSpec:
     shape = list(spec.shape)
     shape[heads : members + 1] = kv_heads * copies, group // copies + _KEY_AND_VALUE
     sources = tuple(new for source in spec.sources for new in _sources(source, heads, group, copies))
-    return ParamSpec(tuple(shape), spec.axes, spec.init, spec.scale, sources, spec.dtype)
+    return dataclasses.replace(spec, shape=tuple(shape), sources=sources)
 
 
 def _dimensions(spec: ParamSpec) -> tuple[int, int]:
@@ -105,7 +104,7 @@ def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
     return jnp.concatenate([queries.reshape(form), jnp.repeat(rest, copies, axis=heads)], axis=members)
 
 
-def require_even(tree: ParamTree, sizes: Mapping[str, int], path: str = "") -> None:
+def require_even(tree: Any, sizes: Mapping[str, int], path: str = "") -> None:
     """Raises EngineConfigError where a dimension that must be spread cannot be, over mesh axes of these ``sizes``."""
     for key, node in tree.items():
         label = f"{path}/{key}" if path else key
@@ -126,5 +125,5 @@ def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
         raise EngineConfigError(f"expert_parallel_size = {sizes['expert']} cannot be: the model has no experts")
 
 
-def _names_experts(tree: ParamTree) -> bool:
+def _names_experts(tree: Any) -> bool:
     return any("expert" in node.axes if isinstance(node, ParamSpec) else _names_experts(node) for node in tree.values())

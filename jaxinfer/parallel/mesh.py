@@ -117,13 +117,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
     """Where a parameter lies: each of its logical axes on the mesh axis of `RULES`."""
-    axes = (_mesh_axis(mesh, axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True))
+    axes = (_mesh_axis(mesh.shape, axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True))
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def _mesh_axis(mesh: Mesh, axis: str | None, size: int) -> tuple[str, ...] | None:
+def spread_over(axes: Sequence[str | None], shape: Sequence[int]) -> tuple[tuple[str, ...] | None, ...]:
+    """The mesh axes over which each dimension of an array lies, in the program that is being traced."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(_mesh_axis(sizes, axis, size) for axis, size in zip(axes, shape, strict=True))
+
+
+def _mesh_axis(sizes: Mapping[str, int], axis: str | None, size: int) -> tuple[str, ...] | None:
     names = RULES.get(axis or "")
-    return None if axis in REPLICABLE and size % devices_along(mesh.shape, axis) else names
+    return None if axis in REPLICABLE and size % devices_along(sizes, axis) else names
 
 
 def pool_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:

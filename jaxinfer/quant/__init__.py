@@ -1,5 +1,6 @@
-"""Storages of weights. A plain array is the only one so far; every read of a weight goes through `matmul` or `take`."""
+"""Storages of weights: arrays, `Quantised`, `Split`. A forward pass reads a weight through the functions here alone."""
 
 from jaxinfer.quant.dispatch import grouped_matmul, matmul, matmul_heads, matmul_transposed, take
+from jaxinfer.quant.storage import Quantised, Split, dense
 
-__all__ = ["grouped_matmul", "matmul", "matmul_heads", "matmul_transposed", "take"]
+__all__ = ["Quantised", "Split", "dense", "grouped_matmul", "matmul", "matmul_heads", "matmul_transposed", "take"]

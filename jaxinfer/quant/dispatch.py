@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.quant.experts import grouped_product
+from jaxinfer.quant.storage import Quantised, Split
 from pallas_kernels import grouped_matmul as grouped
 
 
-def matmul(x: Float[Array, "... k"], w: Float[Array, "k *n"]) -> Float[Array, "... *n"]:
-    """Contract the last dimension of ``x`` with the first of ``w``; the result has the dtype of ``x``.
+def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
+    """Contract the last dimension of ``x`` with the inputs of ``w``, an array's first; the result has ``x``'s dtype.
 
     float32 means float32: no TF32 and no bfloat16 passes.
     """
+    if isinstance(w, Quantised | Split):
+        return _stored(x, w)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
 
 
-def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "*n k"]) -> Float[Array, "... *n"]:
+def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
     """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
+    if isinstance(w, Quantised | Split):
+        return _stored(x, w)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     if w.ndim > 2 and jax.sharding.get_abstract_mesh().size > 1:
         # Merged, two dimensions of which the inner one is spread over devices would be gathered.
@@ -31,6 +39,10 @@ def matmul_transposed(x: Float[Array, "... k"], w: Float[Array, "*n k"]) -> Floa
     return out.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
+def _stored(x: jax.Array, w: Quantised | Split) -> jax.Array:
+    return w.matmul(x) if isinstance(w, Quantised) else w.matmul(x, matmul_transposed)
+
+
 def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
     """Each head's vector times a matrix of its own."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -38,13 +50,13 @@ def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]
     return jnp.moveaxis(out, 0, -2)
 
 
-def take(w: Float[Array, "rows d"], ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
+def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
-    return jax.numpy.take(w, ids, axis=0, mode="clip")
+    return w.take(ids) if isinstance(w, Quantised) else jnp.take(w, ids, axis=0, mode="clip")
 
 
-def grouped_matmul(
-    x: Float[Array, "tiles rows k"], w: Float[Array, "experts *n k"], groups: grouped.Groups
-) -> Float[Array, "tiles rows *n"]:
-    """Each tile's rows times the weights of the tile's expert, which lie as [out, in]."""
+def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:
+    """Each tile's rows times the weights of the tile's expert, which lie as [experts, *n, k]."""
+    if isinstance(w, Quantised | Split):
+        return grouped_product(x, w, groups, _stored)
     return grouped.matmul(x, w, groups)

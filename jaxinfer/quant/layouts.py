@@ -99,8 +99,8 @@ class Grouped:
     def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
         codes = parts["codes"].astype(jnp.float32)
         if self.zeros:
-            codes = codes - _repeated(parts["zeros"].astype(jnp.float32), self.group)
-        weight = codes * _repeated(parts["scales"].astype(jnp.float32), self.group)
+            codes = codes - _repeated(parts["zeros"].astype(jnp.float32), codes)
+        weight = codes * _repeated(parts["scales"].astype(jnp.float32), codes)
         return weight if self.factor == 1.0 else weight * jnp.float32(self.factor)
 
 
@@ -146,13 +146,13 @@ class Codebook:
 
     def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
         values = jnp.take(jnp.asarray(self.table, jnp.float32), parts["codes"].astype(jnp.int32), mode="clip")
-        return values * _repeated(self._scales(parts), self.group)
+        return values * _repeated(self._scales(parts), values)
 
     def _scales(self, parts: Parts) -> Float[Array, "*out groups"]:
         if self.nested:
             codes = parts["scales"].astype(jnp.int32)
             scales = jnp.take(jnp.asarray(self.scale_table, jnp.float32), codes, mode="clip")
-            return scales * _repeated(parts["nested_scales"], self.nested // self.group) + parts["offset"]
+            return scales * _repeated(parts["nested_scales"], scales) + parts["offset"]
         scales = parts["scales"].astype(jnp.float32)
         return scales / parts["divisor"] if self.divided else scales
 
@@ -187,6 +187,6 @@ def _groups(inputs: int, group: int) -> int:
     return inputs // group
 
 
-def _repeated(values: Array, times: int) -> Array:
-    """Each value as often as there are inputs that share it; one for all is left to broadcasting."""
-    return values if values.shape[-1] == 1 else jnp.repeat(values, times, axis=-1)
+def _repeated(values: Array, like: Array) -> Array:
+    """Each value as often as there are entries of ``like`` that share it; one for all is left to broadcasting."""
+    return values if values.shape[-1] == 1 else jnp.repeat(values, like.shape[-1] // values.shape[-1], axis=-1)

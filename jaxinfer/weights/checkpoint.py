@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,34 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000
 _FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz")
+
+
+@runtime_checkable
+class Tensors(Protocol):
+    """What `load_params` reads: a `Checkpoint`, a GGUF file, or one of these with stored weights.
+
+    Attributes:
+        folder: where it comes from, for messages.
+        tensors: what it holds, by name.
+    """
+
+    @property
+    def folder(self) -> pathlib.Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, read-only or in a new buffer."""
+        ...
+
+    def expect(self, name: str, part: np.ndarray) -> None:
+        """See `Checkpoint.expect`."""
+        ...
+
+    def release(self, name: str) -> None:
+        """See `Checkpoint.release`."""
+        ...
 
 
 class Checkpoint:

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from jaxinfer.types import ParamSpec, ParamTree, Source
-from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, read_json_object
+from jaxinfer.weights.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.safetensors import TensorInfo
 from jaxinfer.weights.tree import (
+    PARTS,
     Fill,
     Index,
     Path,
@@ -65,7 +66,7 @@ def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> 
 
 
 def load_params(
-    folder: str | pathlib.Path,
+    folder: str | pathlib.Path | Tensors,
     specs: ParamTree,
     dtype: str,
     place: Place = on_default_device,
@@ -80,7 +81,7 @@ def load_params(
     other. Headers and shapes are all checked before the first tensor is read.
 
     Args:
-        folder: holds model.safetensors or its shards with their index.
+        folder: holds model.safetensors or its shards with their index; or what was opened already.
         specs: the parameters and the checkpoint tensors that fill them.
         dtype: "float32", "bfloat16", "float16", or "auto" for ``checkpoint_dtype(folder)``.
         place: called with the path in the tree, the spec, and what fills a buffer; its result becomes the leaf.
@@ -97,14 +98,14 @@ def load_params(
         CheckpointError: a file, a shape, a dtype or a value is not as it must be, a tensor is missing or unused.
         ValueError: ``dtype`` is unknown, or the specs contradict themselves.
     """
-    checkpoint = open_checkpoint(pathlib.Path(folder))
+    checkpoint = open_checkpoint(pathlib.Path(folder)) if isinstance(folder, str | pathlib.Path) else folder
     parameters = list(walk(specs))
     target = target_dtype(_auto_dtype(checkpoint) if dtype == "auto" else dtype)
     for path, spec in parameters:
         check_spec(path, spec)
     sources = [source for _, spec in parameters for source in spec.sources]
     _check_names(checkpoint, sources, (*HARMLESS, *ignore))
-    _check_tensors(checkpoint, sources)
+    _check_tensors(checkpoint, parameters)
     total = sum(_part_bytes(checkpoint, source) for source in sources)
     filler = _Filler(checkpoint, target, check_finite, progress, total)
 
@@ -116,7 +117,7 @@ def load_params(
     return build(specs, make)
 
 
-def _part_bytes(checkpoint: Checkpoint, source: Source) -> int:
+def _part_bytes(checkpoint: Tensors, source: Source) -> int:
     info = checkpoint.tensors[source.name]
     return info.nbytes // max(1, math.prod(source.shape)) * placed_size(source)
 
@@ -128,7 +129,7 @@ def _wait(placed: Any) -> None:
             leaf.block_until_ready()
 
 
-def checkpoint_dtype(folder: str | pathlib.Path) -> str:
+def checkpoint_dtype(folder: str | pathlib.Path | Tensors) -> str:
     """What "auto" means for a folder: the dtype in config.json, else that of the first floating-point tensor.
 
     float64 is read as "float32".
@@ -136,10 +137,11 @@ def checkpoint_dtype(folder: str | pathlib.Path) -> str:
     Raises:
         CheckpointError: the folder or its config.json cannot be read, or it holds no floating-point tensor.
     """
-    return _auto_dtype(open_checkpoint(pathlib.Path(folder)))
+    opened = open_checkpoint(pathlib.Path(folder)) if isinstance(folder, str | pathlib.Path) else folder
+    return _auto_dtype(opened)
 
 
-def _auto_dtype(checkpoint: Checkpoint) -> str:
+def _auto_dtype(checkpoint: Tensors) -> str:
     path = checkpoint.folder / "config.json"
     config = read_json_object(path) if path.exists() else {}
     named = config.get("dtype") or config.get("torch_dtype")
@@ -151,7 +153,7 @@ def _auto_dtype(checkpoint: Checkpoint) -> str:
     raise CheckpointError(f"{checkpoint.folder} holds no floating-point tensor")
 
 
-def _check_names(checkpoint: Checkpoint, sources: Sequence[Source], ignore: Sequence[str]) -> None:
+def _check_names(checkpoint: Tensors, sources: Sequence[Source], ignore: Sequence[str]) -> None:
     wanted = dict.fromkeys(source.name for source in sources)
     missing = [name for name in wanted if name not in checkpoint.tensors]
     if missing:
@@ -174,13 +176,13 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_tensors(checkpoint: Checkpoint, sources: Sequence[Source]) -> None:
-    for source in sources:
+def _check_tensors(checkpoint: Tensors, parameters: Sequence[tuple[Path, ParamSpec]]) -> None:
+    for part, source in ((spec.dtype, source) for _, spec in parameters for source in spec.sources):
         info = checkpoint.tensors[source.name]
         label = f"tensor {quoted(source.name)} of {checkpoint.folder}"
         if info.shape != source.shape:
             raise CheckpointError(f"{label} has shape {_form(info.shape)} where config.json asks {_form(source.shape)}")
-        if info.dtype not in _FLOATS:
+        if info.dtype not in _FLOATS and info.dtype != part:
             raise CheckpointError(f"{label} is stored as {info.dtype}: only F16, BF16, F32 and F64 weights are read")
 
 
@@ -192,7 +194,7 @@ def _form(shape: Sequence[int]) -> str:
 class _Filler:
     """Fills host buffers from a checkpoint and counts the bytes it has read."""
 
-    checkpoint: Checkpoint
+    checkpoint: Tensors
     target: np.dtype[Any]
     check_finite: bool
     progress: Progress | None
@@ -218,7 +220,7 @@ class _Filler:
         except FloatingPointError:
             raise CheckpointError(f"{self._label(info)} holds values too large for {part.dtype.name}") from None
         self.checkpoint.release(source.name)
-        if self.check_finite and not _all_finite(part):
+        if self.check_finite and part.dtype.name not in PARTS and not _all_finite(part):
             raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {part.dtype.name}")
         self.done += info.nbytes // max(1, math.prod(source.shape)) * part.size
         if self.progress is not None:

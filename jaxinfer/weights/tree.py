@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.types import ParamSpec, ParamTree, Source
+from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs
 
 Path = tuple[str, ...]
 Index = tuple[slice, ...]
@@ -23,6 +23,16 @@ TARGETS: Mapping[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
+}
+
+
+# Of the parts of quantised weights (`jaxinfer.quant.layouts`), which are copied as they are.
+PARTS: Mapping[str, np.dtype[Any]] = {
+    np.dtype(kind).name: np.dtype(kind)
+    for kind in (
+        *(ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu),
+        *(np.int8, np.uint8, np.int32),
+    )
 }
 
 
@@ -39,10 +49,12 @@ def target_dtype(name: str) -> np.dtype[Any]:
 
 def dtype_of(spec: ParamSpec, model: np.dtype[Any]) -> np.dtype[Any]:
     """A parameter's own dtype, else the model's."""
-    return model if spec.dtype is None else target_dtype(spec.dtype)
+    if spec.dtype is None:
+        return model
+    return PARTS[spec.dtype] if spec.dtype in PARTS else target_dtype(spec.dtype)
 
 
-def walk(specs: ParamTree, path: Path = ()) -> Iterator[tuple[Path, ParamSpec]]:
+def walk(specs: Any, path: Path = ()) -> Iterator[tuple[Path, ParamSpec]]:
     """Every parameter with its path, in the tree's order."""
     for key, node in specs.items():
         if isinstance(node, ParamSpec):
@@ -51,12 +63,10 @@ def walk(specs: ParamTree, path: Path = ()) -> Iterator[tuple[Path, ParamSpec]]:
             yield from walk(node, (*path, key))
 
 
-def build(specs: ParamTree, make: Callable[[Path, ParamSpec], Any], path: Path = ()) -> dict[str, Any]:
+def build(specs: ParamTree, make: Callable[[Path, ParamSpec], Any]) -> dict[str, Any]:
     """A nested dict of the tree's form whose leaves are ``make(path, spec)``."""
-    return {
-        key: make((*path, key), node) if isinstance(node, ParamSpec) else build(node, make, (*path, key))
-        for key, node in specs.items()
-    }
+    made: dict[str, Any] = map_specs(make, specs)
+    return made
 
 
 def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:

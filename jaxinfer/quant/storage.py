@@ -1,0 +1,219 @@
+"""Weights that stand where an array stood: `Quantised`, one layout, and `Split`, several for the parts of a fused one.
+
+Both are pytrees and never lie in memory as plain numbers: a product dequantises a few hundred outputs at a time, or
+leaves it to a kernel. A tree of parameter specs has the same nodes, with specs for leaves (`jaxinfer.types.ParamTree`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, ItemsView, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.parallel.mesh import spread_over
+from jaxinfer.quant import activations
+from jaxinfer.quant.layouts import Grouped, Layout, Part
+from pallas_kernels import quant_matmul
+
+CHANNELS = 256  # dequantised at a time
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout", "axes", "dtype", "inputs"]
+)
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """A weight ``[*out, in]`` in a layout.
+
+    Attributes:
+        arrays: its parts and input parts by name; in a tree of specs, a `ParamSpec` for each.
+        layout: what they mean.
+        axes: the logical axes of ``[*out, in]``.
+        dtype: name of the dtype that its values take where nothing else says so.
+        inputs: how many there are, on all devices together.
+    """
+
+    arrays: Mapping[str, Any]
+    layout: Layout
+    axes: tuple[str | None, ...]
+    dtype: str
+    inputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight, ``[*out, in]``."""
+        name = next(iter(self._parts))
+        return (*self.arrays[name].shape[: len(self.axes) - 1], self.inputs)
+
+    @property
+    def _parts(self) -> dict[str, Part]:
+        return self.layout.parts(self.inputs)
+
+    @property
+    def _input_parts(self) -> dict[str, Part]:
+        return self.layout.input_parts(self.inputs)
+
+    def items(self) -> ItemsView[str, Any]:
+        return self.arrays.items()
+
+    def rebuilt(self, arrays: Mapping[str, Any]) -> Quantised:
+        """The same with other leaves."""
+        return dataclasses.replace(self, arrays=dict(arrays))
+
+    def dequantize(self) -> Float[Array, "*out k"]:
+        """The whole weight in float32: for people, tests and what has no product of its own."""
+        weight = self.layout.dequantise(self._only(self._parts))
+        if "order" not in self.arrays:
+            return weight
+        return jnp.take(weight, jnp.argsort(self.arrays["order"]), axis=-1)
+
+    def take(self, ids: Int[Array, "*batch"]) -> Float[Array, "*batch k"]:
+        """Rows of a table ``[rows, in]``."""
+        rows = {name: jnp.take(array, ids, axis=0, mode="clip") for name, array in self._only(self._parts).items()}
+        return self.rebuilt({**rows, **self._only(self._input_parts)}).dequantize().astype(self.dtype)
+
+    def matmul(self, x: Float[Array, "*rows k"]) -> Float[Array, "*rows *out"]:
+        """The product with the transposed weight, in the dtype of ``x``."""
+        flat = x.reshape(-1, x.shape[-1])
+        result = self._spread(flat) if _is_spread() else _product(flat, self)
+        return result.reshape(*x.shape[:-1], *self.shape[:-1])
+
+    def _spread(self, x: Float[Array, "rows k"]) -> Float[Array, "rows *out"]:
+        """Each device multiplies its own part of the weight; parts along the inputs are added up."""
+        *outs, along = spread_over(self.axes, self.shape)
+
+        def own(x: jax.Array, weight: Quantised) -> jax.Array:
+            part = _product(x, weight).reshape(x.shape[0], *weight.shape[:-1])
+            return lax.psum(part, along) if along else part
+
+        specs = (PartitionSpec(None, along), self.partition())
+        run = jax.shard_map(own, in_specs=specs, out_specs=PartitionSpec(None, *outs), check_vma=False)
+        result: jax.Array = run(x, self)
+        return result
+
+    def partition(self) -> Any:
+        """How the arrays lie on the mesh that a program is traced for: a `PartitionSpec` in the place of each."""
+        *outs, along = spread_over(self.axes, self.shape)
+        own = {name: PartitionSpec(*outs, *((along,) if part.along else ())) for name, part in self._parts.items()}
+        shared = {
+            name: PartitionSpec(*((along,) if part.along and part.shape else ()))
+            for name, part in self._input_parts.items()
+        }
+        return self.rebuilt({**own, **shared})
+
+    def expert(self, index: Int[Array, ""] | int) -> Quantised:
+        """One of a stack of weights ``[experts, *out, in]``."""
+        arrays = {
+            name: lax.dynamic_index_in_dim(array, index, keepdims=False) if name in self._parts else array
+            for name, array in self.arrays.items()
+        }
+        return dataclasses.replace(self, arrays=arrays, axes=self.axes[1:])
+
+    def _only(self, names: Mapping[str, Part]) -> dict[str, Any]:
+        return {name: self.arrays[name] for name in names}
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["axis"])
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A weight ``[*out, in]`` of which neighbours along ``axis`` of its outputs are stored in different ways.
+
+    Attributes:
+        pieces: `Quantised` or arrays ``[*out, in]``.
+    """
+
+    pieces: tuple[Any, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [piece.shape for piece in self.pieces]
+        whole = sum(shape[self.axis] for shape in shapes)
+        return (*shapes[0][: self.axis], whole, *shapes[0][self.axis + 1 :])
+
+    def items(self) -> ItemsView[str, Any]:
+        return {str(index): piece for index, piece in enumerate(self.pieces)}.items()
+
+    def rebuilt(self, pieces: Mapping[str, Any]) -> Split:
+        return dataclasses.replace(self, pieces=tuple(pieces.values()))
+
+    def dequantize(self) -> Float[Array, "*out k"]:
+        return jnp.concatenate([dense(piece) for piece in self.pieces], axis=self.axis)
+
+    def matmul(self, x: Float[Array, "*rows k"], product: Callable[[Any, Any], Array]) -> Float[Array, "*rows *out"]:
+        """``product`` is that of one piece: `dispatch.matmul_transposed`."""
+        parts = [product(x, piece) for piece in self.pieces]
+        return jnp.concatenate(parts, axis=x.ndim - 1 + self.axis)
+
+    def expert(self, index: Int[Array, ""] | int) -> Split:
+        pieces = tuple(
+            piece.expert(index)
+            if isinstance(piece, Quantised)
+            else lax.dynamic_index_in_dim(piece, index, keepdims=False)
+            for piece in self.pieces
+        )
+        return Split(pieces, self.axis - 1)
+
+
+def dense(weight: Any) -> Float[Array, "*out k"]:
+    """A stored weight, or an array, as plain numbers."""
+    return weight.dequantize() if isinstance(weight, Quantised | Split) else weight
+
+
+def _is_spread() -> bool:
+    """Whether what is traced runs on several devices, and is not already one device's part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
+
+
+def _product(x: Float[Array, "rows k"], weight: Quantised) -> Float[Array, "rows *out"]:
+    """Of the arrays that are here: a whole weight or a device's part of one."""
+    layout, arrays = weight.layout, weight.arrays
+    if "order" in arrays:
+        x = jnp.take(x, arrays["order"], axis=-1)
+    if isinstance(layout, Grouped):
+        return _grouped_product(x, layout, arrays)
+    return _by_channels(x, layout, {name: arrays[name] for name in layout.parts(weight.inputs)}, weight.shape[:-1])
+
+
+def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any]) -> Array:
+    if layout.activations:
+        return activations.product(x, layout, arrays)
+
+    def flat(name: str) -> Array:
+        array: Array = arrays[name]
+        return array.reshape(-1, array.shape[-1])
+
+    scales = flat("scales")
+    if layout.factor != 1.0:
+        scales = scales.astype(jnp.float32) * layout.factor
+    zeros = flat("zeros").T if layout.zeros else None
+    return quant_matmul.matmul(x, flat("codes"), scales.T, zeros)
+
+
+def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple[int, ...]) -> Array:
+    """So few outputs at a time that their plain numbers stay in the cache."""
+    flat = {name: array.reshape(-1, *array.shape[len(outs) :]) for name, array in parts.items()}
+    channels = math.prod(outs)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def chunk(first: Any, size: int) -> Array:
+        own = {name: lax.dynamic_slice_in_dim(array, first, size) for name, array in flat.items()}
+        weight = layout.dequantise(own).astype(x.dtype)
+        return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
+
+    size = min(CHANNELS, channels)
+    whole = channels // size
+    result = jnp.moveaxis(lax.map(lambda i: chunk(i * size, size), jnp.arange(whole)), 0, 1)
+    result = result.reshape(x.shape[0], whole * size)
+    if channels % size:
+        result = jnp.concatenate([result, chunk(whole * size, channels % size)], axis=1)
+    return result
