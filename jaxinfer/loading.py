@@ -24,18 +24,20 @@ from jaxinfer.engine.placement import spread_model
 from jaxinfer.engine.replicas import Replicas, make_engine
 from jaxinfer.engine.stages import cut
 from jaxinfer.models.config import ConfigError
-from jaxinfer.models.model import Model, abstract
-from jaxinfer.models.registry import Family
+from jaxinfer.models.model import Model, describe
+from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import require_processes
+from jaxinfer.quant import with_values
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
-from jaxinfer.weights import CheckpointError, load_params, on_devices, open_checkpoint, refuse_quantised
+from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.load import Progress, checkpoint_dtype
+from jaxinfer.weights.files import ModelFiles, open_files
+from jaxinfer.weights.load import Progress, auto_dtype
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.source import locate
-from jaxinfer.weights.tree import Fill, with_names
+from jaxinfer.weights.tree import Fill
 
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
 
@@ -146,12 +148,16 @@ def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -
 def _as_dtype(model: Model, dtype: str) -> Model:
     if dtype == "auto":
         return model
-    specs = model.family.param_specs(model.config)
+    family = dataclasses.replace(
+        model.family, param_specs=lambda config: with_values(model.family.param_specs(config), dtype)
+    )
 
     def cast(spec: ParamSpec, leaf: Any) -> Any:
         return leaf.astype(spec.dtype or dtype)
 
-    return model.replace(params=jax.tree.map(cast, specs, model.params, is_leaf=lambda x: isinstance(x, ParamSpec)))
+    specs, params = family.param_specs(model.config), with_values(model.params, dtype)
+    params = jax.tree.map(cast, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return model.replace(family=family, params=params)
 
 
 def load_model(
@@ -181,12 +187,12 @@ def load_model(
         EngineConfigError: the model cannot be spread over the mesh.
     """
     mesh = mesh or make_mesh()
-    folder, model = _describe(name, dtype, families)
-    model = spread_model(model, mesh)
+    files, model = _describe(name, dtype, families)
+    model, folder = spread_model(model, mesh), files.path
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as told:
-        params = _load(folder, model, told, check_finite, mesh)
+        params = _load(files, model, told, check_finite, mesh)
     generation = folder / "generation_config.json"
     return model.replace(
         params=params,
@@ -208,21 +214,25 @@ def abstract_model(name: str, dtype: str = "auto") -> Model:
     return _describe(name, dtype)[1]
 
 
-def _describe(
-    name: str, dtype: str, families: Mapping[str, Family] = MappingProxyType({})
-) -> tuple[pathlib.Path, Model]:
+def _describe(name: str, dtype: str, families: Mapping[str, Family] = MappingProxyType({})) -> tuple[ModelFiles, Model]:
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
-    folder = model_folder(name)
-    config_json = read_json_object(folder / "config.json")
-    refuse_quantised(config_json)
-    stored = checkpoint_dtype(folder) if dtype == "auto" else dtype
-    return folder, abstract(config_json, stored, name, families)
+    files = open_files(model_folder(name))
+    own = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
+    family = family_for(files.config_json, families)
+    if files.quantised:
+        family = _with_storages(family, files, own)
+    return files, describe(family, files.config_json, own, name)
 
 
-def _load(
-    folder: pathlib.Path, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh
-) -> dict[str, Any]:
+def _with_storages(family: Family, files: ModelFiles, dtype: str) -> Family:
+    def param_specs(config: Any) -> ParamTree:
+        return files.stored(files.named(family.param_specs(config), family.prefix), dtype)
+
+    return dataclasses.replace(family, param_specs=param_specs)
+
+
+def _load(files: ModelFiles, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh) -> dict[str, Any]:
     parts, places = [set(part.model.params) for part in cut(model, mesh.shape["stage"])], stages(mesh)
 
     def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
@@ -230,13 +240,7 @@ def _load(
         return on_devices(param_sharding(first, spec), spec, fill)
 
     ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
-    specs, dtype = _as_named(folder, model), str(model.dtype)
-    return load_params(folder, specs, dtype, place, progress, check_finite, ignore)
-
-
-def _as_named(folder: pathlib.Path, model: Model) -> ParamTree:
-    """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
-    specs, prefix = model.family.param_specs(model.config), model.family.prefix
-    if any(name.startswith(prefix) for name in open_checkpoint(folder).tensors):
-        return specs
-    return with_names(specs, lambda name: name.removeprefix(prefix))
+    specs = model.family.param_specs(model.config)
+    if not files.quantised:
+        specs = files.named(specs, model.family.prefix)
+    return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)

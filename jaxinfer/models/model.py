@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
+from jaxinfer.quant import is_stored
 from jaxinfer.types import CacheSpec, ParamSpec
 
 
@@ -45,7 +46,9 @@ class Model:
 
     @property
     def dtype(self) -> jnp.dtype:
-        return jax.tree.leaves(self.params)[0].dtype
+        """Of what goes through the layers; quantised weights do not say it."""
+        leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
+        return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
 
     def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
         """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it."""
@@ -90,7 +93,11 @@ def abstract(
     Raises:
         ConfigError: one sentence that says what is wrong.
     """
-    family = family_for(config_json, families)
+    return describe(family_for(config_json, families), config_json, dtype, name)
+
+
+def describe(family: Family, config_json: Mapping[str, Any], dtype: str, name: str = "") -> Model:
+    """`abstract`, of a known family."""
     config = family.config(config_json)
     params = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)),

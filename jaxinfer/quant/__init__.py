@@ -1,6 +1,17 @@
 """Storages of weights: arrays, `Quantised`, `Split`. A forward pass reads a weight through the functions here alone."""
 
 from jaxinfer.quant.dispatch import grouped_matmul, matmul, matmul_heads, matmul_transposed, take
-from jaxinfer.quant.storage import Quantised, Split, dense
+from jaxinfer.quant.storage import Quantised, Split, dense, is_stored, with_values
 
-__all__ = ["Quantised", "Split", "dense", "grouped_matmul", "matmul", "matmul_heads", "matmul_transposed", "take"]
+__all__ = [
+    "Quantised",
+    "Split",
+    "dense",
+    "grouped_matmul",
+    "is_stored",
+    "matmul",
+    "matmul_heads",
+    "matmul_transposed",
+    "take",
+    "with_values",
+]

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.quant.experts import grouped_product
+from jaxinfer.quant.observe import Observed
 from jaxinfer.quant.storage import Quantised, Split
 from pallas_kernels import grouped_matmul as grouped
 
@@ -21,6 +22,8 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
     """
     if isinstance(w, Quantised | Split):
         return _stored(x, w)
+    if isinstance(w, Observed):
+        w = w.against(x, "in first")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), precision=precision)
 
@@ -29,6 +32,8 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
     """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
     if isinstance(w, Quantised | Split):
         return _stored(x, w)
+    if isinstance(w, Observed):
+        w = w.against(x, "in last")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     if w.ndim > 2 and jax.sharding.get_abstract_mesh().size > 1:
         # Merged, two dimensions of which the inner one is spread over devices would be gathered.
@@ -59,4 +64,6 @@ def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Grou
     """Each tile's rows times the weights of the tile's expert, which lie as [experts, *n, k]."""
     if isinstance(w, Quantised | Split):
         return grouped_product(x, w, groups, _stored)
+    if isinstance(w, Observed):
+        w = w.against_tiles(x, groups)
     return grouped.matmul(x, w, groups)

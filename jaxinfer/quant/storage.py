@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.parallel.mesh import spread_over
 from jaxinfer.quant import activations
 from jaxinfer.quant.layouts import Grouped, Layout, Part
+from jaxinfer.types import ParamSpec
 from pallas_kernels import quant_matmul
 
 CHANNELS = 256  # dequantised at a time
@@ -163,9 +164,25 @@ class Split:
         return Split(pieces, self.axis - 1)
 
 
+def is_stored(node: Any) -> bool:
+    """A weight that is no array, in a tree of parameters or of specs."""
+    return isinstance(node, Quantised | Split)
+
+
+def with_values(tree: Any, dtype: str) -> Any:
+    """A tree of parameters, or of specs, whose stored weights have values of another dtype."""
+
+    def changed(node: Any) -> Any:
+        if isinstance(node, Split):
+            return dataclasses.replace(node, pieces=tuple(with_values(piece, dtype) for piece in node.pieces))
+        return dataclasses.replace(node, dtype=dtype) if isinstance(node, Quantised) else node
+
+    return jax.tree.map(changed, tree, is_leaf=lambda node: is_stored(node) or isinstance(node, ParamSpec))
+
+
 def dense(weight: Any) -> Float[Array, "*out k"]:
     """A stored weight, or an array, as plain numbers."""
-    return weight.dequantize() if isinstance(weight, Quantised | Split) else weight
+    return weight.dequantize() if is_stored(weight) else weight
 
 
 def _is_spread() -> bool:

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ def load_params(
     """
     checkpoint = open_checkpoint(pathlib.Path(folder)) if isinstance(folder, str | pathlib.Path) else folder
     parameters = list(walk(specs))
-    target = target_dtype(_auto_dtype(checkpoint) if dtype == "auto" else dtype)
+    target = target_dtype(checkpoint_dtype(checkpoint) if dtype == "auto" else dtype)
     for path, spec in parameters:
         check_spec(path, spec)
     sources = [source for _, spec in parameters for source in spec.sources]
@@ -138,12 +138,12 @@ def checkpoint_dtype(folder: str | pathlib.Path | Tensors) -> str:
         CheckpointError: the folder or its config.json cannot be read, or it holds no floating-point tensor.
     """
     opened = open_checkpoint(pathlib.Path(folder)) if isinstance(folder, str | pathlib.Path) else folder
-    return _auto_dtype(opened)
+    path = opened.folder / "config.json"
+    return auto_dtype(read_json_object(path) if path.exists() else {}, opened)
 
 
-def _auto_dtype(checkpoint: Tensors) -> str:
-    path = checkpoint.folder / "config.json"
-    config = read_json_object(path) if path.exists() else {}
+def auto_dtype(config: Mapping[str, Any], checkpoint: Tensors) -> str:
+    """`checkpoint_dtype` of a config.json and a checkpoint."""
     named = config.get("dtype") or config.get("torch_dtype")
     if isinstance(named, str) and named.removeprefix("torch.") in _CONFIG_DTYPES:
         return _CONFIG_DTYPES[named.removeprefix("torch.")]

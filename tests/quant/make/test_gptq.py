@@ -1,0 +1,101 @@
+"""GPTQ against the paper's equations in float64, and what must hold of it whatever the numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.quant.make import IntegerGrid, Made, gptq, integers, reconstruction_error
+from tests.quant.make.references import correlated, optimal_brain, output_error
+
+
+def problem(out: int, inputs: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(out, inputs)) * 0.1, correlated(4 * inputs, inputs, seed)
+
+
+def solved(weight: np.ndarray, x: np.ndarray, grid: IntegerGrid, **options: bool) -> Made:
+    return gptq(jnp.asarray(weight, jnp.float32), jnp.asarray(x.T @ x, jnp.float32), grid, **options)
+
+
+def plain_codes(made: Made) -> np.ndarray:
+    codes = np.asarray(made.parts["codes"]).astype(np.float64)
+    if "order" not in made.parts:
+        return codes
+    plain = np.zeros_like(codes)
+    plain[:, np.asarray(made.parts["order"])] = codes
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("inputs", "group", "symmetric", "act_order", "static"),
+    [
+        (256, 128, True, False, False),
+        (256, 64, False, False, False),
+        (192, 64, True, True, False),  # blocks of a group's width
+        (256, 32, False, True, True),
+        (172, 0, True, False, False),  # one scale for all, 128 does not divide
+        (256, 256, True, True, False),  # a group of two blocks
+    ],
+)
+def test_it_is_the_paper_in_float64(inputs: int, group: int, symmetric: bool, act_order: bool, static: bool):
+    weight, x = problem(24, inputs)
+    grid = IntegerGrid(4, group, symmetric, "float16")
+    values, codes = optimal_brain(weight, x.T @ x, grid, 0.01, act_order, static)
+    made = solved(weight, x, grid, act_order=act_order, static_groups=static)
+    expected, error = output_error(weight, values, x), output_error(weight, np.asarray(made.dequantise()), x)
+    print('QQ',(plain_codes(made) == codes).mean(), error/expected-1)
+    assert (plain_codes(made) == codes).mean() > 0.995
+    assert error == pytest.approx(expected, rel=2e-2)
+    assert ("order" in made.parts) == (act_order and not static)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_outputs_are_nearer_than_rounded_ones(bits: int):
+    weight, x = problem(32, 256, seed=bits)
+    grid = IntegerGrid(bits, 64)
+    rounded = np.asarray(integers(jnp.asarray(weight, jnp.float32), grid).dequantise())
+    made = solved(weight, x, grid)
+    codes = np.asarray(made.parts["codes"]).astype(int)
+    assert codes.min() >= grid.low and codes.max() <= grid.high
+    assert output_error(weight, np.asarray(made.dequantise()), x) < 0.8 * output_error(weight, rounded, x)
+
+
+def test_inputs_that_do_not_correlate_are_rounded_to_nearest():
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(16, 128)), jnp.float32)
+    grid = IntegerGrid(4, 32, symmetric=False)
+    made, rounded = gptq(weight, jnp.eye(128), grid), integers(weight, grid)
+    for name, part in rounded.parts.items():
+        assert np.array_equal(np.asarray(made.parts[name], np.float32), np.asarray(part, np.float32)), name
+
+
+def test_an_input_that_is_always_zero_spoils_nothing():
+    weight, x = problem(16, 128)
+    x[:, [3, 77]] = 0
+    made = solved(weight, x, IntegerGrid(4, 64), act_order=True)
+    values = np.asarray(made.dequantise())
+    assert np.isfinite(values).all()
+    assert np.abs(values - weight).max() < 0.2
+
+
+def test_a_singular_matrix_is_damped():
+    weight, x = problem(16, 128)
+    one = np.repeat(x[:4], 3, axis=0)  # four different vectors for 128 inputs
+    grid = IntegerGrid(4, 128)
+    made = solved(weight, one, grid)
+    assert output_error(weight, np.asarray(made.dequantise()), one) < 5e-3
+    singular = gptq(jnp.asarray(weight, jnp.float32), jnp.ones((128, 128)), grid, damp=1e-12)
+    assert np.isfinite(np.asarray(singular.dequantise())).all()
+
+
+def test_inputs_that_are_not_finite_are_refused():
+    gram = jnp.eye(64).at[3, 3].set(jnp.nan)
+    with pytest.raises(ValueError, match="are all inputs finite"):
+        gptq(jnp.ones((4, 64)), gram, IntegerGrid(4, 32))
+
+
+def test_the_error_by_the_gram_matrix_is_that_of_the_outputs():
+    weight, x = problem(16, 64)
+    values = np.round(weight * 20) / 20
+    gram = jnp.asarray(x.T @ x, jnp.float32)
+    error = reconstruction_error(jnp.asarray(weight, jnp.float32), jnp.asarray(values, jnp.float32), gram)
+    assert float(error) == pytest.approx(output_error(weight, values, x), rel=1e-4)
