@@ -154,7 +154,8 @@ class Codebook:
             scales = jnp.take(jnp.asarray(self.scale_table, jnp.float32), codes, mode="clip")
             return scales * _repeated(parts["nested_scales"], scales) + parts["offset"]
         scales = parts["scales"].astype(jnp.float32)
-        return scales / parts["divisor"] if self.divided else scales
+        # in full: XLA turns a division by one number for many into a product with its reciprocal, one bit off
+        return scales / jnp.broadcast_to(parts["divisor"], scales.shape) if self.divided else scales
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,71 @@
+"""Formats of quantised weights in safetensors: an adapter each, picked by what config.json says.
+
+An adapter turns the tensors of its format into `StoredWeight`s. All that a file says is checked, in Python's own
+integers, before an array is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxinfer.weights.checkpoint import Tensors
+from jaxinfer.weights.errors import CheckpointError
+from jaxinfer.weights.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from jaxinfer.weights.formats.fields import Fields
+from jaxinfer.weights.formats.tensors import RawTensors
+from jaxinfer.weights.stored import StoredWeight
+
+Adapter = Callable[[RawTensors, Fields], dict[str, StoredWeight]]
+
+ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
+    {
+        "awq": awq.weights,
+        "bitsandbytes": bitsandbytes.weights,
+        "compressed-tensors": compressed_tensors.weights,
+        "fp8": fp8.weights,
+        "gptq": gptq.weights,
+        "mxfp4": mxfp4.weights,
+    }
+)
+_PLACES = ("quantization_config", "compression_config")
+
+
+def quantised_weights(
+    checkpoint: Tensors, config_json: Mapping[str, Any]
+) -> tuple[Mapping[str, StoredWeight], set[str]]:
+    """The weights that a checkpoint stores quantised.
+
+    Args:
+        config_json: its config.json.
+
+    Returns:
+        the weights by their names in a plain checkpoint, and the names of the tensors that they are made of. Both are
+        empty where config.json says nothing of a quantisation.
+
+    Raises:
+        CheckpointError: the format is not known, or the checkpoint is not as its format has it.
+    """
+    config = _config(config_json)
+    if config is None:
+        return {}, set()
+    method = config.choice("quant_method", tuple(ADAPTERS))
+    tensors = RawTensors(checkpoint)
+    weights = ADAPTERS[method](tensors, config)
+    if not weights:
+        raise CheckpointError(f"config.json says {method}, but {checkpoint.folder} holds no weight of this format")
+    return MappingProxyType(weights), tensors.taken
+
+
+def _config(config_json: Mapping[str, Any]) -> Fields | None:
+    """From the top of config.json, or from that of a language model within one for images."""
+    within = config_json.get("text_config")
+    for values in (config_json, within if isinstance(within, Mapping) else {}):
+        for name in _PLACES:
+            if values.get(name):
+                found = values[name]
+                if not isinstance(found, Mapping):
+                    raise CheckpointError(f"{name} of config.json is not an object")
+                return Fields(found, name)
+    return None

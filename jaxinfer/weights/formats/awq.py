@@ -1,0 +1,61 @@
+"""AWQ checkpoints of AutoAWQ and GPTQModel, version "gemm" (Lin et al. 2023, https://arxiv.org/abs/2306.00978).
+
+A weight X is ``X.qweight`` int32 [in, out / 8] and ``X.qzeros`` int32 [groups, out / 8], both packed along the outputs,
+and ``X.scales`` [groups, out]: weight[i, o] = scales[g, o] * (code[i, o] - zero[g, o]).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxinfer.quant.layouts import Grouped
+from jaxinfer.weights.formats.columns import columns_of
+from jaxinfer.weights.formats.fields import Fields
+from jaxinfer.weights.formats.packing import lowered, signed, transposed
+from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, dtype_name, pieces
+from jaxinfer.weights.stored import StoredWeight
+
+_END = ".qweight"
+_BITS = 4
+_PACK = 8
+_OUTPUT = (0, 2, 4, 6, 1, 3, 5, 7)  # of the eight of a word, which one a nibble holds, lowest nibble first
+
+
+def weights(tensors: RawTensors, config: Fields) -> dict[str, StoredWeight]:
+    """All weights of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: the configuration is not a known one, or tensors do not fit it.
+    """
+    config.choice("bits", (_BITS,))
+    config.choice("version", ("gemm", "GEMM"), "gemm")
+    if not config.flag("zero_point", True):
+        raise config.refused("zero_point", ("true",))
+    size = config.group_size("group_size", 128)
+    modules = [name.removesuffix(_END) for name in tensors.ending(_END)]
+    return {f"{module}.weight": _weight(tensors, module, size) for module in modules}
+
+
+def _weight(tensors: RawTensors, module: str, size: int) -> StoredWeight:
+    codes, zeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
+    inputs, words = tensors.take(codes, ("I32",), (None, None)).shape
+    out, groups = words * _PACK, pieces(inputs, size or inputs)
+    tensors.take(zeros, ("I32",), (groups, words))
+    info = tensors.take(scales, FLOATS, (groups, out))
+    columns = columns_of(tensors, inputs, size)
+    parts = {
+        "codes": lambda: signed(tensors.read(codes, _by_outputs), _BITS),
+        "scales": lambda: columns.scales(tensors.scales(scales, transposed)),
+        "zeros": lambda: columns.scales(lowered(tensors.read(zeros, _by_outputs), _BITS)),
+    }
+    layout = Grouped("int4", columns.group, dtype_name(info), zeros=True)
+    return tensors.stored((out, inputs), layout, parts, (codes, zeros, scales))
+
+
+def _by_outputs(words: np.ndarray) -> np.ndarray:
+    """Nibbles of ``[rows, out / 8]`` as uint8 ``[out, rows]``."""
+    turned = transposed(words).view(np.uint32)
+    result = np.empty((turned.shape[0], _PACK, turned.shape[1]), np.uint8)
+    for nibble, output in enumerate(_OUTPUT):
+        result[:, output] = (turned >> (_BITS * nibble)) & 0x0F
+    return result.reshape(-1, turned.shape[1])

@@ -1,0 +1,183 @@
+"""What the ``config_groups`` of compressed-tensors say of a weight, and which group it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.weights.formats.fields import Fields
+
+_FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_NAIVE = "naive-quantized"  # what older versions call the first two
+_STRATEGIES = {
+    "float-quantized": ("tensor", "channel", "block"),
+    "int-quantized": ("tensor", "channel"),
+    "pack-quantized": ("tensor", "channel", "group"),
+    "nvfp4-pack-quantized": ("tensor_group",),
+    "mxfp4-pack-quantized": ("group",),
+}
+_BITS = {"float-quantized": (8,), "int-quantized": (8,), "pack-quantized": (4, 8)}
+_TYPES = {"int-quantized": "int", "pack-quantized": "int"}
+_GROUPS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+_ACTIVATIONS = {("float", "float-quantized"): "float8_e4m3fn", ("int", "int-quantized"): "int8"}
+_REGEX = "re:"
+_GROUP = re.compile(r"\([^()]*\)")
+_LONGEST = 1024
+_MOST_WAYS = 2 * 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How the weights of a group are stored.
+
+    Attributes:
+        format: one of float-, int-, pack-, nvfp4-pack- and mxfp4-pack-quantized.
+        bits: of a code.
+        strategy: what has a scale: "tensor", "channel", "group", "block" or "tensor_group".
+        group: how many inputs share a scale; 0: all.
+        block: rows and columns that do.
+        symmetric: there are no zero points.
+        activations, activation_group, static: as in `Grouped`.
+    """
+
+    format: str
+    bits: int
+    strategy: str
+    group: int
+    block: tuple[int, int] | None
+    symmetric: bool
+    activations: str = ""
+    activation_group: int = 0
+    static: bool = False
+
+
+class Schemes:
+    """The groups of a configuration.
+
+    Raises:
+        CheckpointError: one of them, or what is said of all, is not known.
+    """
+
+    def __init__(self, config: Fields) -> None:
+        for name in ("sparsity_config", "transform_config"):
+            _refuse_unless_empty(config, name)
+        self._patterns = _Patterns()
+        groups = config.child("config_groups")
+        self._groups = [(_targets(group), _scheme(config, group)) for group in map(groups.child, groups.values)]
+        if not self._groups:
+            raise config.refused("config_groups", ("one group or more",))
+
+    def of(self, module: str) -> Scheme:
+        """The scheme of a module: its name goes before patterns, and these before classes.
+
+        Raises:
+            CheckpointError: there are several groups, and none has it for a target.
+        """
+        if len(self._groups) == 1:
+            return self._groups[0][1]
+        for fits in (str.__eq__, self._patterns.fit, _is_class):
+            for targets, scheme in self._groups:
+                if any(fits(target, module) for target in targets):
+                    return scheme
+        raise CheckpointError(f"{quoted(module)} is quantised, but no group of config_groups has it among its targets")
+
+
+def _scheme(config: Fields, group: Fields) -> Scheme:
+    weights = group.child("weights")
+    form = _format(config, group, weights)
+    weights.choice("type", (_TYPES.get(form, "float"),), None)
+    bits = weights.choice("num_bits", _BITS.get(form, (4,)))
+    strategy = weights.choice("strategy", _STRATEGIES[form], "tensor")
+    size = 0
+    if form in _GROUPS:
+        size = weights.choice("group_size", (_GROUPS[form],))
+    elif strategy == "group":
+        size = weights.group_size("group_size")
+    block = weights.block("block_structure") if strategy == "block" else None
+    if strategy == "block" and block is None:
+        raise weights.refused("block_structure", ("[rows, columns]",))
+    symmetric = weights.flag("symmetric", True)
+    if not symmetric and form not in ("int-quantized", "pack-quantized"):
+        raise weights.refused("symmetric", ("true",))
+    return _with_activations(Scheme(form, bits, strategy, size, block, symmetric), group)
+
+
+def _format(config: Fields, group: Fields, weights: Fields) -> str:
+    holder = group if group.values.get("format") else config
+    form = holder.choice("format", (*_FORMATS, _NAIVE))
+    return f"{weights.choice('type', ('float', 'int'))}-quantized" if form == _NAIVE else form
+
+
+def _with_activations(scheme: Scheme, group: Fields) -> Scheme:
+    """Activations of another kind, or of more than one scale a batch, are left alone: that is nearer to the model."""
+    inputs = group.optional("input_activations")
+    if inputs is None:
+        return scheme
+    kind = _ACTIVATIONS.get((str(inputs.values.get("type")), scheme.format))
+    if kind is None or inputs.values.get("num_bits") != 8 or not inputs.flag("symmetric", True):
+        return scheme
+    match inputs.values.get("strategy"), inputs.values.get("dynamic"):
+        case "tensor", False | None:
+            return dataclasses.replace(scheme, activations=kind, static=True)
+        case "token", True:
+            return dataclasses.replace(scheme, activations=kind)
+        case "group", True:
+            size = inputs.group_size("group_size")
+            return dataclasses.replace(scheme, activations=kind, activation_group=size)
+    return scheme
+
+
+def _targets(group: Fields) -> tuple[str, ...]:
+    match group.values.get("targets"):
+        case [*targets] if all(isinstance(target, str) for target in targets):
+            return tuple(targets)
+    raise group.refused("targets", ("a list of names",))
+
+
+def _refuse_unless_empty(config: Fields, name: str) -> None:
+    values = config.values.get(name)
+    if values and not (isinstance(values, Mapping) and values.get("format") == "dense"):
+        raise config.refused(name, ("null",))
+
+
+def _is_class(target: str, module: str) -> bool:
+    """All that is quantised is "Linear", embeddings aside."""
+    return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")
+
+
+class _Patterns:
+    """Regular expressions out of config.json, matched for a bounded time: Python's own can take exponentially long."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, re.Pattern[str]] = {}
+        self._spent = 0
+
+    def fit(self, target: str, module: str) -> bool:
+        """Whether a target "re:..." matches at the beginning of a module's name."""
+        if not target.startswith(_REGEX):
+            return False
+        compiled = self._compiled.get(target) or self._compiled.setdefault(target, _compile(target))
+        self._spent += _ways(compiled.pattern, len(module))
+        if self._spent > _MOST_WAYS:
+            raise CheckpointError(f"the targets of config_groups take too long to be matched: {quoted(target)}")
+        return compiled.match(module) is not None
+
+
+def _compile(target: str) -> re.Pattern[str]:
+    pattern = re.sub(r"(\.\*)+\$?$", "", target.removeprefix(_REGEX))  # at the end of a prefix it says nothing
+    nested = re.search(r"[()]", _GROUP.sub("", pattern))
+    if len(pattern) > _LONGEST or nested or re.search(r"\)[*+{]|\\[1-9]", pattern):
+        raise CheckpointError(f"the target {quoted(target)} of config_groups is too complex to be matched")
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"the target {quoted(target)} is not a regular expression ({error})") from None
+
+
+def _ways(pattern: str, length: int) -> int:
+    """At most so many ways to match are tried on a name, where nothing is repeated within what is repeated itself."""
+    alternatives = [group.count("|") + 1 for group in (*_GROUP.findall(pattern), _GROUP.sub("", pattern))]
+    return math.prod(alternatives) * 2 ** pattern.count("?") * (length + 1) ** len(re.findall(r"[*+{]", pattern))

@@ -1,0 +1,136 @@
+"""The raw tensors of a quantised checkpoint, as an adapter takes them: every shape and dtype is checked on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from jaxinfer.quant.layouts import Layout
+from jaxinfer.weights.checkpoint import Tensors
+from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.weights.safetensors import DTYPES, TensorInfo
+from jaxinfer.weights.stored import StoredWeight
+
+FLOATS = ("F16", "BF16", "F32")
+POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)
+# The values of a 4-bit float of the OCP Microscaling formats (E2M1), sign in the highest bit.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+Parts = Mapping[str, Callable[[], np.ndarray]]
+
+
+class RawTensors:
+    """A checkpoint of which tensors are taken.
+
+    Attributes:
+        taken: names that stored weights are made of: no parameter is to ask for them.
+    """
+
+    def __init__(self, checkpoint: Tensors) -> None:
+        self._checkpoint = checkpoint
+        self.taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint.tensors
+
+    def ending(self, *suffixes: str) -> list[str]:
+        """All names with one of these ends."""
+        return [name for name in self._checkpoint.tensors if name.endswith(suffixes)]
+
+    def take(self, name: str, dtypes: Sequence[str], shape: Sequence[int | None]) -> TensorInfo:
+        """A tensor of one of these dtypes and of this shape (None: any extent but 0), which is now taken.
+
+        Raises:
+            CheckpointError: there is none, or it is another one.
+        """
+        info = self._checkpoint.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self._checkpoint.folder} lacks tensor {quoted(name)} of a quantised weight")
+        if info.dtype not in dtypes:
+            raise self.wrong(name, f"is stored as {info.dtype} where its format has {' or '.join(dtypes)}")
+        fits = all(have > 0 if want is None else have == want for have, want in zip(info.shape, shape, strict=False))
+        if len(info.shape) != len(shape) or not fits:
+            raise self.wrong(name, f"has shape {_form(info.shape)} where its format asks {_form(shape)}")
+        self.taken.add(name)
+        return info
+
+    def take_one(self, name: str, dtypes: Sequence[str]) -> TensorInfo:
+        """A tensor of a single value, ``[]`` or ``[1]``."""
+        return self.take(name, dtypes, (1,) if len(self.shape(name)) == 1 else ())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that may be absent: then ()."""
+        info = self._checkpoint.tensors.get(name)
+        return () if info is None else info.shape
+
+    def drop(self, *suffixes: str) -> None:
+        """Takes what nothing is made of."""
+        self.taken.update(self.ending(*suffixes))
+
+    def drop_one(self, name: str) -> None:
+        """Takes a tensor that may be absent, for nothing."""
+        if name in self:
+            self.taken.add(name)
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor as a read-only view of the file."""
+        return self._checkpoint.read(name)
+
+    def read(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.array) -> np.ndarray:
+        """What ``change`` makes of a tensor: a new array, after which the file's memory is given back."""
+        result = change(self._checkpoint.read(name))
+        self._checkpoint.release(name)
+        return result
+
+    def scales(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.array) -> np.ndarray:
+        """As `read`; raises CheckpointError where a value is infinite or not a number."""
+        result = self.read(name, change)
+        if not np.isfinite(result.astype(np.float32)).all():
+            raise self.wrong(name, "holds scales that are NaN or infinite")
+        return result
+
+    def one(self, name: str, positive: bool = False) -> np.ndarray:
+        """A single finite value as float32 ``[]``."""
+        value = self.scales(name, lambda tensor: np.array(tensor.reshape(()), np.float32))
+        if positive and not value > 0:
+            raise self.wrong(name, f"is {value}, not a positive number")
+        return value
+
+    def wrong(self, name: str, what: str) -> CheckpointError:
+        """The error for a tensor that ``what`` is said of."""
+        return CheckpointError(f"tensor {quoted(name)} of {self._checkpoint.folder} {what}")
+
+    def stored(self, shape: Sequence[int], layout: Layout, parts: Parts, names: Sequence[str]) -> StoredWeight:
+        """A weight that is read by ``parts`` out of the tensors ``names``."""
+        nbytes = sum(self._checkpoint.tensors[name].nbytes for name in names)
+        digest = _digest([parts[name]() for name in layout.input_parts(shape[-1])])
+        return StoredWeight(tuple(shape), layout, lambda name: parts[name](), nbytes, digest)
+
+
+def dtype_name(info: TensorInfo) -> str:
+    """What numpy and ml_dtypes call the dtype of a tensor."""
+    return DTYPES[info.dtype].name
+
+
+def pieces(whole: int, size: int) -> int:
+    """How many parts of a size there are, the last of which may be smaller."""
+    return math.ceil(whole / size)
+
+
+def spread(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, int], group: int) -> np.ndarray:
+    """Scales of blocks ``[out / rows, in / columns]`` as those of each row and ``group`` inputs."""
+    rows = np.arange(shape[0]) // block[0]
+    columns = np.arange(0, shape[1], group) // block[1]
+    return scales[rows[:, None], columns]
+
+
+def _digest(arrays: Sequence[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest() if arrays else ""
+
+
+def _form(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('*' if size is None else str(size) for size in shape)}]"
