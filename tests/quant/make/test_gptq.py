@@ -43,13 +43,12 @@ def test_it_is_the_paper_in_float64(inputs: int, group: int, symmetric: bool, ac
     values, codes = optimal_brain(weight, x.T @ x, grid, 0.01, act_order, static)
     made = solved(weight, x, grid, act_order=act_order, static_groups=static)
     expected, error = output_error(weight, values, x), output_error(weight, np.asarray(made.dequantise()), x)
-    print('QQ',(plain_codes(made) == codes).mean(), error/expected-1)
     assert (plain_codes(made) == codes).mean() > 0.995
-    assert error == pytest.approx(expected, rel=2e-2)
+    assert error == pytest.approx(expected, rel=2e-3)
     assert ("order" in made.parts) == (act_order and not static)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [3, 8])
 def test_outputs_are_nearer_than_rounded_ones(bits: int):
     weight, x = problem(32, 256, seed=bits)
     grid = IntegerGrid(bits, 64)
@@ -83,7 +82,7 @@ def test_a_singular_matrix_is_damped():
     grid = IntegerGrid(4, 128)
     made = solved(weight, one, grid)
     assert output_error(weight, np.asarray(made.dequantise()), one) < 5e-3
-    singular = gptq(jnp.asarray(weight, jnp.float32), jnp.ones((128, 128)), grid, damp=1e-12)
+    singular = gptq(jnp.asarray(weight, jnp.float32), jnp.ones((128, 128)), grid, damp=1e-6)
     assert np.isfinite(np.asarray(singular.dequantise())).all()
 
 

@@ -1,0 +1,91 @@
+"""Weights that tell what they are multiplied with: how calibration sees the inputs of every weight.
+
+An `Observed` stands where an array stood, inside of a function that is traced once and returns what was noted. It never
+crosses the border of a compiled function itself, so the function stays pure: its statistics are results like others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul import Groups
+
+# How the array lies: [in, *out], [*out, in], or [experts, *out, in].
+Orientation = Literal["in first", "in last", "experts"]
+
+
+class InputStatistics(NamedTuple):
+    """Of the vectors that were multiplied with a weight; with experts, of each one's own. All are float32.
+
+    Attributes:
+        count: how many there were.
+        gram: the sum of x x^T.
+        largest: the largest absolute value of each input.
+        total: the sum of the absolute values of each input.
+    """
+
+    count: Float[Array, "*experts"]
+    gram: Float[Array, "*experts k k"]
+    largest: Float[Array, "*experts k"]
+    total: Float[Array, "*experts k"]
+
+    def merged(self, other: InputStatistics) -> InputStatistics:
+        """Those of both together."""
+        largest = jnp.maximum(self.largest, other.largest)
+        return InputStatistics(self.count + other.count, self.gram + other.gram, largest, self.total + other.total)
+
+
+Note = Callable[[Orientation, InputStatistics], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+    """An array that is a weight, and who is told of its inputs."""
+
+    array: jax.Array
+    note: Note
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def against(self, x: Float[Array, "... k"], lies: Orientation) -> jax.Array:
+        """Notes inputs and gives the plain array."""
+        self.note(lies, of_rows(x.reshape(-1, x.shape[-1])))
+        return self.array
+
+    def against_tiles(self, x: Float[Array, "tiles rows k"], groups: Groups) -> jax.Array:
+        self.note("experts", of_tiles(x, groups, self.array.shape[0]))
+        return self.array
+
+
+def of_rows(x: Float[Array, "rows k"]) -> InputStatistics:
+    x = x.astype(jnp.float32)
+    absolute = jnp.abs(x)
+    gram = jnp.matmul(x.T, x, precision=lax.Precision.HIGHEST)
+    return InputStatistics(jnp.float32(x.shape[0]), gram, absolute.max(axis=0), absolute.sum(axis=0))
+
+
+def of_tiles(x: Float[Array, "tiles rows k"], groups: Groups, experts: int) -> InputStatistics:
+    """Each expert's: rows that hold nothing are zeros, and only not counted."""
+    tiles, _, k = x.shape
+    x = x.astype(jnp.float32)
+    owners = jnp.arange(tiles) if groups.experts is None else groups.experts
+    held = (groups.entries < groups.places.shape[0]).sum(axis=1).astype(jnp.float32)
+    absolute = jnp.abs(x)
+
+    def add(i: jax.Array, gram: jax.Array) -> jax.Array:
+        return gram.at[owners[i]].add(jnp.matmul(x[i].T, x[i], precision=lax.Precision.HIGHEST))
+
+    # one tile after the other: a Gram matrix of each would take many times the experts' own
+    gram = lax.fori_loop(0, tiles, add, jnp.zeros((experts, k, k), jnp.float32))
+    count = jnp.zeros(experts, jnp.float32).at[owners].add(held)
+    largest = jnp.zeros((experts, k), jnp.float32).at[owners].max(absolute.max(axis=1))
+    return InputStatistics(count, gram, largest, jnp.zeros((experts, k), jnp.float32).at[owners].add(absolute.sum(1)))
