@@ -1,7 +1,8 @@
-"""Blocks of ggml (llama.cpp): a few bytes that hold 32 or 256 neighbouring weights, with scales of their own.
+"""Blocks of ggml (llama.cpp): a few bytes that hold 32 to 256 neighbouring weights, with scales of their own.
 
-The layouts are those of ``ggml-quants.c``; each function does its arithmetic in ggml's own order, so that float32
-results are equal to the last bit.
+The layouts are those of ``ggml-common.h`` and the arithmetic that of ``ggml-quants.c``, in its own order, so that
+float32 results are equal to the last bit where nothing is fused (outside of jit). "Planes" are what ggml's shifts give:
+the fields of one byte do not lie side by side, but as many bytes apart as a plane has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from types import MappingProxyType
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Those of MXFP4 and NVFP4 (OCP Microscaling Formats 1.0). ggml has them doubled, and scales halved."""
+
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +44,218 @@ def _half(low_high: UInt8[Array, "*blocks 2"]) -> Float[Array, "*blocks 1"]:
     return lax.bitcast_convert_type(low_high, jnp.float16)[..., None].astype(jnp.float32)
 
 
+def _signed(data: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
+    return lax.bitcast_convert_type(data, jnp.int8).astype(jnp.float32)
+
+
+def _planes(data: UInt8[Array, "*blocks n"], bits: int, width: int) -> UInt8[Array, "*blocks fields"]:
+    """Fields of ``bits``: of each ``width`` bytes first all lowest ones, then those above."""
+    count = 8 // bits
+    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
+    groups = data.reshape(*data.shape[:-1], -1, 1, width)
+    fields = (groups >> shifts) & jnp.uint8(2**bits - 1)
+    return fields.reshape(*data.shape[:-1], data.shape[-1] * count)
+
+
+def _above(low: UInt8[Array, "*blocks n"], high: UInt8[Array, "*blocks n"], bits: int) -> UInt8[Array, "*blocks n"]:
+    """``high`` set on top of fields of so many bits."""
+    return low | (high << jnp.uint8(bits))
+
+
+def _less(fields: UInt8[Array, "*blocks n"], offset: int) -> Float[Array, "*blocks n"]:
+    return (fields.astype(jnp.int8) - jnp.int8(offset)).astype(jnp.float32)
+
+
+def _looked_up(
+    fields: UInt8[Array, "*blocks n"], table: tuple[float, ...] | tuple[int, ...]
+) -> Float[Array, "*blocks n"]:
+    return jnp.take(jnp.asarray(table, jnp.float32), fields.astype(jnp.int32), mode="clip")
+
+
+def _scaled(scales: Float[Array, "*blocks groups"], values: Float[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
+    """Neighbours times the scale that they share."""
+    groups = values.reshape(*scales.shape, -1)
+    return (scales[..., None] * groups).reshape(values.shape)
+
+
+def _affine(
+    scales: Float[Array, "*blocks groups"], fields: UInt8[Array, "*blocks n"], minima: Float[Array, "*blocks groups"]
+) -> Float[Array, "*blocks n"]:
+    groups = fields.astype(jnp.float32).reshape(*scales.shape, -1)
+    return (scales[..., None] * groups - minima[..., None]).reshape(fields.shape)
+
+
+def _q1_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 128"]:
+    """float16 scale; one bit a weight, neighbours in one byte: -1 or 1."""
+    bits = (blocks[..., 2:, None] >> jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)
+    scale = _half(blocks[..., :2])
+    return jnp.where(bits.reshape(*blocks.shape[:-1], 128) == 1, scale, -scale)
+
+
+def _q2_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 64"]:
+    """float16 scale; two bits a weight, neighbours in one byte: -1 to 2."""
+    fields = (blocks[..., 2:, None] >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & jnp.uint8(3)
+    return _less(fields.reshape(*blocks.shape[:-1], 64), 1) * _half(blocks[..., :2])
+
+
+def _q4_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 32"]:
+    return _less(_planes(blocks[..., 2:], 4, 16), 8) * _half(blocks[..., :2])
+
+
+def _q4_1(blocks: UInt8[Array, "*blocks 20"]) -> Float[Array, "*blocks 32"]:
+    fields = _planes(blocks[..., 4:], 4, 16).astype(jnp.float32)
+    return fields * _half(blocks[..., :2]) + _half(blocks[..., 2:4])
+
+
+def _fifth_bits(data: UInt8[Array, "*blocks 4"]) -> UInt8[Array, "*blocks 32"]:
+    """Of 32 weights, in their order from the lowest bit on."""
+    bits = (data[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)
+    return bits.reshape(*data.shape[:-1], 32)
+
+
+def _q5_0(blocks: UInt8[Array, "*blocks 22"]) -> Float[Array, "*blocks 32"]:
+    fields = _above(_planes(blocks[..., 6:], 4, 16), _fifth_bits(blocks[..., 2:6]), 4)
+    return _less(fields, 16) * _half(blocks[..., :2])
+
+
+def _q5_1(blocks: UInt8[Array, "*blocks 24"]) -> Float[Array, "*blocks 32"]:
+    fields = _above(_planes(blocks[..., 8:], 4, 16), _fifth_bits(blocks[..., 4:8]), 4).astype(jnp.float32)
+    return fields * _half(blocks[..., :2]) + _half(blocks[..., 2:4])
+
+
 def _q8_0(blocks: UInt8[Array, "*blocks 34"]) -> Float[Array, "*blocks 32"]:
-    return lax.bitcast_convert_type(blocks[..., 2:], jnp.int8).astype(jnp.float32) * _half(blocks[..., :2])
+    return _signed(blocks[..., 2:]) * _half(blocks[..., :2])
 
 
-KINDS: Mapping[str, BlockKind] = MappingProxyType({"Q8_0": BlockKind(32, 34, _q8_0)})
+def _q2_k(blocks: UInt8[Array, "*blocks 84"]) -> Float[Array, "*blocks 256"]:
+    """16 bytes (scale in the low nibble, minimum in the high one), 64 of fields, the scales of both last."""
+    scales = _half(blocks[..., 80:82]) * (blocks[..., :16] & 15).astype(jnp.float32)
+    minima = _half(blocks[..., 82:84]) * (blocks[..., :16] >> 4).astype(jnp.float32)
+    return _affine(scales, _planes(blocks[..., 16:80], 2, 32), minima)
+
+
+def _q3_k(blocks: UInt8[Array, "*blocks 110"]) -> Float[Array, "*blocks 256"]:
+    """32 bytes of third bits (set: no 4 is taken away), 64 of the lower two, 16 scales of 6 bits, their scale last."""
+    packed = blocks[..., 96:108]
+    scales = _above(_planes(packed[..., :8], 4, 8), _planes(packed[..., 8:], 2, 4), 4)
+    fields = _above(_planes(blocks[..., 32:96], 2, 32), _planes(blocks[..., :32], 1, 32), 2)
+    return _scaled(_half(blocks[..., 108:110]) * _less(scales, 32), _less(fields, 4))
+
+
+def _six_bit_pairs(packed: UInt8[Array, "*blocks 12"]) -> tuple[UInt8[Array, "*blocks 8"], UInt8[Array, "*blocks 8"]]:
+    """Scales and minima: four whole ones in the low bits of 4 bytes each; of the others these hold the upper two."""
+    scales, minima, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    upper = [(part >> jnp.uint8(2)) & jnp.uint8(0x30) for part in (scales, minima)]
+    return (
+        jnp.concatenate([scales & 63, (rest & 15) | upper[0]], axis=-1),
+        jnp.concatenate([minima & 63, (rest >> jnp.uint8(4)) | upper[1]], axis=-1),
+    )
+
+
+def _scales_and_minima(
+    blocks: UInt8[Array, "*blocks bytes"],
+) -> tuple[Float[Array, "*blocks 8"], Float[Array, "*blocks 8"]]:
+    """The first 16 bytes of Q4_K and Q5_K: a float16 for the scales, one for the minima, then both."""
+    scales, minima = _six_bit_pairs(blocks[..., 4:16])
+    return (
+        _half(blocks[..., :2]) * scales.astype(jnp.float32),
+        _half(blocks[..., 2:4]) * minima.astype(jnp.float32),
+    )
+
+
+def _q4_k(blocks: UInt8[Array, "*blocks 144"]) -> Float[Array, "*blocks 256"]:
+    scales, minima = _scales_and_minima(blocks)
+    return _affine(scales, _planes(blocks[..., 16:], 4, 32), minima)
+
+
+def _q5_k(blocks: UInt8[Array, "*blocks 176"]) -> Float[Array, "*blocks 256"]:
+    scales, minima = _scales_and_minima(blocks)
+    fields = _above(_planes(blocks[..., 48:], 4, 32), _planes(blocks[..., 16:48], 1, 32), 4)
+    return _affine(scales, fields, minima)
+
+
+def _q6_k(blocks: UInt8[Array, "*blocks 210"]) -> Float[Array, "*blocks 256"]:
+    """128 bytes of lower four bits, 64 of upper two, 16 scales int8, their scale last."""
+    fields = _above(_planes(blocks[..., :128], 4, 64), _planes(blocks[..., 128:192], 2, 32), 4)
+    return _scaled(_half(blocks[..., 208:210]) * _signed(blocks[..., 192:208]), _less(fields, 32))
+
+
+def _iq4_nl(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 32"]:
+    return _half(blocks[..., :2]) * _looked_up(_planes(blocks[..., 2:], 4, 16), IQ4_VALUES)
+
+
+def _iq4_xs(blocks: UInt8[Array, "*blocks 136"]) -> Float[Array, "*blocks 256"]:
+    """Scale, 2 bytes of the eight scales' upper two bits, 4 of their lower four; each 16 bytes hold 32 weights."""
+    high = (blocks[..., 2:4, None] >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & jnp.uint8(3)
+    low = (blocks[..., 4:8, None] >> jnp.arange(0, 8, 4, dtype=jnp.uint8)) & jnp.uint8(15)
+    low, high = (part.reshape(*blocks.shape[:-1], 8) for part in (low, high))
+    scales = _above(low, high, 4)
+    values = _looked_up(_planes(blocks[..., 8:], 4, 16), IQ4_VALUES)
+    return _scaled(_half(blocks[..., :2]) * _less(scales, 32), values)
+
+
+def _halved_e8m0(exponents: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
+    """2**(e - 128); the two smallest are subnormal, which XLA may take for 0."""
+    exponents = exponents.astype(jnp.uint32)
+    bits = jnp.where(exponents < 2, jnp.uint32(0x00200000) << exponents, (exponents - 1) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _mxfp4(blocks: UInt8[Array, "*blocks 17"]) -> Float[Array, "*blocks 32"]:
+    values = _looked_up(_planes(blocks[..., 1:], 4, 16), _DOUBLED)
+    return _halved_e8m0(blocks[..., :1]) * values
+
+
+def _halved_e4m3(codes: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
+    """Without a sign; ggml takes what would be a NaN for 0."""
+    exponent, mantissa = (codes >> jnp.uint8(3)) & jnp.uint8(15), (codes & 7).astype(jnp.float32)
+    power = lax.bitcast_convert_type((exponent.astype(jnp.uint32) + 120) << 23, jnp.float32)
+    value = jnp.where(exponent == 0, mantissa * 2.0**-9, (1.0 + mantissa / 8.0) * power)
+    return jnp.where((codes == 0) | (codes == 0x7F), 0.0, value * 0.5)
+
+
+def _nvfp4(blocks: UInt8[Array, "*blocks 36"]) -> Float[Array, "*blocks 64"]:
+    """Four scales, each of 8 bytes that hold 16 weights."""
+    return _scaled(_halved_e4m3(blocks[..., :4]), _looked_up(_planes(blocks[..., 4:], 4, 8), _DOUBLED))
+
+
+def _ternary(data: UInt8[Array, "*blocks n"], digits: int, width: int) -> Int[Array, "*blocks fields"]:
+    """Digits to base 3 of a fraction of 256: the first one is what 3 times the byte overflows by."""
+    powers = jnp.asarray([3**digit for digit in range(digits)], jnp.uint8)[:, None]
+    groups = data.reshape(*data.shape[:-1], -1, 1, width)
+    first = ((groups * powers).astype(jnp.int32) * 3) >> 8
+    return first.reshape(*data.shape[:-1], -1)
+
+
+def _tq1_0(blocks: UInt8[Array, "*blocks 54"]) -> Float[Array, "*blocks 256"]:
+    """Five weights a byte (of the last four bytes four), the scale last."""
+    parts = (_ternary(blocks[..., :32], 5, 32), _ternary(blocks[..., 32:48], 5, 16), _ternary(blocks[..., 48:52], 4, 4))
+    return _half(blocks[..., 52:]) * (jnp.concatenate(parts, axis=-1) - 1).astype(jnp.float32)
+
+
+def _tq2_0(blocks: UInt8[Array, "*blocks 66"]) -> Float[Array, "*blocks 256"]:
+    return _half(blocks[..., 64:]) * _less(_planes(blocks[..., :64], 2, 32), 1)
+
+
+KINDS: Mapping[str, BlockKind] = MappingProxyType(
+    {
+        "Q1_0": BlockKind(128, 18, _q1_0),
+        "Q2_0": BlockKind(64, 18, _q2_0),
+        "Q4_0": BlockKind(32, 18, _q4_0),
+        "Q4_1": BlockKind(32, 20, _q4_1),
+        "Q5_0": BlockKind(32, 22, _q5_0),
+        "Q5_1": BlockKind(32, 24, _q5_1),
+        "Q8_0": BlockKind(32, 34, _q8_0),
+        "Q2_K": BlockKind(256, 84, _q2_k),
+        "Q3_K": BlockKind(256, 110, _q3_k),
+        "Q4_K": BlockKind(256, 144, _q4_k),
+        "Q5_K": BlockKind(256, 176, _q5_k),
+        "Q6_K": BlockKind(256, 210, _q6_k),
+        "IQ4_NL": BlockKind(32, 18, _iq4_nl),
+        "IQ4_XS": BlockKind(256, 136, _iq4_xs),
+        "MXFP4": BlockKind(32, 17, _mxfp4),
+        "NVFP4": BlockKind(64, 36, _nvfp4),
+        "TQ1_0": BlockKind(256, 54, _tq1_0),
+        "TQ2_0": BlockKind(256, 66, _tq2_0),
+    }
+)

@@ -1,0 +1,368 @@
+"""The container of GGUF files that nobody vouches for: metadata, and where each tensor lies.
+
+A file is a magic, a version, two counts, key-value pairs, one entry for each tensor, and the data, which is aligned
+(https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Everything is little-endian. Whatever a file claims is
+compared with its size before anything is made of it; arrays stay in the file until somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import pathlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from jaxinfer.quant.ggml import KINDS
+from jaxinfer.weights.errors import CheckpointError, quoted
+
+Scalar = int | float | bool | str
+Value = Scalar | list[Scalar]
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 17
+MAX_NAME_BYTES = 1 << 10
+MAX_STRING_BYTES = 1 << 24
+MAX_STRINGS = 1 << 23  # of all arrays: the largest vocabularies have 262,144 tokens and twice as many merges
+MAX_ALIGNMENT = 1 << 20
+MAX_DIMENSIONS = 4
+_MAX_EXTENT = 1 << 62
+
+_STRING, _ARRAY = 8, 9
+_SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
+    {
+        0: struct.Struct("<B"),
+        1: struct.Struct("<b"),
+        2: struct.Struct("<H"),
+        3: struct.Struct("<h"),
+        4: struct.Struct("<I"),
+        5: struct.Struct("<i"),
+        6: struct.Struct("<f"),
+        7: struct.Struct("<B"),
+        10: struct.Struct("<Q"),
+        11: struct.Struct("<q"),
+        12: struct.Struct("<d"),
+    }
+)
+_BOOL = 7
+_LENGTH = struct.Struct("<Q")
+_UINT32 = struct.Struct("<I")
+
+# By ggml's number of the type. Plain numbers are named as safetensors names them.
+PLAIN: Mapping[int, str] = MappingProxyType(
+    {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+)
+BLOCKS: Mapping[int, str] = MappingProxyType(
+    {
+        2: "Q4_0",
+        3: "Q4_1",
+        6: "Q5_0",
+        7: "Q5_1",
+        8: "Q8_0",
+        10: "Q2_K",
+        11: "Q3_K",
+        12: "Q4_K",
+        13: "Q5_K",
+        14: "Q6_K",
+        20: "IQ4_NL",
+        23: "IQ4_XS",
+        34: "TQ1_0",
+        35: "TQ2_0",
+        39: "MXFP4",
+        40: "NVFP4",
+        41: "Q1_0",
+        42: "Q2_0",
+    }
+)
+_UNREAD: Mapping[int, str] = MappingProxyType(
+    {
+        9: "Q8_1",
+        15: "Q8_K",
+        16: "IQ2_XXS",
+        17: "IQ2_XS",
+        18: "IQ3_XXS",
+        19: "IQ1_S",
+        21: "IQ3_S",
+        22: "IQ2_S",
+        29: "IQ1_M",
+    }
+)
+_BYTES: Mapping[str, int] = MappingProxyType(
+    {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
+)
+
+
+class FormatError(ValueError):
+    """What is wrong with a file, without its name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """One checked tensor: ``shape`` is [out, in] as elsewhere, the reverse of ggml's; ``start`` counts from the file's
+    beginning. ``kind`` is a name of `ggml.KINDS`, or that of plain numbers ("F16")."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the innermost dimension: a row is never cut within a block."""
+        return size_of(self.kind, self.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """An array that was walked over but not read."""
+
+    kind: int
+    count: int
+    start: int
+
+
+class Metadata(Mapping[str, Value]):
+    """The key-value pairs. Arrays are read anew at each access, as lists.
+
+    Raises:
+        CheckpointError: (at an access) an array is too long, or one of its strings is too long or not UTF-8.
+    """
+
+    def __init__(self, path: pathlib.Path, data: mmap.mmap, entries: Mapping[str, Scalar | _Array]) -> None:
+        self.path = path
+        self._data = data
+        self._entries = entries
+
+    def __getitem__(self, key: str) -> Value:
+        entry = self._entries[key]
+        if not isinstance(entry, _Array):
+            return entry
+        try:
+            return _read_array(self._data, entry, f"the value of {quoted(key)}")
+        except FormatError as error:
+            raise CheckpointError(f"{self.path} is not a valid GGUF file: {error}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def count(self, key: str) -> int | None:
+        """How many elements an array has, without reading it; None where there is no such array."""
+        entry = self._entries.get(key)
+        return entry.count if isinstance(entry, _Array) else None
+
+
+def size_of(kind: str, elements: int) -> int:
+    """Bytes of so many numbers, which must fill whole blocks."""
+    if kind in _BYTES:
+        return elements * _BYTES[kind]
+    return elements // KINDS[kind].elements * KINDS[kind].bytes
+
+
+def parse(path: pathlib.Path, data: mmap.mmap) -> tuple[Metadata, dict[str, GgufTensor]]:
+    """All that a mapped file says, checked against its size.
+
+    Raises:
+        CheckpointError: it is truncated, contradicts itself or goes beyond the limits of this module.
+    """
+    try:
+        entries, tensors = _parse(_Cursor(data))
+    except FormatError as error:
+        raise CheckpointError(f"{path} is not a valid GGUF file: {error}") from None
+    return Metadata(path, data, entries), tensors
+
+
+def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar | _Array], dict[str, GgufTensor]]:
+    tensor_count, key_count = _counts(cursor)
+    entries: dict[str, Scalar | _Array] = {}
+    for _ in range(key_count):
+        key = cursor.name("a key")
+        if key in entries:
+            raise FormatError(f"it has the key {quoted(key)} twice")
+        entries[key] = cursor.value(key)
+    alignment = _alignment(entries.get("general.alignment", 32))
+    tensors: dict[str, GgufTensor] = {}
+    for _ in range(tensor_count):
+        info = _tensor_entry(cursor)
+        if info.name in tensors:
+            raise FormatError(f"it has two tensors of the name {quoted(info.name)}")
+        tensors[info.name] = info
+    start = cursor.at + -cursor.at % alignment
+    _check_places(tensors.values(), start, alignment, len(cursor.data))
+    return entries, {name: dataclasses.replace(info, start=start + info.start) for name, info in tensors.items()}
+
+
+@dataclasses.dataclass
+class _Cursor:
+    """Where the parser stands. Nothing is read beyond the end of the file."""
+
+    data: mmap.mmap
+    at: int = 0
+    strings: int = 0
+
+    def take(self, count: int, what: str) -> int:
+        """Moves over ``count`` bytes and gives where they begin."""
+        start = self.at
+        if count > len(self.data) - start:
+            raise FormatError(f"it ends within {what}: is it truncated?")
+        self.at = start + count
+        return start
+
+    def scalar(self, form: struct.Struct, what: str) -> int | float:
+        value: int | float = form.unpack_from(self.data, self.take(form.size, what))[0]
+        return value
+
+    def uint32(self, what: str) -> int:
+        return int(self.scalar(_UINT32, what))
+
+    def uint64(self, what: str) -> int:
+        return int(self.scalar(_LENGTH, what))
+
+    def text(self, what: str, limit: int) -> str:
+        length = self.uint64(what)
+        if length > limit:
+            raise FormatError(f"{what} claims {length} bytes, more than the allowed {limit}")
+        start = self.take(length, what)
+        return _decoded(self.data[start : self.at], what)
+
+    def name(self, what: str) -> str:
+        return self.text(what, MAX_NAME_BYTES)
+
+    def value(self, key: str) -> Scalar | _Array:
+        what = f"the value of {quoted(key)}"
+        kind = self.uint32(what)
+        if kind == _STRING:
+            return self.text(what, MAX_STRING_BYTES)
+        if kind == _ARRAY:
+            return self._array(what)
+        if kind not in _SCALARS:
+            raise FormatError(f"{what} has the unknown type {kind}")
+        value = self.scalar(_SCALARS[kind], what)
+        return bool(value) if kind == _BOOL else value
+
+    def _array(self, what: str) -> _Array:
+        kind, count = self.uint32(what), self.uint64(what)
+        if kind == _ARRAY:
+            raise FormatError(f"{what} is an array of arrays, which is not supported")
+        if kind != _STRING and kind not in _SCALARS:
+            raise FormatError(f"{what} is an array of the unknown type {kind}")
+        found = _Array(kind, count, self.at)
+        if kind == _STRING:
+            self._skip_strings(count, what)
+        else:
+            self.take(count * _SCALARS[kind].size, what)
+        return found
+
+    def _skip_strings(self, count: int, what: str) -> None:
+        self.strings += count
+        if self.strings > MAX_STRINGS:
+            raise FormatError(f"{what} claims {count} strings: all arrays together may have {MAX_STRINGS}")
+        # a string has 8 bytes at least: refused here, the loop below is as long as the file allows
+        if count * _LENGTH.size > len(self.data) - self.at:
+            raise FormatError(f"it ends within {what}: is it truncated?")
+        at, end, unpack = self.at, len(self.data) - _LENGTH.size, _LENGTH.unpack_from
+        for _ in range(count):
+            if at > end:
+                raise FormatError(f"it ends within {what}: is it truncated?")
+            at += _LENGTH.size + unpack(self.data, at)[0]
+        self.at = at
+        self.take(0, what)
+
+
+def _decoded(raw: bytes, what: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise FormatError(f"{what} is not UTF-8 text") from None
+
+
+def _read_array(data: mmap.mmap, array: _Array, what: str) -> list[Scalar]:
+    if array.count > MAX_STRINGS:
+        raise FormatError(f"{what} has {array.count} elements, more than the allowed {MAX_STRINGS}")
+    if array.kind == _STRING:
+        return list(_strings(data, array, what))
+    form = _SCALARS[array.kind]
+    raw = data[array.start : array.start + array.count * form.size]
+    values = struct.unpack(f"<{array.count}{form.format[-1]}", raw)
+    return [bool(value) for value in values] if array.kind == _BOOL else list(values)
+
+
+def _strings(data: mmap.mmap, array: _Array, what: str) -> Iterator[str]:
+    at = array.start
+    for _ in range(array.count):
+        length = _LENGTH.unpack_from(data, at)[0]
+        if length > MAX_STRING_BYTES:
+            raise FormatError(f"{what} has a string of {length} bytes, more than the allowed {MAX_STRING_BYTES}")
+        at += _LENGTH.size
+        yield _decoded(data[at : at + length], what)
+        at += length
+
+
+def _counts(cursor: _Cursor) -> tuple[int, int]:
+    start = cursor.take(len(MAGIC), "its first bytes")
+    if cursor.data[start : cursor.at] != MAGIC:
+        raise FormatError("it does not begin with GGUF")
+    version = cursor.uint32("its version")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        raise FormatError("it is big-endian" if swapped else f"its version {version} is not 2 or 3")
+    tensors, keys = cursor.uint64("its count of tensors"), cursor.uint64("its count of keys")
+    if tensors > MAX_TENSORS:
+        raise FormatError(f"it claims {tensors} tensors, more than the allowed {MAX_TENSORS}")
+    if keys > MAX_KEYS:
+        raise FormatError(f"it claims {keys} keys, more than the allowed {MAX_KEYS}")
+    return tensors, keys
+
+
+def _alignment(value: object) -> int:
+    if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        shown = "an array" if isinstance(value, _Array) else quoted(str(value))
+        raise FormatError(f"general.alignment is {shown}, not a power of two up to {MAX_ALIGNMENT}")
+    return value
+
+
+def _tensor_entry(cursor: _Cursor) -> GgufTensor:
+    """As the file has it: ``start`` counts from the beginning of the data."""
+    name = cursor.name("a tensor's name")
+    what = f"tensor {quoted(name)}"
+    dimensions = cursor.uint32(what)
+    if not 0 < dimensions <= MAX_DIMENSIONS:
+        raise FormatError(f"{what} has {dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
+    shape = tuple(reversed([cursor.uint64(what) for _ in range(dimensions)]))
+    kind, offset = _kind(cursor.uint32(what), what), cursor.uint64(what)
+    if not all(shape) or math.prod(shape) > _MAX_EXTENT or offset > _MAX_EXTENT:
+        raise FormatError(f"{what} has a shape or an offset that no file could have")
+    if kind in KINDS and shape[-1] % KINDS[kind].elements:
+        raise FormatError(f"{what} has rows of {shape[-1]}, which are no whole blocks of {kind}")
+    return GgufTensor(name, kind, shape, offset, size_of(kind, math.prod(shape)))
+
+
+def _kind(number: int, what: str) -> str:
+    kind = PLAIN.get(number) or BLOCKS.get(number)
+    if kind is None:
+        stored = _UNREAD.get(number, f"the unknown type {number}")
+        known = ", ".join(sorted([*PLAIN.values(), *BLOCKS.values()]))
+        raise FormatError(f"{what} is stored as {stored}, which is not supported (known: {known})")
+    return kind
+
+
+def _check_places(infos: Iterable[GgufTensor], start: int, alignment: int, size: int) -> None:
+    """Tensors begin where the alignment lets them, lie within the file, and no byte belongs to two."""
+    reached, previous = 0, ""
+    for info in sorted(infos, key=lambda info: (info.start, info.nbytes)):
+        what = f"tensor {quoted(info.name)}"
+        if info.start % alignment:
+            raise FormatError(f"{what} does not begin at a multiple of {alignment}")
+        if start + info.start + info.nbytes > size:
+            end = start + info.start + info.nbytes
+            raise FormatError(f"{what} ends at byte {end} of a file of {size}: is it truncated?")
+        if info.start < reached:
+            raise FormatError(f"{what} overlaps tensor {quoted(previous)}")
+        reached, previous = info.start + info.nbytes, info.name
