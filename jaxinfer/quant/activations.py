@@ -36,15 +36,20 @@ def rounded(x: Float[Array, "rows k"], layout: Grouped, static: Float[Array, ""]
     dtype, x = jnp.dtype(layout.activations), x.astype(jnp.float32)
     grouped = x.reshape(x.shape[0], -1, layout.activation_group or x.shape[-1])
     if static is None:
-        scales = (
-            jnp.maximum(jnp.abs(grouped).max(-1), jnp.finfo(jnp.float32).tiny * 2**10) / _LARGEST[layout.activations]
-        )
+        largest = jnp.maximum(jnp.abs(grouped).max(-1), _LEAST)
+        scales = _quotient(largest, jnp.full((), _LARGEST[layout.activations], jnp.float32))
     else:
         scales = jnp.full((1, 1), static, jnp.float32)
-    numbers = (grouped / scales[:, :, None]).reshape(x.shape)
+    numbers = _quotient(grouped, scales[:, :, None]).reshape(x.shape)
     if dtype == jnp.int8:
         return Rounded(jnp.clip(jnp.round(numbers), -128, 127).astype(jnp.int8), scales)
     return Rounded(jnp.clip(numbers, -448.0, 448.0).astype(dtype), scales)
+
+
+def _quotient(x: Float[Array, "*shape"], by: Float[Array, "..."]) -> Float[Array, "*shape"]:
+    """``x / by``, correctly rounded. XLA would multiply with the reciprocal of what is broadcast; a token's largest
+    number lies on the border of two integers, and a last bit decides which one it becomes."""
+    return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
 
 
 def product(x: Float[Array, "rows k"], layout: Grouped, arrays: Mapping[str, Any]) -> Float[Array, "rows n"]:
