@@ -77,7 +77,8 @@ class Fields:
 
     def refused(self, name: str, known: Sequence[object]) -> CheckpointError:
         """The error for a value that is not known."""
-        shown = quoted(value) if isinstance(value := self.values.get(name), str) else quoted(str(value))[1:-1]
+        value = self.values.get(name)
+        shown = quoted(value) if isinstance(value, str) else "absent" if value is None else quoted(str(value))[1:-1]
         listed = ", ".join(str(one) for one in known)
         return CheckpointError(f"{self.path}.{name} of config.json is {shown}: known are {listed}")
 
