@@ -25,13 +25,13 @@ class InputStatistics(NamedTuple):
     """Of the vectors that were multiplied with a weight; with experts, of each one's own. All are float32.
 
     Attributes:
-        count: how many there were.
+        rows: how many there were.
         gram: the sum of x x^T.
         largest: the largest absolute value of each input.
         total: the sum of the absolute values of each input.
     """
 
-    count: Float[Array, "*experts"]
+    rows: Float[Array, "*experts"]
     gram: Float[Array, "*experts k k"]
     largest: Float[Array, "*experts k"]
     total: Float[Array, "*experts k"]
@@ -39,7 +39,7 @@ class InputStatistics(NamedTuple):
     def merged(self, other: InputStatistics) -> InputStatistics:
         """Those of both together."""
         largest = jnp.maximum(self.largest, other.largest)
-        return InputStatistics(self.count + other.count, self.gram + other.gram, largest, self.total + other.total)
+        return InputStatistics(self.rows + other.rows, self.gram + other.gram, largest, self.total + other.total)
 
 
 Note = Callable[[Orientation, InputStatistics], None]

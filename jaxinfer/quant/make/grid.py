@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxinfer.quant.layouts import Grouped, Parts
@@ -63,6 +65,26 @@ class IntegerGrid:
         if inputs % group:
             raise ValueError(f"groups of {group} do not divide {inputs} inputs")
         return group
+
+    def cropped(self, made: Made, inputs: int) -> Made:
+        """What was made of a weight whose inputs were filled up to whole groups: the last one is a shorter one.
+
+        Scales are repeated for what divides both the group and the inputs. With an ``order``, the inputs that were
+        filled in come last in it, as they do where their Gram matrix is zero.
+        """
+        have = made.parts["codes"].shape[1]
+        if have == inputs:
+            return made
+        group = math.gcd(self.width(have), inputs)
+        at = np.arange(0, inputs, group) // self.width(have)
+        parts = {
+            name: part[:, :inputs] if name == "codes" else part[:, at]
+            for name, part in made.parts.items()
+            if name != "order"
+        }
+        if "order" in made.parts:
+            parts["order"] = made.parts["order"][:inputs]
+        return Made(dataclasses.replace(made.layout, group=group), parts)
 
     def layout(self, inputs: int, *, ordered: bool = False, activations: str = "") -> Grouped:
         return Grouped(

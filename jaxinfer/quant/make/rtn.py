@@ -100,36 +100,38 @@ def codebook(weight: Float[Array, "out k"], kind: str, nested: bool = False) -> 
     Args:
         nested: scales are themselves rounded to 8 bits, 256 of them sharing a scale, after their mean was taken off.
 
-    Raises:
-        ValueError: blocks of 64 do not divide the inputs.
+    Blocks are those of the flattened weight: where 64 does not divide the inputs they cross rows.
     """
     out, inputs = weight.shape
-    if inputs % BLOCK:
-        raise ValueError(f"blocks of {BLOCK} do not divide {inputs} inputs")
     table = tuple(float(value) for value in _TABLES[kind])
-    scales = _block_scales(weight)
+    group = math.gcd(inputs, BLOCK)
+    flat = _block_scales(weight)
+    # codes belong to the scales as they were before these were rounded: as bitsandbytes has it
+    codes = _table_codes(weight, _by_rows(flat, weight.shape, group, BLOCK), table)
     if not nested:
-        codes = _table_codes(weight, scales, table)
-        return MadeCodebook(kind, Codebook(table, BLOCK), {"codes": codes, "scales": scales})
-    # codes belong to the scales as they were: as bitsandbytes has it
-    codes = _table_codes(weight, scales, table)
-    own = math.gcd(inputs // BLOCK, NESTED)  # scales that share one, within a row
-    layout = Codebook(table, BLOCK, "uint8", nested=own * BLOCK, scale_table=tuple(float(v) for v in DYNAMIC))
-    scale_codes, outer, offset = _nested(scales)
-    flat = jnp.repeat(outer, NESTED)[: scales.size : own].reshape(out, -1)
+        parts = {"codes": codes, "scales": _by_rows(flat, weight.shape, group, BLOCK)}
+        return MadeCodebook(kind, Codebook(table, group), parts)
+    scale_codes, outer, offset = _nested(flat)
+    step = math.gcd(inputs, BLOCK * NESTED)
+    layout = Codebook(table, group, "uint8", nested=step, scale_table=tuple(float(v) for v in DYNAMIC))
     parts = {
         "codes": codes,
-        "scales": scale_codes.reshape(scales.shape),
-        "nested_scales": flat,
+        "scales": _by_rows(scale_codes, weight.shape, group, BLOCK),
+        "nested_scales": _by_rows(outer, weight.shape, step, BLOCK * NESTED),
         "offset": jnp.broadcast_to(offset, (out, 1)),
     }
     return MadeCodebook(kind, layout, parts)
 
 
+def _by_rows(flat: Array, shape: tuple[int, ...], group: int, block: int) -> Array:
+    """A value for each block of the flattened weight as one for each ``group`` inputs of a row."""
+    return flat[np.arange(0, math.prod(shape), group) // block].reshape(shape[0], -1)
+
+
 @jax.jit
 def _block_scales(weight: Array) -> Array:
-    out = weight.shape[0]
-    return jnp.abs(weight.astype(jnp.float32)).reshape(out, -1, BLOCK).max(axis=-1)
+    flat = jnp.abs(weight.astype(jnp.float32)).reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK).max(axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("table",))
@@ -151,7 +153,7 @@ def _nearest(values: Array, table: np.ndarray) -> Array:
 def _nested(scales: Array) -> tuple[Array, Array, Array]:
     """Codes of all scales, the scales of 256 of them each, and what was taken off."""
     offset = scales.mean()
-    flat = scales.reshape(-1) - offset
+    flat = scales - offset
     blocks = jnp.pad(flat, (0, -flat.size % NESTED)).reshape(-1, NESTED)
     outer = jnp.abs(blocks).max(axis=1)
     relative = blocks / jnp.where(outer > 0, outer, 1.0)[:, None]

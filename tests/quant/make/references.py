@@ -45,7 +45,7 @@ def optimal_brain(
     Returns:
         the values and the codes, columns in the order of the inputs.
     """
-    steps, out, inputs = Steps(grid), *weight.shape
+    steps, inputs = Steps(grid), weight.shape[1]
     group = grid.group or inputs
     diagonal = np.diag(gram).copy()
     order = np.argsort(-diagonal, kind="stable") if act_order else np.arange(inputs)

@@ -55,7 +55,8 @@ def test_outputs_are_nearer_than_rounded_ones(bits: int):
     rounded = np.asarray(integers(jnp.asarray(weight, jnp.float32), grid).dequantise())
     made = solved(weight, x, grid)
     codes = np.asarray(made.parts["codes"]).astype(int)
-    assert codes.min() >= grid.low and codes.max() <= grid.high
+    assert codes.min() >= grid.low
+    assert codes.max() <= grid.high
     assert output_error(weight, np.asarray(made.dequantise()), x) < 0.8 * output_error(weight, rounded, x)
 
 

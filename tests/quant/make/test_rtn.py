@@ -42,7 +42,9 @@ def test_no_value_is_further_off_than_its_step(bits: int, symmetric: bool, value
     weight = np.asarray([values], np.float32)
     made = integers(jnp.asarray(weight), grid)
     codes, scale = np.asarray(made.parts["codes"]).astype(int), float(made.parts["scales"][0, 0])
-    assert codes.min() >= grid.low and codes.max() <= grid.high and np.isfinite(scale) and scale > 0
+    assert codes.min() >= grid.low
+    assert codes.max() <= grid.high
+    assert 0 < scale < np.inf
     slack = 2.0 ** -{"float16": 10, "bfloat16": 7}[dtype] * np.abs(weight).max()
     error = np.abs(np.asarray(made.dequantise()) - weight).max()
     assert error <= (0.5 if symmetric else 1.0) * scale * (1 + 1e-5) + slack * 2 + 1e-30
@@ -68,8 +70,6 @@ def test_groups_must_divide_the_inputs():
     for make in (lambda w: integers(w, IntegerGrid(4, 48)), lambda w: float8(w, (128, 48)), mxfp4):
         with pytest.raises(ValueError, match="do not divide 40 inputs"):
             make(jnp.zeros((4, 40)))
-    with pytest.raises(ValueError, match="do not divide 40 inputs"):
-        codebook(jnp.zeros((4, 40)), "nf4")
 
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
@@ -93,10 +93,11 @@ def test_float8_blocks_share_a_scale():
             assert np.allclose(own, np.abs(block).max() / 448, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "table"), [("nf4", NF4), ("fp4", FP4)])
-def test_codebooks_take_the_nearest_entry(kind: str, table: np.ndarray):
-    made = codebook(jnp.asarray(WEIGHT), kind)
-    blocks = WEIGHT.reshape(24, -1, 64).astype(np.float64)
+@pytest.mark.parametrize(("kind", "table", "inputs"), [("nf4", NF4, 256), ("fp4", FP4, 256), ("nf4", NF4, 172)])
+def test_codebooks_take_the_nearest_entry(kind: str, table: np.ndarray, inputs: int):
+    weight = WEIGHT[:16, :inputs]  # 16 rows of 172: blocks of 64 numbers cross them
+    made = codebook(jnp.asarray(weight), kind)
+    blocks = weight.reshape(-1, 64).astype(np.float64)
     scale = np.abs(blocks).max(-1, keepdims=True)
     distance = np.abs((blocks / scale)[..., None] - table.astype(np.float64))
     error = np.abs(np.asarray(made.dequantise()).reshape(blocks.shape) - blocks) / scale

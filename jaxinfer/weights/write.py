@@ -1,0 +1,42 @@
+"""Writing safetensors, one file at a time, under their names only when they are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxinfer.weights.safetensors import DTYPES
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_ALIGN = 8
+
+
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> int:
+    """A safetensors file of these tensors, which replaces one of that name; its bytes of data.
+
+    Raises:
+        KeyError: a dtype is none of the format's.
+        OSError: it cannot be written.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # aligned, each to its own size
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + tensors[name].nbytes
+        code = _CODES[tensors[name].dtype]
+        header[name] = {"dtype": code, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    with unfinished.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(np.ascontiguousarray(tensors[name]).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    return end
