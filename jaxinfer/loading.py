@@ -33,11 +33,13 @@ from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.files import ModelFiles, open_files
+from jaxinfer.weights.converted import open_model_files
+from jaxinfer.weights.deferred import deferred
+from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress, auto_dtype
 from jaxinfer.weights.progress import loading_bar
 from jaxinfer.weights.source import locate
-from jaxinfer.weights.tree import Fill
+from jaxinfer.weights.tree import Fill, Place
 
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
 
@@ -202,6 +204,25 @@ def load_model(
     )
 
 
+def open_model(
+    name: str, dtype: str = "auto", *, check_finite: bool = False, progress: Progress | None = None
+) -> tuple[ModelFiles, Model]:
+    """The model whose parameters are read when they are asked for, and its files: to convert them one by one.
+
+    Args:
+        name, dtype, check_finite, progress: see `load_model`.
+
+    Returns:
+        what lies behind the name, and the model: its parameters are `jaxinfer.weights.deferred.Deferred`.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence that says what is wrong; of values, when they are read.
+    """
+    files, model = _describe(name, dtype)
+    params = _filled(files, model, deferred(model.dtype), progress, check_finite)
+    return files, model.replace(params=params)
+
+
 def abstract_model(name: str, dtype: str = "auto") -> Model:
     """The model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
 
@@ -217,7 +238,7 @@ def abstract_model(name: str, dtype: str = "auto") -> Model:
 def _describe(name: str, dtype: str, families: Mapping[str, Family] = MappingProxyType({})) -> tuple[ModelFiles, Model]:
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
-    files = open_files(model_folder(name))
+    files = open_model_files(model_folder(name))
     own = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
     family = family_for(files.config_json, families)
     if files.quantised:
@@ -239,6 +260,12 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
         first = next(stage for stage, names in zip(places, parts, strict=True) if path[0] in names)
         return on_devices(param_sharding(first, spec), spec, fill)
 
+    return _filled(files, model, place, progress, check_finite)
+
+
+def _filled(
+    files: ModelFiles, model: Model, place: Place, progress: Progress | None, check_finite: bool
+) -> dict[str, Any]:
     ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
     specs = model.family.param_specs(model.config)
     if not files.quantised:

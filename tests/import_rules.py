@@ -41,6 +41,7 @@ STOREY = {
     "generate": 12,
     "bench": 12,
     "convert": 12,
+    "compile": 12,
     "plan": 12,
     "jaxinfer": 13,  # the package's own __init__
 }
@@ -65,7 +66,7 @@ THIRD_PARTY = {
     "client": WIRE,
     "config": set[str](),
     "validate": set[str](),
-    "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax"},
+    "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.

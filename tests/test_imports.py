@@ -19,6 +19,7 @@ IMPORTED_AS = {
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
     "pyyaml": "yaml",
+    "orbax-checkpoint": "orbax",
 }
 DECLARED = {"jax", "flax", "jaxtyping", "numpy", "safetensors", "tokenizers", "rich"}
 

@@ -127,3 +127,45 @@ def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
 
 def _names_experts(tree: Any) -> bool:
     return any("expert" in node.axes if isinstance(node, ParamSpec) else _names_experts(node) for node in tree.values())
+
+
+def parts_of_copies(
+    spec: ParamSpec, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]] | None:
+    """Where a part of a parameter comes from, of the same parameter without copies.
+
+    Args:
+        spec: in the form of `with_copies`.
+        shape: without copies.
+        index: the part; (): all. It has all members of its heads.
+
+    Returns:
+        places in the part with places in the parameter without copies; None where the shapes do not go together.
+    """
+    copies = _copies_between(spec, shape)
+    if copies is None:
+        return None
+    heads, members = _dimensions(spec)
+    ends = [part.indices(size)[:2] for part, size in zip(index or (slice(None),) * len(shape), spec.shape, strict=True)]
+    own, group = spec.shape[members] - _KEY_AND_VALUE, shape[members] - _KEY_AND_VALUE
+    found = []
+    for place in range(*ends[heads]):
+        head, copy = divmod(place, copies)
+        for to, of in ((slice(own), copy * own), (slice(own, own + _KEY_AND_VALUE), group)):
+            where, part = [slice(None)] * len(shape), [slice(*each) for each in ends]
+            at = place - ends[heads][0]
+            where[heads : members + 1] = slice(at, at + 1), to
+            part[heads : members + 1] = slice(head, head + 1), slice(of, of + (to.stop - (to.start or 0)))
+            found.append((tuple(where), tuple(part)))
+    return found
+
+
+def _copies_between(spec: ParamSpec, shape: tuple[int, ...]) -> int | None:
+    """How many copies of each KV head a spec has more than a shape; None: they are not of one parameter."""
+    if _KV not in spec.axes or len(shape) != len(spec.shape):
+        return None
+    heads, members = _dimensions(spec)
+    copies, rest = divmod(spec.shape[heads], shape[heads])
+    wanted = list(shape)
+    wanted[heads : members + 1] = shape[heads] * copies, (shape[members] - _KEY_AND_VALUE) // copies + _KEY_AND_VALUE
+    return None if rest or copies < 1 or tuple(wanted) != spec.shape else copies

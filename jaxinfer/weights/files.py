@@ -12,6 +12,7 @@ from typing import Any
 from jaxinfer.types import ParamTree
 from jaxinfer.weights.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.restore import ConvertedCheckpoint
 from jaxinfer.weights.stored import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.tree import with_names
 
@@ -70,7 +71,7 @@ class ModelFiles:
         """
         return storages(specs, self._stored[0], dtype) if self.quantised else specs
 
-    def checkpoint(self, specs: ParamTree) -> Tensors:
+    def checkpoint(self, specs: ParamTree) -> Tensors | ConvertedCheckpoint:
         """What fills the parameters of `stored`."""
         return StoredCheckpoint(self.tensors, *self._stored, specs) if self.quantised else self.tensors
 

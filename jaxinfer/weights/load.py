@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.types import ParamSpec, ParamTree, Source
 from jaxinfer.weights.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
+from jaxinfer.weights.restore import ConvertedCheckpoint
 from jaxinfer.weights.safetensors import TensorInfo
 from jaxinfer.weights.tree import (
     PARTS,
@@ -32,6 +33,7 @@ from jaxinfer.weights.tree import (
     target_dtype,
     walk,
 )
+from jaxinfer.weights.values import all_finite, new_buffer
 
 Progress = Callable[[int, int, str], None]
 
@@ -41,7 +43,6 @@ HARMLESS = ("*rotary_emb.inv_freq", "*rotary_emb.cos_cached", "*rotary_emb.sin_c
 _FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
 _CONFIG_DTYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float32"}
 _BLOCK = 128  # rows and columns of a transposing copy: two blocks stay in the second-level cache
-_CHECKED_AT_ONCE = 1 << 20
 
 
 def on_default_device(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:
@@ -66,7 +67,7 @@ def on_devices(sharding: jax.sharding.Sharding, spec: ParamSpec, fill: Fill) -> 
 
 
 def load_params(
-    folder: str | pathlib.Path | Tensors,
+    folder: str | pathlib.Path | Tensors | ConvertedCheckpoint,
     specs: ParamTree,
     dtype: str,
     place: Place = on_default_device,
@@ -98,6 +99,9 @@ def load_params(
         CheckpointError: a file, a shape, a dtype or a value is not as it must be, a tensor is missing or unused.
         ValueError: ``dtype`` is unknown, or the specs contradict themselves.
     """
+    if isinstance(folder, ConvertedCheckpoint):
+        wanted = folder.manifest.dtype if dtype == "auto" else dtype
+        return folder.restore(specs, target_dtype(wanted), place, progress, check_finite)
     checkpoint = open_checkpoint(pathlib.Path(folder)) if isinstance(folder, str | pathlib.Path) else folder
     parameters = list(walk(specs))
     target = target_dtype(checkpoint_dtype(checkpoint) if dtype == "auto" else dtype)
@@ -202,7 +206,7 @@ class _Filler:
     done: int = 0
 
     def fill(self, spec: ParamSpec, index: Index) -> np.ndarray:
-        buffer = np.empty(_shape_of(spec.shape, index), dtype_of(spec, self.target))
+        buffer = new_buffer(_shape_of(spec.shape, index), dtype_of(spec, self.target))
         for source in spec.sources:
             met = overlap(spec.shape, index, source.where)
             if met is not None:
@@ -220,7 +224,7 @@ class _Filler:
         except FloatingPointError:
             raise CheckpointError(f"{self._label(info)} holds values too large for {part.dtype.name}") from None
         self.checkpoint.release(source.name)
-        if self.check_finite and part.dtype.name not in PARTS and not _all_finite(part):
+        if self.check_finite and part.dtype.name not in PARTS and not all_finite(part):
             raise CheckpointError(f"{self._label(info)} holds NaN or infinite values as {part.dtype.name}")
         self.done += info.nbytes // max(1, math.prod(source.shape)) * part.size
         if self.progress is not None:
@@ -245,9 +249,3 @@ def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
         for column in range(0, tensor.shape[1], columns):
             block = (slice(row, row + _BLOCK), slice(column, column + columns))
             part[block] = tensor[block]
-
-
-def _all_finite(part: np.ndarray) -> bool:
-    """In pieces, so that the intermediate booleans stay small."""
-    pieces = max(1, math.ceil(part.size / _CHECKED_AT_ONCE))
-    return all(bool(np.isfinite(piece).all()) for piece in np.array_split(np.atleast_1d(part), pieces))

@@ -1,0 +1,122 @@
+"""`python -m jaxinfer.convert`: a model's folder in the form in which it loads fastest, or as safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model
+from jaxinfer.models.model import Model
+from jaxinfer.weights import CheckpointError
+from jaxinfer.weights.files import ModelFiles
+from jaxinfer.weights.load import Progress
+from jaxinfer.weights.orbax import Unfinished, copy_companions, leaves_of, unfinished, write_folder
+from jaxinfer.weights.progress import loading_bar
+from jaxinfer.weights.save import save_params
+
+FORMATS = ("orbax", "safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What is asked for.
+
+    Attributes:
+        source: "demo", a folder or a hub id, as ``--model`` takes them.
+        destination: a folder that does not exist.
+        dtype: of the parameters; "auto": the source's own.
+        output_format: "orbax" or "safetensors".
+        check_finite: refuse NaN and infinite weights.
+    """
+
+    source: str
+    destination: pathlib.Path
+    dtype: str = "auto"
+    output_format: str = "orbax"
+    check_finite: bool = False
+
+
+def convert(asked: Conversion, progress: Progress | None = None) -> None:
+    """Writes the folder. One parameter at a time is in memory.
+
+    It is written under another name, ``<destination>.unfinished``, and named when it is complete. What an interrupted
+    run has left is completed by the next one of the same source and settings, and removed by any other.
+
+    Args:
+        progress: called with bytes done, bytes in all, and a name.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence that says what is wrong.
+        OSError: the destination cannot be written.
+    """
+    arrays = asked.output_format == "orbax"
+    files, model = open_model(
+        asked.source, asked.dtype, check_finite=asked.check_finite, progress=None if arrays else progress
+    )
+    with unfinished(asked.destination, _identity(asked, files)) as started:
+        if arrays:
+            specs = model.family.param_specs(model.config)
+            leaves = leaves_of(specs, model.params)
+            write_folder(started, specs, leaves, files.config_json, files.path, progress)
+        else:
+            _write_safetensors(started, files, model)
+
+
+def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> None:
+    """One file, that is begun again after an interruption."""
+    if files.quantised:
+        raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
+    specs = model.family.param_specs(model.config)
+    save_params(started.folder, model.params, specs, files.config_json, str(model.dtype))
+    copy_companions(files.path, started.folder)
+    started.publish()
+
+
+def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:
+    """What must be the same for one run to go on where another was interrupted."""
+    sources = {path.name: path.stat() for path in sorted(files.path.iterdir()) if path.is_file()}
+    return {
+        "source": str(files.path.resolve()),
+        "files": {name: [found.st_size, found.st_mtime_ns] for name, found in sources.items()},
+        "dtype": asked.dtype,
+        "format": asked.output_format,
+        "check_finite": asked.check_finite,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
+    args = _parser().parse_args(argv)
+    asked = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
+    try:
+        with loading_bar("converting") as progress:
+            convert(asked, progress)
+    except LOADING_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {asked.destination} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+    print(f"wrote {asked.destination}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxinfer.convert", description=__doc__)
+    parser.add_argument("source", metavar="SRC", help='"demo", a model\'s folder, or a hub id')
+    parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="a folder that does not exist")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the parameters (default: SRC's own)")
+    parser.add_argument("--output-format", choices=FORMATS, default="orbax", help="(default: %(default)s)")
+    parser.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,456 @@
+"""Writing a converted folder: an Orbax checkpoint for each part of the parameters, and the manifest last.
+
+Orbax (https://orbax.readthedocs.io) makes each checkpoint: its metadata, its folder under a temporary name, the rename
+when it is complete; whoever has Orbax can restore it. `_Handler` puts the arrays into it: in chunks that go along the
+borders of devices, uncompressed, each with its checksum. `jaxinfer.weights.restore` reads them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import importlib.metadata
+import json
+import logging
+import math
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from jaxinfer.parallel.mesh import RULES
+from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.weights.described import describe
+from jaxinfer.weights.errors import CheckpointError
+from jaxinfer.weights.manifest import (
+    DTYPES,
+    FLOATS,
+    MANIFEST,
+    NIBBLES,
+    PARAMS,
+    UNFINISHED,
+    Manifest,
+    StoredArray,
+    array_from_json,
+    array_name,
+    array_to_json,
+    check_files,
+    leaf_key,
+    write_manifest,
+)
+from jaxinfer.weights.restore import checksums
+from jaxinfer.weights.tree import walk
+
+# A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.
+_PIECES = 8
+_SMALLEST_CHUNK = 1 << 20  # bytes
+_CHUNKS_AT_ONCE = 4
+
+# What is copied besides: tokenizers, templates, settings; and what whoever passes weights on must pass on with them.
+_COMPANIONS = (".json", ".jinja", ".model", ".txt")
+_LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array to be written.
+
+    Attributes:
+        axes: the logical axis of each dimension (see `ParamSpec`).
+        read: gives the array, when its turn comes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axes: tuple[str | None, ...]
+    read: Callable[[], Any]
+
+    @property
+    def stored(self) -> StoredArray:
+        """How it will lie, without its checksums.
+
+        Raises:
+            ValueError: its dtype cannot be stored.
+        """
+        if self.dtype.name not in DTYPES:
+            raise ValueError(f"arrays of {self.dtype.name} cannot be stored")
+        whole = StoredArray(self.shape, self.dtype.name, ())
+        return dataclasses.replace(whole, chunk=chunk_of(whole.stored_shape, self.axes, whole.stored_dtype.itemsize))
+
+
+def chunk_of(shape: Sequence[int], axes: Sequence[str | None], itemsize: int) -> tuple[int, ...]:
+    """The shape of an array's chunks: dimensions that devices share are cut, as long as chunks stay large."""
+    chunk, going = list(shape), True
+    while going:
+        going = False
+        for dimension, axis in enumerate(axes):
+            pieces = 2 * shape[dimension] // chunk[dimension]
+            large = math.prod(chunk) * itemsize >= 2 * _SMALLEST_CHUNK
+            if axis in RULES and large and pieces <= _PIECES and chunk[dimension] % 2 == 0:
+                chunk[dimension] //= 2
+                going = True
+    return tuple(chunk)
+
+
+class _Handler(ocp.type_handlers.TypeHandler):
+    """How Orbax writes a `Leaf`: one array at a time. What was written is in ``written``, by Orbax's names.
+
+    In the checkpoint's metadata the arrays are numpy's, which is what they are restored as unless somebody asks for
+    something else.
+    """
+
+    def __init__(self, tell: Callable[[str, int], None]) -> None:
+        self.written: dict[str, StoredArray] = {}
+        self._tell = tell
+
+    def typestr(self) -> str:
+        return "np.ndarray"
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError("this handler only writes")
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+        raise NotImplementedError("this handler only writes")
+
+    def memory_size(self, values: Sequence[Leaf]) -> Sequence[tuple[int, int]]:
+        return [(leaf.stored.nbytes, leaf.stored.nbytes) for leaf in values]
+
+    async def serialize(self, values: Sequence[Leaf], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        del args
+        for leaf, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            folder, array = pathlib.Path(str(info.path)), leaf.stored
+            await _write(folder, array, _as_stored(leaf, array), info.ts_context)
+            found = checksums(folder, array, tuple(slice(0, size) for size in array.stored_shape))
+            self.written[info.name] = dataclasses.replace(array, checksums=tuple(one for _, one in found))
+            self._tell(info.name, array.nbytes)
+        return []
+
+
+def _as_stored(leaf: Leaf, array: StoredArray) -> np.ndarray:
+    value = np.asarray(leaf.read())
+    if value.shape != leaf.shape or value.dtype != leaf.dtype:
+        raise ValueError(f"an array of {leaf.dtype} {leaf.shape} turned out to be {value.dtype} {value.shape}")
+    if array.dtype not in NIBBLES:
+        return value
+    halves = value.astype(np.int8).view(np.uint8) & 15
+    return halves[..., ::2] | halves[..., 1::2] << 4 if array.paired else halves
+
+
+async def _write(folder: pathlib.Path, array: StoredArray, value: np.ndarray, context: Any) -> None:
+    """A few chunks at a time, so that few are in memory twice."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "metadata": array.zarr(),
+        "store_data_equal_to_fill_value": True,
+    }
+    store = await ts.open(spec, create=True, context=context)
+    under_way: list[Any] = []
+    for place in np.ndindex(array.grid):
+        where = tuple(slice(at * size, (at + 1) * size) for at, size in zip(place, array.chunk, strict=True))
+        under_way.append(store[where].write(value[where], can_reference_source_data_indefinitely=True))
+        if len(under_way) >= _CHUNKS_AT_ONCE:
+            await under_way.pop(0)
+    for rest in under_way:
+        await rest
+
+
+# ---- a folder
+
+
+def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
+    """The arrays of parameters by name, see `array_name`.
+
+    Raises:
+        ValueError: a parameter is missing or has another shape than its spec.
+    """
+    return {array_name(path): _leaf(path, spec, params) for path, spec in walk(specs)}
+
+
+def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
+    value: Any = params
+    for key in path:
+        value = dict(value.items()).get(key)
+        if value is None:
+            raise ValueError(f"the parameters lack {'/'.join(path)}")
+    if tuple(value.shape) != spec.shape:
+        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    return Leaf(spec.shape, np.dtype(value.dtype), spec.axes, lambda: value)
+
+
+@dataclasses.dataclass
+class Unfinished:
+    """A folder that is being written, under a temporary name beside the one that it will have; see `unfinished`."""
+
+    folder: pathlib.Path
+    destination: pathlib.Path
+    journal: TextIO
+    arrays: dict[str, StoredArray] = dataclasses.field(default_factory=dict)
+
+    def write(self, leaves: Mapping[str, Leaf], progress: Progress | None = None) -> None:
+        """Writes arrays, part by part; a part is all that begins with one name. Those that are complete are kept.
+
+        Args:
+            progress: called after each array with bytes done, bytes in all and its name.
+        """
+        parts: dict[str, dict[str, Leaf]] = {}
+        for name, leaf in leaves.items():
+            parts.setdefault(name.partition("/")[0], {})[name] = leaf
+        told = _Told(sum(leaf.stored.nbytes for leaf in leaves.values()), progress)
+        for part, own in parts.items():
+            if own.keys() <= self.arrays.keys():
+                told.add(part, sum(leaf.stored.nbytes for leaf in own.values()))
+            else:
+                self._write_part(part, own, told)
+
+    def _write_part(self, part: str, leaves: Mapping[str, Leaf], told: _Told) -> None:
+        handler = _Handler(told.add)
+        registry = ocp.type_handlers.create_type_handler_registry((Leaf, handler))
+        keys = {leaf_key(name.partition("/")[2]): name for name in leaves}
+        with _quiet(), ocp.Checkpointer(_orbax(registry)) as checkpointer:
+            tree = {key: leaves[name] for key, name in keys.items()}
+            checkpointer.save(self.folder.absolute() / PARAMS / part, args=ocp.args.PyTreeSave(_nested(tree)))
+        written = {keys[key]: array for key, array in handler.written.items()}
+        self.arrays |= written
+        self.note({"arrays": {name: array_to_json(array) for name, array in written.items()}})
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Adds a line to the journal."""
+        self.journal.write(json.dumps(line) + "\n")
+        self.journal.flush()
+
+    def finish(self, architecture: str, dtype: str, storages: Mapping[str, Any]) -> None:
+        """Writes the manifest and gives the folder its name.
+
+        Raises:
+            CheckpointError: something of that name has appeared meanwhile.
+        """
+        for name, array in self.arrays.items():
+            check_files(self.folder, name, array)
+        made_by = {"jaxinfer": importlib.metadata.version("jaxinfer"), "orbax-checkpoint": ocp.__version__}
+        write_manifest(self.folder, Manifest(architecture, dtype, self.arrays, storages), made_by)
+        self.publish()
+
+    def publish(self) -> None:
+        """Gives a folder that is complete its name.
+
+        Raises:
+            CheckpointError: something of that name has appeared meanwhile.
+        """
+        refuse_existing(self.destination)
+        (self.folder / UNFINISHED).unlink()
+        self.folder.rename(self.destination)
+
+
+@dataclasses.dataclass
+class _Told:
+    total: int
+    progress: Progress | None
+    done: int = 0
+
+    def add(self, name: str, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total, name)
+
+
+def _orbax(registry: Any) -> Any:
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_zarr3=True, use_compression=False, type_handler_registry=registry
+    )
+
+
+def _nested(tree: Mapping[str, Leaf]) -> dict[str, Any]:
+    """Keys with dots as a tree, whose paths Orbax joins by dots again."""
+    nested: dict[str, Any] = {}
+    for key, leaf in tree.items():
+        *above, last = key.split(".")
+        node = nested
+        for name in above:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return nested
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax speaks of every step; a warning would be lost among the lines of a progress bar."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def refuse_existing(destination: pathlib.Path) -> None:
+    """Raises CheckpointError where there is something of that name already."""
+    if destination.exists() or destination.is_symlink():
+        raise CheckpointError(f"{destination} exists already, and is not written over")
+
+
+@contextlib.contextmanager
+def unfinished(destination: pathlib.Path, identity: Mapping[str, Any]) -> Iterator[Unfinished]:
+    """A folder to be written, or one that an interrupted run has left, if that had the same ``identity``.
+
+    What a run with another identity has left is removed.
+
+    Raises:
+        CheckpointError: ``destination`` exists, somebody else is writing it, or its temporary name is another's.
+    """
+    refuse_existing(destination)
+    folder = destination.with_name(f"{destination.name}.unfinished")
+    if folder.exists() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
+        raise CheckpointError(f"{folder} is in the way: it was not made by an interrupted conversion")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / UNFINISHED).open("a+", encoding="utf-8") as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{destination} is being written by somebody else") from None
+        started = Unfinished(folder, destination, journal)
+        _take_up(started, json.loads(json.dumps(identity)))
+        yield started
+
+
+def _take_up(started: Unfinished, identity: Any) -> None:
+    """Keeps what is complete of an earlier run, and nothing else."""
+    started.journal.seek(0)
+    lines = list(_lines(started.journal))
+    if not lines or lines[0] != {"identity": identity}:
+        lines = [{"identity": identity}]
+    started.journal.truncate(0)
+    for line in lines:
+        started.note(line)
+        read = {name: array_from_json(plain) for name, plain in line.get("arrays", {}).items()}
+        started.arrays |= {name: array for name, array in read.items() if array is not None}
+    kept = {name.partition("/")[0] for name in started.arrays}
+    for path in [*started.folder.iterdir(), *(started.folder / PARAMS).glob("*")]:
+        if path.name not in (UNFINISHED, PARAMS, *kept):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _lines(journal: TextIO) -> Iterator[dict[str, Any]]:
+    """The journal's lines up to one that was cut short."""
+    for text in journal:
+        try:
+            yield json.loads(text)
+        except ValueError:
+            return
+
+
+# ---- from Python
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """A folder that is being written by a thread of its own."""
+
+    _result: concurrent.futures.Future[None]
+
+    @property
+    def done(self) -> bool:
+        return self._result.done()
+
+    def wait(self) -> None:
+        """Until the folder is complete and has its name; raises what went wrong."""
+        self._result.result()
+
+
+def save_params(
+    folder: str | pathlib.Path,
+    params: Any,
+    specs: ParamTree,
+    config_json: Mapping[str, Any],
+    *,
+    beside: str | pathlib.Path | None = None,
+    wait: bool = True,
+) -> Saving:
+    """Writes parameters as a folder that ``--model`` takes, as ``python -m jaxinfer.convert`` does.
+
+    Args:
+        folder: must not exist. It appears under its name when all of it is written.
+        params: of the form of ``specs``; arrays of this process alone.
+        config_json: written as config.json.
+        beside: a model's folder whose tokenizer and other small files are copied.
+        wait: False: the parameters are copied to the host, and written by a thread while the caller goes on, also with
+            a step that donates them. It takes as much memory of the host as they are large.
+
+    Raises:
+        CheckpointError: ``folder`` exists or is being written.
+        ValueError: a parameter is missing, has another shape than its spec, or cannot be stored.
+    """
+    leaves = leaves_of(specs, params)
+    if not wait:
+        leaves = {name: dataclasses.replace(leaf, read=_kept(leaf)) for name, leaf in leaves.items()}
+    folder, source = pathlib.Path(folder), None if beside is None else pathlib.Path(beside)
+    refuse_existing(folder)
+
+    def write() -> None:
+        with unfinished(folder, {"params": time.time_ns()}) as started:
+            write_folder(started, specs, leaves, config_json, source)
+
+    thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save_params")
+    saving = Saving(thread.submit(write))
+    thread.shutdown(wait=False)
+    if wait:
+        saving.wait()
+    return saving
+
+
+def _kept(leaf: Leaf) -> Callable[[], np.ndarray]:
+    """The array as it is now, whatever becomes of its buffer."""
+    value = np.array(leaf.read())
+    return lambda: value
+
+
+def write_folder(
+    started: Unfinished,
+    specs: ParamTree,
+    leaves: Mapping[str, Leaf],
+    config_json: Mapping[str, Any],
+    source: pathlib.Path | None,
+    progress: Progress | None = None,
+) -> None:
+    """Writes all of a folder and gives it its name.
+
+    Args:
+        leaves: of the parameters of ``specs``, see `leaves_of`.
+        source: a folder whose small files are copied.
+
+    Raises:
+        ValueError: the parameters are not of one dtype that a model can have, but for those that have their own.
+    """
+    dtypes = {leaves[array_name(path)].dtype.name for path, spec in walk(specs) if spec.dtype is None}
+    if len(dtypes) != 1 or not dtypes <= set(FLOATS):
+        raise ValueError(f"the parameters are of {', '.join(sorted(dtypes))}: they must be of one of {FLOATS}")
+    (dtype,) = dtypes
+    started.write(leaves, progress)
+    if source is not None:
+        copy_companions(source, started.folder)
+    config = {**{key: value for key, value in config_json.items() if key != "torch_dtype"}, "dtype": dtype}
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (started.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    architecture = next(iter(config_json.get("architectures") or [""]))
+    started.finish(architecture, dtype, describe(specs))
+
+
+def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies what a model's folder holds beside its weights and config.json."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
+            if path.name not in ("config.json", MANIFEST, UNFINISHED):
+                shutil.copyfile(path, folder / path.name)
+        elif path.is_file() and path.name.partition(".")[0] in _LEGAL:
+            shutil.copyfile(path, folder / path.name)
