@@ -34,6 +34,9 @@ class EngineConfig:
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
         kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
             with a scale for each head of each token, for nearly twice the tokens in the same memory.
+        activation_dtype: what inputs of quantised weights are rounded to before a product: "auto": what the checkpoint
+            says; "none": nothing; "int8": where weights have int8 numbers and a scale a channel; "fp8": where they have
+            FP8 numbers. A scale for each token.
         kv_cache_bytes: bound on the default size of the pool, on each device (default: none on a GPU, 4 GiB on a CPU).
         memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
             programs may take together.
@@ -72,6 +75,7 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int | None = None
     kv_cache_dtype: str = "auto"
+    activation_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     memory_utilization: float = 0.9
     prefill_sizes: tuple[int, ...] = (32, 128, 256)
@@ -120,6 +124,7 @@ class ResolvedEngine:
     page_size: int
     num_pages: int
     kv_cache_dtype: str
+    activation_dtype: str
     table_width: int
     prefill_sizes: tuple[int, ...]
     prefill_lanes: tuple[int, ...]
@@ -198,6 +203,7 @@ def resolve(
         page_size=config.page_size,
         num_pages=pages,
         kv_cache_dtype=config.kv_cache_dtype,
+        activation_dtype=config.activation_dtype,
         table_width=width,
         prefill_sizes=config.prefill_sizes,
         prefill_lanes=_prefill_lanes(config, prefill_rows, width, pages),
@@ -226,6 +232,7 @@ def resolve(
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
+    "activation_dtype": ("auto", "none", "int8", "fp8"),
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "batching": ("continuous", "static"),
     "speculative": (None, "ngram"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.engine.placement import array_bytes
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.llm import Delta, RequestOutput
 from jaxinfer.models.model import Model
@@ -56,11 +58,14 @@ def measured_bandwidth(size: int = 1 << 28, repeats: int = 5) -> float:
 def bytes_per_step(model: Model, contexts: Sequence[int]) -> int:
     """Bytes that one decode step must read: all weights once (an untied embedding table aside), and the keys and
     values of each sequence, of ``contexts`` tokens."""
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
+    weights = _bytes(model.params)
     if not model.config.tied:
-        table = model.params["embed"]["table"]
-        weights -= table.size * table.dtype.itemsize
+        weights -= _bytes(model.params["embed"]["table"])
     return weights + sum(contexts) * model.cache_spec.bytes_per_page(1, model.dtype.itemsize)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(array_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwidth: float, engine: EngineStats) -> str:

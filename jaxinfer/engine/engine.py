@@ -29,6 +29,7 @@ from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import Drafter, NgramDrafter
 from jaxinfer.types import Request, SequenceDelta
@@ -187,10 +188,25 @@ def prepare(
     Raises:
         EngineConfigError: a setting cannot be served.
     """
-    model = spread_model(model, mesh)
+    model = spread_model(with_activations(model, config), mesh)
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     return model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
+
+
+def with_activations(model: Model, config: EngineConfig) -> Model:
+    """The model with products as ``activation_dtype`` asks for.
+
+    Raises:
+        EngineConfigError: no weight is stored in a way that goes with it.
+    """
+    changed = model.with_activations(config.activation_dtype)
+    if config.activation_dtype not in ("auto", "none") and not rounds_activations(changed.params):
+        raise EngineConfigError(
+            f"activation_dtype = {config.activation_dtype!r} cannot be: no weight of the model is stored in that dtype "
+            f"with a scale a channel"
+        )
+    return changed
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
@@ -199,8 +215,9 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
     Raises:
         EngineConfigError: a setting cannot be served.
     """
-    # XLA:CPU runs one-row bfloat16 products twenty times slower than two-row ones.
-    min_rows = 2 if platform == "cpu" and model.dtype != jnp.float32 else 1
+    # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
+    narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
+    min_rows = 2 if platform == "cpu" and narrow else 1
     resolved = resolve(
         config,
         model.cache_spec,

@@ -16,11 +16,12 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.engine import resolve_for
+from jaxinfer.engine.engine import resolve_for, with_activations
 from jaxinfer.engine.placement import (
     StageArrays,
     abstract_arrays,
     abstract_params,
+    array_bytes,
     device_bytes,
     spread_model,
     there,
@@ -137,7 +138,8 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
     mesh = mesh or mesh_for(config)
-    given, model = model.params, spread_model(model.replace(params=_shapes(model.params)), mesh)
+    given, model = model.params, with_activations(model.replace(params=_shapes(model.params)), config)
+    model = spread_model(model, mesh)
     model = model.with_cache(resolve_for(model, config, platform).kv_cache_dtype)
     parts, copies = cut(model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
     held: collections.Counter[jax.Device] = collections.Counter()
@@ -207,7 +209,9 @@ def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Devi
     own, wanted = {name: params[name] for name in model.params}, abstract_params(model, mesh)
     for leaf, place in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
         if isinstance(leaf, jax.Array) and leaf.shape == place.shape:
-            found.update({shard.device: shard.data.nbytes for shard in there(leaf, place.sharding) or ()})
+            found.update(
+                {shard.device: array_bytes(shard.data.shape, leaf.dtype) for shard in there(leaf, place.sharding) or ()}
+            )
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.dtypes import itemsize_bits
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
@@ -129,7 +130,12 @@ def abstract(tree: Any, sharding: Any) -> Any:
 def device_bytes(tree: Any) -> int:
     """Bytes of one device that a tree of arrays takes, which may be abstract. All must have a sharding."""
     leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array on a device, where numbers of 4 bits lie two to a byte."""
+    return math.ceil(math.prod(shape) * itemsize_bits(dtype) / 8)
 
 
 def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:

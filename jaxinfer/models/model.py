@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
-from jaxinfer.quant import is_stored
-from jaxinfer.types import CacheSpec, ParamSpec
+from jaxinfer.quant import is_stored, with_activations
+from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,20 @@ class Model:
             return family.cache_spec(config).stored_as(kv_cache_dtype)
 
         return self.replace(family=dataclasses.replace(family, cache_spec=cache_spec))
+
+    def with_activations(self, kind: str) -> Model:
+        """The model whose quantised weights have inputs of another dtype, see `EngineConfig.activation_dtype`."""
+        if kind == "auto":
+            return self
+        family = self.family
+
+        def param_specs(config: Any) -> ParamTree:
+            specs: ParamTree = with_activations(family.param_specs(config), kind)
+            return specs
+
+        return self.replace(
+            family=dataclasses.replace(family, param_specs=param_specs), params=with_activations(self.params, kind)
+        )
 
     def up_to(self, length: int) -> Model:
         """The model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""

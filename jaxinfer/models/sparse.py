@@ -82,8 +82,6 @@ def read_config(
     Raises:
         ConfigError: a field is missing, of the wrong type or not supported.
     """
-    quantised = read.fields.get("quantization_config") is not None
-    read.require(not quantised, "quantization_config", "is not supported: weights must be plain numbers")
     heads, hidden = read.positive("num_attention_heads"), read.positive("hidden_size")
     kv_heads = read.positive(
         "num_key_value_heads", heads if "num_key_value_heads" in read.fields else defaults.kv_heads

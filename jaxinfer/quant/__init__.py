@@ -1,7 +1,7 @@
 """Storages of weights: arrays, `Quantised`, `Split`. A forward pass reads a weight through the functions here alone."""
 
 from jaxinfer.quant.dispatch import grouped_matmul, matmul, matmul_heads, matmul_transposed, take
-from jaxinfer.quant.storage import Quantised, Split, dense, is_stored, with_values
+from jaxinfer.quant.storage import Quantised, Split, dense, is_stored, rounds_activations, with_activations, with_values
 
 __all__ = [
     "Quantised",
@@ -12,6 +12,8 @@ __all__ = [
     "matmul",
     "matmul_heads",
     "matmul_transposed",
+    "rounds_activations",
     "take",
+    "with_activations",
     "with_values",
 ]

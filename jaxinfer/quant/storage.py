@@ -171,11 +171,53 @@ def is_stored(node: Any) -> bool:
 
 def with_values(tree: Any, dtype: str) -> Any:
     """A tree of parameters, or of specs, whose stored weights have values of another dtype."""
+    return _map_stored(lambda weight: dataclasses.replace(weight, dtype=dtype), tree)
 
+
+def with_activations(tree: Any, kind: str) -> Any:
+    """A tree of parameters, or of specs, with other `Grouped.activations` where weights allow it.
+
+    Args:
+        kind: "none"; "int8" or "fp8": where weights are such numbers, int8 ones with a scale a channel.
+    """
+
+    def changed(weight: Quantised) -> Quantised:
+        layout = weight.layout
+        if not isinstance(layout, Grouped):
+            return weight
+        if kind == "none":
+            return dataclasses.replace(weight, layout=dataclasses.replace(layout, activations=""))
+        if layout.codes != _KINDS[kind] or (kind == "int8" and (layout.group != weight.inputs or layout.zeros)):
+            return weight
+        own = 0 if layout.group == weight.inputs else layout.group
+        return dataclasses.replace(
+            weight, layout=dataclasses.replace(layout, activations=_KINDS[kind], activation_group=own)
+        )
+
+    return _map_stored(changed, tree)
+
+
+_KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+
+
+def rounds_activations(tree: Any) -> bool:
+    """Whether inputs of any weight in a tree are rounded."""
+    found: list[str] = []
+
+    def look(weight: Quantised) -> Quantised:
+        if isinstance(weight.layout, Grouped):
+            found.append(weight.layout.activations)
+        return weight
+
+    _map_stored(look, tree)
+    return any(found)
+
+
+def _map_stored(function: Callable[[Quantised], Quantised], tree: Any) -> Any:
     def changed(node: Any) -> Any:
         if isinstance(node, Split):
-            return dataclasses.replace(node, pieces=tuple(with_values(piece, dtype) for piece in node.pieces))
-        return dataclasses.replace(node, dtype=dtype) if isinstance(node, Quantised) else node
+            return dataclasses.replace(node, pieces=tuple(changed(piece) for piece in node.pieces))
+        return function(node) if isinstance(node, Quantised) else node
 
     return jax.tree.map(changed, tree, is_leaf=lambda node: is_stored(node) or isinstance(node, ParamSpec))
 
