@@ -1,0 +1,239 @@
+"""Tokenizer and chat templates of a GGUF file, from its metadata.
+
+llama.cpp stores a vocabulary, not a program: which tokens there are, of what type, with scores ("llama", the pieces of
+SentencePiece) or merges ("gpt2", bytes as characters), and the name of the rule that cuts a text beforehand. From these
+the tokenizers library gets what the models' own tokenizer.json files say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import Tokenizer as Library
+
+from jaxinfer.text.chat_template import DEFAULT, MAX_TEMPLATE_BYTES, ChatTemplate, TemplateError
+from jaxinfer.text.gguf_pre import PRE_TOKENIZERS, PreTokenizer
+from jaxinfer.text.pieces import TokenizerError
+from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
+
+MAX_TOKENS = 1 << 20
+MAX_PIECE = 256  # characters of a piece that is made by merges: SentencePiece's own default is 16
+
+_SPACE = "\u2581"
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+# Tokens that end a turn, whatever else the metadata names: files often name one end alone.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
+
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # so it is spelt
+    "mask_token": "mask_token_id",
+}
+
+
+def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a GGUF file describes.
+
+    Args:
+        path: of the file, for messages.
+        metadata: its key-value pairs.
+
+    Raises:
+        TokenizerError: there is none, it is of a kind that is not supported, or it contradicts itself.
+    """
+    vocabulary = _Vocabulary.read(path, metadata)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "llama":
+        library, with_bos = _pieces(vocabulary, metadata), True
+    elif kind == "gpt2":
+        pre = _pre_tokenizer(path, metadata)
+        library, with_bos = _byte_pairs(vocabulary, metadata, pre), pre.bos
+    else:
+        raise TokenizerError(
+            f"{path} has a tokenizer of the kind {kind!r}, which is not supported (known: gpt2, llama)"
+        )
+    library.add_tokens(list(vocabulary.added()))
+    _add_template(library, vocabulary, metadata, with_bos)
+    return Tokenizer(LibraryBackend(library, named=vocabulary.texts().values()), vocabulary.special_ids())
+
+
+def gguf_chat_template(path: Path, metadata: Mapping[str, Any]) -> ChatTemplate | None:
+    """The chat templates of a GGUF file; None where it has none.
+
+    Raises:
+        TemplateError: one is not text, too large, or not valid Jinja.
+    """
+    prefix = "tokenizer.chat_template"
+    keys = {key: key.removeprefix(prefix).removeprefix(".") or DEFAULT for key in metadata if key.startswith(prefix)}
+    sources = {name: metadata[key] for key, name in keys.items() if key == prefix or key.startswith(f"{prefix}.")}
+    for name, source in sources.items():
+        if not isinstance(source, str) or len(source.encode()) > MAX_TEMPLATE_BYTES:
+            raise TemplateError(
+                f"the chat template {name!r} of {path} is not text of at most {MAX_TEMPLATE_BYTES} bytes"
+            )
+    if not sources:
+        return None
+    return ChatTemplate(sources, _Vocabulary.read(path, metadata).texts())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens, their types by llama.cpp's numbers, and the ids that the metadata names."""
+
+    path: Path
+    tokens: list[str]
+    types: list[int]
+    named: Mapping[str, int]
+    ends: tuple[int, ...]
+
+    @classmethod
+    def read(cls, path: Path, metadata: Mapping[str, Any]) -> _Vocabulary:
+        tokens = _list(path, metadata, "tokenizer.ggml.tokens", str)
+        if not 0 < len(tokens) <= MAX_TOKENS:
+            raise TokenizerError(f"{path} has {len(tokens)} tokens: 1 to {MAX_TOKENS} are read")
+        types = [_NORMAL] * len(tokens)
+        if "tokenizer.ggml.token_type" in metadata:
+            types = _list(path, metadata, "tokenizer.ggml.token_type", int)
+        if len(types) != len(tokens):
+            raise TokenizerError(f"{path} has {len(tokens)} tokens but {len(types)} types of tokens")
+
+        def token_id(name: str) -> int | None:
+            value = metadata.get(f"tokenizer.ggml.{name}")
+            if value is not None and (type(value) is not int or not 0 <= value < len(tokens)):
+                raise TokenizerError(f"{path} names {str(value)[:40]!r} as {name}, which is none of its tokens")
+            return value
+
+        ids = {name: token_id(key) for name, key in _NAMED.items()}
+        ends = [token_id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        named = {name: value for name, value in ids.items() if value is not None}
+        return cls(path, tokens, types, named, tuple(end for end in ends if end is not None))
+
+    def ids(self) -> dict[str, int]:
+        """Of a token that stands twice, the first counts."""
+        found: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            found.setdefault(token, token_id)
+        return found
+
+    def texts(self) -> dict[str, str]:
+        """Special tokens by name, as templates know them."""
+        return {name: self.tokens[token_id] for name, token_id in self.named.items()}
+
+    def added(self) -> Iterator[AddedToken]:
+        """Tokens that are found in a text before it is cut."""
+        for token, kind in zip(self.tokens, self.types, strict=True):
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token:
+                yield AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+
+    def special_ids(self) -> SpecialIds:
+        ends = list(self.ends)
+        if ends:
+            ids = self.ids()
+            known = (ids[text] for text in _ENDS if text in ids)
+            ends += [end for end in known if self.types[end] in (_CONTROL, _USER_DEFINED)]
+        return SpecialIds(self.named.get("bos_token"), tuple(dict.fromkeys(ends)), self.named.get("pad_token"))
+
+
+def _list(path: Path, metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    values = metadata.get(key)
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        raise TokenizerError(f"{path} has no list of {kind.__name__} as {key}")
+    return values
+
+
+def _model(vocabulary: _Vocabulary, **arguments: Any) -> Library:
+    try:
+        return Library(models.BPE(vocab=vocabulary.ids(), **arguments))
+    except Exception as cause:  # the library raises Exception itself, nothing narrower
+        raise TokenizerError(f"{vocabulary.path} has a vocabulary that is none: {cause}") from cause
+
+
+def _pieces(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> Library:
+    """Pieces of SentencePiece: neighbours are joined, the best score first."""
+    unknown = vocabulary.texts().get("unk_token")
+    library = _model(
+        vocabulary,
+        merges=_merges(vocabulary, _list(vocabulary.path, metadata, "tokenizer.ggml.scores", float)),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=_BYTE in vocabulary.types,
+    )
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    spaces = normalizers.Replace(" ", _SPACE)
+    library.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces] if prefixed else [spaces])
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return library
+
+
+def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """All ways to make a piece of two, by its score; of one piece, those of the parts that come first."""
+    if len(scores) != len(vocabulary.tokens):
+        raise TokenizerError(f"{vocabulary.path} has {len(vocabulary.tokens)} tokens but {len(scores)} scores")
+    ids = vocabulary.ids()
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for token, token_id in ids.items():
+        if vocabulary.types[token_id] not in (_NORMAL, _UNUSED):
+            continue
+        if len(token) > MAX_PIECE:
+            raise TokenizerError(f"{vocabulary.path} has a piece of {len(token)} characters: {MAX_PIECE} are read")
+        for cut in range(1, len(token)):
+            first, second = token[:cut], token[cut:]
+            if first in ids and second in ids:
+                found.append((-scores[token_id], token_id, ids[first], ids[second], first, second))
+    return [(first, second) for *_, first, second in sorted(found)]
+
+
+def _pre_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise TokenizerError(
+            f"{path} cuts a text by the rule {str(name)[:80]!r}, which is not supported (known: {known})"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_pairs(vocabulary: _Vocabulary, metadata: Mapping[str, Any], pre: PreTokenizer) -> Library:
+    """Bytes, written as characters, that merges put together."""
+    merges = [_pair(vocabulary.path, merge) for merge in _list(vocabulary.path, metadata, "tokenizer.ggml.merges", str)]
+    library = _model(vocabulary, merges=merges, ignore_merges=pre.ignore_merges)
+    library.pre_tokenizer = pre.rule()
+    if pre.composed:
+        library.normalizer = normalizers.NFC()
+    library.decoder = decoders.ByteLevel()
+    return library
+
+
+def _pair(path: Path, merge: str) -> tuple[str, str]:
+    at = merge.find(" ", 1)
+    if at < 0 or at == len(merge) - 1:
+        raise TokenizerError(f"{path} has {merge[:40]!r} as a merge, which is not of two tokens")
+    return merge[:at], merge[at + 1 :]
+
+
+def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[str, Any], with_bos: bool) -> None:
+    """What stands before and behind each text."""
+    wanted = {
+        "bos_token": metadata.get("tokenizer.ggml.add_bos_token", with_bos) is True,
+        "eos_token": metadata.get("tokenizer.ggml.add_eos_token", False) is True,
+    }
+    texts = vocabulary.texts()
+    used = {name: texts[name] for name, is_wanted in wanted.items() if is_wanted and name in texts}
+    if not used:
+        return
+    # by names of our own: a token's text could be taken for a place of the template
+    parts = [*(["bos"] if "bos_token" in used else []), "$A", *(["eos"] if "eos_token" in used else [])]
+    tokens = [
+        {"id": name.removesuffix("_token"), "ids": [vocabulary.named[name]], "tokens": [text]}
+        for name, text in used.items()
+    ]
+    library.post_processor = processors.TemplateProcessing(single=parts, special_tokens=tokens)

@@ -1,0 +1,211 @@
+"""Tokenizers and chat templates of GGUF files: the same ids as the tokenizer.json that they were made of."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from jaxinfer.text import TemplateError, Tokenizer, TokenizerError
+from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_tokenizer
+from jaxinfer.text.gguf_pre import PRE_TOKENIZERS
+from jaxinfer.weights.gguf import GgufFile
+from tests.text.build import CORPUS, byte_level, write_folder
+from tests.text.gguf_metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, metadata_of
+
+PATH = pathlib.Path("model.gguf")
+TEXTS = [*CORPUS, "", " ", "  two  spaces ", "\n\n\tx\r\n", "it's 1234567 o'clock", "<s>a</s>b", "\x00é\u0301ﬁ"]
+
+
+def texts(data: pathlib.Path) -> list[str]:
+    stories = (data / "text" / "tinystories" / "tinystories_100.json").read_text(encoding="utf-8")[:40_000]
+    lines = (data / "tokenizers" / "encoding_cases.jsonl").read_text(encoding="utf-8").splitlines()
+    return [
+        *TEXTS,
+        *(stories[at : at + 200] for at in range(0, len(stories), 200)),
+        *(json.loads(x)["text"] for x in lines),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The same ids
+
+
+def test_the_file_of_a_published_model(test_data: pathlib.Path) -> None:
+    file = GgufFile(test_data / "models" / "quantised" / "gguf-B-Q8_0" / "model.gguf")
+    ours = gguf_tokenizer(file.path, file.metadata)
+    base = Tokenizer.load(test_data / "models" / "stories260K" / "hf")
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (1, (2,), 512)
+    assert ours.special_ids == base.special_ids
+    for text in texts(test_data):
+        ids = base.encode(text)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == base.decode(ids), text
+
+
+@pytest.mark.parametrize(("name", "pre"), [("gpt2", "gpt-2"), ("llama-2", None), ("llama-3", "llama-bpe")])
+def test_published_tokenizers(test_data: pathlib.Path, name: str, pre: str | None) -> None:
+    folder = test_data / "tokenizers" / name
+    ours, base = gguf_tokenizer(PATH, metadata_of(folder / "tokenizer.json", pre)), Tokenizer.load(folder)
+    lines = (test_data / "tokenizers" / "encoding_cases.jsonl").read_text(encoding="utf-8").splitlines()
+    cases = [case for case in map(json.loads, lines) if case["tokenizer"] == name]
+    assert len(cases) > 40
+    for case in cases:
+        assert ours.encode(case["text"]) == case["ids"], case["text"]
+    for text in texts(test_data):
+        ids = base.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == base.decode(ids), text
+
+
+def test_built_byte_pairs(tmp_path: pathlib.Path) -> None:
+    folder = write_folder(tmp_path, byte_level())
+    ours = gguf_tokenizer(PATH, metadata_of(folder / "tokenizer.json", "gpt-2"))
+    base = Tokenizer.load(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == base.encode(text, add_special_tokens=False), text
+        assert ours.decode(base.encode(text)) == base.decode(base.encode(text)), text
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Pieces with scores
+
+PIECES = ["<unk>", "<s>", "</s>", "<0x61>", "▁", "a", "b", "ab", "▁a", "aa", "<|user|>"]
+
+
+def pieces(**changes: Any) -> dict[str, Any]:
+    types = [UNKNOWN, CONTROL, CONTROL, BYTE, *[NORMAL] * 6, USER_DEFINED]
+    made: dict[str, Any] = {
+        "model": "llama",
+        "tokens": PIECES,
+        "token_type": types,
+        "scores": [0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, 0.0],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in made.items() if value is not None}
+
+
+def tokens(text: str, **changes: Any) -> list[str]:
+    tokenizer = gguf_tokenizer(PATH, pieces(**changes))
+    return [tokenizer.id_to_token(token_id) or "" for token_id in tokenizer.encode(text)]
+
+
+def test_the_best_score_is_joined_first() -> None:
+    assert tokens("ab") == ["<s>", "▁a", "b"]
+    worse = [0.0, 0.0, 0.0, 0.0, -9.0, -9.0, -9.0, -1.0, -2.0, -3.0, 0.0]
+    assert tokens("ab", scores=worse) == ["<s>", "▁", "ab"]
+
+
+def test_what_stands_around_a_text() -> None:
+    assert tokens("a", add_bos_token=False) == ["▁a"]
+    assert tokens("a", add_eos_token=True) == ["<s>", "▁a", "</s>"]
+    assert tokens("a", add_space_prefix=False) == ["<s>", "a"]
+    assert tokens("a", bos_token_id=None) == ["▁a"]
+
+
+def test_tokens_within_a_text() -> None:
+    assert tokens("<|user|>b", add_space_prefix=False) == ["<s>", "<|user|>", "b"]
+    tokenizer = gguf_tokenizer(PATH, pieces())
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.decode([1, 10, 8, 6, 2]) == "<|user|> ab"
+    assert tokenizer.decode([8, 6]) == "ab"
+
+
+def test_every_end_of_a_turn() -> None:
+    named = gguf_tokenizer(PATH, pieces(eot_token_id=10, eom_token_id=0))
+    assert named.eos_ids == (2, 10, 0)
+    known = gguf_tokenizer(PATH, pieces(tokens=[*PIECES[:-1], "<|im_end|>"]))
+    assert known.eos_ids == (2, 10)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Rules that cut a text
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("gpt-2", ["It", "'s", "Ġ1234", "Ġ", "Ġx", "!"]),
+        ("llama-bpe", ["It", "'s", "Ġ", "123", "4", "Ġ", "Ġx", "!"]),
+        ("qwen2", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġ", "Ġx", "!"]),
+        ("falcon", ["It", "'", "s", "Ġ", "123", "4", "Ġ", "Ġx", "!"]),
+        ("default", ["It", "'", "s", "Ġ", "123", "4", "Ġ", "Ġx", "!"]),
+        ("deepseek-v3", ["It", "'s", "Ġ", "123", "4", "Ġ", "Ġx", "!"]),
+        ("tekken", ["It", "'s", "Ġ", "1", "2", "3", "4", "Ġ", "Ġx", "!"]),
+    ],
+)
+def test_rules(rule: str, expected: list[str]) -> None:
+    assert [part for part, _ in PRE_TOKENIZERS[rule].rule().pre_tokenize_str("It's 1234  x!")] == expected
+
+
+@pytest.mark.parametrize("rule", sorted(PRE_TOKENIZERS))
+def test_every_rule_loses_nothing(rule: str) -> None:
+    for text in TEXTS:
+        parts = PRE_TOKENIZERS[rule].rule().pre_tokenize_str(text)
+        whole = PRE_TOKENIZERS["gpt-2"].rule().pre_tokenize_str(text)
+        assert "".join(part for part, _ in parts) == "".join(part for part, _ in whole)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "t5"}, "'t5', which is not supported"),
+        ({"model": None}, "None, which is not supported"),
+        ({"tokens": None}, "no list of str as tokenizer.ggml.tokens"),
+        ({"tokens": []}, "0 tokens"),
+        ({"tokens": [1, 2]}, "no list of str"),
+        ({"token_type": [1]}, "11 tokens but 1 types"),
+        ({"scores": None}, "no list of float as tokenizer.ggml.scores"),
+        ({"scores": [0.0]}, "11 tokens but 1 scores"),
+        ({"bos_token_id": 11}, "'11' as bos_token_id, which is none of its tokens"),
+        ({"eos_token_id": -1}, "'-1' as eos_token_id"),
+        ({"eot_token_id": "2"}, "'2' as eot_token_id"),
+        ({"tokens": [*PIECES[:-2], "a" * (MAX_PIECE + 1), "c"]}, "a piece of 257 characters"),
+    ],
+)
+def test_bad_vocabularies(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TokenizerError, match=message) as caught:
+        gguf_tokenizer(PATH, pieces(**changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre": "grok-9"}, "'grok-9', which is not supported .known: .*llama-bpe"),
+        ({"merges": None}, "no list of str as tokenizer.ggml.merges"),
+        ({"merges": ["ab"]}, "'ab' as a merge"),
+        ({"merges": ["a "]}, "'a ' as a merge"),
+        ({"merges": ["a z"]}, "a vocabulary that is none"),
+    ],
+)
+def test_bad_merges(changes: dict[str, Any], message: str) -> None:
+    metadata = pieces(**{"model": "gpt2", "pre": "gpt-2", "merges": ["a b"], "scores": None} | changes)
+    with pytest.raises(TokenizerError, match=message):
+        gguf_tokenizer(PATH, metadata)
+
+
+def test_templates() -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    made = gguf_chat_template(PATH, {**pieces(), "tokenizer.chat_template": template})
+    assert made is not None
+    messages = [{"role": "user", "content": "Hi"}]
+    assert made.render(messages) == "<s>Hi</s>"
+    named = {"tokenizer.chat_template.tool_use": "tools!", "tokenizer.chat_templates": ["tool_use"]}
+    both = gguf_chat_template(PATH, {**pieces(), "tokenizer.chat_template": template, **named})
+    assert both is not None
+    assert both.render(messages, tools=[{}]) == "tools!"
+    assert gguf_chat_template(PATH, pieces()) is None
+
+
+@pytest.mark.parametrize("template", [3, ["x"], "{{ oops", "x" * (1 << 21)])
+def test_bad_templates(template: object) -> None:
+    with pytest.raises(TemplateError):
+        gguf_chat_template(PATH, {**pieces(), "tokenizer.chat_template": template})
