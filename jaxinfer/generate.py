@@ -183,7 +183,8 @@ def _print_logprobs(output: CompletionOutput) -> None:
 
 
 def _print_stats(llm: LLM, clock: Clock, outputs: list[RequestOutput]) -> None:
-    print(report(llm.model, clock, outputs, measured_bandwidth(), llm.engine.stats()), file=sys.stderr)
+    model = llm.model.with_cache(llm.engine.config.kv_cache_dtype)
+    print(report(model, clock, outputs, measured_bandwidth(), llm.engine.stats()), file=sys.stderr)
 
 
 def _chat(args: argparse.Namespace) -> int:

@@ -1,0 +1,40 @@
+"""KV caches of 8 bits over several devices: scales lie with the heads that they belong to."""
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.placement import device_bytes
+from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT
+from tests.parallel.devices.test_pipeline import spread_llm
+from tests.parallel.devices.test_tensor import generate, greedy, model_of
+
+TENSOR, STAGE, DATA = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "data"))
+SLOW = [
+    ("fp8", {**TENSOR, **STAGE}),
+    ("int8", {**TENSOR, **STAGE, **DATA}),
+    ("fp8", {"tensor_parallel_size": 4}),  # copies of KV heads
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("int8", TENSOR), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
+    """With few pages, which leave the devices and come back."""
+    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    model = model_of("few KV heads")
+    requests = greedy(20, model)
+    want = generate(spread_llm(model, num_pages=ROOMY, kv_cache_dtype=kind), requests)
+    llm = spread_llm(model, kv_cache_dtype=kind, **sizes)
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    stats = llm.engine.stats()
+    assert stats.preemptions.get("swap", 0) > 0
+    assert stats.prefix_hits > 0
+    assert not stats.compilations
+    if sizes == TENSOR:
+        (part,) = llm.engine._executor.parts
+        assert {shard.data.shape for shard in part.pools[0].scales.addressable_shards} == {(TIGHT, 2, 1, 16)}
+        config = EngineConfig(**SETTINGS, **sizes, num_pages=TIGHT, kv_cache_dtype=kind)
+        assert plan_engine(model, config, "cpu").needs.page * TIGHT == device_bytes(part.pools)
