@@ -66,6 +66,8 @@ class EngineConfig:
         pipeline_parallel_size: groups of so many devices, each of which computes some of the layers.
         data_parallel_size: copies of all that: each has the whole model, a KV pool of its own and some of the
             requests.
+        enable_dp_attention: each of the groups among which experts are dealt out is one device, which has attention
+            and all else whole, and sequences, slots and a KV pool of its own; tokens go to their experts and back.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -99,12 +101,18 @@ class EngineConfig:
     expert_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_dp_attention: bool = False
     seed: int | None = None
+
+    @property
+    def lanes(self) -> int:
+        """Devices of which each serves sequences of its own."""
+        return self.expert_parallel_size if self.enable_dp_attention else 1
 
     @property
     def devices(self) -> int:
         """Over which heads and the KV pool are spread."""
-        return self.tensor_parallel_size * self.expert_parallel_size
+        return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +155,18 @@ class ResolvedEngine:
     expert_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    enable_dp_attention: bool
     seed: int | None
+
+    @property
+    def lanes(self) -> int:
+        """See `EngineConfig.lanes`."""
+        return self.expert_parallel_size if self.enable_dp_attention else 1
+
+    @property
+    def devices(self) -> int:
+        """See `EngineConfig.devices`."""
+        return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
 
     @property
     def turns(self) -> int:
@@ -185,6 +204,7 @@ def resolve(
     _require_prefill_sizes(config.prefill_sizes, config.page_size)
     length = _max_model_len(config.max_model_len, max_position)
     _require_simple(config)
+    _require_lanes(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
     turns, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
@@ -226,6 +246,7 @@ def resolve(
         expert_parallel_size=config.expert_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=config.data_parallel_size,
+        enable_dp_attention=config.enable_dp_attention,
         seed=config.seed,
     )
 
@@ -271,6 +292,25 @@ def _require_simple(config: EngineConfig) -> None:
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
+
+
+_NOT_WITH_LANES = {
+    "tensor_parallel_size": "each device has attention whole",
+    "pipeline_parallel_size": "all devices run each program together",
+    "data_parallel_size": "a larger expert_parallel_size is what serves more requests",
+    "multi_step": "the host plans each step of all devices together",
+}
+
+
+def _require_lanes(config: EngineConfig) -> None:
+    """What cannot be beside ``enable_dp_attention``."""
+    if not config.enable_dp_attention:
+        return
+    many = "needs expert_parallel_size above 1: as many devices have sequences of their own"
+    _require(config.expert_parallel_size > 1, "enable_dp_attention", True, many)
+    for name, why in _NOT_WITH_LANES.items():
+        both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
+        _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
 
 
 def _require(condition: bool, name: str, value: object, what: str) -> None:

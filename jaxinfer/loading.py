@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.resources
 import pathlib
 from collections.abc import Mapping
@@ -19,9 +20,11 @@ from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.engine import Engine, prepare
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.group import Group
+from jaxinfer.engine.leading import LeadingExecutor
+from jaxinfer.engine.make import make_engine
 from jaxinfer.engine.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.placement import spread_model
-from jaxinfer.engine.replicas import Replicas, make_engine
+from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
@@ -107,7 +110,7 @@ def start_engine(
     if group is None:
         engine = make_engine(loaded, sized, platform, progress.compiled, mesh)
     else:
-        engine = Engine(loaded, sized, platform, progress.compiled, mesh, group)
+        engine = Engine(loaded, sized, platform, progress.compiled, mesh, functools.partial(LeadingExecutor, group))
     plan.require(engine.temporaries)
     return loaded, engine
 

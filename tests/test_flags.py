@@ -52,6 +52,7 @@ EVERY = {
     "expert_parallel_size": (["--expert-parallel-size", "4"], 4),
     "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),
     "data_parallel_size": (["--data-parallel-size", "2"], 2),
+    "enable_dp_attention": (["--enable-dp-attention"], True),
     "seed": (["--seed", "5"], 5),
 }
 

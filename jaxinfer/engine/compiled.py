@@ -25,6 +25,7 @@ from jaxinfer.engine.step import (
     make_programs,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
+from jaxinfer.parallel.lanes import lane_sharding, of_lanes, over_lanes
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 
 # Called with the programs that are compiled, and with how many there will be.
@@ -78,7 +79,8 @@ def compile_stages(
     """Every program that the engine can run, of each pipeline stage.
 
     Args:
-        arrays: of each stage. They may be abstract: they are only asked for shape, dtype and sharding.
+        arrays: of each stage. They may be abstract: they are only asked for shape, dtype and sharding. Where the mesh
+            has lanes, one lane's; the programs take and give those of all (`jaxinfer.parallel.lanes`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
     works = [_Work(stage, _abstract(own), engine) for stage, own in zip(stages, arrays, strict=True)]
@@ -134,10 +136,12 @@ class _Work:
     # ---- programs
 
     def jobs(self) -> dict[str, _Job]:
-        return {**self.computing(), **self.moving(), **(self.keeping() if self.stage.last else {})}
+        rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
+        return {**self.computing(), **{name: _of_lanes(job, self.mesh) for name, job in rest.items()}}
 
     def computing(self) -> dict[str, _Job]:
-        return self._whole() if self.stage.last else self._passing()
+        jobs = self._whole() if self.stage.last else self._passing()
+        return {name: _of_lanes(job, self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
         programs = make_pass_programs(self.stage, self.engine.attention_backend)
@@ -227,6 +231,14 @@ class _Work:
         model = self.stage.model
         pages = moved_pages(model.cache_spec, TRANSFER_PAGES, self.engine.page_size, model.dtype)
         return self._array(pages.shape, pages.dtype, page_sharding(self.mesh, model.cache_spec))
+
+
+def _of_lanes(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
+    """One lane's job as that of all lanes, who have the first ``shared`` arguments together."""
+    if mesh.shape["lane"] == 1:
+        return job
+    function = over_lanes(job.function, job.arguments, shared)
+    return _Job(function, of_lanes(job.arguments, mesh, shared), job.donate, lane_sharding(mesh))
 
 
 def _compile(

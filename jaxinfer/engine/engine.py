@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import secrets
 import time
 import weakref
@@ -18,11 +17,9 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.group import Group
-from jaxinfer.engine.leading import LeadingExecutor
+from jaxinfer.engine.executor import Executor, MakeExecutor
 from jaxinfer.engine.placement import spread_model
-from jaxinfer.engine.runner import Launched, Runner
+from jaxinfer.engine.runner import Launched, Proved, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
@@ -43,7 +40,8 @@ class Engine:
     Args:
         progress: called at the beginning and after each compilation.
         mesh: the devices that it runs on; None: the first ones.
-        group: whose process 0 this is, where the mesh is spread over several processes.
+        make_executor: makes another one than `Executor`.
+        proved: of the executor's programs, where another engine found it out.
 
     Raises:
         EngineConfigError: a setting cannot be served.
@@ -57,27 +55,28 @@ class Engine:
         platform: str,
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
-        group: Group | None = None,
+        make_executor: MakeExecutor = Executor,
+        proved: Proved | None = None,
     ) -> None:
         mesh = mesh or mesh_for(config)
         if mesh.shape["data"] != 1:
             raise ValueError("an engine runs on one replica: jaxinfer.engine.replicas makes several")
         model, self.config, self.limits = prepare(model, config, platform, mesh)
         self._kv = _new_kv(model, self.config)
-        make = Executor if group is None else functools.partial(LeadingExecutor, group)
-        self._executor = make(model, self.config, self.limits, mesh, progress)
+        self._executor = make_executor(model, self.config, self.limits, mesh, progress)
         vocab, itemsize = model.config.vocab_size, model.dtype.itemsize
         self._runner = Runner(
-            self._executor, self.config, self.limits, self._kv.tables, vocab, model.cache_spec, itemsize
+            self._executor, self.config, self.limits, self._kv.tables, vocab, model.cache_spec, itemsize, proved
         )
-        if not self._runner.resumes:
+        self.proved = proved = self._runner.proved
+        if not proved.resumes:
             self._kv.stop_caching()  # a prompt that goes on within a piece would have other bits
         self._scheduler = Scheduler(
-            dataclasses.replace(self.config, multi_step=self._runner.multi_step),
+            dataclasses.replace(self.config, multi_step=proved.multi_step),
             self._kv,
-            self._runner.classes,
+            proved.classes,
             drafter=_drafter(self.config),
-            costs=self._runner.costs,
+            costs=proved.costs,
         )
         self._pending: collections.deque[Launched] = collections.deque()
         self._ahead = self.config.turns if self.config.async_scheduling else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -248,3 +248,7 @@ class Executor:
     @property
     def platform(self) -> str:
         return str(self.parts[0].mesh.devices.flat[0].platform)
+
+
+MakeExecutor = Callable[[Model, ResolvedEngine, SamplingLimits, Mesh, CompileProgress | None], Executor]
+"""What an `Executor` is made of, and gives one."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import secrets
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -20,20 +21,6 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.types import Request, RequestError, SequenceDelta
-
-
-def make_engine(
-    model: Model,
-    config: EngineConfig,
-    platform: str,
-    progress: CompileProgress | None = None,
-    mesh: Mesh | None = None,
-) -> Engine | Replicas:
-    """The engine that the settings ask for; arguments and errors are those of `Engine`."""
-    mesh = mesh or mesh_for(config)
-    if mesh.shape["data"] == 1:
-        return Engine(model, config, platform, progress, mesh)
-    return Replicas(model, config, platform, progress, mesh)
 
 
 class Replicas:
@@ -54,17 +41,19 @@ class Replicas:
         mesh: Mesh | None = None,
     ) -> None:
         places = replicas(mesh or mesh_for(config))
-        share = config.swap_space_gib / len(places)
-        one = dataclasses.replace(
-            config, data_parallel_size=1, swap_space_gib=share, max_waiting_requests=None, max_waiting_tokens=None
-        )
-        self._engines = [
+        one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
+        engines = [
             Engine(model, one, platform, _share(progress, number, len(places)), place)
             for number, place in enumerate(places)
         ]
+        self._begin(engines, config, len(places))
+
+    def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
+        """``config`` is that of all."""
+        self._engines = engines
         self.config: ResolvedEngine = dataclasses.replace(
-            self._engines[0].config,
-            data_parallel_size=len(places),
+            engines[0].config,
+            data_parallel_size=copies,
             max_waiting_requests=config.max_waiting_requests,
             max_waiting_tokens=config.max_waiting_tokens,
         )
@@ -124,11 +113,15 @@ class Replicas:
     def step(self) -> list[SequenceDelta]:
         """See `Engine.step`."""
         working = [(engine, engine.launch()) for engine in self._engines if engine.has_work]
+        self._launched()
         deltas = [delta for engine, launched in working for delta in engine.read(launched)]
         for delta in deltas:
             if delta.finish_reason is not None and delta.request_id in self._owners:
                 self._ended(delta.request_id, delta.index)
         return deltas
+
+    def _launched(self) -> None:
+        """Every engine has launched its step, and none has read one yet."""
 
     def stats(self) -> EngineStats:
         """The sums of all replicas."""
@@ -146,6 +139,12 @@ class Replicas:
         """See `Engine.check`."""
         for engine in self._engines:
             engine.check()
+
+
+def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
+    """The settings of one of several engines: what is there for all together is shared or theirs to watch."""
+    share = config.swap_space_gib / count
+    return dataclasses.replace(config, swap_space_gib=share, max_waiting_requests=None, max_waiting_tokens=None)
 
 
 def _share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jaxinfer.engine.exactness import Proofs
 from jaxinfer.engine.executor import Executor, Kept
 from jaxinfer.engine.measure import measure_costs
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.preemption import Costs
 from jaxinfer.engine.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
 from jaxinfer.engine.sequence import Sequence as Sample
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch
@@ -41,6 +42,26 @@ class Launched:
     prompt: list[Logprobs | None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Proved:
+    """What was found out about an executor's programs.
+
+    Attributes:
+        lanes: chunks of the wide program of each prefill size that has the narrow one's bits.
+        classes: a number for each prefill size; equal numbers: programs with equal bits.
+        resumes: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken for
+            granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
+        multi_step: most decode steps of one plan.
+        costs: of swapping and of computing again, measured.
+    """
+
+    lanes: Mapping[int, int]
+    classes: Mapping[int, int]
+    resumes: bool
+    multi_step: int
+    costs: Costs
+
+
 class Runner:
     """What plans mean to the device, and what it answers.
 
@@ -49,13 +70,7 @@ class Runner:
         tables: the KV manager's, read at each launch.
         vocab: size of the vocabulary.
         spec: of the KV cache, for elements of ``itemsize`` bytes.
-
-    Attributes:
-        classes: a number for each prefill size; equal numbers: programs with equal bits.
-        resumes: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken for
-            granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
-        multi_step: most decode steps of one plan.
-        costs: of swapping and of computing again, measured.
+        proved: of the executor's programs; None: it is found out now, and the pools hold nothing yet.
     """
 
     def __init__(
@@ -67,28 +82,27 @@ class Runner:
         vocab: int,
         spec: CacheSpec,
         itemsize: int,
+        proved: Proved | None = None,
     ) -> None:
         self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
         self._groups, self._rows = tables.shape[0], engine.rows // engine.turns
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.turns)]
         self._shown = [slots.snapshot() for slots in self._slots]  # what is on the device
-        self._prove(limits, spec, itemsize)
-        self.costs = measure_costs(executor, engine, self._groups, self._decode_batch(0, []))
+        self.proved = proved or self._prove(limits, spec, itemsize)
 
-    def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> None:
+    def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> Proved:
         """Find out which programs may stand in for which."""
         engine, executor = self._engine, self._executor
         proofs = Proofs(executor, engine, self._vocab, self._groups, itemsize, spec.exact_per_token)
-        self._lanes = proofs.lanes()
+        lanes = proofs.lanes()
         exact, classes, resumes = engine.exactness == "exact", _each_alone(engine.prefill_sizes), True
         if exact and engine.enable_prefix_caching and self._affordable(proofs.class_tokens()):
             classes = proofs.classes()
             resumes = proofs.resumes(classes)
-        self.classes: dict[int, int] = classes
-        self.resumes: bool = resumes
         several = engine.multi_step > 1 and (not exact or proofs.multi_step(limits))
-        self.multi_step: int = engine.multi_step if several else 1
         executor.put_slots(0, self._shown[0]._asdict())  # those of the proofs were there
+        costs = measure_costs(executor, engine, self._groups, self._decode_batch(0, []))
+        return Proved(lanes, classes, resumes, engine.multi_step if several else 1, costs)
 
     def _affordable(self, tokens: int) -> bool:
         operations = 2 * tokens * self._executor.parameters()
@@ -183,10 +197,10 @@ class Runner:
     def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
         """Launch all chunks, several in one program where there is a wide one for their size."""
         results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
-        plain = [plan for plan in plans if not plan.logprobs]
-        for group in group_chunks([plan.chunk.size for plan in plain], self._lanes):
+        plain, wide = [plan for plan in plans if not plan.logprobs], self.proved.lanes
+        for group in group_chunks([plan.chunk.size for plan in plain], wide):
             size = plain[group[0]].chunk.size
-            lanes = 1 if len(group) == 1 else self._lanes[size]
+            lanes = 1 if len(group) == 1 else wide[size]
             batch = self._prefill_batch([plain[index] for index in group], size, lanes)
             self._executor.prefill(batch)
         return results

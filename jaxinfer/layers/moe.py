@@ -7,6 +7,7 @@ No token is ever dropped, and a token's result does not depend on the others: it
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
-from jaxinfer.parallel.mesh import RULES, traced_size
+from jaxinfer.parallel.mesh import RULES, traced_lanes, traced_size
 from jaxinfer.quant import grouped_matmul, matmul_transposed
 from pallas_kernels.grouped_matmul import group
 
@@ -180,6 +181,58 @@ class SharedExpert:
         return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(x.dtype)
 
 
+def run_experts_of_lanes(
+    x: Float[Array, "tokens d"],
+    routing: Routing,
+    experts: Experts,
+    glu: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Float[Array, "tokens d"]:
+    """`run_experts` where each lane has tokens of its own and some of the experts, in the dtype of ``x``.
+
+    Two exchanges among all lanes (all-to-all; Lepikhin et al. 2020, GShard): tokens go to the lanes of their experts,
+    and what these make of them comes back. There is room for every token on every lane, so that none is dropped. Parts
+    are added in the order of lanes, whichever lane asks: a token's result depends neither on where it is served nor on
+    the others.
+
+    Args:
+        experts: this lane's; the lanes have equally many, in order.
+    """
+    lanes, (tokens, d) = traced_lanes(), x.shape
+    top_k, count = routing.experts.shape[1], experts.gate_up.shape[0]
+    local = routing.experts - count * jnp.arange(lanes).reshape(-1, 1, 1)
+    asked = jnp.where((local >= 0) & (local < count), local, count)
+    each, weights = (jnp.broadcast_to(part, (lanes, *part.shape)) for part in (x, routing.weights))
+    there = lax.all_to_all(packed(each, weights, asked), "lane", 0, 0)
+    rows, weights, asked = unpacked(there.reshape(lanes * tokens, -1), x.dtype, (d, top_k, top_k))
+    parts = run_experts(rows, Routing(asked, weights), experts, glu).astype(x.dtype)
+    back = lax.all_to_all(parts.reshape(lanes, tokens, d), "lane", 0, 0)
+    return functools.reduce(jnp.add, back.astype(jnp.float32)).astype(x.dtype)
+
+
+def packed(
+    x: Float[Array, "*batch d"], weights: Float[Array, "*batch top_k"], experts: Int[Array, "*batch top_k"]
+) -> Shaped[Array, "*batch words"]:
+    """Tokens with their routing, as integers of the width of the tokens' numbers: one exchange moves all of it."""
+    word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    parts = (lax.bitcast_convert_type(part, word) for part in (x, weights, experts.astype(jnp.int32)))
+    return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], -1)
+
+
+def unpacked(
+    words: Shaped[Array, "tokens words"], dtype: jnp.dtype, widths: tuple[int, int, int]
+) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens top_k"], Int[Array, "tokens top_k"]]:
+    """What `packed` was given, of a dtype and as many numbers each."""
+    kinds, found, at = (dtype, jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)), [], 0
+    for kind, width in zip(kinds, widths, strict=True):
+        each = kind.itemsize // words.dtype.itemsize  # words of a number
+        part = words[:, at : at + width * each]
+        part = part if each == 1 else part.reshape(-1, width, each)
+        found.append(lax.bitcast_convert_type(part, kind))
+        at += width * each
+    x, weights, experts = found
+    return x, weights, experts
+
+
 def run_spread_experts(
     x: Float[Array, "tokens d"],
     routing: Routing,
@@ -189,8 +242,12 @@ def run_spread_experts(
 ) -> Float[Array, "tokens d"]:
     """`run_experts` where each device has some experts, or a part of their hidden numbers, in the dtype of ``x``.
 
-    A device's results are parts of a sum, those of the expert that all tokens share, too: one sum is all it takes.
+    Tokens of lanes go to their experts (`run_experts_of_lanes`). Else all tokens are on every device, whose results are
+    parts of a sum, those of the expert that all tokens share, too: one sum is all it takes.
     """
+    if traced_lanes() > 1:
+        result = run_experts_of_lanes(x, routing, experts, glu)
+        return result if shared is None else result + shared(x)
     dealt, within = RULES["expert"], RULES["expert_mlp"]
     if traced_size("expert") * traced_size("expert_mlp") == 1:
         result = run_experts(x, routing, experts, glu).astype(x.dtype)

@@ -121,8 +121,8 @@ def require_even(tree: Any, sizes: Mapping[str, int], path: str = "") -> None:
 
 def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
     """Raises EngineConfigError where experts are to be dealt out and there are none."""
-    if sizes.get("expert", 1) > 1 and not _names_experts(tree):
-        raise EngineConfigError(f"expert_parallel_size = {sizes['expert']} cannot be: the model has no experts")
+    if (devices := devices_along(sizes, "expert")) > 1 and not _names_experts(tree):
+        raise EngineConfigError(f"expert_parallel_size = {devices} cannot be: the model has no experts")
 
 
 def _names_experts(tree: Any) -> bool:

@@ -15,23 +15,25 @@ from jaxtyping import Array, Float
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.types import CacheSpec, ParamSpec
 
-AXES = ("data", "stage", "expert", "tensor")
+AXES = ("data", "stage", "lane", "expert", "tensor")
 _SETTINGS = {
     "data": "data_parallel_size",
     "stage": "pipeline_parallel_size",
+    "lane": "expert_parallel_size",
     "expert": "expert_parallel_size",
     "tensor": "tensor_parallel_size",
 }
 
 # A logical axis that is not listed is replicated. Experts are dealt out along one axis, and each one's hidden size
-# along another; what is not an expert's is spread over all these devices alike.
+# along another; what is not an expert's is spread over all these devices alike. Lanes (`jaxinfer.engine.lanes`) have
+# experts dealt out among them, and all else for themselves.
 _ALL = ("expert", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": _ALL,
     "heads": _ALL,
     "mlp": _ALL,
     "vocab": _ALL,
-    "expert": ("expert",),
+    "expert": ("lane", "expert"),
     "expert_mlp": ("tensor",),
 }
 
@@ -41,14 +43,20 @@ REPLICABLE = ("vocab",)
 
 
 def make_mesh(
-    tensor: int = 1, devices: Sequence[jax.Device] | None = None, *, expert: int = 1, stage: int = 1, data: int = 1
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    expert: int = 1,
+    lane: int = 1,
+    stage: int = 1,
+    data: int = 1,
 ) -> Mesh:
-    """A mesh over the first ``data * stage * expert * tensor`` devices (JAX's own, unless given).
+    """A mesh over the first ``data * stage * lane * expert * tensor`` devices (JAX's own, unless given).
 
     Raises:
         EngineConfigError: there are fewer.
     """
-    devices, shape = jax.devices() if devices is None else devices, (data, stage, expert, tensor)
+    devices, shape = jax.devices() if devices is None else devices, (data, stage, lane, expert, tensor)
     sizes, needed = dict(zip(AXES, shape, strict=True)), math.prod(shape)
     for axis, size in sizes.items():
         if size < 1:
@@ -67,7 +75,8 @@ def mesh_for(config: EngineConfig | ResolvedEngine, devices: Sequence[jax.Device
     return make_mesh(
         config.tensor_parallel_size,
         devices,
-        expert=config.expert_parallel_size,
+        expert=1 if config.enable_dp_attention else config.expert_parallel_size,
+        lane=config.lanes,
         stage=config.pipeline_parallel_size,
         data=config.data_parallel_size,
     )
@@ -152,7 +161,7 @@ def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batc
     Each device computes those of its part of the vocabulary, and they are gathered once. Were only the result asked
     for everywhere, XLA would gather the weight.
     """
-    if jax.sharding.get_abstract_mesh().size <= 1:
+    if jax.sharding.get_abstract_mesh().size <= 1 or traced_lanes() > 1:
         return logits
     if logits.shape[-1] % traced_size("vocab") == 0:
         own = PartitionSpec(*(None,) * (logits.ndim - 1), RULES["vocab"])
@@ -171,3 +180,9 @@ def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
 def traced_size(axis: str) -> int:
     """Devices along a logical axis, in the mesh of the program that is being traced; 1 where there is none."""
     return devices_along(jax.sharding.get_abstract_mesh().shape, axis)
+
+
+def traced_lanes() -> int:
+    """Lanes of the program that is being traced, where it is one lane's: it sees that lane's arrays alone. Else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape["lane"] if "lane" in mesh.manual_axes else 1

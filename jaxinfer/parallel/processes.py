@@ -47,6 +47,8 @@ def require_processes(mesh: Mesh) -> None:
         raise EngineConfigError(f"pipeline_parallel_size = {stages} {both} {what}")
     if (copies := mesh.shape["data"]) > 1:
         raise EngineConfigError(f"data_parallel_size = {copies} {both} start a server for each copy")
+    if mesh.shape["lane"] > 1:
+        raise EngineConfigError(f"enable_dp_attention = True {both} one process plans the steps of all its devices")
     if mesh.size != jax.device_count():
         there = f"{count} processes x {jax.local_device_count()} = {jax.device_count()}"
         raise EngineConfigError(f"{asked(mesh.shape)} must be all devices of the group: {there}")

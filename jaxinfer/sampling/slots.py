@@ -104,7 +104,8 @@ def new_state(rows: int, vocab_size: int, limits: SamplingLimits) -> SlotState:
 def admit(
     state: SlotState, slot: Int[Array, ""], prompt_mask: Bool[Array, " vocab"], bias: Float[Array, " vocab"]
 ) -> SlotState:
-    """The state with one slot prepared for a new request: nothing generated, its prompt and bias in place."""
+    """The state with one slot prepared for a new request: nothing generated, its prompt and bias in place. There is
+    nothing to do for a slot beyond the last one."""
     return SlotState(
         counts=state.counts.at[slot].set(0),
         prompt=state.prompt.at[slot].set(prompt_mask),
@@ -119,8 +120,9 @@ def keep_slot(state: SlotState, slot: Int[Array, ""]) -> SlotState:
 
 
 def resume_slot(state: SlotState, slot: Int[Array, ""], kept: SlotState) -> SlotState:
-    """The state with one slot as it was when `keep_slot` copied it, there or in another slot."""
-    return SlotState(*(lax.dynamic_update_slice_in_dim(x, row, slot, 0) for x, row in zip(state, kept, strict=True)))
+    """The state with one slot as it was when `keep_slot` copied it, there or in another slot. There is nothing to do
+    for a slot beyond the last one."""
+    return SlotState(*(x.at[slot].set(row[0], mode="drop") for x, row in zip(state, kept, strict=True)))
 
 
 class HostSlots:

@@ -121,14 +121,14 @@ def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
 def test_a_model_that_shows_too_little_proves_nothing():
     """Sixteen bits of a tiny model hide differences that are there."""
     llm = LLM(random_model("bfloat16"), max_num_seqs=4, max_model_len=128, page_size=16, prefill_sizes=(8, 16))
-    assert llm.engine._runner.classes == {8: 0, 16: 1}
-    assert not llm.engine._runner._lanes
+    assert llm.engine._runner.proved.classes == {8: 0, 16: 1}
+    assert not llm.engine._runner.proved.lanes
 
 
 def test_classes_are_not_looked_for_where_nothing_is_shared():
     settings = {"max_num_seqs": 2, "max_model_len": 128, "prefill_sizes": (64, 128)}
     for changes in ({"enable_prefix_caching": False}, {"exactness": "relaxed"}):
-        assert LLM("demo", "float32", **settings, **changes).engine._runner.classes == {64: 0, 128: 1}
+        assert LLM("demo", "float32", **settings, **changes).engine._runner.proved.classes == {64: 0, 128: 1}
 
 
 # ---- several decode steps at once
@@ -157,7 +157,7 @@ def several(run: CompiledStage, change: str) -> Any:
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
     llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
     engine, run = llm.engine, llm.engine._executor.parts[-1].run
-    assert engine._runner.multi_step == 5
+    assert engine._runner.proved.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
         with proofs_with(engine, decode_many=several(run, change)) as proofs:
             assert proofs.multi_step(engine.limits) is (change == "nothing"), change

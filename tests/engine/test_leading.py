@@ -1,6 +1,7 @@
 """An engine that leads: what follows it has the same bits on its devices, whatever was called."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -82,7 +83,7 @@ def pair():
 
         member.calls = calls
         threading.Thread(target=follow, args=(follower, member), daemon=True).start()
-        engine = Engine(model, SMALL, "cpu", group=leader)
+        engine = Engine(model, SMALL, "cpu", make_executor=functools.partial(LeadingExecutor, leader))
         yield Pair(engine, leader, follower, member, called)
         assert not ends.reasons
 

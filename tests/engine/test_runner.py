@@ -167,7 +167,7 @@ def test_prompt_logprobs_come_with_their_tokens(bench):
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED])
 def test_several_steps_at_once_are_single_steps(bench, params):
-    assert bench.runner.multi_step == 4
+    assert bench.runner.proved.multi_step == 4
     want, singly = generated(bench, params, 5)
     bits = bench.kept(want)
     sequence = bench.sequence(3, params, 10)
@@ -323,7 +323,7 @@ def test_a_copied_page_goes_on_as_its_own(bench):
 
 def test_a_chunk_goes_on_within_a_page(bench):
     """From any token on, in the program that was due, a prompt gets the bits of the whole."""
-    assert bench.runner.resumes
+    assert bench.runner.proved.resumes
     whole, want = generated(bench, GREEDY, 2)
     bits = bench.kept(whole)
     for at, end in itertools.product((1, 15, 17, 31), (32,)):
@@ -345,6 +345,6 @@ def test_nothing_of_this_compiles(bench, drafting):
 
 
 def test_costs_are_measured(bench):
-    costs = bench.runner.costs
+    costs = bench.runner.proved.costs
     assert 0 < costs.prefill_token < costs.decode_step < 1
     assert 0 < costs.swap_page < 1

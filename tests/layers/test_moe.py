@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.layers.moe import GLU, ClampedGLU, Experts, MoE, Routing, RoutingRule, route, run_experts
+from jaxinfer.layers.moe import (
+    GLU,
+    ClampedGLU,
+    Experts,
+    MoE,
+    Routing,
+    RoutingRule,
+    packed,
+    route,
+    run_experts,
+    unpacked,
+)
 
 EXPERTS, D, HIDDEN = 6, 10, 7
 
@@ -195,3 +206,15 @@ def test_gradients_reach_the_router_and_the_experts():
         strict=True,
     ):
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tokens_travel_with_their_routing_in_words_of_their_own_width(dtype):
+    """Also numbers whose bits would not survive as numbers of another kind."""
+    x = as32(numbers(0, 2, 3, D)).astype(dtype).at[0, 0, :3].set(jnp.array([jnp.nan, -jnp.inf, -0.0], dtype))
+    weights, experts = as32(numbers(1, 2, 3, 2)), jnp.array([0, 1, 65_537, 2**31 - 1] * 3).reshape(2, 3, 2)
+    words = packed(x, weights, experts)
+    assert words.dtype == f"uint{8 * x.dtype.itemsize}"
+    back = unpacked(words.reshape(6, -1), x.dtype, (D, 2, 2))
+    for got, given in zip(back, (x, weights, experts), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(given).tobytes()

@@ -42,6 +42,7 @@ def check_refusals() -> None:
     for mesh, words in (
         (make_mesh(2, stage=2), "pipeline_parallel_size = 2 and num_processes = 2 exclude each other"),
         (make_mesh(2, data=2), "data_parallel_size = 2 and num_processes = 2 exclude each other"),
+        (make_mesh(lane=4), "enable_dp_attention = True and num_processes = 2 exclude each other"),
         (make_mesh(2), "tensor_parallel_size = 2 must be all devices of the group: 2 processes x 2 = 4"),
     ):
         with pytest.raises(EngineConfigError, match=words):

@@ -54,7 +54,7 @@ def test_programs_that_are_traced_for_no_mesh_have_one_device():
     assert traced_size("heads") == 1
     with traced_for(make_mesh()):
         assert traced_size("heads") == 1
-    eight = jax.sharding.AbstractMesh((1, 1, 2, 4), AXES, axis_types=(AxisType.Auto,) * 4)
+    eight = jax.sharding.AbstractMesh((1, 1, 1, 2, 4), AXES, axis_types=(AxisType.Auto,) * 5)
     with jax.sharding.use_abstract_mesh(eight):
         sizes = {axis: traced_size(axis) for axis in ("heads", "expert", "expert_mlp", "norm")}
     assert sizes == {"heads": 8, "expert": 2, "expert_mlp": 4, "norm": 1}

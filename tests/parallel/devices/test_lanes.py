@@ -1,0 +1,255 @@
+"""Devices that serve sequences of their own and share experts: tokens, bits, and what is exchanged and held."""
+
+import collections
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.lanes import Lanes
+from jaxinfer.engine.memory import plan_engine
+from jaxinfer.engine.placement import device_bytes, place_params, spread_model
+from jaxinfer.llm import LLM
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.lanes import of_lanes, over_lanes
+from jaxinfer.parallel.mesh import make_mesh, traced_for
+from jaxinfer.types import Request, SamplingParams
+from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, make_requests, run
+from tests.models.parity import load_case
+from tests.models.test_parity import golden
+from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of
+
+# A dense layer and one of 8 experts, with one that all tokens share; latents.
+DEEPSEEK = "deepseek_v3-hub"
+# Of the one device: the fewest programs, which greedy tokens do not depend on.
+ONE = {**SETTINGS, "prefill_sizes": (64,), "max_prefill_rows": 1}
+
+
+def lanes_of(model: Model, count: int, **changes: Any) -> LLM:
+    settings = {**SETTINGS, "num_pages": TIGHT, "expert_parallel_size": count, "enable_dp_attention": True, **changes}
+    return LLM(model, compilation_cache_dir="", **settings)
+
+
+def programs(llm: LLM) -> Any:
+    assert isinstance(llm.engine, Lanes)
+    return llm.engine._lockstep.programs
+
+
+def collectives(program: Any) -> collections.Counter[str]:
+    return collections.Counter(re.findall(COLLECTIVES, program.as_text()))
+
+
+def same_logits(model: Model, lanes: int, bound: float = 1e-5) -> collections.Counter[str]:
+    """As those of one device, each lane with sequences of its own; what the program exchanges."""
+    mesh, rng = make_mesh(lane=lanes), np.random.default_rng(0)
+    tokens = rng.integers(0, model.config.vocab_size, (2 * lanes, 24), np.int32)
+    spread = spread_model(model, mesh)
+    params = place_params(spread, mesh)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    own = (shapes, jax.ShapeDtypeStruct((2, 24), jnp.int32))
+    with traced_for(mesh):
+        program = jax.jit(over_lanes(spread.apply, own, shared=1)).lower(*of_lanes(own, mesh, shared=1)).compile()
+    got, want = np.float32(program(params, tokens)), np.asarray(model.apply(model.params, jnp.asarray(tokens)))
+    assert np.abs(got - want).max() < bound * np.abs(want).max()
+    return collectives(program)
+
+
+@pytest.mark.parametrize("lanes", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_logits_are_those_of_one_device_with_two_exchanges_a_layer(lanes):
+    assert same_logits(model_of("experts"), lanes) == {"all-to-all": 2 * 2}
+
+
+@pytest.mark.parametrize("lanes", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_logits_of_latents_and_a_shared_expert(lanes, tmp_path):
+    assert same_logits(load_case(golden(DEEPSEEK), tmp_path), lanes) == {"all-to-all": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_routing_travels_in_narrow_words(dtype):
+    model = model_of("experts")
+    model = model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params))
+    assert same_logits(model, 4, bound=0.3) == {"all-to-all": 2 * 2}
+
+
+@pytest.mark.slow
+def test_biases_of_experts():
+    oss = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16}
+    model = model_of("experts", **oss)
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape, np.float32), model.params)
+    same_logits(model.replace(params=noisy), 2)
+
+
+# ---- the engine
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_case(golden(DEEPSEEK), tmp_path_factory.mktemp("deepseek"))
+
+
+@pytest.fixture(scope="module")
+def two(deepseek: Model) -> LLM:
+    return lanes_of(deepseek, 2)
+
+
+def test_tokens_are_those_of_one_device(two):
+    requests = greedy(40, two.model)
+    want = generate(LLM(two.model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
+    with count_compilations() as compilations:
+        assert generate(two, requests) == want
+        assert generate(two, requests[::-1])[::-1] == want
+    stats = two.engine.stats()
+    assert compilations.count == 0
+    assert stats.preemptions
+    assert stats.prefix_hits > 0
+    assert stats.kv.total == 2 * TIGHT
+    assert all(engine.stats().finished for engine in two.engine._engines)
+
+
+def test_bits_depend_neither_on_the_lane_nor_on_what_else_is_served(two, monkeypatch):
+    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    requests = make_requests(24, two.model.config.vocab_size)
+    want, swapped = [], two.engine.stats().preemptions["swap"]
+    for number, request in enumerate(requests):
+        two.engine.reset_prefix_cache()
+        monkeypatch.setattr(two.engine, "_choose", lambda _, place=number % 2: two.engine._engines[place])
+        want += run(two, [request])
+    monkeypatch.undo()
+    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    assert run(two, requests) == want
+    assert run(two, requests[::-1])[::-1] == want
+    assert two.engine.stats().preemptions["swap"] > swapped
+
+
+def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
+    """In one call: the smaller chunk of the one lane beside the larger one of the other."""
+    prompts, lockstep = [[3, 5, 7] * 20, [2, 4, 6] * 4], two.engine._lockstep
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    shapes = list[tuple[int, ...]]()
+    make = lockstep._prefill
+
+    def seen(asked: list[Any]) -> None:
+        shapes.append(tuple(0 if batch is None else batch.tokens.shape[1] for batch in asked))
+        make(asked)
+
+    monkeypatch.setattr(lockstep, "_prefill", seen)
+    tokens = []
+    for classes in ({16: 0, 64: 1}, {16: 0, 64: 0}):
+        two.engine.reset_prefix_cache()
+        monkeypatch.setattr(lockstep, "classes", classes)
+        tokens.append([output.outputs[0].token_ids for output in two.generate(prompts, params)])
+    assert shapes == [(64, 0), (0, 16), (64, 16)]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_request_can_be_ended_on_its_lane(two):
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, seed=0)
+    for name in "abcd":
+        two.engine.add(Request(name, (1, 2, 3), params))
+    assert [engine.alive for engine in two.engine._engines] == [2, 2]
+    two.engine.step()
+    for name in "abcd":
+        two.engine.abort(name)
+    while two.engine.has_work:
+        two.engine.step()
+    two.engine.check()
+    assert all(engine.alive == 0 for engine in two.engine._engines)
+
+
+def test_a_step_exchanges_tokens_and_nothing_else(two):
+    run = programs(two)
+    assert collectives(run.decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
+    for program in run.prefill.values():
+        assert not collectives(program)  # a prompt's chunk ends with the keys of the last layer, the one with experts
+    for program in (run.copy, run.export, run.restore, run.admit, run.keep, run.resume):
+        assert not collectives(program)
+
+
+def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
+    lockstep = two.engine._lockstep
+    config = EngineConfig(**SETTINGS, num_pages=TIGHT, expert_parallel_size=2, enable_dp_attention=True)
+    needs = plan_engine(two.model, config, "cpu").needs
+    pools = [pool.data for pool in lockstep.pools]
+    assert needs.page * TIGHT == device_bytes(pools) == sum(x.nbytes for x in pools) // 2
+    assert needs.page == two.model.cache_spec.bytes_per_page(16, 4)
+    assert needs.weights == device_bytes(lockstep.params)
+    assert needs.sampler == device_bytes(lockstep.sampler)
+    mlp = lockstep.params["layers_1"]["mlp"]
+    assert {shard.data.shape[0] for shard in mlp["gate_up"].addressable_shards} == {4}
+    spread = [leaf for leaf in jax.tree.leaves(lockstep.params) if not leaf.sharding.is_fully_replicated]
+    assert len(spread) == 2  # an expert's matrices
+    for program in (lockstep.programs.prefill[64, 1], lockstep.programs.restore, lockstep.programs.copy):
+        assert program.memory_analysis().alias_size_in_bytes == device_bytes(pools)
+    kept = device_bytes((lockstep.pools, lockstep.last_tokens, lockstep.sampler))
+    assert lockstep.programs.decode.memory_analysis().alias_size_in_bytes == kept
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "needs expert_parallel_size above 1": {"expert_parallel_size": 1},
+    "and tensor_parallel_size = 2 exclude each other": {"tensor_parallel_size": 2},
+    "and pipeline_parallel_size = 2 exclude each other": {"pipeline_parallel_size": 2},
+    "and data_parallel_size = 2 exclude each other": {"data_parallel_size": 2},
+    "and multi_step = 4 exclude each other": {"multi_step": 4},
+    "8 devices do not divide the 4 expert of layers_0": {"expert_parallel_size": 8},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_is_refused_with_a_sentence(sentence):
+    with pytest.raises(EngineConfigError, match=sentence):
+        lanes_of(model_of("experts"), **{"count": 2, **_counted(REFUSED[sentence])})
+
+
+def _counted(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"count" if name == "expert_parallel_size" else name: value for name, value in changes.items()}
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(EngineConfigError, match="expert_parallel_size = 2 cannot be: the model has no experts"):
+        lanes_of(model_of("groups"), 2)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "swapped": {},
+    "recomputed": {"swap_space_gib": 0},
+    "drafts": {"speculative": "ngram"},
+    "synchronous": {"async_scheduling": False},
+    "static": {"batching": "static"},
+    "priority": {"scheduling_policy": "priority"},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "relaxed": {"exactness": "relaxed"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_in_other_modes(mode, monkeypatch):
+    model = model_of("experts")
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    requests = greedy(60, model)
+    want = generate(LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
+    llm = lanes_of(model, 2, **MODES[mode])
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    assert not llm.engine.stats().compilations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_200_requests_have_the_tokens_of_one_device(name, lanes, deepseek):
+    model = deepseek if name == "deepseek" else model_of("experts")
+    requests = greedy(200, model)
+    want = generate(LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
+    llm = lanes_of(model, lanes)
+    assert generate(llm, requests) == want
+    assert generate(llm, requests[::-1])[::-1] == want
+    assert llm.engine.stats().prefix_hits > 0
