@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.quant import Quantised, Split
@@ -54,7 +55,7 @@ class StoredWeight:
 
     def dense(self) -> np.ndarray:
         """The weight in float32."""
-        arrays = {name: self.read(name) for name in (*self.parts, *self.input_parts)}
+        arrays = {name: jnp.asarray(self.read(name)) for name in (*self.parts, *self.input_parts)}
         axes = (None,) * len(self.shape)
         return np.asarray(Quantised(arrays, self.layout, axes, "float32", self.shape[-1]).dequantize())
 
@@ -76,14 +77,15 @@ class StoredCheckpoint:
         self._plain = plain
         self._reads: dict[str, Callable[[], np.ndarray]] = {}
         own = {name: info for name, info in plain.tensors.items() if name not in consumed}
-        wanted = _source_shapes(specs)
+        wanted = _asked(specs)
         for name, weight in weights.items():
             for part, form in {**weight.parts, **weight.input_parts}.items():
                 label = name + _BETWEEN + part
                 if label in wanted:
-                    self._add(own, label, form.dtype, wanted[label], _Part(weight, part))
+                    self._add(own, label, form.dtype, wanted[label][0], _Part(weight, part))
             if name in wanted or not any(label.startswith(name + _BETWEEN) for label in own):
-                self._add(own, name, "F32", wanted.get(name, weight.shape), _Dense(weight, wanted.get(name)))
+                shape, upright = wanted.get(name, (weight.shape, True))
+                self._add(own, name, "F32", shape, _Dense(weight, upright))
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(own)
 
     def _add(
@@ -119,22 +121,28 @@ class _Part:
 @dataclasses.dataclass(frozen=True)
 class _Dense:
     weight: StoredWeight
-    shape: tuple[int, ...] | None
+    upright: bool
 
     def __call__(self) -> np.ndarray:
         numbers = self.weight.dense()
-        return numbers if self.shape in (None, numbers.shape) else np.swapaxes(numbers, -1, -2)
+        return numbers if self.upright else np.swapaxes(numbers, -1, -2)
 
 
-def _source_shapes(specs: ParamTree) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def _asked(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """The tensors that parameters are made of, with the shape that each is to have, and whether it is [out, in]."""
+    found: dict[str, tuple[tuple[int, ...], bool]] = {}
 
     def add(path: tuple[str, ...], spec: ParamSpec) -> None:
         del path
-        shapes.update({source.name: source.shape for source in spec.sources})
+        found.update({source.name: (source.shape, _is_upright(spec, source)) for source in spec.sources})
 
     map_specs(add, specs)
-    return shapes
+    return found
+
+
+def _is_upright(spec: ParamSpec, source: Source) -> bool:
+    """The checkpoint's own order is [out, in]: as of all linear layers, but for the few that were convolutions once."""
+    return spec.inputs is None or source.transpose == (spec.inputs == 0)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -219,7 +227,7 @@ class _Fused:
 
     def _piece(self, source: Source) -> _Piece:
         weight = self.weights.get(source.name)
-        upright = source.transpose == self._first  # the checkpoint's own order is [out, in]
+        upright = _is_upright(self.spec, source)
         *stack, rows, columns = source.shape
         shape = (*stack, rows, columns) if upright else (*stack, columns, rows)
         if weight is not None and weight.shape != shape:

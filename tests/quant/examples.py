@@ -29,27 +29,35 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def arrays_of(layout: Layout, out: tuple[int, ...], inputs: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Parts and input parts, on the host."""
-    arrays = {name: _drawn(name, (*out, *part.shape), part.dtype, rng) for name, part in layout.parts(inputs).items()}
+def arrays_of(
+    layout: Layout, out: tuple[int, ...], inputs: int, rng: np.random.Generator, gain: float = 1.0
+) -> dict[str, np.ndarray]:
+    """Parts and input parts, on the host.
+
+    Args:
+        gain: of the weight; 1: numbers between -10 and 10.
+    """
+    arrays = {
+        name: _drawn(name, (*out, *part.shape), part.dtype, rng, gain) for name, part in layout.parts(inputs).items()
+    }
     if isinstance(layout, Blocks):
-        halves = rng.uniform(0.01, 0.1, (*arrays["blocks"].shape[:-1], 1)).astype(np.float16)
+        halves = (gain * rng.uniform(0.01, 0.1, (*arrays["blocks"].shape[:-1], 1))).astype(np.float16)
         arrays["blocks"][..., :2] = halves.view(np.uint8)
     if "order" in layout.input_parts(inputs):
         arrays["order"] = rng.permutation(inputs).astype(np.int32)
     return arrays
 
 
-def _drawn(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
+def _drawn(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator, gain: float) -> np.ndarray:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     if dtype in ("int4", "uint4", "int8", "uint8"):
         low, high = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128), "uint8": (0, 256)}[dtype]
         return rng.integers(low, high, shape).astype(kind)
     if dtype == "float8_e8m0fnu":
-        return np.exp2(rng.integers(-3, 3, shape)).astype(kind)
+        return np.exp2(rng.integers(-3, 3, shape) + round(np.log2(gain))).astype(kind)
     if name == "codes":
         return rng.normal(0, 50, shape).astype(kind)
-    return rng.uniform(0.01, 0.1, shape).astype(kind)
+    return (gain * rng.uniform(0.01, 0.1, shape)).astype(kind)
 
 
 def example(layout: Layout, out: tuple[int, ...], axes: tuple[str | None, ...] = (), seed: int = 0) -> Quantised:

@@ -1,0 +1,110 @@
+"""Parameters made of stored weights: whatever the family and the storage, the model of the same plain numbers."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.models.model import Model
+from jaxinfer.quant import Split, dense, is_stored
+from jaxinfer.quant.layouts import Codebook, Grouped, Layout
+from jaxinfer.weights import CheckpointError
+from jaxinfer.weights.tree import walk
+from tests.fakes import random_model
+from tests.models.parity import load_case
+from tests.models.test_families import ROWS
+from tests.models.test_parity import golden
+from tests.quant.examples import LAYOUTS, TABLE
+from tests.quant.models import Chooses, stored_and_plain
+
+
+def assert_same(stored: Model, plain: Model):
+    """The same numbers in every parameter, and the same function."""
+    for path, spec in walk(plain.family.param_specs(plain.config)):
+        own, wanted = stored.params, plain.params
+        for key in path:
+            own, wanted = own[key], wanted[key]
+        if spec.inputs == 0 and is_stored(own):
+            wanted = jnp.moveaxis(wanted, 0, -1)
+        np.testing.assert_array_equal(dense(own), wanted, err_msg="/".join(path))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, plain.config.vocab_size, (2, 17)))
+    expected = jax.jit(plain.apply)(plain.params, tokens)
+    result = jax.jit(stored.apply)(stored.params, tokens)
+    np.testing.assert_allclose(result, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def groups_of(size: int, **options: Any) -> Chooses:
+    """Integers in groups, where groups fit; else a scale a channel."""
+    return lambda name, inputs: Grouped("int4", size if inputs % size == 0 else inputs, **options)
+
+
+FAST = ("gpt2", "falcon", "mixtral", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in ROWS]
+)
+def test_every_family_takes_stored_weights(kind: str, tmp_path: pathlib.Path):
+    model = load_case(golden(ROWS[kind]), tmp_path / "case")
+    stored, plain = stored_and_plain(model, tmp_path, groups_of(8, zeros=True))
+    assert sum(is_stored(leaf) for leaf in jax.tree.leaves(stored.params, is_leaf=is_stored)) > 3
+    assert_same(stored, plain)
+
+
+@pytest.mark.parametrize("layout", [pytest.param(layout, id=name) for name, layout in LAYOUTS.items()])
+def test_every_storage(layout: Layout, tmp_path: pathlib.Path):
+    model = random_model(hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
+    ordered = getattr(layout, "ordered", False)
+
+    def choose(name: str, inputs: int) -> Layout | None:
+        return None if ordered and "embed" in name else layout
+
+    assert_same(*stored_and_plain(model, tmp_path, choose))
+
+
+def test_unlike_storages_of_one_parameter_stay_separate(tmp_path: pathlib.Path):
+    model = random_model(hidden_size=64, intermediate_size=96)
+
+    def choose(name: str, inputs: int) -> Layout | None:
+        if "q_proj" in name or "down_proj" in name:
+            return Grouped("int4", 16, zeros=True)
+        if "v_proj" in name or "gate_proj" in name:
+            return Codebook(TABLE, 32)
+        return None if "k_proj" in name or "up_proj" in name else Grouped("int8", inputs)
+
+    stored, plain = stored_and_plain(model, tmp_path, choose)
+    assert isinstance(stored.params["layers_0"]["attention"]["qkv"], Split)
+    assert len(stored.params["layers_0"]["attention"]["qkv"].pieces) == 3
+    assert_same(stored, plain)
+
+
+def test_columns_of_different_orders_stay_separate(tmp_path: pathlib.Path):
+    """One layout, but inputs in another order for each of the three projections."""
+    stored, plain = stored_and_plain(
+        random_model(hidden_size=64, intermediate_size=96), tmp_path, groups_of(16, ordered=True)
+    )
+    assert isinstance(stored.params["layers_0"]["attention"]["qkv"], Split)
+    assert_same(stored, plain)
+
+
+def test_experts_of_different_storages_are_refused(tmp_path: pathlib.Path):
+    model = load_case(golden(ROWS["mixtral"]), tmp_path / "case")
+
+    def choose(name: str, inputs: int) -> Layout | None:
+        return Grouped("int8" if ".experts.1.w1" in name or ".experts.0.w3" in name else "int4", 4)
+
+    with pytest.raises(CheckpointError, match="layers_0/mlp/gate_up would be made of weights that are stored in diff"):
+        stored_and_plain(model, tmp_path, choose)
+
+
+def test_a_shape_that_config_json_does_not_ask_for(tmp_path: pathlib.Path):
+    from jaxinfer.weights.stored import StoredWeight, storages
+
+    model = random_model(hidden_size=64, intermediate_size=96)
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = StoredWeight((64, 64), Grouped("int8", 64), dict[str, Any]().__getitem__, 1)
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' is \[64, 64\] where config.json asks \[64, 96\]"):
+        storages(model.family.param_specs(model.config), {name: weight}, "float32")
