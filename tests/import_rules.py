@@ -37,6 +37,7 @@ STOREY = {
     "loading": 9,
     "flags": 9,
     "llm": 10,
+    "quantise": 10,
     "stats": 11,
     "generate": 12,
     "bench": 12,

@@ -1,0 +1,172 @@
+"""Running a model layer by layer over sample text, and seeing what its weights are multiplied with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.layers.base import Layer
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.quant.make.recipe import RecipeError
+from jaxinfer.quant.observe import InputStatistics, Observed, Orientation
+from jaxinfer.text import Tokenizer
+from jaxinfer.weights.tree import Path
+
+_MOST_BYTES = 1 << 28  # of a calibration file
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Token ids of samples of one length, and how many of them run at once."""
+
+    tokens: Int[np.ndarray, "samples length"]
+    batch: int = 8
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(np.ascontiguousarray(self.tokens, np.int64).tobytes()).hexdigest()
+
+    def batches(self) -> Iterator[slice]:
+        for first in range(0, len(self.tokens), self.batch):
+            yield slice(first, first + self.batch)
+
+
+def read_calibration(path: pathlib.Path, tokenizer: Tokenizer, samples: int = 128, length: int = 512) -> Calibration:
+    """Samples of ``length`` tokens, evenly spread over a text; fewer than ``samples`` where it has no more.
+
+    Args:
+        path: UTF-8 text, or with the ending ``.jsonl`` an object with a ``text`` on each line.
+
+    Raises:
+        RecipeError: the file cannot be read, is larger than 256 MB, or has not one sample.
+    """
+    ids: list[int] = []
+    for text in _texts(path):
+        ids += tokenizer.encode(text)
+    whole = len(ids) // length
+    if not whole:
+        raise RecipeError(f"{path} has {len(ids)} tokens, less than one sample of {length}: use a longer text")
+    taken = np.unique(np.linspace(0, whole - 1, min(samples, whole)).round().astype(int))
+    return Calibration(np.asarray(ids[: whole * length], np.int32).reshape(whole, length)[taken])
+
+
+def _texts(path: pathlib.Path) -> list[str]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise RecipeError(f"{path} is larger than {_MOST_BYTES} bytes")
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".jsonl":
+            return [text]
+        found = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{path} is not UTF-8 text, or not an object with a text on each line ({error})") from error
+    if not all(isinstance(text, str) for text in found):
+        raise RecipeError(f"{path} has a text that is not a string")
+    return found
+
+
+def embedded(module: Decoder, params: Any, calibration: Calibration, dtype: str) -> Float[np.ndarray, "samples t d"]:
+    """The hidden states before the first layer."""
+    run: Any = jax.jit(functools.partial(module.apply, method="embed"))
+    positions = jnp.arange(calibration.tokens.shape[1])
+    parts = []
+    for batch in calibration.batches():
+        tokens = jnp.asarray(calibration.tokens[batch])
+        parts.append(np.asarray(run({"params": params}, tokens, jnp.broadcast_to(positions, tokens.shape))))
+    return np.concatenate(parts).astype(jnp.dtype(dtype))
+
+
+def context(module: Decoder, samples: int, length: int) -> Any:
+    """What every layer is told of so many sequences beside its input."""
+    positions = jnp.broadcast_to(jnp.arange(length), (samples, length))
+    run: Any = module.apply
+    return run({"params": {}}, positions, method="context")
+
+
+def observed(
+    module: Decoder,
+    block: Layer,
+    values: Mapping[Path, np.ndarray],
+    paths: tuple[Path, ...],
+    hidden: Float[np.ndarray, "samples t d"],
+    calibration: Calibration,
+    gram: bool,
+) -> dict[Path, InputStatistics]:
+    """Statistics of the inputs of the parameters ``paths`` of a layer; without ``gram`` that is empty.
+
+    Parameters that no product reads which could be observed are left out.
+    """
+    params = _nested(values)
+    total: dict[Path, InputStatistics] = {}
+    for batch in calibration.batches():
+        x = jnp.asarray(hidden[batch])
+        found = _observe(block, paths, gram, params, x, context(module, *x.shape[:2]))
+        total = {path: total[path].merged(own) if path in total else own for path, own in found.items()}
+    return total
+
+
+def passed(
+    module: Decoder,
+    block: Layer,
+    values: Mapping[Path, np.ndarray],
+    hidden: Float[np.ndarray, "samples t d"],
+    calibration: Calibration,
+) -> None:
+    """Replaces hidden states by those after the layer, a batch at a time."""
+    params = _nested(values)
+    for batch in calibration.batches():
+        x = jnp.asarray(hidden[batch])
+        hidden[batch] = np.asarray(_run(block, params, x, context(module, *x.shape[:2])))
+
+
+def _nested(values: Mapping[Path, np.ndarray]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = jnp.asarray(value)
+    return tree
+
+
+@functools.partial(jax.jit, static_argnames=("block",))
+def _run(block: Layer, params: Any, x: Array, told: Any) -> Array:
+    return block.apply({"params": params}, x, told, causal_attend, None)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("block", "paths", "gram"))
+def _observe(
+    block: Layer, paths: tuple[Path, ...], gram: bool, params: Any, x: Array, told: Any
+) -> dict[Path, InputStatistics]:
+    notes: dict[Path, InputStatistics] = {}
+
+    def observer(path: Path) -> Any:
+        def note(lies: Orientation, seen: InputStatistics) -> None:
+            del lies
+            kept = seen if gram else seen._replace(gram=jnp.zeros(()))
+            notes[path] = notes[path].merged(kept) if path in notes else kept
+
+        return note
+
+    tree = _with(params, {path: observer(path) for path in paths})
+    block.apply({"params": tree}, x, told, causal_attend, None)
+    return notes
+
+
+def _with(params: Any, observers: Mapping[Path, Any], path: Path = ()) -> Any:
+    if not isinstance(params, Mapping):
+        return Observed(params, observers[path]) if path in observers else params
+    return {key: _with(value, observers, (*path, key)) for key, value in params.items()}

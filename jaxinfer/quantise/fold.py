@@ -1,0 +1,176 @@
+"""Scales of inputs that go into the layer before: AWQ's and SmoothQuant's, for blocks whose forms are known.
+
+Dividing what a norm gives (or an output of the layer before) by s, and multiplying the columns of all weights that read
+it by s, changes nothing but rounding errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxinfer.models.llama import LlamaBlock
+from jaxinfer.models.sparse import SparseBlock
+from jaxinfer.quant.make import awq
+from jaxinfer.quant.make.gptq import enough_tokens
+from jaxinfer.quant.make.grid import IntegerGrid
+from jaxinfer.quant.make.recipe import Recipe, whole_groups
+from jaxinfer.quant.make.smoothquant import smoothing
+from jaxinfer.quant.observe import InputStatistics
+from jaxinfer.quantise.layer import LayerWeights
+from jaxinfer.weights.tree import Path
+
+Statistics = dict[Path, InputStatistics]
+Vector = Float[np.ndarray, " k"]
+
+_NORMS: tuple[tuple[Path, tuple[Path, ...]], ...] = (
+    (("attention_norm", "scale"), (("attention", "qkv"),)),
+    (
+        ("mlp_norm", "scale"),
+        (
+            ("mlp", "gate_up"),
+            ("mlp", "shared", "gate_up"),
+            ("mlp", "router"),
+            ("mlp", "shared_gate"),
+        ),
+    ),
+)
+_PAIRS: tuple[tuple[Path, Path], ...] = (
+    (("mlp", "gate_up"), ("mlp", "down")),
+    (("mlp", "shared", "gate_up"), ("mlp", "shared", "down")),
+)
+
+
+def can_fold(layer: LayerWeights) -> bool:
+    """Whether the block's form is one of those known here: a subclass may compute something else."""
+    return type(layer.block) in (LlamaBlock, SparseBlock)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """Changes a layer's weights, and the statistics of their inputs with them."""
+
+    layer: LayerWeights
+    statistics: Statistics
+    recipe: Recipe
+    grid: IntegerGrid
+
+    def fold(self) -> None:
+        for norm, readers in _NORMS:
+            present = tuple(path for path in readers if path in self.layer.values)
+            scale = self._smoothing(present) if self.recipe.method == "smoothquant" else self._search(present)
+            self.layer.values[norm][:] /= scale
+            for path in present:
+                self._multiply(path, scale)
+        if self.recipe.method == "awq":
+            self._fold_values()
+            for up, down in _PAIRS:
+                if down in self.layer.values:
+                    self._fold_pair(up, down)
+
+    def _smoothing(self, readers: tuple[Path, ...]) -> Vector:
+        """Of weights that are quantised alone: routers are not."""
+        read = [path for path in readers if path in self.statistics and path[-1] != "router"]
+        inputs = np.max(
+            [np.asarray(self.statistics[path].largest).reshape(-1, self._width(path)).max(0) for path in read], 0
+        )
+        weights = np.max([np.abs(matrix).max(0) for path in read for matrix, _ in self._matrices(path)], 0)
+        return np.asarray(smoothing(jnp.asarray(inputs), jnp.asarray(weights), self.recipe.alpha))
+
+    def _search(self, readers: tuple[Path, ...]) -> Vector:
+        """One scale for all inputs of a norm's readers."""
+        every = next((path for path in readers if path[-1] == "router"), readers[0])
+        statistics = self.statistics[every]
+        magnitude = np.asarray(statistics.total / jnp.maximum(statistics.rows, 1.0))
+        read = [path for path in readers if path[-1] not in ("router", "shared_gate")]
+        matrices = [pair for path in read for pair in self._matrices(path)]
+        return self._best(magnitude, matrices, lambda scale: scale)
+
+    def _best(
+        self,
+        magnitude: Vector,
+        matrices: list[tuple[Float[np.ndarray, "out k"], InputStatistics]],
+        spread: Callable[[np.ndarray], np.ndarray],
+    ) -> Vector:
+        """The scales with the least loss over all matrices; ``spread`` turns them into those of inputs."""
+        scales = np.asarray(awq.candidates(jnp.asarray(magnitude, jnp.float32)))
+        inputs, losses = spread(scales), np.zeros(len(scales))
+        for matrix, seen in matrices:
+            if enough_tokens(float(seen.rows), matrix.shape[1]):
+                weight, gram = whole_groups(jnp.asarray(matrix), seen.gram, self.grid)
+                filled = np.pad(inputs, ((0, 0), (0, weight.shape[1] - inputs.shape[1])), constant_values=1.0)
+                losses += np.asarray(awq.losses(weight, gram, jnp.asarray(filled), self.grid))
+        return scales[int(np.argmin(losses))]
+
+    def _fold_values(self) -> None:
+        """Values scaled down, the output projection up; all queries of a group share the value's channels."""
+        qkv, out = self.layer.values["attention", "qkv"], ("attention", "out")
+        kv_heads, group, dim = qkv.shape[1], qkv.shape[2] - 2, qkv.shape[3]
+        statistics = self.statistics[out]
+        mean = np.asarray(statistics.total / jnp.maximum(statistics.rows, 1.0)).reshape(kv_heads, group, dim).mean(1)
+
+        def spread(scales: np.ndarray) -> np.ndarray:
+            each = scales.reshape(-1, kv_heads, 1, dim)
+            return np.broadcast_to(each, (len(each), kv_heads, group, dim)).reshape(len(each), -1)
+
+        scale = self._best(mean.reshape(-1), list(self._matrices(out)), spread)
+        own = scale.reshape(kv_heads, dim)
+        qkv[:, :, -1, :] /= own
+        if ("attention", "qkv_bias") in self.layer.values:
+            self.layer.values["attention", "qkv_bias"][:, -1, :] /= own
+        self._multiply(out, spread(scale[None])[0])
+
+    def _fold_pair(self, up: Path, down: Path) -> None:
+        """What comes out of ``up`` is a factor of the inputs of ``down``: scaled there, of each expert."""
+        for index, (matrix, seen) in enumerate(self._matrices(down)):
+            if not enough_tokens(float(seen.rows), matrix.shape[1]):
+                continue
+            magnitude = np.asarray(seen.total / jnp.maximum(seen.rows, 1.0))
+            scale = self._best(magnitude, [(matrix, seen)], lambda scales: scales)
+            values = self.layer.values
+            place = (index,) if values[up].ndim == 4 else ()
+            values[up][(*place, 1)] /= scale[:, None]
+            bias = (*up[:-1], "gate_up_bias")
+            if bias in values:
+                values[bias][(*place, 1)] /= scale
+            self._multiply(down, scale, index if place else None)
+
+    def _width(self, path: Path) -> int:
+        return int(self.statistics[path].largest.shape[-1])
+
+    def _matrices(self, path: Path) -> Iterator[tuple[Float[np.ndarray, "out k"], InputStatistics]]:
+        """The weight as [out, in]: of each expert where there are several."""
+        value, seen = self.layer.values[path], self.statistics[path]
+        if self._inputs_first(path):
+            yield np.ascontiguousarray(value.reshape(value.shape[0], -1).T), seen
+        elif self.layer.specs[path].axes[0] == "expert":
+            for index in range(value.shape[0]):
+                own = InputStatistics(*(part[index] if part.ndim else part for part in seen))
+                yield value[index].reshape(-1, value.shape[-1]), own
+        else:
+            yield value.reshape(-1, value.shape[-1]), seen
+
+    def _inputs_first(self, path: Path) -> bool:
+        return self.layer.specs[path].inputs == 0
+
+    def _multiply(self, path: Path, scale: Vector, expert: int | None = None) -> None:
+        """Columns of a weight by ``scale``, so that its inputs are divided by it."""
+        value = self.layer.values[path] if expert is None else self.layer.values[path][expert]
+        value *= scale.reshape(-1, *(1,) * (value.ndim - 1)) if self._inputs_first(path) else scale
+        if path in self.statistics:
+            self.statistics[path] = _divided(self.statistics[path], jnp.asarray(scale), expert)
+
+
+def _divided(seen: InputStatistics, scale: jnp.ndarray, expert: int | None) -> InputStatistics:
+    """The statistics of inputs (of one expert) after their division."""
+    if expert is not None:
+        own = _divided(InputStatistics(*(part[expert] if part.ndim else part for part in seen)), scale, None)
+        return InputStatistics(
+            *(part.at[expert].set(new) if part.ndim else part for part, new in zip(seen, own, strict=True))
+        )
+    gram = seen.gram / (scale[:, None] * scale) if seen.gram.ndim else seen.gram
+    return InputStatistics(seen.rows, gram, seen.largest / scale, seen.total / scale)
