@@ -135,7 +135,7 @@ class _Reader:
         buffer = new_buffer(_shape_of(spec.shape, index), dtype)
         pieces = [((), _whole(index, spec.shape))] if array.shape == spec.shape else None
         for where, part in pieces or parts_of_copies(spec, array.shape, index) or ():
-            self._read(name, array, part, buffer[where])
+            self._read(name, array, part, buffer[(*where, ...)])
         if self.check_finite and dtype.name in FLOATS and not all_finite(buffer):
             raise CheckpointError(f"array {quoted(name)} of {self.folder} holds NaN or infinite values as {dtype.name}")
         return buffer
@@ -227,4 +227,6 @@ def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 def _reason(error: BaseException) -> str:
     """TensorStore's sentence without where in its source it arose."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if text.startswith("DATA_LOSS"):
+        return "a chunk does not have the checksum that stands behind it"
     return quoted(text.partition(" [")[0])

@@ -1,0 +1,142 @@
+"""`python -m jaxinfer.convert` as a user at a terminal meets it."""
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.convert import main
+from jaxinfer.generate import main as generate
+from jaxinfer.loading import load_model, model_folder
+from jaxinfer.weights import save_params
+from jaxinfer.weights.manifest import MANIFEST
+from tests.fakes import llama_json, random_model
+
+COMPLETE = "layers_*[0-9]/_METADATA"  # of a part that has its name
+FAST = ["--prompt", "ROMEO:", "--max-model-len", "128", "--temperature", "0", "--max-tokens", "12"]
+
+
+def text(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> str:
+    assert generate(["--model", model, *FAST, *options]) == 0
+    return capsys.readouterr().out
+
+
+def assert_same_model(got: str, want: str, dtype: str = "auto") -> None:
+    mine, theirs = (load_model(name, dtype, show_progress=False) for name in (got, want))
+    for one, other in zip(jax.tree.leaves(mine.params), jax.tree.leaves(theirs.params), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert mine.generation_config == theirs.generation_config
+    assert mine.tokenizer.encode("Thou art") == theirs.tokenizer.encode("Thou art")
+    assert (mine.chat_template is None) == (theirs.chat_template is None)
+
+
+def test_the_converted_folder_is_the_same_model(tmp_path: pathlib.Path, capsys) -> None:
+    target = str(tmp_path / "draft")
+    assert main(["demo-draft", target]) == 0
+    assert capsys.readouterr().out == f"wrote {target}\n"
+    assert_same_model(target, "demo-draft")
+    assert text(capsys, target) == text(capsys, "demo-draft")
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_dtype_and_back_to_safetensors(tmp_path: pathlib.Path) -> None:
+    wide, back = str(tmp_path / "wide"), str(tmp_path / "back")
+    assert main(["demo-draft", wide, "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+    assert_same_model(wide, "demo-draft", "float32")
+    assert main([wide, back, "--output-format", "safetensors", "--dtype", "bfloat16"]) == 0
+    assert (tmp_path / "back" / "model.safetensors").exists()
+    assert not list((tmp_path / "back").glob("jaxinfer*"))
+    assert_same_model(back, "demo-draft")
+
+
+def test_what_cannot_be_is_one_sentence_and_exit_code_2(tmp_path: pathlib.Path, capsys) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+    for source, target, words in [
+        ("demo-draft", "there", "exists already, and is not written over"),
+        (str(tmp_path / "nothing"), "new", "no folder"),
+        ("demo-draft", "file/new", "cannot be written"),
+    ]:
+        assert main([source, str(tmp_path / target)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        assert words in captured.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_nan_is_refused_on_request(tmp_path: pathlib.Path, capsys) -> None:
+    source = pathlib.Path(shutil.copytree(model_folder("demo-draft"), tmp_path / "source"))
+    file = source / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-2:] = b"\xc0\x7f"  # NaN, in bfloat16
+    file.write_bytes(data)
+    assert main([str(source), str(tmp_path / "new"), "--check-finite"]) == 2
+    assert "holds NaN or infinite values as bfloat16" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main([str(source), str(tmp_path / "new")]) == 0
+
+
+def test_an_unfinished_folder_is_no_model(tmp_path: pathlib.Path, capsys) -> None:
+    """A process is killed in the middle: nothing has the folder's name, and the same command completes it."""
+    source, target = tmp_path / "source", tmp_path / "new"
+    model = random_model(num_hidden_layers=20)
+    save_params(source, model.params, model.family.param_specs(model.config), llama_json(num_hidden_layers=20))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_folder("demo-draft") / file, source)
+    unfinished = tmp_path / "new.unfinished"
+    running = subprocess.Popen([sys.executable, "-m", "jaxinfer.convert", str(source), str(target)])
+    deadline = time.monotonic() + 60
+    while len(list((unfinished / "params").glob(COMPLETE))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL
+    assert not target.exists()
+    kept = {path: path.stat().st_mtime_ns for path in (unfinished / "params").glob(COMPLETE)}
+    assert 2 <= len(kept) < 20
+    assert generate(["--model", str(unfinished), *FAST]) == 2
+    assert "is an unfinished conversion: run python -m jaxinfer.convert again" in capsys.readouterr().err
+    assert main([str(source), str(target)]) == 0
+    done = {path: (target / path.relative_to(unfinished)).stat().st_mtime_ns for path in kept}
+    assert sum(done[path] == before for path, before in kept.items()) >= len(kept) - 1  # one may not be noted yet
+    assert_same_model(str(target), str(source))
+    assert (target / MANIFEST).exists()
+
+
+_PEAK = """
+import pathlib, re, sys
+from jaxinfer.convert import main
+
+def peak():  # of this process: what resource says includes the one that started it
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
+
+main(["demo-draft", sys.argv[2] + ".warm"])
+before = peak()
+assert main(sys.argv[1:]) == 0
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) -> None:
+    """16 layers of 13 MB: a few tensors are in memory at a time, and the pages of the mapped file that were read."""
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
+    model = random_model(**shape)
+    specs = model.family.param_specs(model.config)
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    save_params(tmp_path / "source", model.params, specs, llama_json(**shape))
+    command = [sys.executable, "-c", _PEAK, str(tmp_path / "source"), str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    grown = int(done.stdout.split()[-1])
+    assert nbytes > 150e6
+    assert grown < 90e6, f"{grown / 1e6:.0f} MB more for a model of {nbytes / 1e6:.0f} MB"
