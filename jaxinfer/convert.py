@@ -11,11 +11,12 @@ from typing import Any
 
 from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model
 from jaxinfer.models.model import Model
+from jaxinfer.quantise import RecipeError, command
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
 from jaxinfer.weights.orbax import Unfinished, copy_companions, leaves_of, unfinished, write_folder
-from jaxinfer.weights.progress import loading_bar
+from jaxinfer.weights.progress import counting_bar, loading_bar
 from jaxinfer.weights.save import save_params
 
 FORMATS = ("orbax", "safetensors")
@@ -91,11 +92,16 @@ def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
     args = _parser().parse_args(argv)
-    asked = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
+    asked = Conversion(args.source, args.destination, args.dtype, args.output_format or "orbax", args.check_finite)
     try:
-        with loading_bar("converting") as progress:
-            convert(asked, progress)
-    except LOADING_ERRORS as error:
+        recipe = command.recipe_of(args)
+        if recipe is not None:
+            with counting_bar("quantising layers") as progress:
+                command.run(args, recipe, progress)
+        else:
+            with loading_bar("converting") as progress:
+                convert(asked, progress)
+    except (*LOADING_ERRORS, RecipeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -113,8 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SRC", help='"demo", a model\'s folder, or a hub id')
     parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="a folder that does not exist")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the parameters (default: SRC's own)")
-    parser.add_argument("--output-format", choices=FORMATS, default="orbax", help="(default: %(default)s)")
+    parser.add_argument("--output-format", choices=FORMATS, help="(default: orbax; with --quantize safetensors)")
     parser.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
+    command.add_flags(parser)
     return parser
 
 

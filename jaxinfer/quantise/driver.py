@@ -55,6 +55,7 @@ def quantise(
     dtype: str = "auto",
     progress: Progress | None = None,
     tell: Tell = lambda sentence: None,
+    check_finite: bool = False,
 ) -> None:
     """Writes a Hugging Face folder with quantised weights.
 
@@ -65,12 +66,13 @@ def quantise(
         dtype: of what is not quantised; "auto": the source's own.
         progress: called with layers done, layers in all, and a name.
         tell: told what stays as it is and why, a sentence at a time.
+        check_finite: refuse NaN and infinite weights.
 
     Raises:
         CheckpointError, ConfigError, RecipeError: one sentence that says what is wrong.
         OSError: the destination cannot be written.
     """
-    files, model = open_model(source, dtype)
+    files, model = open_model(source, dtype, check_finite=check_finite)
     if files.quantised:
         raise CheckpointError(f"{source} is quantised already")
     if not isinstance(model.module, Decoder):

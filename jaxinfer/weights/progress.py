@@ -21,13 +21,24 @@ def loading_bar(title: str = "loading weights") -> Iterator[Progress | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(binary_units=True),
-        rich.progress.TransferSpeedColumn(),
-        rich.progress.TimeRemainingColumn(),
-    )
+    with _bar(title, rich.progress.DownloadColumn(binary_units=True), rich.progress.TransferSpeedColumn()) as show:
+        yield show
+
+
+@contextlib.contextmanager
+def counting_bar(title: str) -> Iterator[Progress | None]:
+    """The same for what is counted one by one."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with _bar(title, rich.progress.MofNCompleteColumn()) as show:
+        yield show
+
+
+@contextlib.contextmanager
+def _bar(title: str, *amount: rich.progress.ProgressColumn) -> Iterator[Progress]:
+    text = rich.progress.TextColumn("{task.description}")
+    columns = (text, rich.progress.BarColumn(), *amount, rich.progress.TimeRemainingColumn())
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None)

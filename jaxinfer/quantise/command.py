@@ -1,0 +1,77 @@
+"""The flags of `python -m jaxinfer.convert` that concern quantisation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+
+from jaxinfer.loading import model_folder
+from jaxinfer.quant.make.recipe import METHODS, Recipe, RecipeError
+from jaxinfer.quantise.calibration import Calibration, read_calibration
+from jaxinfer.quantise.driver import quantise
+from jaxinfer.text import Tokenizer
+from jaxinfer.weights.load import Progress
+
+_FLAGS = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("quantisation (docs/quantisation.md; written as safetensors)")
+    group.add_argument("--quantize", choices=tuple(METHODS), help="how weights are quantised")
+    group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help="sample text, or .jsonl with texts")
+    group.add_argument("--samples", type=int, default=128, help="of the calibration (default: %(default)s)")
+    group.add_argument("--sequence-length", type=int, default=512, help="of a sample (default: %(default)s)")
+    group.add_argument("--bits", type=int, help="of int4, gptq and awq (default: 4)")
+    group.add_argument("--group-size", type=int, help="inputs that share a scale, -1: all (default: 128)")
+    group.add_argument("--symmetric", action=argparse.BooleanOptionalAction, help="no zero points (default: but awq)")
+    group.add_argument("--activations", action="store_true", default=None, help="int8, fp8: round inputs, too")
+    group.add_argument("--blocks", action="store_true", default=None, help="fp8: a scale for 128 by 128 weights")
+    group.add_argument("--damp", type=float, help="gptq: share of the mean diagonal that is added (default: 0.01)")
+    group.add_argument("--act-order", action="store_true", default=None, help="gptq: the largest inputs first")
+    group.add_argument("--static-groups", action="store_true", default=None, help="gptq: groups are of neighbours")
+    group.add_argument("--alpha", type=float, help="smoothquant: what weights take over (default: 0.5)")
+    group.add_argument("--clip", action=argparse.BooleanOptionalAction, help="awq: limit weights (default: yes)")
+    group.add_argument("--nested", action=argparse.BooleanOptionalAction, help="nf4, fp4: 8-bit scales (default: yes)")
+    group.add_argument("--weight-format", metavar="FORMAT", help="compressed-tensors, gptq or awq")
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe | None:
+    """What the flags of `add_flags` say; None: nothing is to be quantised.
+
+    Raises:
+        RecipeError: flags do not go together.
+    """
+    given = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    if args.quantize is None:
+        if given or args.calibration is not None:
+            raise RecipeError("flags of quantisation need --quantize")
+        return None
+    if args.output_format == "orbax":
+        raise RecipeError("--quantize writes safetensors: convert the folder that it makes once more")
+    return Recipe(args.quantize, **given)
+
+
+def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> None:
+    """Quantises ``args.source`` into ``args.destination``; what stays as it is is said on stderr.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError, RecipeError: one sentence that says what is wrong.
+        OSError: the destination cannot be written.
+    """
+    calibration: Calibration | None = None
+    if recipe.calibrated:
+        if args.calibration is None:
+            raise RecipeError(f"{recipe.method} needs sample text: pass --calibration FILE")
+        if args.samples < 1 or args.sequence_length < 2:
+            raise RecipeError("--samples must be at least 1 and --sequence-length at least 2")
+        tokenizer = Tokenizer.load(model_folder(args.source))
+        calibration = read_calibration(args.calibration, tokenizer, args.samples, args.sequence_length)
+    quantise(
+        args.source, args.destination, recipe, calibration, args.dtype, progress, _tell, check_finite=args.check_finite
+    )
+
+
+def _tell(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
