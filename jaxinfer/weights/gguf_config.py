@@ -266,7 +266,8 @@ def _llama(model: Described) -> Json:
 
 def _qwen(name: str, model_type: str) -> Callable[[Described], Json]:
     def fields(model: Described) -> Json:
-        return {**_common(model), "architectures": [name], "model_type": model_type, "use_sliding_window": False}
+        made = {**_common(model), "architectures": [name], "model_type": model_type, "use_sliding_window": False}
+        return made | {"attention_bias": model.has("blk.0.attn_output.bias")}
 
     return fields
 
@@ -284,6 +285,7 @@ def _qwen_moe(name: str, model_type: str, renormalised: bool) -> Callable[[Descr
             "mlp_only_layers": dense,
         }
         if model_type == "qwen2_moe":
+            made["qkv_bias"] = model.has("blk.0.attn_q.bias")
             made["shared_expert_intermediate_size"] = _rows_of_first(model, "ffn_gate_shexp.weight")
         return made
 
@@ -329,12 +331,22 @@ def _gemma3(model: Described) -> Json:
         **_gemma("Gemma3ForCausalLM", "gemma3_text")(model),
         "query_pre_attn_scalar": _score_size(model, largest=62),
         "sliding_window": model.count("attention.sliding_window"),
-        "sliding_window_pattern": model.count("attention.sliding_window_pattern", 6),
+        **_pattern(model),
         "rope_local_base_freq": model.number("rope.freq_base_swa", 10000.0),
     }
     if model.get("final_logit_softcapping") is not None:
         made["final_logit_softcapping"] = model.number("final_logit_softcapping")
     return made
+
+
+def _pattern(model: Described) -> Json:
+    """Every so many layers one sees everything; or, for each layer, whether it has a window."""
+    windows = model.get("attention.sliding_window_pattern")
+    if not isinstance(windows, list):
+        return {"sliding_window_pattern": model.count("attention.sliding_window_pattern", 6)}
+    if len(windows) != model.layers:
+        raise model.bad("attention.sliding_window_pattern", windows)
+    return {"layer_types": ["sliding_attention" if window else "full_attention" for window in windows]}
 
 
 def _score_size(model: Described, largest: int) -> int:

@@ -1,0 +1,127 @@
+"""GGUF files for the tests, right and wrong ones."""
+
+import pathlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.weights.gguf_format import BLOCKS, PLAIN
+
+NUMBERS = {name: number for number, name in (*PLAIN.items(), *BLOCKS.items())}
+_SIMPLE = {"F32": np.float32, "F16": np.float16}
+
+Blocks = tuple[str, tuple[int, ...], bytes]  # kind, [out, in], data
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def typed(value: Any) -> bytes:
+    """A value behind the number of its type."""
+    number, raw = _numbered(value)
+    return struct.pack("<I", number) + raw
+
+
+def _numbered(value: Any) -> tuple[int, bytes]:
+    match value:
+        case bool():
+            return 7, struct.pack("<B", value)
+        case int():
+            return (4, struct.pack("<I", value)) if value >= 0 else (5, struct.pack("<i", value))
+        case float():
+            return 6, struct.pack("<f", value)
+        case str() | bytes():
+            return 8, text(value)
+    kinds = {_numbered(item)[0] for item in value} or {4}
+    number = max(kinds)
+    raw = b"".join(_numbered(float(item) if number == 6 else item)[1] for item in value)
+    return 9, struct.pack("<IQ", number, len(value)) + raw
+
+
+def stored(tensor: "np.ndarray | Blocks") -> Blocks:
+    if isinstance(tensor, tuple):
+        return tensor
+    kind = next(kind for kind, dtype in _SIMPLE.items() if tensor.dtype == dtype)
+    return kind, tensor.shape, np.ascontiguousarray(tensor).tobytes()
+
+
+def entry(name: str, shape: tuple[int, ...], number: int, offset: int) -> bytes:
+    sizes = struct.pack(f"<{len(shape)}Q", *reversed(shape))
+    return text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", number, offset)
+
+
+def gguf_bytes(
+    metadata: Mapping[str, Any], tensors: "Mapping[str, np.ndarray | Blocks]", alignment: int = 32, version: int = 3
+) -> bytes:
+    """A whole file."""
+    keys = dict(metadata) if alignment == 32 else {**metadata, "general.alignment": alignment}
+    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
+    head += b"".join(text(key) + typed(value) for key, value in keys.items())
+    data = b""
+    for name, tensor in tensors.items():
+        kind, shape, raw = stored(tensor)
+        data += bytes(-len(data) % alignment)
+        head += entry(name, shape, NUMBERS[kind], len(data))
+        data += raw
+    return head + bytes(-len(head) % alignment) + data
+
+
+def write_gguf(
+    path: pathlib.Path, metadata: Mapping[str, Any], tensors: "Mapping[str, np.ndarray | Blocks]", **options: int
+) -> pathlib.Path:
+    path.write_bytes(gguf_bytes(metadata, tensors, **options))
+    return path
+
+
+def q8_0(values: np.ndarray) -> Blocks:
+    """Rounded by the simplest rule."""
+    groups = values.astype(np.float32).reshape(-1, 32)
+    scales = (np.abs(groups).max(-1, keepdims=True) / 127).astype("<f2")
+    divisor = np.where(scales == 0, 1, scales).astype(np.float32)
+    codes = np.clip(np.round(groups / divisor), -127, 127).astype(np.int8)
+    return "Q8_0", values.shape, np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=-1).tobytes()
+
+
+TINY = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 32,
+    "llama.feed_forward_length": 64,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a", "b", "ab", "▁", "c"],
+    "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -2.0, -3.0, -1.0, -4.0, -5.0],
+    "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1, 1, 1],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def tiny_tensors() -> "dict[str, np.ndarray | Blocks]":
+    """Those of `TINY`: one layer, its matrices in blocks of two kinds."""
+    rng = np.random.default_rng(0)
+
+    def matrix(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    ones = np.ones(32, np.float32)
+    return {
+        "token_embd.weight": q8_0(matrix(8, 32)),
+        "blk.0.attn_norm.weight": ones,
+        "blk.0.attn_q.weight": q8_0(matrix(32, 32)),
+        "blk.0.attn_k.weight": matrix(16, 32),
+        "blk.0.attn_v.weight": matrix(16, 32).astype(np.float16),
+        "blk.0.attn_output.weight": q8_0(matrix(32, 32)),
+        "blk.0.ffn_norm.weight": ones,
+        "blk.0.ffn_gate.weight": q8_0(matrix(64, 32)),
+        "blk.0.ffn_up.weight": q8_0(matrix(64, 32)),
+        "blk.0.ffn_down.weight": q8_0(matrix(32, 64)),
+        "output_norm.weight": ones,
+    }
