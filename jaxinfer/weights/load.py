@@ -215,7 +215,7 @@ class _Filler:
 
     def _fill_one(self, part: np.ndarray, source: Source, of_source: Index) -> None:
         info = self.checkpoint.tensors[source.name]
-        tensor = as_placed(self.checkpoint.read(source.name), source)[of_source]
+        tensor = as_placed(self.checkpoint.read(source.name), source)[(*of_source, ...)]
         self.checkpoint.expect(source.name, tensor)
         try:
             # a finite value too large for the target is an error; NaN and infinity pass as they are

@@ -82,14 +82,14 @@ def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
 
 def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:
     """A checkpoint tensor turned to the form in which it lies in the parameter: a view, no data moves."""
-    part = tensor[source.part]
+    part = tensor[(*source.part, ...)]  # an array also where it is a single value
     turned = part.T if source.transpose else part
     return turned if source.reshape is None else turned.reshape(source.reshape)
 
 
 def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
     """The inverse of ``as_placed``: what a source filled, in its checkpoint form (a copy where it must be)."""
-    shape = _shape_only(source.shape)[source.part].shape
+    shape = _shape_only(source.shape)[(*source.part, ...)].shape
     if not source.transpose:
         return part.reshape(shape)
     return part.reshape(shape[::-1]).T
@@ -125,7 +125,7 @@ def overlap(
 
 def placed_size(source: Source) -> int:
     """How many values a source brings."""
-    return _shape_only(source.shape)[source.part].size
+    return _shape_only(source.shape)[(*source.part, ...)].size
 
 
 def check_spec(path: Path, spec: ParamSpec) -> None:
