@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.parallel.mesh import RULES, traced_lanes, traced_size
-from jaxinfer.quant import grouped_matmul, matmul_transposed
+from jaxinfer.quant import grouped_matmul, matmul_transposed, partition
 from pallas_kernels.grouped_matmul import group
 
 
@@ -265,9 +265,10 @@ def run_spread_experts(
 
     everywhere, hidden = PartitionSpec(), PartitionSpec(dealt, None, within)
     biases: tuple[Any, ...] = () if experts.down_bias is None else (hidden, PartitionSpec(dealt))
-    lies: Any = (hidden, hidden, *biases)
+    lies: Any = (partition(experts.gate_up, hidden), partition(experts.down, hidden), *biases)
     mlp = {"gate_up": PartitionSpec(None, RULES["mlp"]), "down": PartitionSpec(RULES["mlp"])}
-    specs = (everywhere, everywhere, Experts(*lies), None if shared is None else mlp, everywhere)
+    of_shared = None if shared is None else {name: partition(shared.mlp[name], spec) for name, spec in mlp.items()}
+    specs = (everywhere, everywhere, Experts(*lies), of_shared, everywhere)
     beside = (None, None) if shared is None else (shared.mlp, shared.gate)
     run = jax.shard_map(own, in_specs=specs, out_specs=everywhere, check_vma=False)
     return run(x, routing, experts, *beside).astype(x.dtype)

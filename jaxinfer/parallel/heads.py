@@ -126,7 +126,8 @@ def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
 
 
 def _names_experts(tree: Any) -> bool:
-    return any("expert" in node.axes if isinstance(node, ParamSpec) else _names_experts(node) for node in tree.values())
+    nodes = (node for _, node in tree.items())
+    return any("expert" in node.axes if isinstance(node, ParamSpec) else _names_experts(node) for node in nodes)
 
 
 def parts_of_copies(

@@ -1,7 +1,16 @@
 """Storages of weights: arrays, `Quantised`, `Split`. A forward pass reads a weight through the functions here alone."""
 
 from jaxinfer.quant.dispatch import grouped_matmul, matmul, matmul_heads, matmul_transposed, take
-from jaxinfer.quant.storage import Quantised, Split, dense, is_stored, rounds_activations, with_activations, with_values
+from jaxinfer.quant.storage import (
+    Quantised,
+    Split,
+    dense,
+    is_stored,
+    partition,
+    rounds_activations,
+    with_activations,
+    with_values,
+)
 
 __all__ = [
     "Quantised",
@@ -12,6 +21,7 @@ __all__ = [
     "matmul",
     "matmul_heads",
     "matmul_transposed",
+    "partition",
     "rounds_activations",
     "take",
     "with_activations",

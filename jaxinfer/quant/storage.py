@@ -83,9 +83,18 @@ class Quantised:
 
     def matmul(self, x: Float[Array, "*rows k"]) -> Float[Array, "*rows *out"]:
         """The product with the transposed weight, in the dtype of ``x``."""
-        flat = x.reshape(-1, x.shape[-1])
-        result = self._spread(flat) if _is_spread() else _product(flat, self)
+        flat, weight = self._in_order(x.reshape(-1, x.shape[-1]))
+        result = weight._spread(flat) if _is_spread() else _product(flat, weight)
         return result.reshape(*x.shape[:-1], *self.shape[:-1])
+
+    def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantised]:
+        """The inputs in the order of the columns, and the weight that has them in that order."""
+        if "order" not in self.arrays:
+            return x, self
+        assert isinstance(self.layout, Grouped)
+        arrays = {name: array for name, array in self.arrays.items() if name != "order"}
+        layout = dataclasses.replace(self.layout, ordered=False)
+        return jnp.take(x, self.arrays["order"], axis=-1), dataclasses.replace(self, arrays=arrays, layout=layout)
 
     def _spread(self, x: Float[Array, "rows k"]) -> Float[Array, "rows *out"]:
         """Each device multiplies its own part of the weight; parts along the inputs are added up."""
@@ -164,6 +173,13 @@ class Split:
         return Split(pieces, self.axis - 1)
 
 
+def partition(weight: Any, plain: PartitionSpec) -> Any:
+    """How a weight lies on the mesh that a program is traced for: ``plain``, or for each of a stored one's arrays."""
+    if isinstance(weight, Split):
+        return dataclasses.replace(weight, pieces=tuple(partition(piece, plain) for piece in weight.pieces))
+    return weight.partition() if isinstance(weight, Quantised) else plain
+
+
 def is_stored(node: Any) -> bool:
     """A weight that is no array, in a tree of parameters or of specs."""
     return isinstance(node, Quantised | Split)
@@ -236,8 +252,6 @@ def _is_spread() -> bool:
 def _product(x: Float[Array, "rows k"], weight: Quantised) -> Float[Array, "rows *out"]:
     """Of the arrays that are here: a whole weight or a device's part of one."""
     layout, arrays = weight.layout, weight.arrays
-    if "order" in arrays:
-        x = jnp.take(x, arrays["order"], axis=-1)
     if isinstance(layout, Grouped):
         return _grouped_product(x, layout, arrays)
     return _by_channels(x, layout, {name: arrays[name] for name in layout.parts(weight.inputs)}, weight.shape[:-1])
