@@ -14,6 +14,7 @@ import pathlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
@@ -126,7 +127,7 @@ class _Array:
     start: int
 
 
-class Metadata(Mapping[str, Value]):
+class Metadata(Mapping[str, Any]):
     """The key-value pairs. Arrays are read anew at each access, as lists.
 
     Raises:
