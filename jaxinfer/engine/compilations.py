@@ -10,6 +10,8 @@ import jax.monitoring
 
 # JAX reports this event around every compilation by the backend, a hit in the persistent cache included.
 _EVENT = "/jax/core/compile/backend_compile_duration"
+_FOUND = "/jax/compilation_cache/cache_hits"
+_KEPT = "/jax/compilation_cache/cache_misses"  # where the cache has taken what was compiled
 
 
 @dataclasses.dataclass
@@ -35,3 +37,40 @@ def count_compilations() -> Iterator[Compilations]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@dataclasses.dataclass
+class CacheUse:
+    """What became of the programs that this process asked for.
+
+    Attributes:
+        wanted: compilations by the backend or in their place.
+        found: of them, read from the persistent cache.
+        kept: of them, compiled and written to it.
+    """
+
+    wanted: int = 0
+    found: int = 0
+    kept: int = 0
+
+    @property
+    def compiled(self) -> int:
+        return self.wanted - self.found
+
+
+@contextlib.contextmanager
+def count_cache_use() -> Iterator[CacheUse]:
+    """Counts what the persistent cache does for this process, until the block ends."""
+    use = CacheUse()
+
+    def listen(event: str, **_: str | int) -> None:
+        use.found += event == _FOUND
+        use.kept += event == _KEPT
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        with count_compilations() as seen:
+            yield use
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+        use.wanted = seen.count

@@ -1,0 +1,199 @@
+"""`python -m jaxinfer.compile`: every program that an engine will need, compiled ahead of its first start."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.cache import DEFAULT_FOLDER, use_compilation_cache
+from jaxinfer.engine.compilations import CacheUse, count_cache_use
+from jaxinfer.engine.compiled import CompileProgress, compile_stages
+from jaxinfer.engine.engine import prepare
+from jaxinfer.engine.placement import abstract_arrays
+from jaxinfer.engine.stages import cut
+from jaxinfer.flags import add_flags, given_settings
+from jaxinfer.loading import DTYPES, LOADING_ERRORS, StartProgress, abstract_model, start_engine
+from jaxinfer.parallel.mesh import mesh_for, stages
+from pallas_kernels.check.configuration import AMPERE, HOPPER
+from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
+from pallas_kernels.check.target import TARGETS
+
+THIS = "this"
+_TARGETS = {"h100": HOPPER, "a100": AMPERE}
+_UNTUNED = "--xla_gpu_autotune_level=0"  # as `environment` has it
+FOLDER = "compiled"  # in the model's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Compilation:
+    """What is asked for.
+
+    Attributes:
+        model: see `jaxinfer.loading.load_model`.
+        config: the settings of the engines that will start.
+        cache: the folder for the programs.
+    """
+
+    model: str
+    config: EngineConfig
+    dtype: str
+    cache: pathlib.Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What came of it: what the cache did, pages of the pool (they shape the programs), seconds that it took."""
+
+    use: CacheUse
+    pages: int
+    seconds: float
+
+    def lines(self, asked: Compilation) -> list[str]:
+        use = self.use
+        size = sum(path.stat().st_size for path in asked.cache.rglob("*") if path.is_file())
+        said = [
+            f"{use.wanted} programs: {use.compiled} compiled, {use.found} found in the cache, in {self.seconds:.1f} s",
+            f"{asked.cache} holds {size / 1e6:.1f} MB; the pool has {self.pages} pages",
+        ]
+        if lost := use.compiled - use.kept:
+            said.append(f"{lost} could not be kept: JAX has no form for them on a disk")
+        return said
+
+
+def compile_here(asked: Compilation, progress: CompileProgress | None = None) -> Report:
+    """Starts an engine on this machine's devices, weights and all, as a server would, and ends it.
+
+    So what is kept is all that a start compiles: the engine's programs, and the small ones by which arrays are made.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: see `start_engine`.
+    """
+    begin = time.perf_counter()
+    with count_cache_use() as use:
+        _, engine = start_engine(
+            asked.model,
+            asked.config,
+            asked.dtype,
+            compilation_cache_dir=str(asked.cache),
+            progress=StartProgress(compiled=progress),
+        )
+    return Report(use, engine.config.num_pages, time.perf_counter() - begin)
+
+
+def compile_for(target: str, asked: Compilation, progress: CompileProgress | None = None) -> Report:
+    """Compiles the engine's programs for GPUs that need not be there. It reads no weights, and nothing runs.
+
+    The process must have been started with `pallas_kernels.check.plugins.environment`.
+
+    Raises:
+        CheckpointError, ConfigError, EngineConfigError: one sentence that says what is wrong.
+    """
+    begin, config = time.perf_counter(), dataclasses.replace(asked.config, data_parallel_size=1)
+    use_compilation_cache(str(asked.cache))
+    device = TARGETS[_TARGETS[target]]
+    mesh = mesh_for(config, device.devices(config.devices * config.pipeline_parallel_size))
+    model, engine, limits = prepare(abstract_model(asked.model, asked.dtype), config, "gpu", mesh)
+    places = stages(mesh)
+    parts = cut(model, len(places))
+    arrays = [abstract_arrays(part, engine, limits, own) for part, own in zip(parts, places, strict=True)]
+    with device.current(), count_cache_use() as use, warnings.catch_warnings():
+        # What an earlier run has kept is for the GPU to load, and is made again here.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+        compile_stages(parts, arrays, engine, progress)
+    return Report(use, engine.num_pages, time.perf_counter() - begin)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0; 2 with one sentence on stderr for what cannot be done as asked; 3: JAX's CUDA plugin is missing."""
+    args = _parser().parse_args(argv)
+    config = EngineConfig(**given_settings(args, EngineConfig))
+    asked = Compilation(args.model, config, args.dtype, _cache(args))
+    try:
+        if args.target != THIS and not args.prepared:
+            return _in_prepared_process(args, argv)
+        with _counter() as progress:
+            report = compile_here(asked, progress) if args.target == THIS else compile_for(args.target, asked, progress)
+    except (*LOADING_ERRORS, EngineConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except PluginsMissing as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join([*report.lines(asked), *_advice(args, asked)]))
+    return 0
+
+
+def _advice(args: argparse.Namespace, asked: Compilation) -> list[str]:
+    if args.target != THIS:
+        return [
+            "not kept: the small programs by which a start makes its arrays, and how fast variants of a product are, "
+            "which only the GPU can tell",
+            f"XLA's flags are part of the cache's keys: a start that is to find these needs XLA_FLAGS={_UNTUNED}; "
+            "that one does was not tried on a GPU",
+        ]
+    given = asked.cache != DEFAULT_FOLDER.expanduser()
+    return [f"start with the same flags and --compilation-cache-dir {asked.cache}"] if given else []
+
+
+def _cache(args: argparse.Namespace) -> pathlib.Path:
+    """As asked for; else in the model's folder, or the user's own where the name is not that of a folder."""
+    if args.compilation_cache_dir is not None:
+        return pathlib.Path(args.compilation_cache_dir)
+    folder = pathlib.Path(args.model)
+    return folder / FOLDER if folder.is_dir() else DEFAULT_FOLDER.expanduser()
+
+
+def _in_prepared_process(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Flags of XLA must stand before JAX starts, and the plugin in a place where nothing else looks for a GPU."""
+    if args.num_pages is None:
+        raise EngineConfigError(f"--target {args.target} needs --num-pages: on the GPU its free memory decides")
+    folder = args.plugins or default_folder()
+    require_plugins(folder)
+    given = list(sys.argv[1:] if argv is None else argv)
+    command = [sys.executable, "-m", "jaxinfer.compile", *given, "--prepared"]
+    return subprocess.run(command, env=environment(folder), check=False).returncode
+
+
+@contextlib.contextmanager
+def _counter() -> Iterator[CompileProgress | None]:
+    """Says on a terminal how many programs are compiled."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(done: int, total: int) -> None:
+        print(f"\rcompiling {done}/{total}", end="", file=sys.stderr, flush=True)
+
+    yield show
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxinfer.compile", description=__doc__)
+    parser.add_argument("--model", required=True, help='"demo", a model\'s folder, or a hub id')
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument(
+        "--target", choices=(THIS, *_TARGETS), default=THIS, help="this machine, or GPUs that need not be there"
+    )
+    where = f"where the programs are kept (default: {FOLDER} in the model's folder)"
+    parser.add_argument("--compilation-cache-dir", metavar="DIR", help=where)
+    parser.add_argument(
+        "--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is, for a GPU that is not there"
+    )
+    parser.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)
+    add_flags(parser.add_argument_group("engine: as the server will be started"), EngineConfig)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
