@@ -6,22 +6,26 @@ import argparse
 import collections
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.mesh.models import EXPERTS, model
+from jaxinfer.engine.lanes import Lanes
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.llm import LLM
 
 _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-_RESULT = re.compile(rf"= \(?(\w+)\[([\d,]*)\]\S* ({_KINDS})(?:-start)?\(")
-_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
+_RESULT = re.compile(rf"= (\(.*?\) |\S+ )({_KINDS})(-start)?\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "u16": 2, "pred": 1, "s8": 1, "u8": 1}
 _ROWS, _LAYERS = 16, 4
-_SETTINGS: dict[str, Any] = {"max_num_seqs": _ROWS, "max_model_len": 256, "page_size": 64, "prefill_sizes": (64,)}
+_SETTINGS: dict[str, Any] = {"max_model_len": 256, "page_size": 64, "prefill_sizes": (64,)}
 _SIZES: tuple[dict[str, int], ...] = (
     {"tensor": 2},
     {"tensor": 4},
     {"expert": 4},
     {"expert": 4, "tensor": 2},
+    {"lane": 4},
     {"pipeline": 2, "tensor": 2},
 )
 
@@ -29,32 +33,47 @@ _SIZES: tuple[dict[str, int], ...] = (
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """For each mesh, the bytes of the arrays that a step's collectives make on a device, and what stages hand over.
 
-    A token's hidden state is ``hand_over`` bytes. All-to-all: none, as tokens are on every device of a replica; what it
-    would carry instead of the sums over experts is each token's state to every device that has one of its experts, and
-    back: ``all_to_all_instead``, for as many devices as it reaches on average.
+    A token's hidden state is ``hand_over`` bytes. Lanes (data-parallel attention) have as many rows together as the
+    other meshes, each its own; a share of one in ``lane`` of what they exchange is a device's own and goes nowhere.
     """
     del options
     return [_row(sizes) for sizes in _SIZES]
 
 
-def _row(sizes: dict[str, int]) -> dict[str, Any]:
-    changes = EXPERTS if "expert" in sizes else {}
-    own = model(num_hidden_layers=_LAYERS, **changes)
-    settings: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items()}
-    engine = LLM(own, compilation_cache_dir="", **_SETTINGS, **settings).engine
-    assert not isinstance(engine, Replicas)
+def collective_bytes(program: str) -> collections.Counter[str]:
+    """Bytes of what each kind of collective makes on a device."""
     found: collections.Counter[str] = collections.Counter()
-    for part in engine._executor.parts:
-        program: Any = part.run.decode
-        for dtype, shape, kind in _RESULT.findall(program.as_text()):
-            found[kind] += _BYTES[dtype] * math.prod(int(size) for size in shape.split(",") if size)
+    for result, kind, starts in _RESULT.findall(program):
+        arrays = list(_arrays(result))
+        found[kind] += arrays[0] if starts else sum(arrays)  # what starts also gives its operands
+    return found
+
+
+def _arrays(result: str) -> Iterator[int]:
+    for dtype, shape in _ARRAY.findall(result):
+        yield _BYTES[dtype] * math.prod(int(size) for size in shape.split(",") if size)
+
+
+def _row(sizes: dict[str, int]) -> dict[str, Any]:
+    mixture = {"expert", "lane"} & sizes.keys()
+    own = model(num_hidden_layers=_LAYERS, **(EXPERTS if mixture else {}))
+    lanes = sizes.get("lane", 1)
+    settings: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items() if name != "lane"}
+    if lanes > 1:
+        settings |= {"expert_parallel_size": lanes, "enable_dp_attention": True}
+    engine = LLM(own, compilation_cache_dir="", max_num_seqs=_ROWS // lanes, **_SETTINGS, **settings).engine
+    found: collections.Counter[str] = collections.Counter()
+    for program in _decode_programs(engine):
+        found.update(collective_bytes(program.as_text()))
     rows, state = engine.config.rows // engine.config.turns, own.config.hidden_size * own.dtype.itemsize
     row: dict[str, Any] = {"mesh": sizes, "rows": rows, "layers": _LAYERS, "bytes": dict(found)}
-    row["hand_over"] = rows * state * (len(engine._executor.parts) - 1)
-    if "expert" in sizes:
-        reached = sizes["expert"] * (1 - (1 - 1 / sizes["expert"]) ** EXPERTS["num_experts_per_tok"])
-        row["all_to_all_instead"] = round(2 * rows * state * reached / sizes["expert"] * _LAYERS)
-    print(
-        f"{sizes}: {row['bytes']}, handed over {row['hand_over']}, {row.get('all_to_all_instead', '-')} by all-to-all"
-    )
+    row["hand_over"] = rows * state * (sizes.get("pipeline", 1) - 1)
+    print(f"{sizes}: {row['bytes']}, handed over {row['hand_over']}")
     return row
+
+
+def _decode_programs(engine: Any) -> list[Any]:
+    if isinstance(engine, Lanes):
+        return [engine._lockstep.programs.decode]
+    assert not isinstance(engine, Replicas)
+    return [part.run.decode for part in engine._executor.parts]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, override
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int32, Shaped
@@ -186,8 +187,7 @@ class Lockstep:
         self.pools = new_pools(spec, count * engine.num_pages, page, model.dtype, self._own)
         self._shown = [HostSlots(engine.rows, limits).snapshot()._asdict() for _ in range(count)]
         self._slots = self._placed(HostSlots(count * engine.rows, limits).snapshot())
-        self.last_tokens = self._placed(np.zeros(count * engine.rows, np.int32))
-        self.sampler: SlotState = self._placed(new_state(count * engine.rows, model.config.vocab_size, limits))
+        self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
         hosts = [HostPages(spec, engine.host_pages, page, model.dtype) for _ in range(count)]
         self.lanes = [Lane(self, number, host) for number, host in enumerate(hosts)]
         stage = Stage(model)
@@ -197,6 +197,16 @@ class Lockstep:
 
     def _placed(self, tree: Any) -> Any:
         return jax.device_put(tree, self._own)
+
+    def _new_slots(self, rows: int, limits: SamplingLimits) -> tuple[Array, SlotState]:
+        """What all slots sampled last, and what the sampler keeps of them, made where it stays."""
+        vocab = self._model.config.vocab_size
+
+        def new() -> tuple[Array, SlotState]:
+            return jnp.zeros(rows, jnp.int32), new_state(rows, vocab, limits)
+
+        made: tuple[Array, SlotState] = jax.jit(new, out_shardings=self._own)()
+        return made
 
     def _asks_nothing(self) -> _Nothing:
         """Rows without a position, pages and slots beyond the last."""

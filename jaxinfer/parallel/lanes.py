@@ -6,6 +6,7 @@ of a mixture. What the lanes have is one array: their own ones, one after anothe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,14 +31,17 @@ def over_lanes(function: Callable[..., Any], arguments: tuple[Any, ...], shared:
         arguments: what one lane's is called with, as `jax.ShapeDtypeStruct` with shardings.
         shared: so many of them, the first ones, are the lanes' together, and lie as they say: parameters.
     """
-    numbers = jax.tree.map(lambda x: x.ndim == 0, arguments)
+    numbers = [
+        jax.tree.map(lambda x, own=place >= shared: own and x.ndim == 0, tree) for place, tree in enumerate(arguments)
+    ]
     specs = [
         jax.tree.map(lambda x, own=place >= shared: _OWN if own else x.sharding.spec, tree)
         for place, tree in enumerate(arguments)
     ]
 
+    @functools.wraps(function)
     def own(*given: Any) -> Any:
-        return function(*jax.tree.map(lambda x, number: x[0] if number else x, given, numbers))
+        return function(*jax.tree.map(lambda x, number: x[0] if number else x, list(given), numbers))
 
     return jax.shard_map(own, in_specs=tuple(specs), out_specs=_OWN, check_vma=False)
 

@@ -8,21 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.lanes import Lanes
 from jaxinfer.engine.memory import plan_engine
 from jaxinfer.engine.placement import device_bytes, place_params, spread_model
+from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_spread_experts
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.lanes import of_lanes, over_lanes
 from jaxinfer.parallel.mesh import make_mesh, traced_for
+from jaxinfer.quant import dense
 from jaxinfer.types import Request, SamplingParams
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, make_requests, run
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of
+from tests.quant.examples import INPUTS, LAYOUTS, example
 
 # A dense layer and one of 8 experts, with one that all tokens share; latents.
 DEEPSEEK = "deepseek_v3-hub"
@@ -44,14 +48,17 @@ def collectives(program: Any) -> collections.Counter[str]:
     return collections.Counter(re.findall(COLLECTIVES, program.as_text()))
 
 
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
 def same_logits(model: Model, lanes: int, bound: float = 1e-5) -> collections.Counter[str]:
     """As those of one device, each lane with sequences of its own; what the program exchanges."""
     mesh, rng = make_mesh(lane=lanes), np.random.default_rng(0)
     tokens = rng.integers(0, model.config.vocab_size, (2 * lanes, 24), np.int32)
     spread = spread_model(model, mesh)
     params = place_params(spread, mesh)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    own = (shapes, jax.ShapeDtypeStruct((2, 24), jnp.int32))
+    own = (_abstract(params), jax.ShapeDtypeStruct((2, 24), jnp.int32))
     with traced_for(mesh):
         program = jax.jit(over_lanes(spread.apply, own, shared=1)).lower(*of_lanes(own, mesh, shared=1)).compile()
     got, want = np.float32(program(params, tokens)), np.asarray(model.apply(model.params, jnp.asarray(tokens)))
@@ -84,6 +91,30 @@ def test_biases_of_experts():
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape, np.float32), model.params)
     same_logits(model.replace(params=noisy), 2)
+
+
+@pytest.mark.parametrize("name", ["int8 in groups", "codebook", "ggml"])
+def test_stored_experts(name):
+    """Dealt out as they are: no lane has another one's weights as plain numbers."""
+    mesh, rng = make_mesh(lane=2), np.random.default_rng(0)
+    gate_up, down = (example(LAYOUTS[name], out, seed=len(out)) for out in ((4, 2, INPUTS), (4, INPUTS)))
+    x = rng.standard_normal((6, INPUTS), np.float32)
+    chosen = np.array([[0, 3], [3, 1], [2, 0], [1, 2], [3, 2], [0, 1]], np.int32)
+    routing = Routing(chosen, rng.uniform(0.1, 1, (6, 2)).astype(np.float32))
+    dealt = jax.device_put(Experts(gate_up, down), NamedSharding(mesh, PartitionSpec("lane")))
+    own = (_abstract(dealt), jax.ShapeDtypeStruct((3, INPUTS), jnp.float32))
+    own = (*own, Routing(jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3, 2), jnp.float32)))
+
+    def layer(experts: Experts, x: jax.Array, routing: Routing) -> jax.Array:
+        return run_spread_experts(x, routing, experts, GLU("silu"))
+
+    with traced_for(mesh):
+        program = jax.jit(over_lanes(layer, own, shared=1)).lower(*of_lanes(own, mesh, shared=1)).compile()
+    want = run_experts(
+        jnp.asarray(x), Routing(*map(jnp.asarray, routing)), Experts(*map(dense, (gate_up, down))), GLU("silu")
+    )
+    np.testing.assert_allclose(program(dealt, x, routing), want, atol=1e-5 * float(jnp.abs(want).max()))
+    assert collectives(program) == {"all-to-all": 2}
 
 
 # ---- the engine
@@ -225,6 +256,7 @@ MODES: dict[str, dict[str, Any]] = {
     "priority": {"scheduling_policy": "priority"},
     "no prefix cache": {"enable_prefix_caching": False},
     "relaxed": {"exactness": "relaxed"},
+    "8-bit cache": {"kv_cache_dtype": "int8"},
 }
 
 
@@ -234,9 +266,9 @@ def test_tokens_in_other_modes(mode, monkeypatch):
     model = model_of("experts")
     if mode == "swapped":
         monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
-    requests = greedy(60, model)
-    want = generate(LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
-    llm = lanes_of(model, 2, **MODES[mode])
+    requests, stored = greedy(60, model), MODES[mode].get("kv_cache_dtype", "auto")
+    one = LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY, kv_cache_dtype=stored)
+    want, llm = generate(one, requests), lanes_of(model, 2, **MODES[mode])
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want
     assert not llm.engine.stats().compilations
