@@ -33,10 +33,11 @@ from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import require_processes
 from jaxinfer.quant import with_values
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
+from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer, write_gguf_text
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.converted import open_model_files
+from jaxinfer.weights.converted import GgufFiles, open_model_files
 from jaxinfer.weights.deferred import deferred
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress, auto_dtype
@@ -193,18 +194,44 @@ def load_model(
     """
     mesh = mesh or make_mesh()
     files, model = _describe(name, dtype, families)
-    model, folder = spread_model(model, mesh), files.path
-    tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+    model = spread_model(model, mesh)
+    tokenizer, template = _text(files)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as told:
         params = _load(files, model, told, check_finite, mesh)
-    generation = folder / "generation_config.json"
+    generation = files.path / "generation_config.json"
     return model.replace(
         params=params,
         tokenizer=tokenizer,
         chat_template=template,
         generation_config=read_json_object(generation) if generation.exists() else {},
     )
+
+
+def _text(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
+    if isinstance(files, GgufFiles):
+        metadata = files.opened.metadata
+        return gguf_tokenizer(files.path, metadata), gguf_chat_template(files.path, metadata)
+    return Tokenizer.load(files.path), ChatTemplate.load(files.path)
+
+
+def text_folder(path: pathlib.Path, scratch: pathlib.Path) -> pathlib.Path:
+    """Where `Tokenizer.load` and `ChatTemplate.load` find those of a model.
+
+    Args:
+        path: what `model_folder` gave.
+        scratch: an existing folder, in which one is made where they lie within a GGUF file.
+
+    Raises:
+        CheckpointError, TokenizerError, TemplateError: one sentence that says what is wrong.
+    """
+    files = open_model_files(path)
+    if not isinstance(files, GgufFiles):
+        return path
+    made = scratch / "text"
+    made.mkdir()
+    write_gguf_text(path, files.opened.metadata, made)
+    return made
 
 
 def open_model(

@@ -8,6 +8,7 @@ the tokenizers library gets what the models' own tokenizer.json files say.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,30 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     Raises:
         TokenizerError: there is none, it is of a kind that is not supported, or it contradicts itself.
     """
+    library, vocabulary = _library(path, metadata)
+    return Tokenizer(LibraryBackend(library, named=vocabulary.texts().values()), vocabulary.special_ids())
+
+
+def write_gguf_text(path: Path, metadata: Mapping[str, Any], folder: Path) -> None:
+    """Writes tokenizer and chat templates as the files of a Hugging Face folder, which `Tokenizer.load` and
+    `ChatTemplate.load` read.
+
+    Raises:
+        TokenizerError, TemplateError: see `gguf_tokenizer` and `gguf_chat_template`.
+    """
+    library, vocabulary = _library(path, metadata)
+    template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()
+    config: dict[str, Any] = dict(vocabulary.texts())
+    if template is not None:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in template.sources.items()]
+    named = {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos), "pad_token_id": ids.pad}
+    generation = {name: value for name, value in named.items() if value is not None}
+    library.save(str(folder / "tokenizer.json"))
+    for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(value), encoding="utf-8")
+
+
+def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabulary]:
     vocabulary = _Vocabulary.read(path, metadata)
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
@@ -62,7 +87,7 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         )
     library.add_tokens(list(vocabulary.added()))
     _add_template(library, vocabulary, metadata, with_bos)
-    return Tokenizer(LibraryBackend(library, named=vocabulary.texts().values()), vocabulary.special_ids())
+    return library, vocabulary
 
 
 def gguf_chat_template(path: Path, metadata: Mapping[str, Any]) -> ChatTemplate | None:
@@ -143,7 +168,10 @@ class _Vocabulary:
 
 
 def _list(path: Path, metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:
-    values = metadata.get(key)
+    try:
+        values = metadata.get(key)
+    except ValueError as cause:  # arrays are read when they are asked for
+        raise TokenizerError(str(cause)) from cause
     if not isinstance(values, list) or not all(type(value) is kind for value in values):
         raise TokenizerError(f"{path} has no list of {kind.__name__} as {key}")
     return values

@@ -1,27 +1,63 @@
-"""Converted folders among others: `open_model_files` opens whatever there is."""
+"""Converted folders and GGUF files among others: `open_model_files` opens whatever there is."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Mapping
 
 from jaxinfer.types import ParamTree
 from jaxinfer.weights.checkpoint import Checkpoint, Tensors
 from jaxinfer.weights.described import described
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.files import ModelFiles, open_files
+from jaxinfer.weights.gguf import GgufCheckpoint, open_gguf
 from jaxinfer.weights.manifest import Manifest, is_converted, read_manifest
 from jaxinfer.weights.restore import ConvertedCheckpoint
+from jaxinfer.weights.stored import StoredWeight
 
 
 def open_model_files(path: pathlib.Path) -> ModelFiles:
-    """`open_files`, but a folder that `jaxinfer.convert` wrote is known by its manifest.
+    """`open_files`, but a folder that `jaxinfer.convert` wrote is known by its manifest, and a file is a GGUF file.
 
     Raises:
-        CheckpointError: see `open_files` and `read_manifest`.
+        CheckpointError: see `open_files`, `read_manifest` and `open_gguf`.
     """
+    if path.is_file():
+        return GgufFiles.open(path)
     return ConvertedFiles.open(path) if is_converted(path) else open_files(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFiles(ModelFiles):
+    """A GGUF file, or several that make one model; ``path`` is the first."""
+
+    opened: GgufCheckpoint
+
+    @classmethod
+    def open(cls, path: pathlib.Path) -> GgufFiles:
+        """Checks all headers.
+
+        Raises:
+            CheckpointError: see `open_gguf`.
+        """
+        opened = open_gguf(path)
+        return cls(path, opened.config_json, opened)
+
+    @property
+    def tensors(self) -> Tensors:
+        """Those that are plain numbers."""
+        return self.opened
+
+    @property
+    def quantised(self) -> bool:
+        """Some weights are in blocks."""
+        return bool(self.opened.weights)
+
+    @property
+    def _stored(self) -> tuple[Mapping[str, StoredWeight], frozenset[str]]:
+        return self.opened.weights, frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ _FAILURES: tuple[type[BaseException], ...] = (
 
 
 def locate(model: str) -> pathlib.Path:
-    """The folder of a model: an existing folder as it is, a hub id ``org/name`` through huggingface_hub.
+    """The folder of a model: an existing folder or GGUF file as it is, a hub id ``org/name`` through huggingface_hub.
 
     A download lands in the library's cache, where a later call finds it without a network; the library's own settings
     (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) apply. Only JSON, safetensors, tokenizer and template files are fetched.
@@ -37,10 +37,12 @@ def locate(model: str) -> pathlib.Path:
         CheckpointError: there is no such folder, and the hub did not give one; the message says what to do.
     """
     path = pathlib.Path(model)
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.exists():
-        raise CheckpointError(f"{quoted(model)} is a file: pass the folder that holds config.json and the weights")
+        raise CheckpointError(
+            f"{quoted(model)} is a file: pass the folder that holds config.json and the weights, or a .gguf file"
+        )
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"no folder {quoted(model)}, and it is not a hub id of the form org/name either")
     return _download(model)

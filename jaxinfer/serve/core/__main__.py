@@ -12,7 +12,7 @@ import jax
 from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.engine.group import Group, GroupError
 from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower, text_folder
 from jaxinfer.models.model import Model
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import process
@@ -20,7 +20,7 @@ from jaxinfer.serve.core.group import enter_group, run_follower
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.text.intake import recommended_sampling
-from jaxinfer.weights.checkpoint import read_json_object
+from jaxinfer.weights.converted import open_model_files
 
 
 def build(settings: CoreSettings, report: Report) -> Built:
@@ -57,7 +57,8 @@ def build(settings: CoreSettings, report: Report) -> Built:
         group=group,
     )
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
-    return Built(engine, describe(model, engine.config, settings, folder), str(folder), profiler)
+    text = text_folder(folder, pathlib.Path(settings.socket).parent)
+    return Built(engine, describe(model, engine.config, settings, folder), str(text), profiler)
 
 
 def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress: StartProgress) -> Built:
@@ -76,12 +77,14 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
 
 def folder_name(model: str, folder: pathlib.Path) -> str:
     """What clients call a model that was given no name: as it was asked for, or a path's last part."""
-    return folder.name if pathlib.Path(model).exists() else model
+    if not pathlib.Path(model).exists():
+        return model
+    return folder.stem if folder.is_file() else folder.name
 
 
 def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folder: pathlib.Path) -> ModelCard:
     """What the front end needs to know of a model and its engine."""
-    named = read_json_object(folder / "config.json").get("architectures")
+    named = open_model_files(folder).config_json.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else type(model.module).__name__
     return ModelCard(
         name=settings.served_model_name or folder_name(settings.model, folder),

@@ -20,6 +20,7 @@ from jaxinfer.serve.core.settings import CoreSettings
 
 _LEAST_KEY = 16
 _MOST_KEY = 4096
+_BEGINNING = 1 << 20
 
 # Process 0 alone draws seeds.
 _OWN = ("seed",)
@@ -76,11 +77,19 @@ def _key(path: str | None) -> bytes:
     return key
 
 
+def _config(path: pathlib.Path) -> bytes:
+    """What says which model it is: config.json; of a GGUF file, its beginning."""
+    if path.is_dir():
+        return (path / "config.json").read_bytes()
+    with path.open("rb") as file:
+        return file.read(_BEGINNING)
+
+
 def _shared(settings: CoreSettings, folder: pathlib.Path) -> dict[str, Any]:
     """What decides which programs run. A folder may have another path on another host."""
     engine = {name: value for name, value in dataclasses.asdict(settings.engine).items() if name not in _OWN}
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib")}
-    digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    digest = hashlib.sha256(_config(folder)).hexdigest()
     shared = {
         **engine,
         **versions,
