@@ -33,7 +33,7 @@ from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import require_processes
 from jaxinfer.quant import with_values
 from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
-from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer, write_gguf_text
+from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.checkpoint import read_json_object
@@ -213,25 +213,6 @@ def _text(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
         metadata = files.opened.metadata
         return gguf_tokenizer(files.path, metadata), gguf_chat_template(files.path, metadata)
     return Tokenizer.load(files.path), ChatTemplate.load(files.path)
-
-
-def text_folder(path: pathlib.Path, scratch: pathlib.Path) -> pathlib.Path:
-    """Where `Tokenizer.load` and `ChatTemplate.load` find those of a model.
-
-    Args:
-        path: what `model_folder` gave.
-        scratch: an existing folder, in which one is made where they lie within a GGUF file.
-
-    Raises:
-        CheckpointError, TokenizerError, TemplateError: one sentence that says what is wrong.
-    """
-    files = open_model_files(path)
-    if not isinstance(files, GgufFiles):
-        return path
-    made = scratch / "text"
-    made.mkdir()
-    write_gguf_text(path, files.opened.metadata, made)
-    return made
 
 
 def open_model(

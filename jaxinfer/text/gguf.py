@@ -8,7 +8,6 @@ the tokenizers library gets what the models' own tokenizer.json files say.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,25 +51,6 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     """
     library, vocabulary = _library(path, metadata)
     return Tokenizer(LibraryBackend(library, named=vocabulary.texts().values()), vocabulary.special_ids())
-
-
-def write_gguf_text(path: Path, metadata: Mapping[str, Any], folder: Path) -> None:
-    """Writes tokenizer and chat templates as the files of a Hugging Face folder, which `Tokenizer.load` and
-    `ChatTemplate.load` read.
-
-    Raises:
-        TokenizerError, TemplateError: see `gguf_tokenizer` and `gguf_chat_template`.
-    """
-    library, vocabulary = _library(path, metadata)
-    template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()
-    config: dict[str, Any] = dict(vocabulary.texts())
-    if template is not None:
-        config["chat_template"] = [{"name": name, "template": text} for name, text in template.sources.items()]
-    named = {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos), "pad_token_id": ids.pad}
-    generation = {name: value for name, value in named.items() if value is not None}
-    library.save(str(folder / "tokenizer.json"))
-    for name, value in (("tokenizer_config.json", config), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(value), encoding="utf-8")
 
 
 def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabulary]:

@@ -12,7 +12,7 @@ import jax
 from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.engine.group import Group, GroupError
 from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower, text_folder
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import process
@@ -57,8 +57,7 @@ def build(settings: CoreSettings, report: Report) -> Built:
         group=group,
     )
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
-    text = text_folder(folder, pathlib.Path(settings.socket).parent)
-    return Built(engine, describe(model, engine.config, settings, folder), str(text), profiler)
+    return Built(engine, describe(model, engine.config, settings, folder), str(folder), profiler)
 
 
 def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress: StartProgress) -> Built:
