@@ -1,4 +1,7 @@
-"""Products of which the inputs are rounded to 8 bits, too (W8A8): `Grouped.activations` asks for it."""
+"""Products of which the inputs are rounded to 8 bits, too (W8A8): `Grouped.activations` asks for it.
+
+Scales are those of compressed-tensors: a token's largest number becomes 127.5 steps of an integer, and 448 of an E4M3.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from jaxinfer.quant.layouts import Grouped
+from pallas_kernels import quant_matmul
+from pallas_kernels.choice import lowering_target
 
 # What a token's largest input becomes. Integers: the middle of the last step, as compressed-tensors has it.
 _LARGEST = {"int8": 127.5, "float8_e4m3fn": 448.0}
@@ -17,33 +22,71 @@ _LEAST = 1e-30  # of what is divided by: a token of zeros has a scale, too
 
 
 class Rounded(NamedTuple):
-    """Inputs of 8 bits: ``codes * scales``, a scale for neighbours of a token or for all alike."""
+    """Inputs of 8 bits: ``codes * scales``, a scale for ``group`` neighbours of a token, or one for all tokens."""
 
     codes: Num[Array, "rows k"]
     scales: Float[Array, "#rows groups"]
+    group: int
 
     def plain(self) -> Float[Array, "rows k"]:
-        times = self.codes.shape[-1] // self.scales.shape[-1]
-        return self.codes.astype(jnp.float32) * jnp.repeat(self.scales, times, axis=-1)
+        """What they stand for, in float32."""
+        numbers = self.codes.astype(jnp.float32)
+        if self.scales.shape[-1] == 1:
+            return numbers * self.scales
+        return numbers * jnp.repeat(self.scales, self.group, axis=-1)[:, : numbers.shape[-1]]
 
 
-def rounded(x: Float[Array, "rows k"], layout: Grouped, static: Float[Array, ""] | None = None) -> Rounded:
+def rounded(
+    x: Float[Array, "rows k"], layout: Grouped, static: Float[Array, ""] | None = None, along: Any = None
+) -> Rounded:
     """The inputs as a layout wants them.
 
     Args:
-        static: the scale of all; None: each token's own, for every ``layout.activation_group`` inputs.
+        static: the scale of all; None: each token's own, for every ``layout.activation_group`` inputs, the last of
+            which may be fewer.
+        along: the mesh axes over which inputs are spread, where this is traced for a device's part of them: a scale
+            for all inputs of a token is then that of all parts. Groups must not cross them.
     """
-    dtype, x = jnp.dtype(layout.activations), x.astype(jnp.float32)
-    grouped = x.reshape(x.shape[0], -1, layout.activation_group or x.shape[-1])
+    group = layout.activation_group or x.shape[-1]
+    grouped = _in_groups(x.astype(jnp.float32), group)
     if static is None:
-        largest = jnp.maximum(jnp.abs(grouped).max(-1), _LEAST)
-        scales = _quotient(largest, jnp.full((), _LARGEST[layout.activations], jnp.float32))
+        largest = jnp.abs(grouped).max(-1)
+        if along is not None and not layout.activation_group:
+            largest = lax.pmax(largest, along)
+        most = jnp.full((), _LARGEST[layout.activations], jnp.float32)
+        scales = _quotient(jnp.maximum(largest, _LEAST), most)
     else:
         scales = jnp.full((1, 1), static, jnp.float32)
-    numbers = _quotient(grouped, scales[:, :, None]).reshape(x.shape)
-    if dtype == jnp.int8:
-        return Rounded(jnp.clip(jnp.round(numbers), -128, 127).astype(jnp.int8), scales)
-    return Rounded(jnp.clip(numbers, -448.0, 448.0).astype(dtype), scales)
+    numbers = _quotient(grouped, scales[:, :, None]).reshape(x.shape[0], -1)[:, : x.shape[-1]]
+    return Rounded(_codes(numbers, layout.activations), scales, group)
+
+
+def product(
+    x: Float[Array, "rows k"], layout: Grouped, arrays: Mapping[str, Any], along: Any = None
+) -> Float[Array, "rows n"]:
+    """``rounded(x) @ weight.T`` in the dtype of ``x``, of the parts of a `Grouped` weight.
+
+    Where tokens and channels have one scale, 8-bit numbers are multiplied as they are: integers into int32, floats (but
+    on a CPU, which has no such product) into float32.
+
+    Args:
+        along: see `rounded`.
+    """
+    codes = arrays["codes"].reshape(-1, arrays["codes"].shape[-1])
+    scales = arrays["scales"].reshape(codes.shape[0], -1).astype(jnp.float32) * layout.factor
+    zeros = arrays["zeros"].reshape(scales.shape) if layout.zeros else None
+    own = rounded(x, layout, arrays.get("input_scale"), along)
+    if own.scales.shape[-1] == scales.shape[-1] == 1 and _multiplied_as_they_are(own.codes, codes):
+        sums = _int_sums(own.codes, codes, zeros) if codes.dtype == jnp.int8 else _float_sums(own.codes, codes)
+        return (sums * own.scales * scales.T).astype(x.dtype)
+    return quant_matmul.matmul(own.plain().astype(x.dtype), codes, scales.T, None if zeros is None else zeros.T)
+
+
+def _in_groups(x: Float[Array, "rows k"], group: int) -> Float[Array, "rows groups group"]:
+    """The last group is filled up with zeros."""
+    missing = -x.shape[-1] % group
+    whole = jnp.pad(x, ((0, 0), (0, missing))) if missing else x
+    return whole.reshape(x.shape[0], -1, group)
 
 
 def _quotient(x: Float[Array, "*shape"], by: Float[Array, "..."]) -> Float[Array, "*shape"]:
@@ -52,22 +95,26 @@ def _quotient(x: Float[Array, "*shape"], by: Float[Array, "..."]) -> Float[Array
     return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
 
 
-def product(x: Float[Array, "rows k"], layout: Grouped, arrays: Mapping[str, Any]) -> Float[Array, "rows n"]:
-    """``rounded(x) @ weight.T`` in the dtype of ``x``, of the parts of a `Grouped` weight with one scale a channel.
-
-    8-bit numbers are multiplied as they are: integers into int32, floats into float32.
-    """
-    codes = arrays["codes"].reshape(-1, arrays["codes"].shape[-1])
-    own = rounded(x, layout, arrays.get("input_scale"))
-    sums = _sums(own, codes, arrays["scales"].reshape(codes.shape[0], -1).astype(jnp.float32) * layout.factor)
-    return sums.astype(x.dtype)
+def _codes(numbers: Float[Array, "rows k"], dtype: str) -> Num[Array, "rows k"]:
+    if dtype == "int8":
+        return jnp.clip(jnp.round(numbers), -128, 127).astype(jnp.int8)
+    return jnp.clip(numbers, -448.0, 448.0).astype(dtype)
 
 
-def _sums(x: Rounded, codes: Array, scales: Float[Array, "n groups"]) -> Float[Array, "rows n"]:
-    numbers = (((1,), (1,)), ((), ()))
-    if x.scales.shape[-1] == scales.shape[-1] == 1:
-        kind = jnp.int32 if codes.dtype == jnp.int8 else jnp.float32
-        whole = lax.dot_general(x.codes, codes, numbers, preferred_element_type=kind)
-        return whole.astype(jnp.float32) * x.scales * scales.T
-    weight = codes.astype(jnp.float32) * jnp.repeat(scales, codes.shape[-1] // scales.shape[-1], axis=-1)
-    return lax.dot_general(x.plain(), weight, numbers, precision=lax.Precision.HIGHEST)
+def _multiplied_as_they_are(x: Array, weight: Array) -> bool:
+    if x.dtype != weight.dtype:
+        return False
+    return x.dtype == jnp.int8 or lowering_target().platform != "cpu"
+
+
+def _int_sums(x: Int[Array, "rows k"], codes: Int[Array, "n k"], zeros: Int[Array, "n 1"] | None) -> Array:
+    # two rows at least: with one, XLA:CPU converts the whole weight to int32 first
+    both = jnp.concatenate([x, jnp.zeros_like(x)]) if x.shape[0] == 1 else x
+    sums = lax.dot_general(both, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)[: x.shape[0]]
+    if zeros is not None:
+        sums = sums - x.astype(jnp.int32).sum(-1, keepdims=True) * zeros.astype(jnp.int32).T
+    return sums.astype(jnp.float32)
+
+
+def _float_sums(x: Float[Array, "rows k"], codes: Float[Array, "n k"]) -> Float[Array, "rows n"]:
+    return lax.dot_general(x, codes, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

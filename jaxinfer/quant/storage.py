@@ -101,7 +101,7 @@ class Quantised:
         *outs, along = spread_over(self.axes, self.shape)
 
         def own(x: jax.Array, weight: Quantised) -> jax.Array:
-            part = _product(x, weight).reshape(x.shape[0], *weight.shape[:-1])
+            part = _product(x, weight, along).reshape(x.shape[0], *weight.shape[:-1])
             return lax.psum(part, along) if along else part
 
         specs = (PartitionSpec(None, along), self.partition())
@@ -249,17 +249,17 @@ def _is_spread() -> bool:
     return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
 
-def _product(x: Float[Array, "rows k"], weight: Quantised) -> Float[Array, "rows *out"]:
-    """Of the arrays that are here: a whole weight or a device's part of one."""
+def _product(x: Float[Array, "rows k"], weight: Quantised, along: Any = None) -> Float[Array, "rows *out"]:
+    """Of the arrays that are here: a whole weight or a device's part of one, with inputs spread ``along`` mesh axes."""
     layout, arrays = weight.layout, weight.arrays
     if isinstance(layout, Grouped):
-        return _grouped_product(x, layout, arrays)
+        return _grouped_product(x, layout, arrays, along)
     return _by_channels(x, layout, {name: arrays[name] for name in layout.parts(weight.inputs)}, weight.shape[:-1])
 
 
-def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any]) -> Array:
+def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any], along: Any) -> Array:
     if layout.activations:
-        return activations.product(x, layout, arrays)
+        return activations.product(x, layout, arrays, along)
 
     def flat(name: str) -> Array:
         array: Array = arrays[name]
