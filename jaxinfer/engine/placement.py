@@ -98,8 +98,12 @@ class StageArrays(NamedTuple):
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
     """Empty pools: pages and their scales lie as `pool_sharding` says."""
-    sharding = pool_sharding(mesh, model.cache_spec)
-    return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, sharding)
+    return _pools(model, engine, mesh, pool_sharding(mesh, model.cache_spec))
+
+
+def _pools(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedSharding | None = None) -> list[LayerPool]:
+    platform = mesh.devices.flat[0].platform
+    return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, sharding, platform)
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
@@ -111,10 +115,7 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
     """What a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one turn."""
     model, rows = stage.model, engine.rows // engine.turns
 
-    def pools() -> Any:
-        return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype)
-
-    placed = abstract(jax.eval_shape(pools), pool_sharding(mesh, model.cache_spec))
+    placed = abstract(jax.eval_shape(lambda: _pools(model, engine, mesh)), pool_sharding(mesh, model.cache_spec))
     params = abstract_params(model, mesh)
     if not stage.last:
         return StageArrays(params, placed)

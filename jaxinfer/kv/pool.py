@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from jaxinfer.types import CacheSpec, LayerSpec
-from pallas_kernels import kv_copy, kv_write, mla_attention, paged_attention
+from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention
 from pallas_kernels.choice import HOPPER, Target, Wish
 
 
 class LayerPool(NamedTuple):
-    """Keys and values of one layer, or its latents.
+    """Keys and values of one layer, or its latents; see `stored` for their dtype.
 
     ``scales`` are what 8-bit elements are multiplied with when they are read; of size zero while there are none. Each
     belongs to one head of one token and is computed from it alone (`pallas_kernels.kv_write.reference`). So what is
@@ -32,29 +32,39 @@ class LayerPool(NamedTuple):
 
 
 def new_pools(
-    spec: CacheSpec, pages: int, page_size: int, dtype: jnp.dtype, sharding: jax.sharding.Sharding | None = None
+    spec: CacheSpec,
+    pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    sharding: jax.sharding.Sharding | None = None,
+    platform: str | None = None,
 ) -> list[LayerPool]:
     """Zeroed pools, one per layer: what nobody wrote must be finite, since masked keys are multiplied by zero.
 
-    ``dtype`` is the model's; ``sharding`` that of elements and scales alike.
+    Args:
+        dtype: the model's.
+        sharding: of elements and scales alike.
+        platform: of the devices; None: JAX's default one.
     """
-    shape, scales, dtype = spec.pool_shape(pages, page_size), spec.scales_shape(pages, page_size), stored(spec, dtype)
+    shape, scales = spec.pool_shape(pages, page_size), spec.scales_shape(pages, page_size)
+    kind = stored(spec, dtype, platform or jax.default_backend())
 
     def zeroed() -> LayerPool:
-        data = jnp.zeros(shape, dtype, device=sharding)
+        data = jnp.zeros(shape, kind, device=sharding)
         return LayerPool(data, jnp.zeros(scales, jnp.float32, device=sharding))
 
     return [zeroed() for _ in spec.layers]
 
 
-def stored(spec: CacheSpec, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of a pool's elements, where ``dtype`` is the model's."""
-    return jnp.dtype(spec.dtype or dtype)
+def stored(spec: CacheSpec, dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """The dtype of a pool's array, where ``dtype`` is the model's: on a CPU the bits of float8, see `bits`."""
+    wanted = jnp.dtype(spec.dtype or dtype)
+    return jnp.dtype(jnp.uint8) if platform == "cpu" and bits.meant(jnp.uint8) == wanted else wanted
 
 
 def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     """Why the attention kernels cannot do such a cache, for queries of the same dtype; None: they can."""
-    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype))
+    pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
     table, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))

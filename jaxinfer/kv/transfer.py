@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, Shaped
 
-from jaxinfer.kv.pool import LayerPool, stored
+from jaxinfer.kv.pool import LayerPool
 from jaxinfer.parallel.processes import from_own_part, own_part, own_shape
 from jaxinfer.types import CacheSpec
 from pallas_kernels import kv_copy
@@ -34,7 +34,7 @@ def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -
     Quantised ones are one array of bytes: behind the elements of a head of a token come those of its scale.
     """
     *page, last = spec.pool_shape(1, page_size)[1:]
-    wide, kind = (last + _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, stored(spec, dtype))
+    wide, kind = (last + _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, jnp.dtype(dtype))
     return jax.ShapeDtypeStruct((count, len(spec.layers), *page, wide), kind)
 
 

@@ -16,6 +16,7 @@ Options, alike in every path:
   limit (127 or 448), and is written with it, as KIVI (arXiv:2402.02750) does for values.
   ``[pages, 2, kv_heads]``, per page and head: given, as vLLM's and TensorRT-LLM's static scales are; a write reads
   them, never changes them, and saturates. `static_scales` makes them for a whole pool.
+  A pool in uint8 holds the bits of float8_e4m3fn (`pallas_kernels.bits`).
 - ``q [lanes, chunk, heads, head_dim]``: rotated alike and given back, not written.
 
 Why a page's scale is given and not found from its tokens: it must be known at the page's first token, or what is
@@ -31,6 +32,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels import bits
 
 Rope = tuple[Float[Array, "lanes chunk half"], Float[Array, "lanes chunk half"]]
 
@@ -49,9 +52,9 @@ class Written(NamedTuple):
 def limit(dtype: Any) -> float:
     """The largest magnitude that a quantised pool stores; ValueError for dtypes that are none."""
     limits = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
-    if jnp.dtype(dtype) not in limits:
+    if bits.meant(dtype) not in limits:
         raise ValueError(f"a pool with scales must be int8 or float8_e4m3fn, not {jnp.dtype(dtype)}")
-    return limits[jnp.dtype(dtype)]
+    return limits[bits.meant(dtype)]
 
 
 def static_scales(
@@ -93,10 +96,11 @@ def token_scales(x: Float[Array, "*batch head_dim"], dtype: Any) -> Float[Array,
 def quantise(
     x: Float[Array, "*batch head_dim"], scales: Float[Array, "*batch"], dtype: Any
 ) -> Num[Array, "*batch head_dim"]:
-    """``x / scales`` rounded to ``dtype`` (to even), saturated at its limit."""
+    """``x / scales`` rounded to ``dtype`` (to even), saturated at its limit; uint8: the bits of float8_e4m3fn."""
     numbers = x * (1 / jnp.maximum(scales, SMALLEST))[..., None]
     numbers = jnp.clip(numbers, -limit(dtype), limit(dtype))
-    return (jnp.round(numbers) if jnp.issubdtype(dtype, jnp.integer) else numbers).astype(dtype)
+    kind = bits.meant(dtype)
+    return bits.held((jnp.round(numbers) if jnp.issubdtype(kind, jnp.integer) else numbers).astype(kind), dtype)
 
 
 def places(

@@ -12,7 +12,7 @@ Options, alike in every path:
 - ``sinks [heads]``: one more score per head that takes part in the normalisation alone (gpt-oss; StreamingLLM's
   learned variant, arXiv:2309.17453). It is neither scaled nor capped.
 - ``scales`` of a pool in int8 or float8: what its numbers are multiplied with, float32, per page and head
-  ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``.
+  ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``. A pool in uint8 holds the bits of float8_e4m3fn.
 - ``tree`` (prefill): which tokens of a chunk see which, ``[lanes, chunk, chunk]``, query first; a token sees itself.
   Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781).
 """
@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels import bits
+
 
 def dequantise(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
@@ -33,7 +35,7 @@ def dequantise(
     dtype: Any,
 ) -> Float[Array, "pages 2 kv_heads page head_dim"]:
     """The numbers that a pool stands for."""
-    pool = pool.astype(dtype)
+    pool = bits.numbers(pool).astype(dtype)
     if scales is None:
         return pool
     return pool * scales.astype(dtype).reshape(*scales.shape, *(1,) * (pool.ndim - scales.ndim))

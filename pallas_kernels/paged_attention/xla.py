@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels import bits
 from pallas_kernels.softmax import Softmax
 
 # Measured on a 2-core CPU at 32 rows, 500 keys, head_dim 64: 64 keys per block keep the gathered block in cache and
@@ -58,7 +59,7 @@ class _Pages:
         return keys, jnp.where(written, values, 0.0)
 
     def _numbers(self, pages: jax.Array, side: int) -> jax.Array:
-        numbers = self.pool[pages, side].astype(jnp.float32)
+        numbers = bits.numbers(self.pool[pages, side]).astype(jnp.float32)
         if self.scales is None:
             return numbers
         scales = self.scales[pages, side]

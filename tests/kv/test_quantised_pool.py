@@ -47,7 +47,7 @@ def rounded(x: jax.Array, kind: str) -> np.ndarray:
 def soiled(kind: str) -> LayerPool:
     """A pool whose pages had other owners."""
     rng, (empty,) = np.random.default_rng(1), new_pools(spec_of(kind, LayerSpec()), PAGES, PAGE, jnp.dtype("float32"))
-    data = jnp.asarray(rng.integers(-100, 100, empty.data.shape)).astype(empty.data.dtype)
+    data = jnp.asarray(rng.integers(0, 100, empty.data.shape)).astype(empty.data.dtype)
     return LayerPool(data, jnp.asarray(rng.random(empty.scales.shape, np.float32)))
 
 
@@ -134,9 +134,9 @@ def test_what_is_stored_of_a_token_depends_on_that_token_alone(kind):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_numbers_are_within_half_a_step(kind, dtype):
     _, cache = prefilled(kind, GROUPS[0], [0, 40], dtype)
-    assert cache.data.dtype == KINDS[kind]
     assert cache.scales.dtype == jnp.float32
-    taken = [np.moveaxis(np.asarray(array)[TABLES[0]], 3, 1) for array in cache]
+    held = np.asarray(cache.data).view(KINDS[kind]), np.asarray(cache.scales)
+    taken = [np.moveaxis(array[TABLES[0]], 3, 1) for array in held]
     data, scales = (array.reshape(-1, *array.shape[2:])[:LENGTH].astype(np.float32) for array in taken)
     for side, x in enumerate(tokens(dtype)[1:]):
         exact = np.asarray(x, np.float32)
@@ -144,6 +144,22 @@ def test_numbers_are_within_half_a_step(kind, dtype):
         step = scales[:, side, :, None] if kind == "int8" else np.maximum(np.abs(exact) / 8, scales[:, side, :, None])
         assert (np.abs(data[:, side] * scales[:, side, :, None] - exact) <= 0.501 * step).all()
         np.testing.assert_allclose(scales[:, side], np.abs(exact).max(-1) / LIMITS[kind], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layer", GROUPS)
+def test_a_cpus_bytes_are_the_bits_of_float8(layer):
+    """Which other devices hold as such: the same is written and read."""
+    pools = [
+        new_pools(spec_of("fp8", LayerSpec()), PAGES, PAGE, jnp.dtype("float32"), platform=platform)[0]
+        for platform in ("cpu", "gpu")
+    ]
+    assert [pool.data.dtype for pool in pools] == [jnp.uint8, jnp.float8_e4m3fn]
+    (mixed, bits), (want, float8) = (prefilled("fp8", layer, [0, 40], cache=pool) for pool in pools)
+    np.testing.assert_array_equal(mixed, want)
+    assert stored(bits, layer) == stored(float8, layer)
+    q, k, v = (x[:1] for x in tokens())
+    one, other = (row(q, k, v, np.array([LENGTH - 1]), cache, kind="fp8", layer=layer)[0] for cache in (bits, float8))
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,168 @@
+"""What KV caches of 8 bits cost a step on this machine, beside those of the model's dtype.
+
+    python benchmarks/kv_dtypes.py                                  a random Llama of 125M parameters
+    python benchmarks/kv_dtypes.py --model demo --text unseen.txt   also how likely a text is, as the engine says
+
+The engine's own programs take turns; the median of the turns counts. See docs/kv_cache.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+from benchmarks.peers import machine
+from benchmarks.peers.random_model import LLAMA_125M
+from benchmarks.traces.record import Quiet
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import prepare
+from jaxinfer.engine.executor import Executor
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch
+from jaxinfer.llm import LLM
+from jaxinfer.loading import load_model
+from jaxinfer.models.model import Model
+from jaxinfer.models.registry import family_for
+from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.types import SamplingParams
+from jaxinfer.weights import init_params
+
+KINDS = ("auto", "int8", "fp8")
+CHUNK, PAGE = 256, 64
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options, quiet = parse(arguments), Quiet()
+    model = random_llama(options.dtype) if options.model == "random-125m" else load_model(options.model, options.dtype)
+    for rows in options.rows:
+        for line in costs(model, rows, options.contexts, options.rounds):
+            print(line, flush=True)
+    if options.text is not None:
+        for line in likelihoods(model, options.text.read_text(encoding="utf-8"), options.windows):
+            print(line, flush=True)
+    print(f"other programs used {quiet.others(len(machine.usable_cores())):.0%} of the machine")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="random-125m", help='"random-125m", "demo" or a folder')
+    add("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="the model's (default bfloat16)")
+    add("--rows", type=int, nargs="*", default=[1, 8], help="sequences that decode together (default 1 8)")
+    add("--contexts", type=int, nargs="+", default=[512, 2048], help="tokens of each, multiples of 256")
+    add("--rounds", type=int, default=15, help="turns of each program (default 15)")
+    add("--text", type=pathlib.Path, help="a text of which log probabilities are taken (default: none)")
+    add("--windows", type=int, default=16, help="of 1000 tokens of it (default 16)")
+    return parser.parse_args(arguments)
+
+
+def random_llama(dtype: str) -> Model:
+    family = family_for(LLAMA_125M)
+    config = family.config(LLAMA_125M)
+    params = init_params(family.param_specs(config), 0, dtype)
+    return Model(family.module(config), params, config, family, name="random-125m")
+
+
+# ---- steps
+
+
+def costs(model: Model, rows: int, contexts: Sequence[int], rounds: int) -> list[str]:
+    """A line for each context and program: milliseconds, and how much more than with the model's dtype."""
+    width = -(-max(contexts) // PAGE)
+    executors = [executor(model, rows, width, kind) for kind in KINDS]
+    tables = np.arange(rows * width, dtype=np.int32).reshape(1, rows, width)
+    lines = []
+    for context in contexts:
+        for name, call in (("decode", decode(tables, context)), ("prefill 256", prefill(tables, context))):
+            times = in_turns(executors, call, rounds)
+            shown = "  ".join(
+                f"{kind} {time * 1e3:.2f} ms ({time / times[0]:.2f})" for kind, time in zip(KINDS, times, strict=True)
+            )
+            lines.append(f"{name}, {rows} rows, {context} keys: {shown}")
+    return lines
+
+
+def executor(model: Model, rows: int, width: int, kind: str) -> Executor:
+    config = EngineConfig(
+        max_num_seqs=rows,
+        max_model_len=width * PAGE,
+        page_size=PAGE,
+        num_pages=rows * width,
+        prefill_sizes=(CHUNK,),
+        max_prefill_rows=1,
+        kv_cache_dtype=kind,
+    )
+    mesh = mesh_for(config)
+    return Executor(*prepare(model, config, jax.default_backend(), mesh), mesh)
+
+
+def decode(tables: np.ndarray, context: int) -> Callable[[Executor], Any]:
+    """One token for each row, the last of its context."""
+    rows = tables.shape[1]
+
+    def call(executor: Executor) -> None:
+        few = executor.turns[0].last_tokens.shape[0]  # a CPU may have more rows than were asked for
+        own = np.resize(tables, (1, few, tables.shape[2]))
+        positions = np.where(np.arange(few) < rows, context - 1, -1).astype(np.int32)
+        executor.decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), own))
+
+    return call
+
+
+def prefill(tables: np.ndarray, context: int) -> Callable[[Executor], Any]:
+    """The last chunk of a prompt of as many tokens."""
+    start, length = np.array([context - CHUNK], np.int32), np.array([CHUNK], np.int32)
+    return lambda executor: executor.prefill(
+        PrefillBatch(np.ones((1, CHUNK), np.int32), start, length, tables[:, :1].copy())
+    )
+
+
+def in_turns(executors: Sequence[Executor], call: Callable[[Executor], Any], rounds: int) -> list[float]:
+    """Median seconds of a call, for each executor."""
+    times: list[list[float]] = [[] for _ in executors]
+    for turn in range(rounds + 1):
+        for own, executor in zip(times, executors, strict=True):
+            begin = time.perf_counter()
+            call(executor)
+            executor.wait()
+            own += [time.perf_counter() - begin] if turn else []
+    return [statistics.median(own) for own in times]
+
+
+# ---- texts
+
+
+def likelihoods(model: Model, text: str, windows: int) -> list[str]:
+    """A line for each dtype: the mean log probability of a text's tokens, and how it differs from the first."""
+    assert model.tokenizer is not None
+    bos, *ids = model.tokenizer.encode(text)
+    prompts = [[bos, *ids[start : start + 1000]] for start in range(0, 1000 * windows, 1000)]
+    settings: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "prefill_sizes": (CHUNK,)}
+    lines, exact = [], np.zeros(0)
+    for kind in KINDS:
+        llm = LLM(model, kv_cache_dtype=kind, show_progress=False, **settings)
+        found = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+        told = [zip((output.prompt_logprobs or [])[1:], output.prompt_token_ids[1:], strict=True) for output in found]
+        logprobs = np.array([where[token].logprob for each in told for where, token in each if where is not None])
+        exact = exact if exact.size else logprobs
+        off = logprobs - exact
+        lines.append(
+            f"{kind}: mean log probability of {off.size} tokens {logprobs.mean():.5f}, {off.mean():+.5f} "
+            f"(standard error {off.std() / off.size**0.5:.5f}), one token {np.abs(off).mean():.4f} on average"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

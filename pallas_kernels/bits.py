@@ -1,0 +1,29 @@
+"""Pools of float8 as bytes: what is uint8 holds the bits of float8_e4m3fn.
+
+XLA:CPU widens float8 for all but conversions: to write one token into a pool, it would convert the whole pool and back.
+Bytes it moves as they are. So a CPU's pools are bytes, and the plain-XLA paths take them; kernels want float8 itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+
+def meant(dtype: Any) -> jnp.dtype:
+    """The dtype of the numbers that an array of ``dtype`` holds."""
+    return jnp.dtype(jnp.float8_e4m3fn if jnp.dtype(dtype) == jnp.uint8 else dtype)
+
+
+def numbers(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+    """The numbers that ``x`` holds, in the dtype that is meant."""
+    return lax.bitcast_convert_type(x, meant(x.dtype)) if x.dtype == jnp.uint8 else x
+
+
+def held(x: Num[Array, "*shape"], dtype: Any) -> jax.Array:
+    """Numbers in the dtype that is meant, as an array of ``dtype`` holds them: the inverse of `numbers`."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if jnp.dtype(dtype) == jnp.uint8 else x
