@@ -19,6 +19,7 @@ STOREY = {
     "v1": 0,  # generated from protos/
     "internal": 0,
     "oip": 0,
+    "gguf": 0,
     "client": 1,
     "config": 1,
     "validate": 1,
@@ -67,6 +68,7 @@ THIRD_PARTY = {
     "client": WIRE,
     "config": set[str](),
     "validate": set[str](),
+    "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
@@ -75,6 +77,7 @@ NO_JAX = (
     "jaxinfer.types",
     "jaxinfer.config",
     "jaxinfer.validate",
+    "jaxinfer.gguf",
     "jaxinfer.planner",
     "jaxinfer.bench",
     "jaxinfer.text",
@@ -177,7 +180,7 @@ def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
 
 def _refusal(room: str, imported: str) -> str | None:
     if room == "text":
-        return None if imported in {"types", "validate"} else "text imports types and validate only"
+        return None if imported in {"types", "validate", "gguf"} else "text imports types, validate and gguf only"
     if imported == "text":
         return None if STOREY[room] > ENGINE else "engine and below speak token ids, text is the front end's"
     if imported not in STOREY or STOREY[imported] < STOREY[room]:

@@ -19,8 +19,7 @@ from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.serve.tracing import Tracing
-from jaxinfer.text.chat_template import ChatTemplate
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.load import load_template, load_tokenizer
 
 _CUT_SECONDS = 1.0
 """For streams that were ended to tell their clients so."""
@@ -191,8 +190,8 @@ class Server:
         """Make the front end when it is known what is served. It outlives the engine's restarts."""
         config, card = self.config, await self._supervisor.until_ready()
         folder = pathlib.Path(self._supervisor.folder)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
-        template = await asyncio.to_thread(ChatTemplate.load, folder)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        template = await asyncio.to_thread(load_template, folder)
         frontend = Frontend(
             self._supervisor.backend,
             card,

@@ -2,6 +2,7 @@
 
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.load import load_template, load_tokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.stop import Emitted, StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
@@ -14,4 +15,6 @@ __all__ = [
     "TemplateError",
     "Tokenizer",
     "TokenizerError",
+    "load_template",
+    "load_tokenizer",
 ]

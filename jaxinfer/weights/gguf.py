@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import mmap
-import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxinfer.gguf import GgufError, GgufTensor, Header, Metadata
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf_config import Described, config_json
-from jaxinfer.weights.gguf_format import GgufTensor, Metadata, parse
 from jaxinfer.weights.gguf_names import Target, targets
 from jaxinfer.weights.gguf_parts import layout_of, numbers, part_of
 from jaxinfer.weights.safetensors import TensorInfo
@@ -45,9 +44,7 @@ _DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 
 
 class GgufFile:
-    """A mapped GGUF file that passed every check.
-
-    The mapping lives as long as the object or any array read from it. The file must not shrink meanwhile.
+    """The tensors of one GGUF file.
 
     Attributes:
         path: where the file is.
@@ -59,10 +56,11 @@ class GgufFile:
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-        self._map = _mapped(path)
-        self.metadata, tensors = parse(path, self._map)
-        self.tensors: Mapping[str, GgufTensor] = MappingProxyType(tensors)
+        try:
+            header = Header(path)
+        except GgufError as error:
+            raise CheckpointError(str(error)) from error
+        self.path, self.metadata, self.tensors, self._map = path, header.metadata, header.tensors, header.data
 
     def read(self, name: str, matrix: int | None = None) -> np.ndarray:
         """The tensor, or one matrix of a stack, as a read-only view: numbers, or uint8 [*out, blocks, bytes]."""
@@ -101,19 +99,6 @@ class GgufFile:
         # only a hint: a file system that does not know it reads well without
         with contextlib.suppress(OSError):
             self._map.madvise(getattr(mmap, advice), begin, start + nbytes - begin)
-
-
-def _mapped(path: pathlib.Path) -> mmap.mmap:
-    # is_file first: opening a pipe would wait for ever
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist or is not a file")
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                raise CheckpointError(f"{path} is not a valid GGUF file: it is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 class GgufCheckpoint:
@@ -195,19 +180,26 @@ def open_gguf(path: pathlib.Path) -> GgufCheckpoint:
         CheckpointError: a file is missing or damaged, its model is of an unknown architecture, or its metadata lacks
             what the model cannot do without.
     """
+    try:
+        return GgufCheckpoint(_files(path))
+    except GgufError as error:  # of an array of the metadata, which is read only now
+        raise CheckpointError(str(error)) from error
+
+
+def _files(path: pathlib.Path) -> list[GgufFile]:
     first = GgufFile(path)
     count = first.metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= MAX_FILES:
         raise CheckpointError(f"{path} says that it is one of {quoted(str(count))} files")
     if count <= 1:
-        return GgufCheckpoint([first])
+        return [first]
     found = _PART.fullmatch(path.name)
     if found is None or found[2] != "00001" or int(found[3]) != count:
         raise CheckpointError(
             f"{path} is one of {count} files: pass the first, whose name ends in -00001-of-{count:05d}.gguf"
         )
     rest = [path.with_name(f"{found[1]}-{index:05d}-of-{count:05d}.gguf") for index in range(2, count + 1)]
-    return GgufCheckpoint([first, *map(GgufFile, rest)])
+    return [first, *map(GgufFile, rest)]
 
 
 def _homes(files: list[GgufFile]) -> dict[str, GgufFile]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer import gguf
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.gguf import GgufFile
 
@@ -37,6 +38,13 @@ def test_leading_dimensions_and_jit(repo: pathlib.Path, kind: str) -> None:
     assert stacked.dtype == jnp.float32
     # XLA may fuse a product and a sum
     np.testing.assert_allclose(stacked, values.reshape(2, 3, 2, -1), rtol=1e-6, atol=1e-6 * np.abs(values).max())
+
+
+def test_files_have_blocks_of_the_same_sizes() -> None:
+    blocks = {kind: size for kind, size in gguf.SIZES.items() if size[0] > 1}
+    assert blocks == {kind: (form.elements, form.bytes) for kind, form in KINDS.items()}
+    assert blocks.keys() == set(gguf.BLOCKS.values())
+    assert gguf.SIZES.keys() - blocks == set(gguf.PLAIN.values())
 
 
 def test_one_bit_is_a_sign() -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.text import TemplateError, Tokenizer, TokenizerError
+from jaxinfer.text import TemplateError, Tokenizer, TokenizerError, load_template, load_tokenizer
 from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_tokenizer
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS
 from jaxinfer.weights.gguf import GgufFile
 from tests.text.build import CORPUS, byte_level, write_folder
 from tests.text.gguf_metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, metadata_of
+from tests.weights.gguf_files import TINY, tiny_tensors, write_gguf
 
 PATH = pathlib.Path("model.gguf")
 TEXTS = [*CORPUS, "", " ", "  two  spaces ", "\n\n\tx\r\n", "it's 1234567 o'clock", "<s>a</s>b", "\x00é\u0301ﬁ"]
@@ -209,3 +210,42 @@ def test_templates() -> None:
 def test_bad_templates(template: object) -> None:
     with pytest.raises(TemplateError):
         gguf_chat_template(PATH, {**pieces(), "tokenizer.chat_template": template})
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_file_as_a_folder(tmp_path: pathlib.Path) -> None:
+    metadata = {**TINY, "tokenizer.chat_template": "{{ bos_token }}!"}
+    path = write_gguf(tmp_path / "model.gguf", metadata, tiny_tensors())
+    assert load_tokenizer(path).encode("ab") == [1, 6, 5]
+    template = load_template(path)
+    assert template is not None
+    assert template.render([]) == "<s>!"
+
+
+def test_a_folder_as_before(tmp_path: pathlib.Path) -> None:
+    folder = write_folder(tmp_path, byte_level())
+    assert load_tokenizer(folder).encode("ab") == Tokenizer.load(folder).encode("ab")
+    assert load_template(folder) is None
+
+
+def test_files_that_are_none(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGML and more")
+    with pytest.raises(TokenizerError, match="does not begin with GGUF"):
+        load_tokenizer(path)
+    with pytest.raises(TemplateError, match="does not begin with GGUF"):
+        load_template(path)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.tokens", "tokenizer.ggml.scores"])
+def test_texts_that_are_none(tmp_path: pathlib.Path, key: str) -> None:
+    """They are read when they are asked for."""
+    path = write_gguf(tmp_path / "model.gguf", {**TINY, key: [b"\xff"], "tokenizer.chat_template": "x"}, tiny_tensors())
+    with pytest.raises(TokenizerError, match="is not UTF-8 text"):
+        load_tokenizer(path)
+    if key.endswith("tokens"):
+        with pytest.raises(TemplateError, match="is not UTF-8 text"):
+            load_template(path)

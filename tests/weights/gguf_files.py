@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.weights.gguf_format import BLOCKS, PLAIN
+from jaxinfer.gguf import BLOCKS, PLAIN
 
 NUMBERS = {name: number for number, name in (*PLAIN.items(), *BLOCKS.items())}
 _SIMPLE = {"F32": np.float32, "F16": np.float16}

@@ -3,6 +3,8 @@
 A file is a magic, a version, two counts, key-value pairs, one entry for each tensor, and the data, which is aligned
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Everything is little-endian. Whatever a file claims is
 compared with its size before anything is made of it; arrays stay in the file until somebody asks for them.
+
+This module knows neither models nor jax: the front end reads its tokenizer with it, the engine its weights.
 """
 
 from __future__ import annotations
@@ -10,14 +12,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import os
 import pathlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
-
-from jaxinfer.quant.ggml import KINDS
-from jaxinfer.weights.errors import CheckpointError, quoted
 
 Scalar = int | float | bool | str
 Value = Scalar | list[Scalar]
@@ -32,6 +32,7 @@ MAX_STRINGS = 1 << 23  # of all arrays: the largest vocabularies have 262,144 to
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMENSIONS = 4
 _MAX_EXTENT = 1 << 62
+_SHOWN = 120  # characters of a name
 
 _STRING, _ARRAY = 8, 9
 _SCALARS: Mapping[int, struct.Struct] = MappingProxyType(
@@ -92,30 +93,57 @@ _UNREAD: Mapping[int, str] = MappingProxyType(
         29: "IQ1_M",
     }
 )
-_BYTES: Mapping[str, int] = MappingProxyType(
-    {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I16": 2, "I32": 4, "I64": 8}
+# Numbers and bytes of a block; a plain number is a block of its own.
+SIZES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "F32": (1, 4),
+        "F16": (1, 2),
+        "BF16": (1, 2),
+        "F64": (1, 8),
+        "I8": (1, 1),
+        "I16": (1, 2),
+        "I32": (1, 4),
+        "I64": (1, 8),
+        "Q1_0": (128, 18),
+        "Q2_0": (64, 18),
+        "Q4_0": (32, 18),
+        "Q4_1": (32, 20),
+        "Q5_0": (32, 22),
+        "Q5_1": (32, 24),
+        "Q8_0": (32, 34),
+        "Q2_K": (256, 84),
+        "Q3_K": (256, 110),
+        "Q4_K": (256, 144),
+        "Q5_K": (256, 176),
+        "Q6_K": (256, 210),
+        "IQ4_NL": (32, 18),
+        "IQ4_XS": (256, 136),
+        "MXFP4": (32, 17),
+        "NVFP4": (64, 36),
+        "TQ1_0": (256, 54),
+        "TQ2_0": (256, 66),
+    }
 )
 
 
-class FormatError(ValueError):
+class GgufError(ValueError):
+    """A file that cannot be read. The message is one sentence for a person."""
+
+
+class _FormatError(ValueError):
     """What is wrong with a file, without its name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
     """One checked tensor: ``shape`` is [out, in] as elsewhere, the reverse of ggml's; ``start`` counts from the file's
-    beginning. ``kind`` is a name of `ggml.KINDS`, or that of plain numbers ("F16")."""
+    beginning. ``kind`` is a key of `SIZES`."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     start: int
     nbytes: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Of the innermost dimension: a row is never cut within a block."""
-        return size_of(self.kind, self.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +159,7 @@ class Metadata(Mapping[str, Any]):
     """The key-value pairs. Arrays are read anew at each access, as lists.
 
     Raises:
-        CheckpointError: (at an access) an array is too long, or one of its strings is too long or not UTF-8.
+        GgufError: (at an access) an array is too long, or one of its strings is too long or not UTF-8.
     """
 
     def __init__(self, path: pathlib.Path, data: mmap.mmap, entries: Mapping[str, Scalar | _Array]) -> None:
@@ -145,8 +173,8 @@ class Metadata(Mapping[str, Any]):
             return entry
         try:
             return _read_array(self._data, entry, f"the value of {quoted(key)}")
-        except FormatError as error:
-            raise CheckpointError(f"{self.path} is not a valid GGUF file: {error}") from None
+        except _FormatError as error:
+            raise GgufError(f"{self.path} is not a valid GGUF file: {error}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -160,24 +188,48 @@ class Metadata(Mapping[str, Any]):
         return entry.count if isinstance(entry, _Array) else None
 
 
-def size_of(kind: str, elements: int) -> int:
-    """Bytes of so many numbers, which must fill whole blocks."""
-    if kind in _BYTES:
-        return elements * _BYTES[kind]
-    return elements // KINDS[kind].elements * KINDS[kind].bytes
+class Header:
+    """What a mapped GGUF file says of itself, after every check.
 
+    The mapping lives as long as the object or any array made of it. The file must not shrink meanwhile.
 
-def parse(path: pathlib.Path, data: mmap.mmap) -> tuple[Metadata, dict[str, GgufTensor]]:
-    """All that a mapped file says, checked against its size.
+    Attributes:
+        path: where the file is.
+        data: all of it.
+        metadata: its key-value pairs.
+        tensors: what it holds, by ggml's names.
 
     Raises:
-        CheckpointError: it is truncated, contradicts itself or goes beyond the limits of this module.
+        GgufError: the file is missing, truncated, contradicts itself or goes beyond the limits of this module.
     """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self.data = _mapped(path)
+        try:
+            entries, tensors = _parse(_Cursor(self.data))
+        except _FormatError as error:
+            raise GgufError(f"{path} is not a valid GGUF file: {error}") from None
+        self.metadata = Metadata(path, self.data, entries)
+        self.tensors: Mapping[str, GgufTensor] = MappingProxyType(tensors)
+
+
+def quoted(name: str) -> str:
+    """A name out of an untrusted file, fit for a message."""
+    return repr(name if len(name) <= _SHOWN else name[:_SHOWN] + "...")
+
+
+def _mapped(path: pathlib.Path) -> mmap.mmap:
+    # is_file first: opening a pipe would wait for ever
+    if not path.is_file():
+        raise GgufError(f"{path} does not exist or is not a file")
     try:
-        entries, tensors = _parse(_Cursor(data))
-    except FormatError as error:
-        raise CheckpointError(f"{path} is not a valid GGUF file: {error}") from None
-    return Metadata(path, data, entries), tensors
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise GgufError(f"{path} is not a valid GGUF file: it is empty")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise GgufError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar | _Array], dict[str, GgufTensor]]:
@@ -186,14 +238,14 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar | _Array], dict[str, GgufT
     for _ in range(key_count):
         key = cursor.name("a key")
         if key in entries:
-            raise FormatError(f"it has the key {quoted(key)} twice")
+            raise _FormatError(f"it has the key {quoted(key)} twice")
         entries[key] = cursor.value(key)
     alignment = _alignment(entries.get("general.alignment", 32))
     tensors: dict[str, GgufTensor] = {}
     for _ in range(tensor_count):
         info = _tensor_entry(cursor)
         if info.name in tensors:
-            raise FormatError(f"it has two tensors of the name {quoted(info.name)}")
+            raise _FormatError(f"it has two tensors of the name {quoted(info.name)}")
         tensors[info.name] = info
     start = cursor.at + -cursor.at % alignment
     _check_places(tensors.values(), start, alignment, len(cursor.data))
@@ -212,7 +264,7 @@ class _Cursor:
         """Moves over ``count`` bytes and gives where they begin."""
         start = self.at
         if count > len(self.data) - start:
-            raise FormatError(f"it ends within {what}: is it truncated?")
+            raise _FormatError(f"it ends within {what}: is it truncated?")
         self.at = start + count
         return start
 
@@ -229,7 +281,7 @@ class _Cursor:
     def text(self, what: str, limit: int) -> str:
         length = self.uint64(what)
         if length > limit:
-            raise FormatError(f"{what} claims {length} bytes, more than the allowed {limit}")
+            raise _FormatError(f"{what} claims {length} bytes, more than the allowed {limit}")
         start = self.take(length, what)
         return _decoded(self.data[start : self.at], what)
 
@@ -244,16 +296,16 @@ class _Cursor:
         if kind == _ARRAY:
             return self._array(what)
         if kind not in _SCALARS:
-            raise FormatError(f"{what} has the unknown type {kind}")
+            raise _FormatError(f"{what} has the unknown type {kind}")
         value = self.scalar(_SCALARS[kind], what)
         return bool(value) if kind == _BOOL else value
 
     def _array(self, what: str) -> _Array:
         kind, count = self.uint32(what), self.uint64(what)
         if kind == _ARRAY:
-            raise FormatError(f"{what} is an array of arrays, which is not supported")
+            raise _FormatError(f"{what} is an array of arrays, which is not supported")
         if kind != _STRING and kind not in _SCALARS:
-            raise FormatError(f"{what} is an array of the unknown type {kind}")
+            raise _FormatError(f"{what} is an array of the unknown type {kind}")
         found = _Array(kind, count, self.at)
         if kind == _STRING:
             self._skip_strings(count, what)
@@ -264,14 +316,14 @@ class _Cursor:
     def _skip_strings(self, count: int, what: str) -> None:
         self.strings += count
         if self.strings > MAX_STRINGS:
-            raise FormatError(f"{what} claims {count} strings: all arrays together may have {MAX_STRINGS}")
+            raise _FormatError(f"{what} claims {count} strings: all arrays together may have {MAX_STRINGS}")
         # a string has 8 bytes at least: refused here, the loop below is as long as the file allows
         if count * _LENGTH.size > len(self.data) - self.at:
-            raise FormatError(f"it ends within {what}: is it truncated?")
+            raise _FormatError(f"it ends within {what}: is it truncated?")
         at, end, unpack = self.at, len(self.data) - _LENGTH.size, _LENGTH.unpack_from
         for _ in range(count):
             if at > end:
-                raise FormatError(f"it ends within {what}: is it truncated?")
+                raise _FormatError(f"it ends within {what}: is it truncated?")
             at += _LENGTH.size + unpack(self.data, at)[0]
         self.at = at
         self.take(0, what)
@@ -281,12 +333,12 @@ def _decoded(raw: bytes, what: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise FormatError(f"{what} is not UTF-8 text") from None
+        raise _FormatError(f"{what} is not UTF-8 text") from None
 
 
 def _read_array(data: mmap.mmap, array: _Array, what: str) -> list[Scalar]:
     if array.count > MAX_STRINGS:
-        raise FormatError(f"{what} has {array.count} elements, more than the allowed {MAX_STRINGS}")
+        raise _FormatError(f"{what} has {array.count} elements, more than the allowed {MAX_STRINGS}")
     if array.kind == _STRING:
         return list(_strings(data, array, what))
     form = _SCALARS[array.kind]
@@ -300,7 +352,7 @@ def _strings(data: mmap.mmap, array: _Array, what: str) -> Iterator[str]:
     for _ in range(array.count):
         length = _LENGTH.unpack_from(data, at)[0]
         if length > MAX_STRING_BYTES:
-            raise FormatError(f"{what} has a string of {length} bytes, more than the allowed {MAX_STRING_BYTES}")
+            raise _FormatError(f"{what} has a string of {length} bytes, more than the allowed {MAX_STRING_BYTES}")
         at += _LENGTH.size
         yield _decoded(data[at : at + length], what)
         at += length
@@ -309,23 +361,23 @@ def _strings(data: mmap.mmap, array: _Array, what: str) -> Iterator[str]:
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     start = cursor.take(len(MAGIC), "its first bytes")
     if cursor.data[start : cursor.at] != MAGIC:
-        raise FormatError("it does not begin with GGUF")
+        raise _FormatError("it does not begin with GGUF")
     version = cursor.uint32("its version")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-        raise FormatError("it is big-endian" if swapped else f"its version {version} is not 2 or 3")
+        raise _FormatError("it is big-endian" if swapped else f"its version {version} is not 2 or 3")
     tensors, keys = cursor.uint64("its count of tensors"), cursor.uint64("its count of keys")
     if tensors > MAX_TENSORS:
-        raise FormatError(f"it claims {tensors} tensors, more than the allowed {MAX_TENSORS}")
+        raise _FormatError(f"it claims {tensors} tensors, more than the allowed {MAX_TENSORS}")
     if keys > MAX_KEYS:
-        raise FormatError(f"it claims {keys} keys, more than the allowed {MAX_KEYS}")
+        raise _FormatError(f"it claims {keys} keys, more than the allowed {MAX_KEYS}")
     return tensors, keys
 
 
 def _alignment(value: object) -> int:
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
         shown = "an array" if isinstance(value, _Array) else quoted(str(value))
-        raise FormatError(f"general.alignment is {shown}, not a power of two up to {MAX_ALIGNMENT}")
+        raise _FormatError(f"general.alignment is {shown}, not a power of two up to {MAX_ALIGNMENT}")
     return value
 
 
@@ -335,14 +387,15 @@ def _tensor_entry(cursor: _Cursor) -> GgufTensor:
     what = f"tensor {quoted(name)}"
     dimensions = cursor.uint32(what)
     if not 0 < dimensions <= MAX_DIMENSIONS:
-        raise FormatError(f"{what} has {dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
+        raise _FormatError(f"{what} has {dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
     shape = tuple(reversed([cursor.uint64(what) for _ in range(dimensions)]))
     kind, offset = _kind(cursor.uint32(what), what), cursor.uint64(what)
     if not all(shape) or math.prod(shape) > _MAX_EXTENT or offset > _MAX_EXTENT:
-        raise FormatError(f"{what} has a shape or an offset that no file could have")
-    if kind in KINDS and shape[-1] % KINDS[kind].elements:
-        raise FormatError(f"{what} has rows of {shape[-1]}, which are no whole blocks of {kind}")
-    return GgufTensor(name, kind, shape, offset, size_of(kind, math.prod(shape)))
+        raise _FormatError(f"{what} has a shape or an offset that no file could have")
+    elements, size = SIZES[kind]
+    if shape[-1] % elements:
+        raise _FormatError(f"{what} has rows of {shape[-1]}, which are no whole blocks of {kind}")
+    return GgufTensor(name, kind, shape, offset, math.prod(shape) // elements * size)
 
 
 def _kind(number: int, what: str) -> str:
@@ -350,7 +403,7 @@ def _kind(number: int, what: str) -> str:
     if kind is None:
         stored = _UNREAD.get(number, f"the unknown type {number}")
         known = ", ".join(sorted([*PLAIN.values(), *BLOCKS.values()]))
-        raise FormatError(f"{what} is stored as {stored}, which is not supported (known: {known})")
+        raise _FormatError(f"{what} is stored as {stored}, which is not supported (known: {known})")
     return kind
 
 
@@ -360,10 +413,10 @@ def _check_places(infos: Iterable[GgufTensor], start: int, alignment: int, size:
     for info in sorted(infos, key=lambda info: (info.start, info.nbytes)):
         what = f"tensor {quoted(info.name)}"
         if info.start % alignment:
-            raise FormatError(f"{what} does not begin at a multiple of {alignment}")
+            raise _FormatError(f"{what} does not begin at a multiple of {alignment}")
         if start + info.start + info.nbytes > size:
             end = start + info.start + info.nbytes
-            raise FormatError(f"{what} ends at byte {end} of a file of {size}: is it truncated?")
+            raise _FormatError(f"{what} ends at byte {end} of a file of {size}: is it truncated?")
         if info.start < reached:
-            raise FormatError(f"{what} overlaps tensor {quoted(previous)}")
+            raise _FormatError(f"{what} overlaps tensor {quoted(previous)}")
         reached, previous = info.start + info.nbytes, info.name

@@ -1,0 +1,43 @@
+"""Tokenizer and chat templates of a model, wherever it lies: in a Hugging Face folder, or in a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxinfer.gguf import GgufError, Header, Metadata
+from jaxinfer.text.chat_template import ChatTemplate, TemplateError
+from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
+from jaxinfer.text.pieces import TokenizerError
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """See `Tokenizer.load` for a folder, `gguf_tokenizer` for a file.
+
+    Raises:
+        TokenizerError: there is none, or it cannot be read or understood.
+    """
+    if not path.is_file():
+        return Tokenizer.load(path)
+    return gguf_tokenizer(path, _metadata(path, TokenizerError))
+
+
+def load_template(path: Path) -> ChatTemplate | None:
+    """See `ChatTemplate.load` for a folder, `gguf_chat_template` for a file.
+
+    Raises:
+        TemplateError: a file cannot be read, or its template is not valid.
+    """
+    if not path.is_file():
+        return ChatTemplate.load(path)
+    try:
+        return gguf_chat_template(path, _metadata(path, TemplateError))
+    except TokenizerError as cause:
+        raise TemplateError(str(cause)) from cause
+
+
+def _metadata(path: Path, error: type[ValueError]) -> Metadata:
+    try:
+        return Header(path).metadata
+    except GgufError as cause:
+        raise error(str(cause)) from cause
