@@ -1,0 +1,18 @@
+"""Inputs rounded to 8 bits on several devices: a token has the scale that it has on one."""
+
+import pathlib
+
+from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.quant.layouts import Grouped
+from tests.parallel.devices.test_tensor import model_of, same_logits
+from tests.quant.models import stored_and_plain
+
+FP8 = "float8_e4m3fn"
+
+
+def test_one_scale_for_a_token(tmp_path: pathlib.Path) -> None:
+    def choose(name: str, inputs: int) -> Grouped:
+        del name
+        return Grouped(FP8, inputs, activations=FP8)
+
+    same_logits(stored_and_plain(model_of(intermediate_size=64), tmp_path, choose)[0], make_mesh(2))
