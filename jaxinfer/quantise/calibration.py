@@ -8,7 +8,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.quant.make.recipe import RecipeError
 from jaxinfer.quant.observe import InputStatistics, Observed, Orientation
-from jaxinfer.text import Tokenizer
 from jaxinfer.weights.tree import Path
 
 _MOST_BYTES = 1 << 28  # of a calibration file
@@ -42,7 +41,14 @@ class Calibration:
             yield slice(first, first + self.batch)
 
 
-def read_calibration(path: pathlib.Path, tokenizer: Tokenizer, samples: int = 128, length: int = 512) -> Calibration:
+@runtime_checkable
+class Encoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+def read_calibration(path: pathlib.Path, tokenizer: Encoder, samples: int = 128, length: int = 512) -> Calibration:
     """Samples of ``length`` tokens, evenly spread over a text; fewer than ``samples`` where it has no more.
 
     Args:

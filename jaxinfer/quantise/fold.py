@@ -93,7 +93,7 @@ class Folder:
     def _best(
         self,
         magnitude: Vector,
-        matrices: list[tuple[Float[np.ndarray, "out k"], InputStatistics]],
+        matrices: list[tuple[Float[np.ndarray, "_ _"], InputStatistics]],
         spread: Callable[[np.ndarray], np.ndarray],
     ) -> Vector:
         """The scales with the least loss over all matrices; ``spread`` turns them into those of inputs."""
@@ -142,7 +142,7 @@ class Folder:
     def _width(self, path: Path) -> int:
         return int(self.statistics[path].largest.shape[-1])
 
-    def _matrices(self, path: Path) -> Iterator[tuple[Float[np.ndarray, "out k"], InputStatistics]]:
+    def _matrices(self, path: Path) -> Iterator[tuple[Float[np.ndarray, "_ _"], InputStatistics]]:
         """The weight as [out, in]: of each expert where there are several."""
         value, seen = self.layer.values[path], self.statistics[path]
         if self._inputs_first(path):

@@ -1,0 +1,156 @@
+"""Whole models: quantised, written, loaded again; interrupted; refused."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import load_model
+from jaxinfer.quant.make import IntegerGrid, integers
+from jaxinfer.quantise import Recipe, RecipeError, quantise
+from jaxinfer.weights import CheckpointError
+from jaxinfer.weights.checkpoint import open_checkpoint
+from jaxinfer.weights.files import open_files
+from jaxinfer.weights.formats import quantised_weights
+from tests.quantise.models import folder_of, samples
+
+
+def logits(folder: pathlib.Path) -> np.ndarray:
+    model = load_model(str(folder), "float32", show_progress=False)
+    return np.asarray(jax.jit(model.apply)(model.params, jnp.asarray(samples(2, 24, seed=9).tokens)))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return folder_of("qwen2-bias", tmp_path_factory.mktemp("source"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "most"),
+    [
+        (Recipe("int8"), 0.02),
+        (Recipe("smoothquant"), 0.06),
+        (Recipe("gptq", bits=8, group_size=32, act_order=True), 0.02),
+        (Recipe("awq", group_size=16), 0.5),
+        (Recipe("nf4"), 0.5),
+    ],
+    ids=lambda value: getattr(value, "method", ""),
+)
+def test_it_is_loaded_and_near_the_source(recipe: Recipe, most: float, source: pathlib.Path, tmp_path: pathlib.Path):
+    quantise(str(source), tmp_path / "made", recipe, samples())
+    expected, found = logits(source), logits(tmp_path / "made")
+    error = np.sqrt(((found - expected) ** 2).mean()) / expected.std()
+    assert 0 < error < most
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert {path.name for path in (tmp_path / "made").iterdir()} == {
+        *(f"model-0000{index}-of-00003.safetensors" for index in (1, 2, 3)),
+        *("config.json", "model.safetensors.index.json", "tokenizer.json"),
+    }
+    assert not (tmp_path / "made.unfinished").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe-hub", "phi3-partial-hub", "falcon-40b-hub", "deepseek_v3-hub"])
+def test_families_whose_tensors_lie_otherwise(name: str, tmp_path: pathlib.Path):
+    """Experts, tensors that fill several parameters, queries of groups, latents: each weight is its own rounded one."""
+    folder = folder_of(name, tmp_path / "source")
+    quantise(str(folder), tmp_path / "made", Recipe("int8"))
+    plain = open_checkpoint(folder)
+    read, _ = quantised_weights(open_checkpoint(tmp_path / "made"), open_files(tmp_path / "made").config_json)
+    assert len(read) >= 8
+    for weight, stored in read.items():
+        expected = integers(jnp.asarray(plain.read(weight)), IntegerGrid(8, 0)).dequantise()
+        assert np.array_equal(stored.dense(), np.asarray(expected)), weight
+    expected, found = logits(folder), logits(tmp_path / "made")
+    # where a router is nearly undecided, a token goes to another expert
+    assert np.sqrt(((found - expected) ** 2).mean()) < 0.1 * expected.std()
+    config = open_files(tmp_path / "made").config_json["quantization_config"]
+    dense = {module for module in config["ignore"] if module != "lm_head"}
+    linear = {n.removesuffix(".weight") for n, info in plain.tensors.items() if len(info.shape) == 2 and "layers" in n}
+    quantised = {n.removesuffix(".weight") for n in read}
+    assert not dense & quantised
+    assert {module for module in linear if "norm" not in module} <= dense | quantised
+
+
+def test_gptq_is_nearer_than_rounding(source: pathlib.Path, tmp_path: pathlib.Path):
+    expected, errors = logits(source), {}
+    for method in ("int4", "gptq", "awq"):
+        recipe = Recipe(method, group_size=32, symmetric=False, weight_format="compressed-tensors")
+        quantise(str(source), tmp_path / method, recipe, samples(16, 64))
+        errors[method] = float(((logits(tmp_path / method) - expected) ** 2).mean())
+    assert errors["gptq"] < errors["int4"]
+    assert errors["awq"] < errors["int4"]
+
+
+@pytest.mark.parametrize("recipe", [Recipe("gptq", group_size=32), Recipe("int8")], ids=["gptq", "int8"])
+def test_an_interrupted_run_goes_on(recipe: Recipe, source: pathlib.Path, tmp_path: pathlib.Path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    quantise(str(source), whole, recipe, samples())
+    done: list[int] = []
+
+    def stop(count: int, total: int, name: str) -> None:
+        done.append(count)
+        if len(done) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantise(str(source), resumed, recipe, samples(), progress=stop)
+    assert not resumed.exists()
+    quantise(str(source), resumed, recipe, samples(), progress=stop)
+    assert done == [1, 2]  # the first layer was not made again
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in resumed.iterdir())
+    assert all((whole / name).read_bytes() == (resumed / name).read_bytes() for name in names)
+
+
+def test_what_another_run_left_is_not_used(source: pathlib.Path, tmp_path: pathlib.Path):
+    def stop(count: int, total: int, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantise(str(source), tmp_path / "made", Recipe("int8"), progress=stop)
+    done: list[int] = []
+    quantise(str(source), tmp_path / "made", Recipe("fp8"), progress=lambda count, total, name: done.append(count))
+    assert done == [1, 2]
+    assert open_files(tmp_path / "made").config_json["quantization_config"]["format"] == "float-quantized"
+
+
+def test_experts_without_tokens_are_rounded(tmp_path: pathlib.Path):
+    folder = folder_of("qwen2_moe-hub", tmp_path / "source")
+    said: list[str] = []
+    recipe = Recipe("gptq", group_size=20, weight_format="compressed-tensors")
+    quantise(str(folder), tmp_path / "made", recipe, samples(1, 10), tell=said.append)
+    assert any("experts" in sentence and "is rounded to nearest: of the samples only" in sentence for sentence in said)
+    assert np.isfinite(logits(tmp_path / "made")).all()
+
+
+def test_memory_does_not_grow_with_the_layers(tmp_path: pathlib.Path):
+    folder = folder_of("qwen2-layer-types", tmp_path / "source")
+    held: list[int] = []
+
+    def measure(count: int, total: int, name: str) -> None:
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+
+    quantise(str(folder), tmp_path / "made", Recipe("gptq", group_size=16), samples(), progress=measure)
+    assert len(held) == 3
+    assert held[2] <= held[1]
+
+
+def test_what_cannot_be_done_is_refused(source: pathlib.Path, tmp_path: pathlib.Path):
+    with pytest.raises(RecipeError, match="gptq needs sample text"):
+        quantise(str(source), tmp_path / "made", Recipe("gptq"))
+    quantise(str(source), tmp_path / "made", Recipe("int8"))
+    with pytest.raises(CheckpointError, match="exists already"):
+        quantise(str(source), tmp_path / "made", Recipe("int8"))
+    with pytest.raises(CheckpointError, match="is quantised already"):
+        quantise(str(tmp_path / "made"), tmp_path / "again", Recipe("int8"))
+    gemma = folder_of("gemma2-window", tmp_path / "gemma")
+    with pytest.raises(RecipeError, match="is not known of Gemma"):
+        quantise(str(gemma), tmp_path / "again", Recipe("awq", group_size=16), samples())
+    (tmp_path / "mine.unfinished").mkdir()
+    (tmp_path / "mine.unfinished" / "notes.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="is in the way"):
+        quantise(str(source), tmp_path / "mine", Recipe("int8"))

@@ -1,0 +1,49 @@
+"""Scales that go into the layer before change nothing that the layer computes."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.quant.make.recipe import Recipe
+from jaxinfer.quantise.calibration import observed, passed
+from jaxinfer.quantise.fold import Folder, can_fold
+from jaxinfer.quantise.layer import LayerWeights
+from jaxinfer.weights.tree import walk
+from tests.quantise.models import samples
+from tests.quantise.test_calibration import first_layer
+
+
+def outputs(model, block, values, hidden) -> np.ndarray:
+    after = hidden.copy()
+    passed(model.module, block, values, after, samples())
+    return after
+
+
+@pytest.mark.parametrize("name", ["qwen2-bias", "qwen2_moe-hub"])
+@pytest.mark.parametrize("method", ["awq", "smoothquant"])
+def test_a_folded_layer_computes_the_same(name: str, method: str, tmp_path: pathlib.Path):
+    model, values, hidden = first_layer(name, tmp_path)
+    hidden *= np.exp(np.random.default_rng(0).normal(size=hidden.shape[-1]))  # some inputs are much larger
+    before = {path: value.copy() for path, value in values.items()}
+    specs = dict(walk(model.family.param_specs(model.config)["layers_0"]))
+    layer = LayerWeights(model.module.block(0, None), specs, values)
+    assert can_fold(layer)
+    paths = tuple(path for path, spec in specs.items() if spec.inputs is not None or path[-1] == "router")
+    expected = outputs(model, layer.block, values, hidden)
+    seen = observed(model.module, layer.block, values, paths, hidden, samples(), gram=True)
+    recipe = Recipe(method, group_size=32)
+    Folder(layer, seen, recipe, recipe.grid("float32")).fold()
+    assert np.abs(outputs(model, layer.block, values, hidden) - expected).max() < 2e-4 * np.abs(expected).max()
+    changed = {"/".join(path) for path, value in values.items() if not np.allclose(value, before[path], rtol=1e-3)}
+    norms = {"attention_norm/scale", "attention/qkv", "mlp_norm/scale", "mlp/gate_up"}
+    assert norms <= changed
+    assert ("mlp/down" in changed) == ("attention/out" in changed) == (method == "awq")
+    again = observed(model.module, layer.block, values, paths, hidden, samples(), gram=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-3, atol=2e-2), seen, again)
+
+
+def test_other_blocks_are_not_folded(tmp_path: pathlib.Path):
+    model, values, _ = first_layer("gemma2-window", tmp_path)
+    assert not can_fold(LayerWeights(model.module.block(0, None), {}, values))
