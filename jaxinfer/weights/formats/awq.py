@@ -57,5 +57,6 @@ def _by_outputs(words: np.ndarray) -> np.ndarray:
     turned = transposed(words).view(np.uint32)
     result = np.empty((turned.shape[0], _PACK, turned.shape[1]), np.uint8)
     for nibble, output in enumerate(_OUTPUT):
-        result[:, output] = (turned >> (_BITS * nibble)) & 0x0F
+        np.right_shift(turned, _BITS * nibble, out=result[:, output], casting="unsafe")
+    np.bitwise_and(result, 0x0F, out=result)
     return result.reshape(-1, turned.shape[1])

@@ -27,10 +27,6 @@ class Columns:
     scale: np.ndarray
     order: np.ndarray | None
 
-    def sorted(self, codes: np.ndarray) -> np.ndarray:
-        """Codes ``[out, in]`` with columns of a group side by side."""
-        return codes if self.order is None else codes[:, self.order]
-
     def scales(self, stored: np.ndarray) -> np.ndarray:
         """Scales or zeros ``[out, groups of the file]`` as ``[out, in / group]``, a copy."""
         return np.ascontiguousarray(stored[:, self.scale])

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxinfer.quant.layouts import Codebook, Grouped
 from jaxinfer.weights.formats import mxfp4
-from jaxinfer.weights.formats.columns import Columns, columns_of
+from jaxinfer.weights.formats.columns import columns_of
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.fp8 import CACHE_SCALES, FP8, block_weight, channel_weight
-from jaxinfer.weights.formats.packing import fields, lowered, nibbles, signed
+from jaxinfer.weights.formats.packing import by_rows, fields, lowered, nibbles, signed
 from jaxinfer.weights.formats.schemes import Scheme, Schemes
 from jaxinfer.weights.formats.tensors import E2M1, FLOATS, POWERS, RawTensors, dtype_name, pieces
 from jaxinfer.weights.stored import StoredWeight
@@ -86,22 +86,20 @@ def _packed(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
         ordered=columns.order is not None,
     )
 
+    def unpacked(words: np.ndarray) -> np.ndarray:
+        return by_rows(words, scheme.bits, inputs, columns.order)
+
     def read_zeros() -> np.ndarray:
         stored = tensors.read(zeros, lambda tensor: fields(tensor.T, scheme.bits)[:, :out].T)
         return columns.scales(lowered(stored, scheme.bits))
 
     parts = {
-        "codes": lambda: tensors.read(codes, lambda tensor: _codes(tensor, scheme.bits, inputs, columns)),
+        "codes": lambda: signed(tensors.read(codes, unpacked), scheme.bits),
         "scales": lambda: columns.scales(tensors.scales(scales, lambda t: np.broadcast_to(t, (out, groups)))),
         "zeros": read_zeros,
         "order": lambda: np.array(columns.order),
     }
     return tensors.stored((out, inputs), layout, parts, (codes, scales))
-
-
-def _codes(words: np.ndarray, bits: int, inputs: int, columns: Columns) -> np.ndarray:
-    stored = fields(words, bits)[:, :inputs]
-    return signed(np.array(columns.sorted(stored)), bits)
 
 
 def _inputs(tensors: RawTensors, module: str, packed: tuple[int, int], each: int) -> int:

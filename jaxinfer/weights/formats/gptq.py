@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxinfer.quant.layouts import Grouped
-from jaxinfer.weights.formats.columns import Columns, columns_of
+from jaxinfer.weights.formats.columns import columns_of
 from jaxinfer.weights.formats.fields import Fields
-from jaxinfer.weights.formats.packing import fields, lowered, signed, transposed
+from jaxinfer.weights.formats.packing import by_rows, fields, lowered, signed, transposed
 from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, dtype_name, pieces
 from jaxinfer.weights.stored import StoredWeight
 
@@ -68,18 +68,12 @@ def _weight(tensors: RawTensors, module: str, bits: int, size: int, symmetric: b
         return columns.scales(tensors.scales(scales, transposed))
 
     parts = {
-        "codes": lambda: tensors.read(codes, lambda tensor: _codes(tensor, bits, columns)),
+        "codes": lambda: signed(tensors.read(codes, lambda t: by_rows(t.T, bits, inputs, columns.order)), bits),
         "scales": read_scales,
         "zeros": read_zeros,
         "order": lambda: np.array(columns.order),
     }
     return tensors.stored((out, inputs), layout, parts, (codes, zeros, scales))
-
-
-def _codes(words: np.ndarray, bits: int, columns: Columns) -> np.ndarray:
-    codes = fields(transposed(words), bits)
-    # in place: 8 bits are a view of the copy that the transposition made
-    return signed(columns.sorted(codes), bits)
 
 
 def _zeros(words: np.ndarray, bits: int, out: int, first: bool) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-_ROWS = 128  # copied at a time by a transposition: two blocks stay in the second-level cache
+_ROWS = 128  # at a time: two blocks of a transposition stay in the second-level cache
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
@@ -13,14 +13,27 @@ def fields(words: np.ndarray, bits: int) -> np.ndarray:
 
     The words of the last axis are one stream of bits: fields of 3 bits may lie across two of them.
     """
-    stream = np.ascontiguousarray(words).view(np.uint8)
+    stream = np.array(words, order="C").view(np.uint8)
     if bits == 8:
         return stream
     lanes, each = (_of_three_bytes(stream), 8) if bits == 3 else (stream, 8 // bits)
     result = np.empty((*lanes.shape, each), np.uint8)
     for index in range(each):
-        result[..., index] = (lanes >> (bits * index)) & ((1 << bits) - 1)
+        np.right_shift(lanes, bits * index, out=result[..., index], casting="unsafe")
+    np.bitwise_and(result, (1 << bits) - 1, out=result)
     return result.reshape(*words.shape[:-1], -1)
+
+
+def by_rows(words: np.ndarray, bits: int, count: int, order: np.ndarray | None = None) -> np.ndarray:
+    """The first ``count`` fields of each row, in another ``order`` if there is one: uint8 ``[rows, count]``.
+
+    A few rows at a time: beside the result nothing of its size is made.
+    """
+    result = np.empty((words.shape[0], count), np.uint8)
+    for row in range(0, words.shape[0], _ROWS):
+        some = fields(words[row : row + _ROWS], bits)[:, :count]
+        result[row : row + _ROWS] = some if order is None else np.take(some, order, axis=1)
+    return result
 
 
 def signed(values: np.ndarray, bits: int) -> np.ndarray:
@@ -39,8 +52,8 @@ def lowered(values: np.ndarray, bits: int) -> np.ndarray:
 def nibbles(stored: np.ndarray, high_first: bool = False) -> np.ndarray:
     """Two 4-bit codes a byte: uint4 ``[..., 2 * bytes]``."""
     result = np.empty((*stored.shape, 2), np.uint8)
-    result[..., int(high_first)] = stored & 0x0F
-    result[..., int(not high_first)] = stored >> 4
+    np.bitwise_and(stored, 0x0F, out=result[..., int(high_first)])
+    np.right_shift(stored, 4, out=result[..., int(not high_first)])
     return result.reshape(*stored.shape[:-1], -1).view(ml_dtypes.uint4)
 
 

@@ -1,6 +1,7 @@
 """GPTQ: every width and version by hand, and each way in which a file can be wrong."""
 
 import pathlib
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +114,20 @@ def test_one_group_and_no_index(tmp_path: pathlib.Path) -> None:
     weight = weights_of(tmp_path, tensors, config(4, -1))[0]["a.weight"]
     assert weight.layout.group == 96
     np.testing.assert_array_equal(numbers(weight), expected)
+
+
+def test_nothing_of_the_size_of_the_codes_is_made_beside_them(tmp_path: pathlib.Path) -> None:
+    tensors = {
+        "a.qweight": np.zeros((256, 1024), np.int32),
+        "a.qzeros": np.zeros((1, 128), np.int32),
+        "a.scales": np.ones((1, 1024), np.float16),
+    }
+    weight = weights_of(tmp_path, tensors, config(4, -1))[0]["a.weight"]
+    tracemalloc.start()
+    codes = weight.read("codes")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.3 * codes.nbytes
 
 
 @pytest.mark.parametrize(
