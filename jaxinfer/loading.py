@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.engine.compiled import CompileProgress
-from jaxinfer.engine.engine import Engine, prepare
+from jaxinfer.engine.engine import Engine, prepare, with_activations
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.group import Group
 from jaxinfer.engine.leading import LeadingExecutor
@@ -32,12 +32,11 @@ from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import require_processes
 from jaxinfer.quant import with_values
-from jaxinfer.text import ChatTemplate, TemplateError, Tokenizer, TokenizerError
-from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
+from jaxinfer.text import TemplateError, TokenizerError, load_template, load_tokenizer
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.converted import GgufFiles, open_model_files
+from jaxinfer.weights.converted import open_model_files
 from jaxinfer.weights.deferred import deferred
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress, auto_dtype
@@ -108,6 +107,7 @@ def start_engine(
     loaded = given or load_model(
         str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
+    loaded = with_activations(loaded, config)  # what is served is what the caller gets
     if group is None:
         engine = make_engine(loaded, sized, platform, progress.compiled, mesh)
     else:
@@ -195,7 +195,7 @@ def load_model(
     mesh = mesh or make_mesh()
     files, model = _describe(name, dtype, families)
     model = spread_model(model, mesh)
-    tokenizer, template = _text(files)
+    tokenizer, template = load_tokenizer(files.path), load_template(files.path)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as told:
         params = _load(files, model, told, check_finite, mesh)
@@ -206,13 +206,6 @@ def load_model(
         chat_template=template,
         generation_config=read_json_object(generation) if generation.exists() else {},
     )
-
-
-def _text(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
-    if isinstance(files, GgufFiles):
-        metadata = files.opened.metadata
-        return gguf_tokenizer(files.path, metadata), gguf_chat_template(files.path, metadata)
-    return Tokenizer.load(files.path), ChatTemplate.load(files.path)
 
 
 def open_model(

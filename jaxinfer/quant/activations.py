@@ -1,6 +1,6 @@
 """Products of which the inputs are rounded to 8 bits, too (W8A8): `Grouped.activations` asks for it.
 
-Scales are those of compressed-tensors: a token's largest number becomes 127.5 steps of an integer, and 448 of an E4M3.
+A token's largest number becomes `Grouped.int8_steps` of an integer, or the largest number that an E4M3 has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from jaxinfer.quant.layouts import Grouped
 from pallas_kernels import quant_matmul
 from pallas_kernels.choice import lowering_target
 
-# What a token's largest input becomes. Integers: the middle of the last step, as compressed-tensors has it.
-_LARGEST = {"int8": 127.5, "float8_e4m3fn": 448.0}
+_FLOAT8_MAX = 448.0
 _LEAST = 1e-30  # of what is divided by: a token of zeros has a scale, too
 
 
@@ -53,7 +52,7 @@ def rounded(
         largest = jnp.abs(grouped).max(-1)
         if along is not None and not layout.activation_group:
             largest = lax.pmax(largest, along)
-        most = jnp.full((), _LARGEST[layout.activations], jnp.float32)
+        most = jnp.full((), layout.int8_steps if layout.activations == "int8" else _FLOAT8_MAX, jnp.float32)
         scales = _quotient(jnp.maximum(largest, _LEAST), most)
     else:
         scales = jnp.full((1, 1), static, jnp.float32)
@@ -98,7 +97,7 @@ def _quotient(x: Float[Array, "*shape"], by: Float[Array, "..."]) -> Float[Array
 def _codes(numbers: Float[Array, "rows k"], dtype: str) -> Num[Array, "rows k"]:
     if dtype == "int8":
         return jnp.clip(jnp.round(numbers), -128, 127).astype(jnp.int8)
-    return jnp.clip(numbers, -448.0, 448.0).astype(dtype)
+    return jnp.clip(numbers, -_FLOAT8_MAX, _FLOAT8_MAX).astype(dtype)
 
 
 def _multiplied_as_they_are(x: Array, weight: Array) -> bool:

@@ -73,6 +73,8 @@ class Grouped:
         activations: what inputs are rounded to before the product: "" (nothing), "int8" or "float8_e4m3fn", a scale
             for each token and ``activation_group`` inputs (0: all).
         static: inputs have one scale, from the checkpoint, instead.
+        int8_steps: what the largest input of a token becomes in "int8". compressed-tensors has 127.5: whether such a
+            number becomes -127 or -128 hangs on its last bit. 127 hangs on nothing.
     """
 
     codes: str
@@ -84,6 +86,7 @@ class Grouped:
     activations: str = ""
     activation_group: int = 0
     static: bool = False
+    int8_steps: float = 127.5
 
     def parts(self, inputs: int) -> dict[str, Part]:
         groups = _groups(inputs, self.group)

@@ -207,13 +207,15 @@ def with_activations(tree: Any, kind: str) -> Any:
             return weight
         own = 0 if layout.group == weight.inputs else layout.group
         return dataclasses.replace(
-            weight, layout=dataclasses.replace(layout, activations=_KINDS[kind], activation_group=own)
+            weight,
+            layout=dataclasses.replace(layout, activations=_KINDS[kind], activation_group=own, int8_steps=_STEPS),
         )
 
     return _map_stored(changed, tree)
 
 
 _KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
+_STEPS = 127.0  # bits of the same function in two programs may differ in the last place: nothing must hang on it
 
 
 def rounds_activations(tree: Any) -> bool:

@@ -1,0 +1,108 @@
+"""Quantised weights through the whole engine: every storage with prefix cache, chunks, samples, logprobs and drafts."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config import EngineConfigError
+from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.placement import device_bytes
+from jaxinfer.models.model import Model
+from jaxinfer.quant.layouts import Grouped, Layout
+from tests.engine.test_identity import make_requests, run
+from tests.fakes import random_model
+from tests.quant.examples import INPUTS, LAYOUTS
+from tests.quant.models import stored_and_plain
+
+SHAPE: dict[str, Any] = {"hidden_size": INPUTS, "intermediate_size": INPUTS, "num_hidden_layers": 2}
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 256,
+    "page_size": 16,
+    "prefill_sizes": (32,),
+    "speculative": "ngram",
+    "compilation_cache_dir": "",
+}
+FAST = ("int4 with zeros", "ggml")
+STORAGES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+
+
+def stored(folder: pathlib.Path, layout: Layout, **changes: Any) -> Model:
+    """The embeddings stay plain: what a table in another order would be, nobody writes."""
+    model = random_model(**{**SHAPE, **changes})
+    return stored_and_plain(model, folder, lambda name, inputs: None if "embed" in name else layout)[0]
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_request_has_the_same_bits_alone_and_among_others(name: str, tmp_path: pathlib.Path):
+    model = stored(tmp_path, LAYOUTS[name])
+    llm, requests = LLM(model, num_pages=60, **SETTINGS), make_requests(14, model.config.vocab_size)
+    expected = []
+    for request in requests:
+        expected += run(llm, [request])
+        llm.engine.reset_prefix_cache()
+    with count_compilations() as compilations:
+        cold = run(llm, requests)
+        warm = run(llm, requests[::-1])[::-1]
+    assert (cold == expected, warm == expected, compilations.count) == (True, True, 0)
+    stats = llm.engine.stats()
+    assert stats.prefix_hits > 0
+    assert stats.draft_accepted > 0
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_served_logprobs_are_those_of_the_function(name: str, tmp_path: pathlib.Path):
+    assert_served_as_applied(stored(tmp_path, LAYOUTS[name]))
+
+
+def assert_served_as_applied(model: Model, atol: float = 2e-5, **settings: Any):
+    llm = LLM(model, num_pages=60, **{**SETTINGS, **settings})
+    prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, 70).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    output = llm.generate([prompt], params)[0]
+    sample = output.outputs[0]
+    text = prompt + sample.token_ids
+    expected = np.asarray(jax.nn.log_softmax(llm.model.apply(llm.model.params, jnp.asarray([text]))[0]))
+    served = [*(output.prompt_logprobs or [])[1:], *(sample.logprobs or [])]
+    assert len(served) == len(text) - 1
+    for at, (token, logprobs) in enumerate(zip(text[1:], served, strict=True)):
+        assert logprobs is not None
+        assert abs(logprobs[token].logprob - expected[at, token]) <= atol, at
+
+
+def test_the_plan_knows_what_four_bits_take(tmp_path: pathlib.Path):
+    """Two numbers to a byte: XLA's own sum of the arguments' bytes agrees."""
+    weight = stored(tmp_path, Grouped("int4", 32)).params["layers_0"]["mlp"]["gate_up"]
+    placed = jax.device_put(weight, jax.devices()[0])
+    codes = 2 * INPUTS * INPUTS
+    assert device_bytes(placed) == codes // 2 + codes // 32 * 4
+    compiled = jax.jit(lambda w: w.arrays["codes"].astype(jnp.int8)).lower(placed).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes <= codes
+
+
+def test_activations_of_8_bits_are_asked_for(tmp_path: pathlib.Path):
+    model = stored(tmp_path, Grouped("int8", INPUTS))
+    plain, rounded = (LLM(model, num_pages=60, activation_dtype=kind, **SETTINGS) for kind in ("auto", "int8"))
+    tokens = jnp.asarray([[1, 2, 3, 4, 5]])
+    expected, found = (np.asarray(llm.model.apply(llm.model.params, tokens)) for llm in (plain, rounded))
+    assert 0 < np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    for llm, logits in ((plain, expected), (rounded, found)):
+        served = llm.generate([[1, 2, 3, 4, 5]], params)[0].outputs[0].logprobs
+        assert served is not None
+        logprobs = np.asarray(jax.nn.log_softmax(logits[0, -1]))
+        for token, entry in served[0].items():
+            assert abs(entry.logprob - logprobs[token]) < 1e-4
+
+
+def test_activations_that_no_weight_goes_with_are_refused(tmp_path: pathlib.Path):
+    model = stored(tmp_path, Grouped("int4", 32))
+    with pytest.raises(
+        EngineConfigError, match="activation_dtype = 'int8' cannot be: no weight of the model is stored"
+    ):
+        LLM(model, num_pages=60, activation_dtype="int8", **SETTINGS)
