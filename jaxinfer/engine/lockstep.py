@@ -29,9 +29,6 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.lanes import joined, lane_sharding
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
 
-# In the order in which a step asks for them.
-_KINDS = ("export", "copy", "restore", "keep", "resume", "admit", "put_slots", "prefill_logprobs", "prefill", "decode")
-
 
 class Awaited:
     """One lane's part of an array that is there when the lanes have run."""
@@ -64,12 +61,15 @@ class Lane(Executor):
     """What the engine of one lane takes for its executor. Results are `Awaited`.
 
     Before READY, when one lane tries programs out, a call that must see what the device has done runs what was asked
-    for so far.
+    for so far. There is nothing for several steps in one call: settings refuse them beside lanes.
+
+    Attributes:
+        asked: the arguments of each kind of call, in order.
     """
 
-    def __init__(self, lockstep: Lockstep, number: int, host: HostPages) -> None:
-        self._all, self._number, self._host = lockstep, number, host
-        self.asked: dict[str, collections.deque[tuple[Any, ...]]] = {kind: collections.deque() for kind in _KINDS}
+    def __init__(self, lockstep: Lockstep, host: HostPages) -> None:
+        self._all, self._host = lockstep, host
+        self.asked: dict[str, collections.deque[tuple[Any, ...]]] = collections.defaultdict(collections.deque)
 
     @override
     def decode(self, turn: int, batch: DecodeBatch) -> Sampled:
@@ -189,7 +189,7 @@ class Lockstep:
         self._slots = self._placed(HostSlots(count * engine.rows, limits).snapshot())
         self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
         hosts = [HostPages(spec, engine.host_pages, page, model.dtype) for _ in range(count)]
-        self.lanes = [Lane(self, number, host) for number, host in enumerate(hosts)]
+        self.lanes = [Lane(self, host) for host in hosts]
         stage = Stage(model)
         arrays = abstract_arrays(stage, engine, limits, mesh)
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
@@ -218,7 +218,7 @@ class Lockstep:
         return _Nothing(DecodeBatch(none, none, none, tables, owners), pages, rows, np.int32(engine.rows))
 
     def run(self) -> None:
-        """Make the calls that the lanes have asked for."""
+        """Make the calls that the lanes have asked for, in the order in which a step asks for them."""
         calls: dict[str, Callable[[list[Any]], None]] = {
             "export": self._export,
             "copy": self._copy,

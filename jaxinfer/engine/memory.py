@@ -186,8 +186,8 @@ def stage_needs(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> Needs:
         part: of a model in the form of `spread_model`, whose parameters may be abstract.
         mesh: the stage's own.
     """
-    arrays, devices = _arrays(part, engine, mesh), engine.tensor_parallel_size * engine.expert_parallel_size
-    page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, devices)
+    arrays = _arrays(part, engine, mesh)
+    page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, engine.devices)
     return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.turns, page)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.lanes import Lanes
+from jaxinfer.engine.lockstep import Lockstep
 from jaxinfer.engine.memory import plan_engine
 from jaxinfer.engine.placement import device_bytes, place_params, spread_model
 from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_spread_experts
@@ -39,9 +40,9 @@ def lanes_of(model: Model, count: int, **changes: Any) -> LLM:
     return LLM(model, compilation_cache_dir="", **settings)
 
 
-def programs(llm: LLM) -> Any:
+def _lockstep(llm: LLM) -> Lockstep:
     assert isinstance(llm.engine, Lanes)
-    return llm.engine._lockstep.programs
+    return llm.engine._lockstep
 
 
 def collectives(program: Any) -> collections.Counter[str]:
@@ -161,7 +162,7 @@ def test_bits_depend_neither_on_the_lane_nor_on_what_else_is_served(two, monkeyp
 
 def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
     """In one call: the smaller chunk of the one lane beside the larger one of the other."""
-    prompts, lockstep = [[3, 5, 7] * 20, [2, 4, 6] * 4], two.engine._lockstep
+    prompts, lockstep = [[3, 5, 7] * 20, [2, 4, 6] * 4], _lockstep(two)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     shapes = list[tuple[int, ...]]()
     make = lockstep._prefill
@@ -195,7 +196,7 @@ def test_a_request_can_be_ended_on_its_lane(two):
 
 
 def test_a_step_exchanges_tokens_and_nothing_else(two):
-    run = programs(two)
+    run = _lockstep(two).programs
     assert collectives(run.decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
     for program in run.prefill.values():
         assert not collectives(program)  # a prompt's chunk ends with the keys of the last layer, the one with experts
@@ -204,7 +205,7 @@ def test_a_step_exchanges_tokens_and_nothing_else(two):
 
 
 def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
-    lockstep = two.engine._lockstep
+    lockstep = _lockstep(two)
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, expert_parallel_size=2, enable_dp_attention=True)
     needs = plan_engine(two.model, config, "cpu").needs
     pools = [pool.data for pool in lockstep.pools]
@@ -220,6 +221,12 @@ def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
         assert program.memory_analysis().alias_size_in_bytes == device_bytes(pools)
     kept = device_bytes((lockstep.pools, lockstep.last_tokens, lockstep.sampler))
     assert lockstep.programs.decode.memory_analysis().alias_size_in_bytes == kept
+
+
+def test_the_plan_of_a_cache_with_heads_has_all_of_them_on_each_lane():
+    model = model_of("experts")
+    config = EngineConfig(**SETTINGS, num_pages=TIGHT, expert_parallel_size=4, enable_dp_attention=True)
+    assert plan_engine(model, config, "cpu").needs.page == model.cache_spec.bytes_per_page(16, 4)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -272,6 +279,18 @@ def test_tokens_in_other_modes(mode, monkeypatch):
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want
     assert not llm.engine.stats().compilations
+
+
+@pytest.mark.slow
+def test_a_folder_is_loaded_where_it_is_served(deepseek, tmp_path):
+    load_case(golden(DEEPSEEK), tmp_path)
+    settings: dict[str, Any] = {**SETTINGS, "expert_parallel_size": 4, "enable_dp_attention": True}
+    llm = LLM(str(tmp_path), "float32", compilation_cache_dir="", **settings)
+    given, placed = (model.params["layers_1"]["mlp"]["gate_up"] for model in (llm.model, _lockstep(llm)))
+    at = {shard.device: shard.data.unsafe_buffer_pointer() for shard in given.addressable_shards}
+    assert at == {shard.device: shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}
+    requests = greedy(12, deepseek)
+    assert generate(llm, requests) == generate(LLM(deepseek, compilation_cache_dir="", **ONE), requests)
 
 
 @pytest.mark.slow
