@@ -32,8 +32,9 @@ def _plain(node: Any) -> dict[str, Any]:
         pieces = [{**_plain(piece), "size": piece.shape[node.axis]} for piece in node.pieces]
         return {"kind": "split", "axis": node.axis, "pieces": pieces}
     if isinstance(node, Quantised):
-        fields = {field.name: getattr(node.layout, field.name) for field in dataclasses.fields(node.layout)}  # type: ignore[arg-type]
-        return {"kind": "quantised", "layout": type(node.layout).__name__, **fields}
+        layout: Any = node.layout
+        fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
+        return {"kind": "quantised", "layout": type(layout).__name__, "fields": fields}
     return {"kind": "array"}
 
 
@@ -125,7 +126,8 @@ def _part(shape: tuple[int, ...], axes: tuple[str | None, ...], part: Part) -> P
 
 def _layout(plain: Mapping[str, Any]) -> Layout:
     kind = _LAYOUTS[plain["layout"]]
-    fields = {field.name: (field, plain.get(field.name, field.default)) for field in dataclasses.fields(kind)}
+    given = plain["fields"]
+    fields = {field.name: (field, given.get(field.name, field.default)) for field in dataclasses.fields(kind)}
     layout: Layout = kind(**{name: _value(str(field.type), value) for name, (field, value) in fields.items()})
     return layout
 
