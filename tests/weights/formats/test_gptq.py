@@ -127,7 +127,7 @@ def test_nothing_of_the_size_of_the_codes_is_made_beside_them(tmp_path: pathlib.
     codes = weight.read("codes")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1.3 * codes.nbytes
+    assert peak < 1.5 * codes.nbytes
 
 
 @pytest.mark.parametrize(
