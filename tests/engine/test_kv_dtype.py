@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.stats import bytes_per_step
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec, LayerSpec, SamplingParams
 from pallas_kernels.kv_write.reference import quantise, token_scales
+from tests.engine.test_compiled import LOOPED, programs
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, alone, check_mode, make_requests
 from tests.fakes import random_model
 from tests.kv.test_quantised_pool import KINDS
@@ -117,6 +119,26 @@ def test_text_is_nearly_as_likely(test_data):
         rounded = forced(model, rounding_attend(kind), ids)
         assert np.abs(rounded - exact).mean() > 1e-3
         assert abs(rounded.mean() - exact.mean()) < most
+
+
+# ---- programs
+
+MADE = LOOPED | {"parameter", "get-tuple-element", "fusion", "scatter", "bitcast"}
+
+
+@pytest.mark.parametrize(("kind", "elements"), [pytest.param("int8", "s8", marks=pytest.mark.slow), ("fp8", "u8")])
+def test_no_program_copies_or_converts_a_pool(kind, elements):
+    """Nor its scales. XLA:CPU would widen a whole pool of float8 to write a token."""
+    settings = {**SETTINGS, "num_pages": 1031, "multi_step": 3, "max_prefill_rows": 1}
+    engine = LLM(random_model(), **settings, kv_cache_dtype=kind).engine
+    pools = sum(array.nbytes for array in jax.tree.leaves(engine._executor.parts[-1].pools))
+    for name, program in programs(engine).items():
+        text, memory = program.as_text(), program.memory_analysis()
+        made = re.findall(r"= (\w+)\[1031,2,2,16(?:,8)?\]\S* ([\w-]+)\(", text)
+        assert {dtype for dtype, _ in made} == {elements, "f32"}, name
+        assert {operation for _, operation in made} <= MADE, name
+        assert memory.alias_size_in_bytes >= pools, name
+        assert memory.temp_size_in_bytes < pools // 2, name  # there are two layers
 
 
 # ---- plans and refusals

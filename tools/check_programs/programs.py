@@ -45,6 +45,7 @@ def settings_of(work: Work) -> EngineConfig:
         ENGINE,
         num_pages=work.pages,
         attention_backend=work.attention,
+        kv_cache_dtype=work.kv_cache_dtype,
         tensor_parallel_size=work.tensor,
         expert_parallel_size=work.expert,
         pipeline_parallel_size=work.stages,
@@ -98,7 +99,7 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Plann
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
     model = spread_model(model_of(work), mesh)
     engine, own = resolve_for(model, settings, "gpu"), stages(mesh)[number]
-    stage = cut(model, work.stages)[number]
+    stage = cut(model.with_cache(engine.kv_cache_dtype), work.stages)[number]
     arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=engine.max_logprobs), own)
     return Planned(stage, engine, arrays, stage_needs(stage, engine, own), expected(stage, _sizes(own)))
 

@@ -24,6 +24,7 @@ class Work:
         tensor, expert, stages: the parallel sizes.
         layers: so many instead of all.
         attention: the path that it takes.
+        kv_cache_dtype: of the pool's elements, see `EngineConfig`.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Work:
     stages: int = 1
     layers: int | None = None
     attention: str = "auto"
+    kv_cache_dtype: str = "auto"
 
     @property
     def devices(self) -> int:
@@ -41,7 +43,8 @@ class Work:
     def __str__(self) -> str:
         sizes = {"EP": self.expert, "TP": self.tensor, "PP": self.stages}
         spread = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        parts = [self.model, spread, f"{self.layers} layers" if self.layers else ""]
+        stored = "" if self.kv_cache_dtype == "auto" else f"KV in {self.kv_cache_dtype}"
+        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored]
         return ", ".join(filter(None, parts))
 
     def config(self) -> dict[str, Any]:
