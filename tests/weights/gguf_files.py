@@ -5,9 +5,14 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.gguf import BLOCKS, PLAIN
+from jaxinfer.models.model import abstract
+from jaxinfer.weights.gguf import GgufCheckpoint
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.stored import StoredCheckpoint
 
 NUMBERS = {name: number for number, name in (*PLAIN.items(), *BLOCKS.items())}
 _SIMPLE = {"F32": np.float32, "F16": np.float16}
@@ -125,3 +130,12 @@ def tiny_tensors() -> "dict[str, np.ndarray | Blocks]":
         "blk.0.ffn_down.weight": q8_0(matrix(32, 64)),
         "output_norm.weight": ones,
     }
+
+
+def dequantised_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:
+    """Float32 logits of weights that are plain numbers."""
+    model = abstract(dict(checkpoint.config_json), "float32", "fixture")
+    specs = model.family.param_specs(model.config)
+    stored = StoredCheckpoint(checkpoint, checkpoint.weights, frozenset(), specs)
+    model = model.replace(params=load_params(stored, specs, "float32"))
+    return np.asarray(model.apply(model.params, jnp.asarray(ids)))

@@ -10,15 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.models.model import abstract
+from jaxinfer import load_model
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped
 from jaxinfer.weights.gguf import GgufCheckpoint, GgufFile, open_gguf
 from jaxinfer.weights.gguf_parts import layout_of, numbers, part_of
-from jaxinfer.weights.load import load_params
-from jaxinfer.weights.stored import StoredCheckpoint
 from tests.weights.files import refused
-from tests.weights.gguf_files import TINY, q8_0, tiny_tensors, write_gguf
+from tests.weights.gguf_files import TINY, dequantised_logits, q8_0, tiny_tensors, write_gguf
 
 FIXTURES = ("gguf-A1-ZOO2", "gguf-B-F16", "gguf-B-Q4_1")
 
@@ -37,20 +35,12 @@ def opened(path: pathlib.Path, *leave_out: str, **changes: Any) -> GgufCheckpoin
 # Files of llama.cpp
 
 
-def logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:
-    """Of the dequantised weights, in float32."""
-    model = abstract(dict(checkpoint.config_json), "float32", "fixture")
-    specs = model.family.param_specs(model.config)
-    stored = StoredCheckpoint(checkpoint, checkpoint.weights, frozenset(), specs)
-    model = model.replace(params=load_params(stored, specs, "float32"))
-    return np.asarray(model.apply(model.params, jnp.asarray(ids)))
-
-
 def agrees(folder: pathlib.Path) -> None:
-    checkpoint = open_gguf(folder / "model.gguf")
+    """From its storages the model has the logits that transformers has of the dequantised weights."""
     with np.load(folder / "expected.npz") as expected:
         ids, exact = expected["input_ids"].reshape(-1), expected["logits_dequant_f32"]
-    ours = logits(checkpoint, ids)
+    model = load_model(str(folder / "model.gguf"), "float32", show_progress=False)
+    ours = np.asarray(model.apply(model.params, jnp.asarray(ids)))
     assert np.abs(ours - exact.reshape(ours.shape)).max() <= 1e-4
 
 
@@ -289,7 +279,7 @@ def test_a_tensor_of_no_use_is_told(path: pathlib.Path) -> None:
     checkpoint = opened(path, **{"blk.0.attn_q.scale": np.ones(1, np.float32)})
     assert "blk.0.attn_q.scale" in checkpoint.tensors
     with refused("no place for: 'blk.0.attn_q.scale'"):
-        logits(checkpoint, np.arange(3))
+        dequantised_logits(checkpoint, np.arange(3))
 
 
 def test_what_is_no_file(tmp_path: pathlib.Path) -> None:

@@ -1,0 +1,107 @@
+"""Each architecture in blocks: served from its storages, a model computes what it does from dequantised weights."""
+
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import load_model
+from jaxinfer.models.registry import family_for
+from jaxinfer.types import ParamSpec, map_specs
+from jaxinfer.weights.gguf import open_gguf
+from tests.weights.gguf_convert import converted
+from tests.weights.gguf_files import TINY, dequantised_logits, q8_0, write_gguf
+
+TOKENIZER = {key: value for key, value in TINY.items() if key.startswith("tokenizer.")}
+VOCABULARY = 64
+
+# All sizes are whole blocks.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENTS = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0,
+    "n_group": 2,
+    "topk_group": 1,
+}
+WINDOWED = {"query_pre_attn_scalar": 32, "sliding_window": 16}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "norm_topk_prob": True}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {**WINDOWED, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}),
+    "gemma3_text": ("Gemma3ForCausalLM", WINDOWED),
+    "phi3": ("Phi3ForCausalLM", {}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128, "n_inner": 96}),
+    "falcon": ("FalconForCausalLM", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**EXPERTS, **LATENTS, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, **LATENTS, "norm_topk_prob": True}),
+}
+FAST = ("mixtral", "gpt2")
+
+
+def tensors_of(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Random, under the names that the family asks for."""
+    family, rng = family_for(config), np.random.default_rng(5)
+    made: dict[str, np.ndarray] = {}
+
+    def add(path: tuple[str, ...], spec: ParamSpec) -> None:
+        del path
+        for source in spec.sources:
+            if source.name not in made:
+                made[source.name] = rng.standard_normal(source.shape).astype(np.float32) / 8
+
+    map_specs(add, family.param_specs(family.config(config)))
+    return made
+
+
+def in_blocks(name: str, tensor: np.ndarray) -> Any:
+    plain = tensor.ndim < 2 or tensor.shape[-1] % 32 or "ffn_gate_inp" in name or name.startswith("position")
+    return np.ascontiguousarray(tensor, np.float32) if plain else q8_0(tensor)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MODELS]
+)
+def test_storages_compute_as_numbers_do(tmp_path: pathlib.Path, kind: str) -> None:
+    architecture, own = MODELS[kind]
+    config = {**COMMON, **own, "architectures": [architecture], "model_type": kind}
+    if kind in ("gpt2", "falcon"):
+        config = {name: value for name, value in config.items() if name != "head_dim"}
+    metadata, tensors = converted(config, tensors_of(config), 1e-5)
+    blocks = {name: in_blocks(name, tensor) for name, tensor in tensors.items()}
+    path = write_gguf(tmp_path / "model.gguf", {**metadata, **TOKENIZER}, blocks)
+    ids = np.random.default_rng(6).integers(0, VOCABULARY, 24)
+    checkpoint = open_gguf(path)
+    assert len(checkpoint.weights) >= 8
+    expected = dequantised_logits(checkpoint, ids)
+    model = load_model(str(path), "float32", show_progress=False)
+    ours = np.asarray(model.apply(model.params, jnp.asarray(ids)))
+    assert np.abs(expected).max() > 0.1
+    np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())
