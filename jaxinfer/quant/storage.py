@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.parallel.mesh import spread_over
+from jaxinfer.parallel.mesh import RULES, spread_over
 from jaxinfer.quant import activations
 from jaxinfer.quant.layouts import Grouped, Layout, Part
 from jaxinfer.types import ParamSpec
@@ -101,7 +101,7 @@ class Quantised:
         *outs, along = spread_over(self.axes, self.shape)
 
         def own(x: jax.Array, weight: Quantised) -> jax.Array:
-            part = _product(x, weight, along).reshape(x.shape[0], *weight.shape[:-1])
+            part = _product(x, weight).reshape(x.shape[0], *weight.shape[:-1])
             return lax.psum(part, along) if along else part
 
         specs = (PartitionSpec(None, along), self.partition())
@@ -251,10 +251,12 @@ def _is_spread() -> bool:
     return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
 
-def _product(x: Float[Array, "rows k"], weight: Quantised, along: Any = None) -> Float[Array, "rows *out"]:
-    """Of the arrays that are here: a whole weight or a device's part of one, with inputs spread ``along`` mesh axes."""
+def _product(x: Float[Array, "rows k"], weight: Quantised) -> Float[Array, "rows *out"]:
+    """Of the arrays that are here: a whole weight or a device's part of one."""
     layout, arrays = weight.layout, weight.arrays
     if isinstance(layout, Grouped):
+        # a device's part of the inputs shares its scales with the others
+        along = None if x.shape[-1] == weight.inputs else RULES[weight.axes[-1] or ""]
         return _grouped_product(x, layout, arrays, along)
     return _by_channels(x, layout, {name: arrays[name] for name in layout.parts(weight.inputs)}, weight.shape[:-1])
 
