@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,19 @@ class ConfigError(ValueError):
 
 
 _REQUIRED = object()
+
+# A parameter tree of more would take minutes and gigabytes to make, before any checkpoint contradicts it.
+_MOST_LAYERS = _MOST_EXPERTS = 1024
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), _MOST_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _MOST_EXPERTS),
+}
+_SHORT = reprlib.Repr(maxstring=120, maxother=120, maxlist=20, maxdict=20, maxlevel=3)
+
+
+def shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    return _SHORT.repr(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +48,8 @@ class ConfigReader:
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
         value = self._get(name, default)
         self.require(isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31, name, "must be > 0")
+        most = _MOST.get(name, value)
+        self.require(value <= most, name, f"must be at most {most}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
@@ -59,7 +75,7 @@ class ConfigReader:
 
     def require(self, condition: bool, name: str, what: str) -> None:
         if not condition:
-            raise ConfigError(f"config.json: {name} = {self.fields.get(name)!r} {what}")
+            raise ConfigError(f"config.json: {name} = {shown(self.fields.get(name))} {what}")
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 
 from jaxinfer.models import deepseek, falcon, gemma, gpt2, gpt_oss, gptj, llama, mixtral, phi, phi3, qwen_moe, sparse
-from jaxinfer.models.config import ConfigError
+from jaxinfer.models.config import ConfigError, shown
 from jaxinfer.types import CacheSpec, ParamTree
 
 
@@ -87,9 +87,9 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     """
     known = {**FAMILIES, **families}
     names = config_json.get("architectures")
-    if not isinstance(names, list) or not names:
-        raise ConfigError(f"config.json: architectures = {names!r} must name one of {', '.join(known)}")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"config.json: architectures = {shown(names)} must name one of {', '.join(known)}")
     for name in names:
         if name in known:
             return known[name]
-    raise ConfigError(f"config.json: architectures = {names!r} is not supported (known: {', '.join(known)})")
+    raise ConfigError(f"config.json: architectures = {shown(names)} is not supported (known: {', '.join(known)})")
