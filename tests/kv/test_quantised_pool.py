@@ -253,6 +253,14 @@ def test_8_bits_are_nearly_half_of_16():
     assert spec.stored_as("auto") == spec
 
 
+def test_last_bits_show_in_scales_alone():
+    """Numbers that a proof of equal bits may count (`jaxinfer.engine.exactness`): rounding hides those of elements."""
+    spec = CacheSpec((LayerSpec(),) * 3, 8, 128)
+    assert spec.exact_per_token == 3 * 2 * 8 * 128
+    assert spec.stored_as("int8").exact_per_token == 3 * 2 * 8
+    assert CacheSpec((LayerSpec(latent_rank=512),), 1, 576).exact_per_token == 576
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_kernels_do_8_bits(kind):
     assert no_kernel(CacheSpec((LayerSpec(),), 8, 128).stored_as(kind), 64, jnp.dtype("bfloat16")) is None
