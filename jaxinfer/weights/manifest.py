@@ -3,8 +3,9 @@
 A converted folder is ``config.json``, the tokenizer's files, ``params/`` and ``jaxinfer_manifest.json``, which is
 written last. Under ``params/`` is one Orbax checkpoint for each name at the top of the parameter tree, in it an array
 of Zarr version 3 for each parameter, and in that a file for each chunk: the values, little-endian and in C order, and
-their CRC-32C (Zarr's codec ``crc32c``, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/crc32c/). No path stands
-in the manifest: where an array lies follows from its name in the model, so no file can lead out of the folder.
+behind them their CRC-32C (Zarr's codec ``crc32c``, https://zarr-specs.readthedocs.io/en/latest/v3/codecs/crc32c/),
+which is for other readers: the manifest has a CRC-32 (that of gzip, RFC 1952) of each chunk's values. No path stands in
+the manifest: where an array lies follows from its name in the model, so no file can lead out of the folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import pathlib
 import re
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -49,7 +51,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 NIBBLES = ("int4", "uint4")
 FLOATS = ("float32", "bfloat16", "float16")
 
-CHECKSUM_BYTES = 4
+_ZARR_CHECKSUM = 4  # bytes
 _MAX_DIMENSIONS = 16
 _MAX_SIZE = 2**40
 _MAX_CHUNKS = 1 << 20
@@ -67,7 +69,7 @@ class StoredArray:
     Attributes:
         dtype: a name in `DTYPES`.
         chunk: the shape of its chunks, which divides `stored_shape`.
-        checksums: of each chunk, in C order: the last bytes of its file, in hexadecimal.
+        checksums: of each chunk, in C order, see `checksum`.
     """
 
     shape: tuple[int, ...]
@@ -98,9 +100,14 @@ class StoredArray:
         return tuple(size // part for size, part in zip(self.stored_shape, self.chunk, strict=True))
 
     @property
+    def value_bytes(self) -> int:
+        """Of a chunk."""
+        return math.prod(self.chunk) * self.stored_dtype.itemsize
+
+    @property
     def file_bytes(self) -> int:
         """Of a chunk's file."""
-        return math.prod(self.chunk) * self.stored_dtype.itemsize + CHECKSUM_BYTES
+        return self.value_bytes + _ZARR_CHECKSUM
 
     def chunks(self) -> Iterator[str]:
         """The files of its chunks below the array's folder, in the order of the checksums."""
@@ -118,6 +125,11 @@ class StoredArray:
             "fill_value": False if self.dtype == "bool" else 0,
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
         }
+
+
+def checksum(values: bytes | memoryview) -> str:
+    """Of a chunk: its CRC-32 in hexadecimal."""
+    return f"{zlib.crc32(values):08x}"
 
 
 def chunk_file(place: tuple[int, ...]) -> str:
@@ -227,14 +239,14 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
 
 def array_to_json(array: StoredArray) -> dict[str, Any]:
     """What `array_from_json` reads."""
-    return {"shape": array.shape, "dtype": array.dtype, "chunk": array.chunk, "crc32c": array.checksums}
+    return {"shape": array.shape, "dtype": array.dtype, "chunk": array.chunk, "crc32": array.checksums}
 
 
 def array_from_json(plain: Any) -> StoredArray | None:
     """An array of a manifest; None where it cannot be one."""
     if not isinstance(plain, dict) or not isinstance(plain.get("dtype"), str) or plain["dtype"] not in DTYPES:
         return None
-    shape, chunk, checksums = plain.get("shape"), plain.get("chunk"), plain.get("crc32c")
+    shape, chunk, checksums = plain.get("shape"), plain.get("chunk"), plain.get("crc32")
     if not _is_shape(shape) or not _is_shape(chunk) or len(shape) != len(chunk):
         return None
     array = StoredArray(tuple(shape), plain["dtype"], tuple(chunk))

@@ -42,10 +42,10 @@ from jaxinfer.weights.manifest import (
     array_name,
     array_to_json,
     check_files,
+    checksum,
     leaf_key,
     write_manifest,
 )
-from jaxinfer.weights.restore import checksums
 from jaxinfer.weights.tree import walk
 
 # A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.
@@ -130,8 +130,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
             await info.await_path_creation()
             folder, array = pathlib.Path(str(info.path)), leaf.stored
             await _write(folder, array, _as_stored(leaf, array), info.ts_context)
-            found = checksums(folder, array, tuple(slice(0, size) for size in array.stored_shape))
-            self.written[info.name] = dataclasses.replace(array, checksums=tuple(one for _, one in found))
+            self.written[info.name] = dataclasses.replace(array, checksums=tuple(_checksums(folder, array)))
             self._tell(info.name, array.nbytes)
         return []
 
@@ -144,6 +143,13 @@ def _as_stored(leaf: Leaf, array: StoredArray) -> np.ndarray:
         return value
     halves = value.astype(np.int8).view(np.uint8) & 15
     return halves[..., ::2] | halves[..., 1::2] << 4 if array.paired else halves
+
+
+def _checksums(folder: pathlib.Path, array: StoredArray) -> Iterator[str]:
+    """Of what lies there now: what a reader will find."""
+    for file in array.chunks():
+        with (folder / file).open("rb") as opened:
+            yield checksum(opened.read(array.value_bytes))
 
 
 async def _write(folder: pathlib.Path, array: StoredArray, value: np.ndarray, context: Any) -> None:

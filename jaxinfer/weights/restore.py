@@ -9,18 +9,16 @@ import itertools
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 
 from jaxinfer.parallel.heads import parts_of_copies
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.manifest import (
-    CHECKSUM_BYTES,
     DTYPES,
     FLOATS,
     NIBBLES,
@@ -28,16 +26,15 @@ from jaxinfer.weights.manifest import (
     StoredArray,
     array_folder,
     array_name,
+    checksum,
     chunk_file,
 )
 from jaxinfer.weights.tree import Index, Path, Place, build, dtype_of, walk
 from jaxinfer.weights.values import all_finite, new_buffer
 
-# More would not read faster, and each of them holds a part of a parameter.
+# Of parameters, each of which holds a buffer; and of chunks, of all parameters together.
 _AT_ONCE = 2
-
-# What TensorStore raises where a file is missing, cut short or damaged.
-_FAILURES = (ValueError, OSError, RuntimeError, LookupError, OverflowError)
+_MOST_CHUNKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +54,7 @@ class ConvertedCheckpoint:
     ) -> dict[str, Any]:
         """See `jaxinfer.weights.load_params`. Nothing is rearranged on the way, and two parameters are on it at a time.
 
-        Only the chunks that the asked for parts touch are read. Each is compared with its checksum, and that with the
-        manifest's.
+        Only the chunks that the asked for parts touch are read. Each is compared with its checksum in the manifest.
 
         Args:
             specs: as the model is spread: with copies of KV heads, where there are fewer of them than devices.
@@ -69,7 +65,8 @@ class ConvertedCheckpoint:
         """
         leaves = [(array_name(path), path, spec) for path, spec in walk(specs)]
         _check_names(self.folder, self.manifest, [name for name, _, _ in leaves])
-        reader = _Reader(self.folder, self.manifest, target, check_finite, progress)
+        chunks = concurrent.futures.ThreadPoolExecutor(min(_MOST_CHUNKS, os.cpu_count() or 1))
+        reader = _Reader(self.folder, self.manifest, target, check_finite, progress, chunks)
         for name, _, spec in leaves:
             reader.check(name, spec)
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
@@ -96,11 +93,9 @@ class _Reader:
     target: np.dtype[Any]
     check_finite: bool
     progress: Callable[[int, int, str], None] | None
+    threads: concurrent.futures.ThreadPoolExecutor
     done: int = 0
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def placed(self, place: Place) -> Callable[[tuple[str, Path, ParamSpec]], Any]:
         def one(leaf: tuple[str, Path, ParamSpec]) -> Any:
@@ -135,7 +130,7 @@ class _Reader:
         buffer = new_buffer(_shape_of(spec.shape, index), dtype)
         pieces = [((), _whole(index, spec.shape))] if array.shape == spec.shape else None
         for where, part in pieces or parts_of_copies(spec, array.shape, index) or ():
-            self._read(name, array, part, buffer[(*where, ...)])
+            self._read(name, array, part, _at(buffer, where))
         if self.check_finite and dtype.name in FLOATS and not all_finite(buffer):
             raise CheckpointError(f"array {quoted(name)} of {self.folder} holds NaN or infinite values as {dtype.name}")
         return buffer
@@ -144,14 +139,14 @@ class _Reader:
         """The part of a stored array, converted where the buffer has another dtype."""
         stored = _paired(part) if array.paired else part
         same = into.dtype == array.stored_dtype and array.dtype not in NIBBLES
-        raw = into if same else np.empty([each.stop - each.start for each in stored], array.stored_dtype)
-        folder = self.folder / array_folder(name)
+        raw = into if same else new_buffer(tuple(each.stop - each.start for each in stored), array.stored_dtype)
+        read = functools.partial(_read_chunk, self.folder / array_folder(name), array, stored, raw)
         try:
-            store = ts.open(_spec(folder, array), open=True, read=True, assume_metadata=True, context=self._context)
-            ts.array(raw).write(store.result()[stored]).result()
-            _compare(folder, array, stored)
-        except _FAILURES as error:
-            raise CheckpointError(f"array {quoted(name)} of {self.folder} cannot be read: {_reason(error)}") from error
+            for _ in self.threads.map(read, _touched(array, stored)):
+                pass
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CheckpointError(f"array {quoted(name)} of {self.folder} cannot be read: {reason}") from error
         if array.dtype in NIBBLES:
             into[...] = _nibbles(raw, array, part)
         elif not same:
@@ -182,29 +177,46 @@ def _nibbles(raw: np.ndarray, array: StoredArray, part: Index) -> np.ndarray:
     return ((raw.astype(np.int8) & 15 ^ 8) - 8).astype(DTYPES["int4"])
 
 
-def _spec(folder: pathlib.Path, array: StoredArray) -> dict[str, Any]:
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"},
-        "metadata": array.zarr(),
-        "fill_missing_data_reads": False,
-    }
+def _at(buffer: np.ndarray, where: Index) -> np.ndarray:
+    """A view, also of a buffer without dimensions."""
+    view: np.ndarray = buffer[(*where, ...)]  # type: ignore[arg-type]
+    return view
 
 
-def _compare(folder: pathlib.Path, array: StoredArray, part: Index) -> None:
-    """Raises ValueError where a chunk that a part touches is not the manifest's. Its own checksum was right."""
-    for place, found in checksums(folder, array, part):
-        if found != array.checksums[place]:
-            raise ValueError("a chunk is not the one whose checksum the manifest has")
+def _touched(array: StoredArray, part: Index) -> Iterator[tuple[int, ...]]:
+    """The places in the grid of the chunks of which a part has something."""
+    ranges = (range(each.start // size, -(-each.stop // size)) for each, size in zip(part, array.chunk, strict=True))
+    return itertools.product(*ranges)
 
 
-def checksums(folder: pathlib.Path, array: StoredArray, part: Index) -> Iterable[tuple[int, str]]:
-    """The checksums that the files of an array end in, of the chunks that a part touches, with their places."""
-    ranges = [range(each.start // size, -(-each.stop // size)) for each, size in zip(part, array.chunk, strict=True)]
-    for place in itertools.product(*ranges):
-        with (folder / chunk_file(place)).open("rb") as file:
-            file.seek(-CHECKSUM_BYTES, os.SEEK_END)
-            yield _flat(place, array.grid), file.read().hex()
+def _read_chunk(
+    folder: pathlib.Path, array: StoredArray, part: Index, into: np.ndarray, place: tuple[int, ...]
+) -> None:
+    """What a part has of a chunk, to its place in the part; straight there, where it is all of it and in one piece.
+
+    Raises:
+        CheckpointError: the chunk is not the one that was written.
+    """
+    begins = [at * size for at, size in zip(place, array.chunk, strict=True)]
+    ends = zip(begins, array.chunk, part, strict=True)
+    met = [(max(low, each.start), min(low + size, each.stop)) for low, size, each in ends]
+    where = tuple(slice(low - each.start, high - each.start) for (low, high), each in zip(met, part, strict=True))
+    inside = tuple(slice(low - begin, high - begin) for (low, high), begin in zip(met, begins, strict=True))
+    target = _at(into, where)
+    straight = target.shape == array.chunk and target.flags.c_contiguous
+    chunk = target if straight else new_buffer(array.chunk, array.stored_dtype)
+    _fill(chunk, folder / chunk_file(place), array.checksums[_flat(place, array.grid)])
+    if not straight:
+        target[...] = chunk[inside]
+
+
+def _fill(chunk: np.ndarray, path: pathlib.Path, wanted: str) -> None:
+    data, done = memoryview(chunk.reshape(-1).view(np.uint8)), 0
+    with path.open("rb", buffering=0) as file:
+        while done < len(data) and (read := file.readinto(data[done:])):
+            done += read
+    if done < len(data) or checksum(data) != wanted:
+        raise CheckpointError(f"{path} is damaged: it does not have the checksum that the manifest has")
 
 
 def _flat(place: tuple[int, ...], grid: tuple[int, ...]) -> int:
@@ -222,11 +234,3 @@ def _whole(index: Index, shape: tuple[int, ...]) -> Index:
 
 def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     return tuple(each.stop - each.start for each in _whole(index, shape))
-
-
-def _reason(error: BaseException) -> str:
-    """TensorStore's sentence without where in its source it arose."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if text.startswith("DATA_LOSS"):
-        return "a chunk does not have the checksum that stands behind it"
-    return quoted(text.partition(" [")[0])
