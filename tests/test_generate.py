@@ -196,7 +196,7 @@ def edit_config(**changes):
         (edit_config(intermediate_size=100), ["mlp", "100"]),
         (edit_config(hidden_act="mish"), ["hidden_act", "mish"]),
         (edit_config(rope_scaling={"rope_type": "magic"}), ["rope_type", "magic"]),
-        (edit_config(quantization_config={"quant_method": "gptq"}), ["gptq"]),
+        (edit_config(quantization_config={"quant_method": "magic"}), ["magic", "gptq", "awq"]),
     ],
 )
 def test_a_bad_folder_is_one_sentence_and_exit_code_2(capsys, folder, spoil, words):

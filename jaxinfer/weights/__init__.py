@@ -3,7 +3,7 @@
 ``jaxinfer.weights.source`` (hub ids) and ``jaxinfer.weights.progress`` (the bar) are imported by who needs them.
 """
 
-from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint, refuse_quantised
+from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.init import init_params
 from jaxinfer.weights.load import checkpoint_dtype, load_params, on_default_device, on_devices
@@ -18,6 +18,5 @@ __all__ = [
     "on_default_device",
     "on_devices",
     "open_checkpoint",
-    "refuse_quantised",
     "save_params",
 ]

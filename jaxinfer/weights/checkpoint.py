@@ -101,18 +101,6 @@ def read_json_object(path: pathlib.Path) -> dict[str, Any]:
     return value
 
 
-def refuse_quantised(config_json: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where config.json says that the weights are stored quantised."""
-    config = config_json.get("quantization_config") or config_json.get("compression_config")
-    if not config:
-        return
-    method = config.get("quant_method") if isinstance(config, Mapping) else None
-    kind = f" with {quoted(method)}" if isinstance(method, str) else ""
-    raise CheckpointError(
-        f"this checkpoint is quantised{kind}, which is not supported yet: use the model in float16, bfloat16 or float32"
-    )
-
-
 def _read_bounded(path: pathlib.Path) -> bytes:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist or is not a file")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.weights import open_checkpoint, refuse_quantised
+from jaxinfer.weights import open_checkpoint
 from tests.weights.files import refused, tiny_tensors, write_index, write_sharded, write_tensors
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -147,14 +147,3 @@ def test_no_weights_at_all(tmp_path: pathlib.Path) -> None:
         open_checkpoint(tmp_path)
     with refused("absent is not a folder"):
         open_checkpoint(tmp_path / "absent")
-
-
-def test_quantised_configs_are_refused() -> None:
-    with refused("quantised with 'gptq', which is not supported yet"):
-        refuse_quantised({"quantization_config": {"quant_method": "gptq", "bits": 4}})
-    with refused("is quantised, which"):
-        refuse_quantised({"quantization_config": {"bits": 4}})
-    with refused("is quantised, which"):
-        refuse_quantised({"compression_config": "odd"})
-    refuse_quantised({"hidden_size": 4})
-    refuse_quantised({"quantization_config": None})
