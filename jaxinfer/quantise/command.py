@@ -34,6 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--alpha", type=float, help="smoothquant: what weights take over (default: 0.5)")
     group.add_argument("--clip", action=argparse.BooleanOptionalAction, help="awq: limit weights (default: yes)")
     group.add_argument("--nested", action=argparse.BooleanOptionalAction, help="nf4, fp4: 8-bit scales (default: yes)")
+    group.add_argument("--short-groups", action="store_true", default=None, help="the last group may be a shorter one")
     group.add_argument("--weight-format", metavar="FORMAT", help="compressed-tensors, gptq or awq")
 
 

@@ -54,6 +54,8 @@ class Recipe:
         alpha: see `smoothing`.
         clip: awq limits the weights of each group.
         nested: nf4 and fp4: scales are rounded to 8 bits.
+        short_groups: weights whose last group is a shorter one are quantised, too. The formats compressed-tensors and
+            awq can say so, but the tools of that name refuse such files.
         weight_format: "compressed-tensors", "gptq" or "awq" for the integers of another method; "": the usual one.
 
     Raises:
@@ -72,6 +74,7 @@ class Recipe:
     alpha: float = 0.5
     clip: bool = True
     nested: bool = True
+    short_groups: bool = False
     weight_format: str = ""
 
     def __post_init__(self) -> None:
@@ -142,11 +145,17 @@ class Recipe:
             return f"blocks of {MX_BLOCK} do not divide its {inputs} inputs"
         if self.method == "fp8" and self.blocks and inputs % _BLOCK:
             return f"blocks of {_BLOCK} do not divide its {inputs} inputs"
+        if self._short(inputs) and self.format != "gptq" and not self.short_groups:
+            return f"groups of {self.group_size} do not divide its {inputs} inputs"
         if self.format == "gptq" and (inputs * self.bits % 32 or out * self.bits % 32):
             return f"{out} outputs or {inputs} inputs of {self.bits} bits do not fill words of 32"
         if self.format == "awq" and out % 8:
             return f"its {out} outputs are not a multiple of 8"
         return ""
+
+    def _short(self, inputs: int) -> bool:
+        """Groups do not divide the inputs."""
+        return self.method in _INTEGERS and self.group_size > 0 and inputs % self.group_size != 0
 
     def made(self, weight: Float[Array, "out k"], gram: Float[Array, "k k"] | None, dtype: str) -> Made | MadeCodebook:
         """The weight as the method makes it; rounded to nearest where nothing is known of its inputs."""

@@ -44,6 +44,15 @@ CASES = {
 }
 
 
+def test_a_short_last_group_is_asked_for():
+    """compressed-tensors and AutoAWQ refuse such files; the index of GPTQ's has room for it."""
+    assert "groups of 64 do not divide its 96 inputs" in Recipe("int4", group_size=64).refusal(32, 96)
+    assert "groups of 64 do not divide its 96 inputs" in Recipe("awq", group_size=64).refusal(32, 96)
+    assert not Recipe("int4", group_size=64, short_groups=True).refusal(32, 96)
+    assert not Recipe("gptq", group_size=64).refusal(32, 96)
+    assert not Recipe("int4", group_size=-1).refusal(32, 96)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_is_read_back(name: str, tmp_path: pathlib.Path):
     recipe, inputs = CASES[name]
