@@ -12,6 +12,7 @@ from typing import Any
 from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model
 from jaxinfer.models.model import Model
 from jaxinfer.quantise import RecipeError, command
+from jaxinfer.text import gguf_files
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
@@ -61,8 +62,8 @@ def convert(asked: Conversion, progress: Progress | None = None) -> None:
     with unfinished(asked.destination, _identity(asked, files)) as started:
         if arrays:
             specs = model.family.param_specs(model.config)
-            leaves = leaves_of(specs, model.params)
-            write_folder(started, specs, leaves, files.config_json, files.path, progress)
+            _write_text(files.path, started.folder)
+            write_folder(started, specs, leaves_of(specs, model.params), files.config_json, None, progress)
         else:
             _write_safetensors(started, files, model)
 
@@ -73,13 +74,23 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
     specs = model.family.param_specs(model.config)
     save_params(started.folder, model.params, specs, files.config_json, str(model.dtype))
-    copy_companions(files.path, started.folder)
+    _write_text(files.path, started.folder)
     started.publish()
+
+
+def _write_text(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """The tokenizer and what else goes with a model: a folder's small files, or what a GGUF file has instead."""
+    if not source.is_file():
+        copy_companions(source, folder)
+        return
+    for name, text in gguf_files(source).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:
     """What must be the same for one run to go on where another was interrupted."""
-    sources = {path.name: path.stat() for path in sorted(files.path.iterdir()) if path.is_file()}
+    folder = files.path.parent if files.path.is_file() else files.path
+    sources = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
     return {
         "source": str(files.path.resolve()),
         "files": {name: [found.st_size, found.st_mtime_ns] for name, found in sources.items()},

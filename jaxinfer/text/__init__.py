@@ -2,7 +2,7 @@
 
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from jaxinfer.text.detokenizer import Detokenizer
-from jaxinfer.text.load import load_template, load_tokenizer
+from jaxinfer.text.load import gguf_files, load_template, load_tokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.stop import Emitted, StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
@@ -15,6 +15,7 @@ __all__ = [
     "TemplateError",
     "Tokenizer",
     "TokenizerError",
+    "gguf_files",
     "load_template",
     "load_tokenizer",
 ]

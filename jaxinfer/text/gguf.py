@@ -8,6 +8,7 @@ the tokenizers library gets what the models' own tokenizer.json files say.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,23 @@ def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[s
         for name, text in used.items()
     ]
     library.post_processor = processors.TemplateProcessing(single=parts, special_tokens=tokens)
+
+
+def gguf_text_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """What `gguf_tokenizer` and `gguf_chat_template` make of a file, as the files of a model's folder, by name.
+
+    Raises:
+        TokenizerError, TemplateError: see there.
+    """
+    library, vocabulary = _library(path, metadata)
+    template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()
+    config: dict[str, Any] = dict(vocabulary.texts())
+    if template is not None:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in template.sources.items()]
+    named = {"bos_token_id": ids.bos, "eos_token_id": list(ids.eos), "pad_token_id": ids.pad}
+    generation = {name: value for name, value in named.items() if value not in (None, [])}
+    return {
+        "tokenizer.json": library.to_str(),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False),
+        "generation_config.json": json.dumps(generation),
+    }

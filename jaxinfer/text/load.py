@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxinfer.gguf import GgufError, Header, Metadata
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
-from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
+from jaxinfer.text.gguf import gguf_chat_template, gguf_text_files, gguf_tokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -34,6 +34,15 @@ def load_template(path: Path) -> ChatTemplate | None:
         return gguf_chat_template(path, _metadata(path, TemplateError))
     except TokenizerError as cause:
         raise TemplateError(str(cause)) from cause
+
+
+def gguf_files(path: Path) -> dict[str, str]:
+    """The small files of a folder that says what a GGUF file does, by name; see `gguf_text_files`.
+
+    Raises:
+        TokenizerError, TemplateError: it cannot be read or understood.
+    """
+    return gguf_text_files(path, _metadata(path, TokenizerError))
 
 
 def _metadata(path: Path, error: type[ValueError]) -> Metadata:

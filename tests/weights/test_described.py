@@ -152,12 +152,14 @@ def test_words_that_cannot_be(name: str) -> None:
         described(SPECS, {where: words}, "float32")
 
 
-@pytest.mark.parametrize("name", ["gptq-g64-sym-descact", "bnb-nf4-dq", "ct-fp8-static"])
+@pytest.mark.parametrize("name", ["gptq-g64-sym-descact", "bnb-nf4-dq", "ct-fp8-static", "gguf-A-Q4_K_M/model.gguf"])
 def test_a_quantised_folder_stays_as_it_is(name: str, test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     source, target = str(test_data / "models" / "quantised" / name), str(tmp_path / "new")
     assert main([source, target]) == 0
-    want, got = (load_model(each, show_progress=False).params for each in (source, target))
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    want, got = (load_model(each, show_progress=False) for each in (source, target))
+    assert got.tokenizer.encode("Once upon a time") == want.tokenizer.encode("Once upon a time")
+    assert (got.tokenizer.eos_ids, got.tokenizer.bos_id) == (want.tokenizer.eos_ids, want.tokenizer.bos_id)
+    assert jax.tree.structure(got.params) == jax.tree.structure(want.params)
+    for mine, theirs in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
         assert mine.dtype == theirs.dtype
         assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
