@@ -206,7 +206,7 @@ class _Filler:
     done: int = 0
 
     def fill(self, spec: ParamSpec, index: Index) -> np.ndarray:
-        buffer = new_buffer(_shape_of(spec.shape, index), dtype_of(spec, self.target))
+        buffer: Any = new_buffer(_shape_of(spec.shape, index), dtype_of(spec, self.target))
         for source in spec.sources:
             met = overlap(spec.shape, index, source.where)
             if met is not None:
