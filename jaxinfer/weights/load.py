@@ -206,7 +206,7 @@ class _Filler:
     done: int = 0
 
     def fill(self, spec: ParamSpec, index: Index) -> np.ndarray:
-        buffer: Any = new_buffer(_shape_of(spec.shape, index), dtype_of(spec, self.target))
+        buffer = new_buffer(_shape_of(spec.shape, index), dtype_of(spec, self.target))
         for source in spec.sources:
             met = overlap(spec.shape, index, source.where)
             if met is not None:
@@ -215,7 +215,8 @@ class _Filler:
 
     def _fill_one(self, part: np.ndarray, source: Source, of_source: Index) -> None:
         info = self.checkpoint.tensors[source.name]
-        tensor = as_placed(self.checkpoint.read(source.name), source)[(*of_source, ...)]
+        whole: Any = as_placed(self.checkpoint.read(source.name), source)
+        tensor: np.ndarray = whole[(*of_source, ...)]
         self.checkpoint.expect(source.name, tensor)
         try:
             # a finite value too large for the target is an error; NaN and infinity pass as they are
