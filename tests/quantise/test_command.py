@@ -1,0 +1,58 @@
+"""`python -m jaxinfer.convert --quantize`: flags become a recipe, and what cannot be is said in one sentence."""
+
+import pathlib
+
+import pytest
+
+from jaxinfer import convert
+from jaxinfer.quantise import Recipe
+from jaxinfer.quantise.command import recipe_of
+from jaxinfer.weights.checkpoint import read_json_object
+from tests.quantise.models import folder_of
+
+
+def test_flags_are_a_recipe():
+    flags = "a b --quantize gptq --bits 3 --group-size 64 --no-symmetric --act-order --damp 0.05"
+    asked = Recipe("gptq", bits=3, group_size=64, symmetric=False, act_order=True, damp=0.05)
+    assert recipe_of(convert._parser().parse_args(flags.split())) == asked
+    flags = "a b --quantize awq --no-clip --weight-format compressed-tensors --short-groups"
+    asked = Recipe("awq", clip=False, weight_format="compressed-tensors", short_groups=True)
+    assert recipe_of(convert._parser().parse_args(flags.split())) == asked
+    flags = "a b --quantize nf4 --no-nested"
+    assert recipe_of(convert._parser().parse_args(flags.split())) == Recipe("nf4", nested=False)
+    assert recipe_of(convert._parser().parse_args(["a", "b"])) is None
+
+
+def test_a_folder_is_quantised(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    source, text = folder_of("qwen2-bias", tmp_path / "source"), tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{index * 7 % 61}" for index in range(400)))
+    flags = "--quantize gptq --group-size 48 --samples 4 --sequence-length 50 --weight-format compressed-tensors"
+    arguments = [str(source), str(tmp_path / "made"), *flags.split(), "--calibration", str(text)]
+    assert convert.main(arguments) == 0
+    told = capsys.readouterr()
+    assert told.out == f"wrote {tmp_path / 'made'}\n"
+    assert "model.layers.0.mlp.down_proj.weight stays as it is: groups of 48 do not divide its 128 inputs" in told.err
+    config = read_json_object(tmp_path / "made" / "config.json")["quantization_config"]
+    assert "model.layers.1.mlp.down_proj" in config["ignore"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--quantize awq", "awq needs sample text: pass --calibration FILE"),
+        ("--bits 3", "flags of quantisation need --quantize"),
+        ("--quantize int8 --output-format orbax", "--quantize writes safetensors"),
+        ("--quantize gptq --bits 7", "--bits 7 of gptq must be one of (2, 3, 4, 8)"),
+        ("--quantize gptq --calibration absent.txt", "absent.txt cannot be read"),
+        ("--quantize gptq --calibration absent.txt --samples 0", "--samples must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    flags: str, sentence: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+):
+    assert convert.main(["demo", str(tmp_path / "made"), *flags.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert sentence in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "made").exists()
