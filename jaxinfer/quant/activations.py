@@ -5,6 +5,7 @@ A token's largest number becomes `Grouped.int8_steps` of an integer, or the larg
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def product(
     """``rounded(x) @ weight.T`` in the dtype of ``x``, of the parts of a `Grouped` weight.
 
     Where tokens and channels have one scale, 8-bit numbers are multiplied as they are: integers into int32, floats (but
-    on a CPU, which has no such product) into float32.
+    on a CPU, which has no such product) into float32. Outliers cost a second product in a step that has any.
 
     Args:
         along: see `rounded`.
@@ -74,11 +75,19 @@ def product(
     codes = arrays["codes"].reshape(-1, arrays["codes"].shape[-1])
     scales = arrays["scales"].reshape(codes.shape[0], -1).astype(jnp.float32) * layout.factor
     zeros = arrays["zeros"].reshape(scales.shape) if layout.zeros else None
+
+    def unrounded(x: Float[Array, "rows k"]) -> Float[Array, "rows n"]:
+        return quant_matmul.matmul(x, codes, scales.T, None if zeros is None else zeros.T)
+
+    if layout.outliers:
+        large = jnp.abs(x) >= layout.outliers
+        rest = product(jnp.where(large, 0, x), dataclasses.replace(layout, outliers=0.0), arrays, along)
+        return rest + lax.cond(large.any(), unrounded, lambda x: jnp.zeros_like(rest), jnp.where(large, x, 0))
     own = rounded(x, layout, arrays.get("input_scale"), along)
     if own.scales.shape[-1] == scales.shape[-1] == 1 and _multiplied_as_they_are(own.codes, codes):
         sums = _int_sums(own.codes, codes, zeros) if codes.dtype == jnp.int8 else _float_sums(own.codes, codes)
         return (sums * own.scales * scales.T).astype(x.dtype)
-    return quant_matmul.matmul(own.plain().astype(x.dtype), codes, scales.T, None if zeros is None else zeros.T)
+    return unrounded(own.plain().astype(x.dtype))
 
 
 def _in_groups(x: Float[Array, "rows k"], group: int) -> Float[Array, "rows groups group"]:

@@ -75,6 +75,8 @@ class Grouped:
         static: inputs have one scale, from the checkpoint, instead.
         int8_steps: what the largest input of a token becomes in "int8". compressed-tensors has 127.5: whether such a
             number becomes -127 or -128 hangs on its last bit. 127 hangs on nothing.
+        outliers: inputs of this size or more are not rounded but have a product of their own (LLM.int8(), Dettmers et
+            al. 2022, here token by token); 0: all are rounded.
     """
 
     codes: str
@@ -87,6 +89,7 @@ class Grouped:
     activation_group: int = 0
     static: bool = False
     int8_steps: float = 127.5
+    outliers: float = 0.0
 
     def parts(self, inputs: int) -> dict[str, Part]:
         groups = _groups(inputs, self.group)

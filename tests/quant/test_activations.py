@@ -105,6 +105,20 @@ def test_a_product_in_bfloat16_has_that_dtype(name: str) -> None:
     np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * float(abs(expected).max()))
 
 
+@pytest.mark.parametrize("size", [0.5, 1e6])
+def test_outliers_are_not_rounded(size: float) -> None:
+    layout, x = Grouped("int8", INPUTS, activations="int8", int8_steps=127.0, outliers=size), inputs(9)
+    arrays = arrays_of(layout, (OUT,), INPUTS, np.random.default_rng(0))
+    found = jax.jit(lambda x, arrays: product(x, layout, arrays))(jnp.asarray(x), arrays)
+    large = abs(x) >= size
+    small = np.where(large, np.float32(0), x)
+    scale = np.maximum(abs(small).max(-1, keepdims=True), np.float32(1e-30)) / np.float32(127)
+    plain = np.where(large, x, np.rint(small / scale) * scale).astype(np.float64)
+    weight = (arrays["codes"].astype(np.float32) * arrays["scales"]).astype(np.float64)
+    np.testing.assert_array_less(abs(found - plain @ weight.T), 1e-6 * (abs(plain) @ abs(weight).T) + 1e-30)
+    assert large.any() == (size < 1)
+
+
 @pytest.mark.parametrize("kind", ["int8", FP8])
 def test_a_scale_is_that_of_all_devices_parts(kind: str) -> None:
     x, layout = jnp.asarray(inputs(9)), Grouped(kind, INPUTS, activations=kind)

@@ -9,6 +9,7 @@ from jaxinfer.weights.errors import CheckpointError, quoted
 
 _Known = TypeVar("_Known", str, int)
 _LARGEST_GROUP = 1 << 20
+_LARGEST_NUMBER = 1 << 20
 
 
 class Fields:
@@ -52,6 +53,14 @@ class Fields:
         if type(value) is not int or not (value == -1 or 1 <= value <= _LARGEST_GROUP):
             raise self.refused(name, ("-1", f"1 to {_LARGEST_GROUP}"))
         return 0 if value == -1 else value
+
+    def number(self, name: str, default: float) -> float:
+        """A number that is neither negative nor too large; anything else raises CheckpointError."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 <= value <= _LARGEST_NUMBER:
+            raise self.refused(name, (f"0 to {_LARGEST_NUMBER}",))
+        return float(value)
 
     def block(self, name: str) -> tuple[int, int] | None:
         """Rows and columns that share a scale, from [128, 128] or "128x128"; None where it is absent or null."""

@@ -77,6 +77,15 @@ def test_eight_bits(tmp_path: pathlib.Path) -> None:
     assert consumed == tensors.keys()
     expected = codes.astype(np.float32) * scales[:, None] * np.float32(1 / 127)
     np.testing.assert_array_equal(numbers(weights["a.weight"]), expected)
+    assert weights["a.weight"].layout.outliers == 6
+    other = weights_of(tmp_path, tensors, {**EIGHT, "llm_int8_threshold": 0.0})[0]["a.weight"]
+    assert other.layout.outliers == 0
+
+
+@pytest.mark.parametrize("threshold", [-1, float("nan"), float("inf"), "6", True])
+def test_thresholds_that_are_refused(tmp_path: pathlib.Path, threshold: Any) -> None:
+    with refused("llm_int8_threshold of config.json is .*: known are 0 to 1048576"):
+        weights_of(tmp_path, {"a.SCB": np.ones(1, np.float32)}, {**EIGHT, "llm_int8_threshold": threshold})
 
 
 def test_another_order_of_eight_bits(tmp_path: pathlib.Path) -> None:
