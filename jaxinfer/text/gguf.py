@@ -30,6 +30,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # Tokens that end a turn, whatever else the metadata names: files often name one end alone.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
 
+# Of Phi-3's special tokens those that leave the blanks behind them.
+_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
+
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -58,6 +61,7 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
     vocabulary = _Vocabulary.read(path, metadata)
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
+        vocabulary = vocabulary.with_spaces()
         library, with_bos = _pieces(vocabulary, metadata), True
     elif kind == "gpt2":
         pre = _pre_tokenizer(path, metadata)
@@ -66,7 +70,9 @@ def _library(path: Path, metadata: Mapping[str, Any]) -> tuple[Library, _Vocabul
         raise TokenizerError(
             f"{path} has a tokenizer of the kind {kind!r}, which is not supported (known: gpt2, llama)"
         )
-    library.add_tokens(list(vocabulary.added()))
+    # As Phi-3's own file has it, which no key says.
+    stripping = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    library.add_tokens(list(vocabulary.added(stripping)))
     _add_template(library, vocabulary, metadata, with_bos)
     return library, vocabulary
 
@@ -133,11 +139,22 @@ class _Vocabulary:
         """Special tokens by name, as templates know them."""
         return {name: self.tokens[token_id] for name, token_id in self.named.items()}
 
-    def added(self) -> Iterator[AddedToken]:
-        """Tokens that are found in a text before it is cut."""
+    def with_spaces(self) -> _Vocabulary:
+        """Pieces that are found in a text as it stands, with spaces in place of the marks of older files."""
+        known = set(self.tokens)
+        plain = [token.replace(_SPACE, " ") for token in self.tokens]
+        moved = [
+            text if kind == _USER_DEFINED and text not in known else token
+            for token, text, kind in zip(self.tokens, plain, self.types, strict=True)
+        ]
+        return dataclasses.replace(self, tokens=moved)
+
+    def added(self, stripping: bool) -> Iterator[AddedToken]:
+        """Tokens that are found in a text before it is cut; with ``stripping`` with the blanks behind most of them."""
         for token, kind in zip(self.tokens, self.types, strict=True):
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token:
-                yield AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+                strips = stripping and kind != _USER_DEFINED and token not in _NOT_STRIPPING
+                yield AddedToken(token, special=kind != _USER_DEFINED, normalized=False, rstrip=strips)
 
     def special_ids(self) -> SpecialIds:
         ends = list(self.ends)

@@ -115,6 +115,23 @@ def test_tokens_within_a_text() -> None:
     assert tokenizer.decode([8, 6]) == "ab"
 
 
+def test_marks_in_tokens_within_a_text() -> None:
+    """Older files have the mark where a text has a space."""
+    spaces = pieces(tokens=[*PIECES[:-1], "▁▁"], add_space_prefix=False, add_bos_token=False)
+    tokenizer = gguf_tokenizer(PATH, spaces)
+    assert tokenizer.encode("a  b") == [5, 10, 6]
+    assert tokenizer.decode([5, 10, 6]) == "a  b"
+
+
+def test_blanks_behind_the_special_tokens_of_phi3() -> None:
+    changes = {"tokens": [*PIECES[:-1], "<|end|>"], "token_type": [2, 3, 3, 6, *[1] * 6, CONTROL]}
+    metadata = pieces(**changes, add_space_prefix=False, add_bos_token=False)
+    text = "<|end|> \n<s> a"
+    assert gguf_tokenizer(PATH, metadata).encode(text)[:2] == [10, 4]
+    phi3 = gguf_tokenizer(PATH, {**metadata, "general.architecture": "phi3"})
+    assert phi3.encode(text) == [10, 1, 8]
+
+
 def test_every_end_of_a_turn() -> None:
     named = gguf_tokenizer(PATH, pieces(eot_token_id=10, eom_token_id=0))
     assert named.eos_ids == (2, 10, 0)
