@@ -94,7 +94,9 @@ def test_biases_of_experts():
     same_logits(model.replace(params=noisy), 2)
 
 
-@pytest.mark.parametrize("name", ["int8 in groups", "codebook", "ggml"])
+@pytest.mark.parametrize(
+    "name", ["int8 in groups", *(pytest.param(each, marks=pytest.mark.slow) for each in ("codebook", "ggml"))]
+)
 def test_stored_experts(name):
     """Dealt out as they are: no lane has another one's weights as plain numbers."""
     mesh, rng = make_mesh(lane=2), np.random.default_rng(0)
