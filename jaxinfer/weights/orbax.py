@@ -178,7 +178,7 @@ def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
     """The arrays of parameters by name, see `array_name`.
 
     Raises:
-        ValueError: a parameter is missing or has another shape than its spec.
+        ValueError: a parameter is missing, has another shape than its spec, or is not all in this process.
     """
     return {array_name(path): _leaf(path, spec, params) for path, spec in walk(specs)}
 
@@ -191,6 +191,8 @@ def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
             raise ValueError(f"the parameters lack {'/'.join(path)}")
     if tuple(value.shape) != spec.shape:
         raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    if not getattr(value, "is_fully_addressable", True):
+        raise ValueError(f"{'/'.join(path)} is spread over several processes, of which none has all of it")
     return Leaf(spec.shape, np.dtype(value.dtype), spec.axes, lambda: value)
 
 
@@ -317,7 +319,9 @@ def unfinished(destination: pathlib.Path, identity: Mapping[str, Any]) -> Iterat
     """
     refuse_existing(destination)
     folder = destination.with_name(f"{destination.name}.unfinished")
-    if folder.exists() and any(folder.iterdir()) and not (folder / UNFINISHED).exists():
+    # Without a journal but with a manifest: a run was interrupted just before it gave the folder its name.
+    ours = (folder / UNFINISHED).exists() or (folder / MANIFEST).exists()
+    if folder.exists() and any(folder.iterdir()) and not ours:
         raise CheckpointError(f"{folder} is in the way: it was not made by an interrupted conversion")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / UNFINISHED).open("a+", encoding="utf-8") as journal:

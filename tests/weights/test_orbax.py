@@ -373,6 +373,14 @@ def test_what_another_run_has_left_is_removed(tmp_path: pathlib.Path) -> None:
         assert sorted(path.name for path in started.folder.rglob("*")) == [UNFINISHED, "params"]
 
 
+def test_a_run_that_was_interrupted_at_its_very_end_is_done_again(tmp_path: pathlib.Path) -> None:
+    save_params(tmp_path / "a", random_params(), SPECS, CONFIG)
+    (tmp_path / "a").rename(tmp_path / "a.unfinished")
+    save_params(tmp_path / "a", random_params(), SPECS, CONFIG)
+    assert_same(restored(tmp_path / "a"), random_params())
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_nothing_is_written_over(original: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with refused("exists already, and is not written over"):
         save_params(original, random_params(), SPECS, CONFIG)
