@@ -21,9 +21,20 @@ class JaxInfer:
     def versions(self) -> dict[str, str]:
         return {name: importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib", "flax", "numpy")}
 
-    def load(self, folder: str, gguf: str, dtype: str, batch: int, max_len: int, threads: int) -> Reply:
+    def load(
+        self,
+        folder: str,
+        gguf: str,
+        dtype: str,
+        batch: int,
+        max_len: int,
+        threads: int,
+        activation_dtype: str = "auto",
+    ) -> Reply:
+        """``activation_dtype``: see `EngineConfig`."""
         self._llm = None  # frees the model before
-        self._llm = LLM(folder, dtype, max_num_seqs=batch, max_model_len=max_len, show_progress=False)
+        sizes = {"max_num_seqs": batch, "max_model_len": max_len}
+        self._llm = LLM(folder, dtype, activation_dtype=activation_dtype, show_progress=False, **sizes)
         return {}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Reply:

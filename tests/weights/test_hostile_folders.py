@@ -1,5 +1,6 @@
 """Model folders that lie anywhere: each is loaded or refused with one sentence, in little memory and time."""
 
+import copy
 import json
 import math
 import pathlib
@@ -161,11 +162,12 @@ def mutated_json(text: str, rng: random.Random) -> str:
             case 0:
                 del parent[path[-1]]
             case 1 if isinstance(parent, dict):
-                parent[rng.choice([str(path[-1]) + "x", "", "weight", *map(str, parent)])] = parent[path[-1]]
+                name = rng.choice([str(path[-1]) + "x", "", "weight", *map(str, parent)])
+                parent[name] = copy.deepcopy(parent[path[-1]])
             case 2 if isinstance(parent[path[-1]], int):
                 parent[path[-1]] += rng.choice([-64, -1, 1, 64])
             case _:
-                parent[path[-1]] = rng.choice([*NUMBERS, *ODD])
+                parent[path[-1]] = copy.deepcopy(rng.choice([*NUMBERS, *ODD]))
     return json.dumps(value)
 
 
@@ -219,32 +221,32 @@ def attempt(folder: pathlib.Path) -> bool:
 
 @pytest.mark.parametrize("count", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_mutated_folders_load_or_are_refused(folder: pathlib.Path, tmp_path: pathlib.Path, count: int):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    attempt(copy)
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(folder, spoilt)
+    attempt(spoilt)
     begin, loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
     for seed in range(count // len(FORMATS)):
         file, content = mutate(folder, random.Random(seed))
-        (copy / file.name).write_bytes(content)
+        (spoilt / file.name).write_bytes(content)
         try:
-            loaded += attempt(copy)
+            loaded += attempt(spoilt)
         except Exception as error:
             error.add_note(f"seed {seed}, {file.name}: {content[:4000]!r}")
             raise
-        (copy / file.name).write_bytes(file.read_bytes())
+        (spoilt / file.name).write_bytes(file.read_bytes())
     assert 0 < loaded < count // len(FORMATS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin < 300_000  # KiB
 
 
 def test_files_cut_short_at_every_power_of_two(folder: pathlib.Path, tmp_path: pathlib.Path):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(folder, spoilt)
     for file in sorted(folder.iterdir()):
         raw = file.read_bytes()
         for size in (0, *(2**power for power in range(len(raw).bit_length()))):
-            (copy / file.name).write_bytes(raw[:size])
-            assert not attempt(copy) or size == len(raw), (file.name, size)
-        (copy / file.name).write_bytes(raw)
+            (spoilt / file.name).write_bytes(raw[:size])
+            assert not attempt(spoilt) or size == len(raw), (file.name, size)
+        (spoilt / file.name).write_bytes(raw)
 
 
 def test_what_config_json_says_costs_nothing_before_it_is_checked():
