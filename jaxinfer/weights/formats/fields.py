@@ -10,6 +10,7 @@ from jaxinfer.weights.errors import CheckpointError, quoted
 _Known = TypeVar("_Known", str, int)
 _LARGEST_GROUP = 1 << 20
 _LARGEST_NUMBER = 1 << 20
+_LONGEST_NAME = 64
 
 
 class Fields:
@@ -78,7 +79,7 @@ class Fields:
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self.refused(name, ("an object",))
-        return Fields(value, f"{self.path}.{name}")
+        return Fields(value, f"{self.path}.{_shown(name)}")
 
     def optional(self, name: str) -> Fields | None:
         """An object within, or None where it is absent, null or empty."""
@@ -89,7 +90,12 @@ class Fields:
         value = self.values.get(name)
         shown = quoted(value) if isinstance(value, str) else "absent" if value is None else quoted(str(value))[1:-1]
         listed = ", ".join(str(one) for one in known)
-        return CheckpointError(f"{self.path}.{name} of config.json is {shown}: known are {listed}")
+        return CheckpointError(f"{self.path}.{_shown(name)} of config.json is {shown}: known are {listed}")
+
+
+def _shown(name: str) -> str:
+    """A field's name, which can be the file's own."""
+    return name if name.isidentifier() and len(name) < _LONGEST_NAME else quoted(name)
 
 
 def _is_extent(value: object) -> bool:

@@ -118,6 +118,7 @@ def test_formats(form: str, weights: Mapping[str, Any], sentence: str) -> None:
         ({"config_groups": {}}, "config_groups of config.json is .*: known are one group or more"),
         ({"config_groups": []}, "config_groups of config.json is .*: known are an object"),
         ({"config_groups": {"a": 1}}, "config_groups.a of config.json is 1: known are an object"),
+        ({"config_groups": {"a\nb" * 99: 1}}, r"config_groups.'a\\nb"),
         ({"config_groups": {"a": {"targets": "Linear", "weights": WEIGHTS}}}, "config_groups.a.targets of config.json"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config of config.json"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config of config.json"),
