@@ -140,3 +140,9 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) 
     grown = int(done.stdout.split()[-1])
     assert nbytes > 150e6
     assert grown < 90e6, f"{grown / 1e6:.0f} MB more for a model of {nbytes / 1e6:.0f} MB"
+
+
+def test_nobody_who_only_loads_pays_for_orbax() -> None:
+    program = "import sys, jaxinfer.loading; print({'orbax', 'tensorstore'} & {m.split('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
