@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import pathlib
@@ -54,13 +55,22 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A kind's figures: bits that a linear weight takes in its file with its scales, and perplexity."""
+    """A kind's figures.
+
+    Attributes:
+        bits: that a linear weight takes in its file with its scales.
+        perplexity: of the held-out text.
+        ratio: to that of float32.
+        divergence: Kullback and Leibler's, of the float32 model's next tokens from this one's, in nats a token; None
+            where only the text's own tokens are told. It has no luck: perplexity may get better by chance.
+    """
 
     model: str
     kind: str
     bits: float
     perplexity: float
     ratio: float
+    divergence: float | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,12 +106,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_path() -> pathlib.Path:
-    name = f"quality-{machine.slug(machine.cpu_name())[:8].strip('-')}-{datetime.date.today()}.json"
+    name = f"quality-{machine.slug(machine.cpu_name())}-{datetime.date.today()}.json"
     return REPO / "benchmarks" / "results" / name
 
 
 def shown(row: Row) -> str:
-    return f"| {row.model} | {row.kind} | {row.bits:.2f} | {row.perplexity:.4f} | {100 * (row.ratio - 1):+.2f} % |"
+    divergence = "" if row.divergence is None else f"{row.divergence:.5f}"
+    cells = (
+        row.model,
+        row.kind,
+        f"{row.bits:.2f}",
+        f"{row.perplexity:.3f}",
+        f"{100 * (row.ratio - 1):+.2f} %",
+        divergence,
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def subjects(options: argparse.Namespace) -> list[Subject]:
@@ -143,26 +162,43 @@ def measured(subject: Subject, options: argparse.Namespace) -> Iterator[Row]:
     calibration, windows = split(subject, base, options)
     exact = perplexity(base, windows)
     for kind, figures in kinds(subject, base, calibration, windows, options):
-        bits, found = figures()
-        yield Row(subject.name, kind, bits, found, found / exact)
+        bits, (found, divergence) = figures()
+        yield Row(subject.name, kind, bits, found, found / exact, divergence)
+
+
+Quality = tuple[float, float | None]  # perplexity and divergence
 
 
 def kinds(
     subject: Subject, base: Model, calibration: Calibration, windows: np.ndarray, options: argparse.Namespace
-) -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
-    """Each kind's name, and what measures its bits a weight and its perplexity."""
-    yield "float32", lambda: (32.0, perplexity(base, windows))
-    wanted = {
-        "bfloat16": lambda: (16.0, perplexity(load_model(subject.source, "bfloat16", show_progress=False), windows))
+) -> Iterator[tuple[str, Callable[[], tuple[float, Quality]]]]:
+    """Each kind's name, and what measures its bits a weight and its quality."""
+
+    def loaded(source: str, dtype: str) -> Quality:
+        return compared(load_model(source, dtype, show_progress=False), base, windows)
+
+    def of_recipe(recipe: Recipe) -> tuple[float, Quality]:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = pathlib.Path(scratch) / "made"
+            quantise(subject.source, folder, recipe, calibration)
+            weights, _ = quantised_weights(open_checkpoint(folder), read_json_object(folder / "config.json"))
+            return bits_of(weights, folder), loaded(str(folder), "float32")
+
+    yield "float32", lambda: (32.0, (perplexity(base, windows), 0.0))
+    wanted: dict[str, Callable[[], tuple[float, Quality]]] = {
+        "bfloat16": lambda: (16.0, loaded(subject.source, "bfloat16"))
     }
     for name, recipe in recipes().items():
-        wanted[name] = lambda recipe=recipe: of_recipe(subject, recipe, calibration, windows)
+        wanted[name] = functools.partial(of_recipe, recipe)
     for kind in ("int8", "fp8"):
-        wanted[f"KV cache {kind}"] = lambda kind=kind: (32.0, of_engine(base, windows, kind))
+        wanted[f"KV cache {kind}"] = lambda kind=kind: (32.0, (of_engine(base, windows, kind), None))
     if subject.name == "stories260K":
         for folder in sorted((options.data / "models/quantised").glob("gguf-B-*")):
             path = folder / "model.gguf"
-            wanted[f"GGUF {folder.name.removeprefix('gguf-B-')}"] = lambda path=path: of_gguf(path, windows)
+            wanted[f"GGUF {folder.name.removeprefix('gguf-B-')}"] = lambda path=path: (
+                bits_of_gguf(path),
+                loaded(str(path), "float32"),
+            )
     yield from ((name, figures) for name, figures in wanted.items() if options.only in name)
 
 
@@ -182,24 +218,25 @@ def split(subject: Subject, model: Model, options: argparse.Namespace) -> tuple[
 
 def perplexity(model: Model, windows: np.ndarray) -> float:
     """exp of the mean negative log likelihood of each window's tokens but the first."""
-    apply = jax.jit(model.apply)
+    return compared(model, model, windows)[0]
+
+
+def compared(model: Model, base: Model, windows: np.ndarray) -> tuple[float, float]:
+    """Its perplexity, and the divergence of its next tokens from those of ``base``."""
+    apply, exact = jax.jit(model.apply), jax.jit(base.apply)
 
     @jax.jit
-    def total(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        logprobs = jax.nn.log_softmax(logits[:, :-1])
-        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).sum()
+    def totals(logits: jax.Array, wanted: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logprobs, own = jax.nn.log_softmax(logits[:, :-1]), jax.nn.log_softmax(wanted[:, :-1])
+        loss = -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).sum()
+        return loss, (jnp.exp(own) * (own - logprobs)).sum()
 
-    batches = np.array_split(windows, max(1, math.ceil(len(windows) / 8)))
-    losses = [float(total(apply(model.params, jnp.asarray(batch)), jnp.asarray(batch))) for batch in batches]
-    return math.exp(sum(losses) / (windows.shape[0] * (windows.shape[1] - 1)))
-
-
-def of_recipe(subject: Subject, recipe: Recipe, calibration: Calibration, windows: np.ndarray) -> tuple[float, float]:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = pathlib.Path(scratch) / "made"
-        quantise(subject.source, folder, recipe, calibration)
-        weights, _ = quantised_weights(open_checkpoint(folder), read_json_object(folder / "config.json"))
-        return bits_of(weights, folder), perplexity(load_model(str(folder), "float32", show_progress=False), windows)
+    sums = np.zeros(2)
+    for batch in np.array_split(windows, max(1, math.ceil(len(windows) / 8))):
+        tokens = jnp.asarray(batch)
+        sums += [float(x) for x in totals(apply(model.params, tokens), exact(base.params, tokens), tokens)]
+    loss, divergence = sums / (windows.shape[0] * (windows.shape[1] - 1))
+    return math.exp(loss), float(divergence)
 
 
 def bits_of(weights: Any, folder: pathlib.Path) -> float:
@@ -212,15 +249,14 @@ def bits_of(weights: Any, folder: pathlib.Path) -> float:
     return 8 * size / values
 
 
-def of_gguf(path: pathlib.Path, windows: np.ndarray) -> tuple[float, float]:
+def bits_of_gguf(path: pathlib.Path) -> float:
+    """The same of a GGUF file."""
     checkpoint = open_gguf(path)
-    layers = {name: weight for name, weight in checkpoint.weights.items() if ".layers." in name}
-    plain = [
-        i for name, i in checkpoint.tensors.items() if ".layers." in name and len(i.shape) == 2 and name not in layers
-    ]
-    values = sum(math.prod(weight.shape) for weight in layers.values()) + sum(math.prod(info.shape) for info in plain)
-    size = sum(weight.nbytes for weight in layers.values()) + sum(info.nbytes for info in plain)
-    return 8 * size / values, perplexity(load_model(str(path), "float32", show_progress=False), windows)
+    layers = [(weight.shape, weight.nbytes) for name, weight in checkpoint.weights.items() if ".layers." in name]
+    for name, info in checkpoint.tensors.items():
+        if ".layers." in name and len(info.shape) == 2 and name not in checkpoint.weights:
+            layers.append((info.shape, info.nbytes))
+    return 8 * sum(size for _, size in layers) / sum(math.prod(shape) for shape, _ in layers)
 
 
 def of_engine(model: Model, windows: np.ndarray, cache: str) -> float:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxinfer.layers.moe import GLU
 from jaxinfer.models.llama import LlamaBlock
 from jaxinfer.models.sparse import SparseBlock
 from jaxinfer.quant.make import awq
@@ -47,7 +49,9 @@ _PAIRS: tuple[tuple[Path, Path], ...] = (
 
 def can_fold(layer: LayerWeights) -> bool:
     """Whether the block's form is one of those known here: a subclass may compute something else."""
-    return type(layer.block) in (LlamaBlock, SparseBlock)
+    block = layer.block
+    plain = not isinstance(block, SparseBlock) or isinstance(block.config.glu, GLU)  # up is a factor of what follows
+    return type(block) in (LlamaBlock, SparseBlock) and plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,9 @@ class Folder:
     grid: IntegerGrid
 
     def fold(self) -> None:
+        """Statistics come to the host: what is left of the work there is little, and there for one expert at a time."""
+        for path, seen in self.statistics.items():
+            self.statistics[path] = jax.tree.map(np.asarray, seen)
         for norm, readers in _NORMS:
             present = tuple(path for path in readers if path in self.layer.values)
             scale = self._smoothing(present) if self.recipe.method == "smoothquant" else self._search(present)
@@ -84,8 +91,7 @@ class Folder:
     def _search(self, readers: tuple[Path, ...]) -> Vector:
         """One scale for all inputs of a norm's readers."""
         every = next((path for path in readers if path[-1] == "router"), readers[0])
-        statistics = self.statistics[every]
-        magnitude = np.asarray(statistics.total / jnp.maximum(statistics.rows, 1.0))
+        magnitude = _means(self.statistics[every])
         read = [path for path in readers if path[-1] not in ("router", "shared_gate")]
         matrices = [pair for path in read for pair in self._matrices(path)]
         return self._best(magnitude, matrices, lambda scale: scale)
@@ -101,7 +107,7 @@ class Folder:
         inputs, losses = spread(scales), np.zeros(len(scales))
         for matrix, seen in matrices:
             if enough_tokens(float(seen.rows), matrix.shape[1]):
-                weight, gram = whole_groups(jnp.asarray(matrix), seen.gram, self.grid)
+                weight, gram = whole_groups(jnp.asarray(matrix), jnp.asarray(seen.gram), self.grid)
                 filled = np.pad(inputs, ((0, 0), (0, weight.shape[1] - inputs.shape[1])), constant_values=1.0)
                 losses += np.asarray(awq.losses(weight, gram, jnp.asarray(filled), self.grid))
         return scales[int(np.argmin(losses))]
@@ -110,8 +116,7 @@ class Folder:
         """Values scaled down, the output projection up; all queries of a group share the value's channels."""
         qkv, out = self.layer.values["attention", "qkv"], ("attention", "out")
         kv_heads, group, dim = qkv.shape[1], qkv.shape[2] - 2, qkv.shape[3]
-        statistics = self.statistics[out]
-        mean = np.asarray(statistics.total / jnp.maximum(statistics.rows, 1.0)).reshape(kv_heads, group, dim).mean(1)
+        mean = _means(self.statistics[out]).reshape(kv_heads, group, dim).mean(1)
 
         def spread(scales: np.ndarray) -> np.ndarray:
             each = scales.reshape(-1, kv_heads, 1, dim)
@@ -129,8 +134,7 @@ class Folder:
         for index, (matrix, seen) in enumerate(self._matrices(down)):
             if not enough_tokens(float(seen.rows), matrix.shape[1]):
                 continue
-            magnitude = np.asarray(seen.total / jnp.maximum(seen.rows, 1.0))
-            scale = self._best(magnitude, [(matrix, seen)], lambda scales: scales)
+            scale = self._best(_means(seen), [(matrix, seen)], lambda scales: scales)
             values = self.layer.values
             place = (index,) if values[up].ndim == 4 else ()
             values[up][(*place, 1)] /= scale[:, None]
@@ -149,8 +153,7 @@ class Folder:
             yield np.ascontiguousarray(value.reshape(value.shape[0], -1).T), seen
         elif self.layer.specs[path].axes[0] == "expert":
             for index in range(value.shape[0]):
-                own = InputStatistics(*(part[index] if part.ndim else part for part in seen))
-                yield value[index].reshape(-1, value.shape[-1]), own
+                yield value[index].reshape(-1, value.shape[-1]), _of_expert(seen, index)
         else:
             yield value.reshape(-1, value.shape[-1]), seen
 
@@ -162,15 +165,24 @@ class Folder:
         value = self.layer.values[path] if expert is None else self.layer.values[path][expert]
         value *= scale.reshape(-1, *(1,) * (value.ndim - 1)) if self._inputs_first(path) else scale
         if path in self.statistics:
-            self.statistics[path] = _divided(self.statistics[path], jnp.asarray(scale), expert)
+            self.statistics[path] = _divided(self.statistics[path], scale, expert)
 
 
-def _divided(seen: InputStatistics, scale: jnp.ndarray, expert: int | None) -> InputStatistics:
+def _divided(seen: InputStatistics, scale: Vector, expert: int | None) -> InputStatistics:
     """The statistics of inputs (of one expert) after their division."""
     if expert is not None:
-        own = _divided(InputStatistics(*(part[expert] if part.ndim else part for part in seen)), scale, None)
-        return InputStatistics(
-            *(part.at[expert].set(new) if part.ndim else part for part, new in zip(seen, own, strict=True))
-        )
-    gram = seen.gram / (scale[:, None] * scale) if seen.gram.ndim else seen.gram
+        own = _divided(_of_expert(seen, expert), scale, None)
+        parts = [part.copy() for part in seen]
+        for part, new in zip(parts, own, strict=True):
+            part[expert] = new
+        return InputStatistics(*parts)
+    gram = seen.gram / np.outer(scale, scale) if np.ndim(seen.gram) else seen.gram
     return InputStatistics(seen.rows, gram, seen.largest / scale, seen.total / scale)
+
+
+def _of_expert(seen: InputStatistics, expert: int) -> InputStatistics:
+    return InputStatistics(*(part[expert] if np.ndim(part) else part for part in seen))
+
+
+def _means(seen: InputStatistics) -> Vector:
+    return np.asarray(seen.total / np.maximum(seen.rows, 1.0))

@@ -30,6 +30,10 @@ def test_perplexity_is_that_of_the_probabilities():
     windows = np.array([[3, 0, 0, 1], [2, 1, 2, 0]] * 9, np.int32)
     expected = math.exp(-np.log(probabilities[windows[:, 1:]]).mean())
     assert quality.perplexity(model, windows) == pytest.approx(expected, rel=1e-5)
+    others = np.array([0.25, 0.25, 0.25, 0.25])
+    other = types.SimpleNamespace(apply=apply, params=jnp.log(jnp.asarray(others)))
+    divergence = float((probabilities * np.log(probabilities / others)).sum())
+    assert quality.compared(other, model, windows) == pytest.approx((4.0, divergence), rel=1e-5)
 
 
 def test_nobody_is_calibrated_on_the_held_out_text():

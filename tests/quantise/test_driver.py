@@ -33,11 +33,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     [
         (Recipe("int8"), 0.02),
         (Recipe("smoothquant"), 0.06),
-        (Recipe("gptq", bits=8, group_size=32, act_order=True), 0.02),
+        pytest.param(Recipe("gptq", bits=8, group_size=32, act_order=True), 0.02, marks=pytest.mark.slow),
         (Recipe("awq", group_size=16), 0.5),
         (Recipe("nf4"), 0.5),
     ],
-    ids=lambda value: getattr(value, "method", ""),
 )
 def test_it_is_loaded_and_near_the_source(recipe: Recipe, most: float, source: pathlib.Path, tmp_path: pathlib.Path):
     quantise(str(source), tmp_path / "made", recipe, samples())
@@ -53,7 +52,15 @@ def test_it_is_loaded_and_near_the_source(recipe: Recipe, most: float, source: p
     assert not (tmp_path / "made.unfinished").exists()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe-hub", "phi3-partial-hub", "falcon-40b-hub", "deepseek_v3-hub"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qwen2_moe-hub", marks=pytest.mark.slow),
+        "phi3-partial-hub",
+        pytest.param("falcon-40b-hub", marks=pytest.mark.slow),
+        "deepseek_v3-hub",
+    ],
+)
 def test_families_whose_tensors_lie_otherwise(name: str, tmp_path: pathlib.Path):
     """Experts, tensors that fill several parameters, queries of groups, latents: each weight is its own rounded one."""
     folder = folder_of(name, tmp_path / "source")

@@ -53,7 +53,11 @@ def test_a_short_last_group_is_asked_for():
     assert not Recipe("int4", group_size=-1).refusal(32, 96)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What differs from others in what is made, not in how it is written, takes seconds to compile.
+SLOW = {"gptq", "gptq order", "gptq packed", "awq", "nf4", "fp8 inputs"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_what_is_written_is_read_back(name: str, tmp_path: pathlib.Path):
     recipe, inputs = CASES[name]
     x = correlated(300, inputs, seed=1)
