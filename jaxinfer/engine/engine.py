@@ -187,7 +187,7 @@ def prepare(
     Raises:
         EngineConfigError: a setting cannot be served.
     """
-    model = spread_model(with_activations(model, config), mesh)
+    model = as_served(model, config, platform, mesh)
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     return model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
@@ -206,6 +206,16 @@ def with_activations(model: Model, config: EngineConfig) -> Model:
             f"with a scale a channel"
         )
     return changed
+
+
+def as_served(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Model:
+    """The same function in the form in which an engine on a platform has it. Parameters may be abstract.
+
+    Raises:
+        EngineConfigError: see `with_activations` and `spread_model`.
+    """
+    spread = spread_model(with_activations(model, config), mesh)
+    return spread.for_kernels() if platform == "gpu" else spread
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:

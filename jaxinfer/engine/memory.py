@@ -16,14 +16,13 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.engine import resolve_for, with_activations
+from jaxinfer.engine.engine import as_served, resolve_for
 from jaxinfer.engine.placement import (
     StageArrays,
     abstract_arrays,
     abstract_params,
     array_bytes,
     device_bytes,
-    spread_model,
     there,
 )
 from jaxinfer.engine.stages import Stage, cut
@@ -138,8 +137,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
     mesh = mesh or mesh_for(config)
-    given, model = model.params, with_activations(model.replace(params=_shapes(model.params)), config)
-    model = spread_model(model, mesh)
+    given, model = model.params, as_served(model.replace(params=_shapes(model.params)), config, platform, mesh)
     model = model.with_cache(resolve_for(model, config, platform).kv_cache_dtype)
     parts, copies = cut(model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
     held: collections.Counter[jax.Device] = collections.Counter()

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
-from jaxinfer.quant import is_stored, with_activations
+from jaxinfer.quant import for_kernels, is_stored, with_activations
 from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
 
 
@@ -82,6 +82,18 @@ class Model:
 
         return self.replace(
             family=dataclasses.replace(family, param_specs=param_specs), params=with_activations(self.params, kind)
+        )
+
+    def for_kernels(self) -> Model:
+        """The same function with weights as a GPU's kernels read them, see `jaxinfer.quant.for_kernels`."""
+        family = self.family
+
+        def param_specs(config: Any) -> ParamTree:
+            specs: ParamTree = for_kernels(family.param_specs(config))
+            return specs
+
+        return self.replace(
+            family=dataclasses.replace(family, param_specs=param_specs), params=for_kernels(self.params)
         )
 
     def up_to(self, length: int) -> Model:

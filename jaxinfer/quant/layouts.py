@@ -28,11 +28,13 @@ class Part:
         shape: its own dimensions. Of several, the first is the one that runs along the weight's inputs.
         dtype: a name that numpy or ml_dtypes knows.
         along: ``shape[0]`` runs along the inputs: it is cut where they are. False: every piece needs all of it.
+        first: ``shape`` comes before the outputs, ``[*shape, *out]``.
     """
 
     shape: tuple[int, ...]
     dtype: str
     along: bool = True
+    first: bool = False
 
 
 @runtime_checkable
@@ -73,6 +75,7 @@ class Grouped:
         activations: what inputs are rounded to before the product: "" (nothing), "int8" or "float8_e4m3fn", a scale
             for each token and ``activation_group`` inputs (0: all).
         static: inputs have one scale, from the checkpoint, instead.
+        groups_first: scales and zeros lie as [in / group, *out], as the kernels of a GPU read them.
         int8_steps: what the largest input of a token becomes in "int8". compressed-tensors has 127.5: whether such a
             number becomes -127 or -128 hangs on its last bit. 127 hangs on nothing.
         outliers: inputs of this size or more are not rounded but have a product of their own (LLM.int8(), Dettmers et
@@ -90,12 +93,14 @@ class Grouped:
     static: bool = False
     int8_steps: float = 127.5
     outliers: float = 0.0
+    groups_first: bool = False
 
     def parts(self, inputs: int) -> dict[str, Part]:
         groups = _groups(inputs, self.group)
-        parts = {"codes": Part((inputs,), self.codes), "scales": Part((groups,), self.scales, groups > 1)}
+        kind = Part((groups,), self.scales, groups > 1, self.groups_first)
+        parts = {"codes": Part((inputs,), self.codes), "scales": kind}
         if self.zeros:
-            parts["zeros"] = Part((groups,), "int8", groups > 1)
+            parts["zeros"] = dataclasses.replace(kind, dtype="int8")
         return parts
 
     def input_parts(self, inputs: int) -> dict[str, Part]:
@@ -103,10 +108,12 @@ class Grouped:
         return {**parts, "input_scale": Part((), "float32")} if self.static else parts
 
     def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
-        codes = parts["codes"].astype(jnp.float32)
+        codes, own = parts["codes"].astype(jnp.float32), dict(parts)
+        if self.groups_first:
+            own = {name: part if name == "codes" else jnp.moveaxis(part, 0, -1) for name, part in parts.items()}
         if self.zeros:
-            codes = codes - _repeated(parts["zeros"].astype(jnp.float32), codes)
-        weight = codes * _repeated(parts["scales"].astype(jnp.float32), codes)
+            codes = codes - _repeated(own["zeros"].astype(jnp.float32), codes)
+        weight = codes * _repeated(own["scales"].astype(jnp.float32), codes)
         return weight if self.factor == 1.0 else weight * jnp.float32(self.factor)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, ItemsView, Mapping
+from collections.abc import Callable, ItemsView, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +112,7 @@ class Quantised:
     def partition(self) -> Any:
         """How the arrays lie on the mesh that a program is traced for: a `PartitionSpec` in the place of each."""
         *outs, along = spread_over(self.axes, self.shape)
-        own = {name: PartitionSpec(*outs, *((along,) if part.along else ())) for name, part in self._parts.items()}
+        own = {name: _partition(part, outs, along) for name, part in self._parts.items()}
         shared = {
             name: PartitionSpec(*((along,) if part.along and part.shape else ()))
             for name, part in self._input_parts.items()
@@ -129,6 +129,11 @@ class Quantised:
 
     def _only(self, names: Mapping[str, Part]) -> dict[str, Any]:
         return {name: self.arrays[name] for name in names}
+
+
+def _partition(part: Part, outs: Sequence[Any], along: Any) -> PartitionSpec:
+    own = (along if part.along else None,) if part.shape else ()
+    return PartitionSpec(*own, *outs) if part.first else PartitionSpec(*outs, *own)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["pieces"], meta_fields=["axis"])
@@ -214,6 +219,35 @@ def with_activations(tree: Any, kind: str) -> Any:
     return _map_stored(changed, tree)
 
 
+def for_kernels(tree: Any) -> Any:
+    """A tree of parameters, or of specs, in the form that a GPU's kernels read without rearranging anything.
+
+    Tables of which rows are taken, stacked experts, and weights with rounded inputs stay as they are.
+    """
+
+    def changed(weight: Quantised) -> Quantised:
+        layout, among = weight.layout, {*weight.axes}
+        if not isinstance(layout, Grouped) or layout.group == weight.inputs or layout.activations:
+            return weight
+        if layout.groups_first or among & {"vocab", "expert"}:
+            return weight
+        names = ("scales", "zeros") if layout.zeros else ("scales",)
+        arrays = {**weight.arrays, **{name: _groups_first(weight.arrays[name]) for name in names}}
+        return dataclasses.replace(weight, arrays=arrays, layout=dataclasses.replace(layout, groups_first=True))
+
+    return _map_stored(changed, tree)
+
+
+def _groups_first(array: Any) -> Any:
+    """Of an array, or of what stands for one."""
+    if isinstance(array, ParamSpec):
+        shape, axes = (array.shape[-1], *array.shape[:-1]), (array.axes[-1], *array.axes[:-1])
+        return dataclasses.replace(array, shape=shape, axes=axes, sources=())
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((array.shape[-1], *array.shape[:-1]), array.dtype)
+    return jnp.moveaxis(array, -1, 0)
+
+
 _KINDS = {"int8": "int8", "fp8": "float8_e4m3fn"}
 _STEPS = 127.0  # bits of the same function in two programs may differ in the last place: nothing must hang on it
 
@@ -265,15 +299,15 @@ def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any], along
     if layout.activations:
         return activations.product(x, layout, arrays, along)
 
-    def flat(name: str) -> Array:
+    def by_group(name: str) -> Array:
         array: Array = arrays[name]
-        return array.reshape(-1, array.shape[-1])
+        return array.reshape(array.shape[0], -1) if layout.groups_first else array.reshape(-1, array.shape[-1]).T
 
-    scales = flat("scales")
+    codes, scales = arrays["codes"], by_group("scales")
     if layout.factor != 1.0:
         scales = scales.astype(jnp.float32) * layout.factor
-    zeros = flat("zeros").T if layout.zeros else None
-    return quant_matmul.matmul(x, flat("codes"), scales.T, zeros)
+    zeros = by_group("zeros") if layout.zeros else None
+    return quant_matmul.matmul(x, codes.reshape(-1, codes.shape[-1]), scales, zeros)
 
 
 def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple[int, ...]) -> Array:

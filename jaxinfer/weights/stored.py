@@ -134,13 +134,13 @@ def _asked(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:
 
     def add(path: tuple[str, ...], spec: ParamSpec) -> None:
         del path
-        found.update({source.name: (source.shape, _is_upright(spec, source)) for source in spec.sources})
+        found.update({source.name: (source.shape, is_upright(spec, source)) for source in spec.sources})
 
     map_specs(add, specs)
     return found
 
 
-def _is_upright(spec: ParamSpec, source: Source) -> bool:
+def is_upright(spec: ParamSpec, source: Source) -> bool:
     """The checkpoint's own order is [out, in]: as of all linear layers, but for the few that were convolutions once."""
     return spec.inputs is None or source.transpose == (spec.inputs == 0)
 
@@ -227,7 +227,7 @@ class _Fused:
 
     def _piece(self, source: Source) -> _Piece:
         weight = self.weights.get(source.name)
-        upright = _is_upright(self.spec, source)
+        upright = is_upright(self.spec, source)
         *stack, rows, columns = source.shape
         shape = (*stack, rows, columns) if upright else (*stack, columns, rows)
         if weight is not None and weight.shape != shape:

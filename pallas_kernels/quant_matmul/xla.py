@@ -2,8 +2,8 @@
 
 One scale a channel multiplies the result: XLA fuses the conversion of the weights into its own matrix product. With
 groups, a program for a GPU multiplies each group by itself and scales the sums while rows are few, so that packed
-weights are read once and nothing is written but float32 sums; with many rows it dequantises the weights first. On a
-CPU a few hundred output channels at a time are dequantised, which stay in the cache; the weights as plain numbers
+weights are read once and nothing is written but float32 sums; with many rows it dequantises some output channels after
+the others. On a CPU a few hundred at a time are dequantised, which stay in the cache. As plain numbers the weights
 never lie in memory as a whole.
 """
 
@@ -22,6 +22,7 @@ from pallas_kernels.quant_matmul.reference import dequantised, group_size
 
 FEW_ROWS = 64  # sums of groups are written up to here
 CPU_CHANNELS = 256  # dequantised at a time
+GPU_PIECE = 1 << 25  # bytes of plain numbers at a time, where rows are many
 
 
 def matmul(
@@ -45,7 +46,18 @@ def matmul(
         return (sums * scales.reshape(-1).astype(jnp.float32)).astype(x.dtype)
     if x.shape[0] <= FEW_ROWS:
         return _by_groups(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
-    return _dot(x, dequantised(weights, scales, zeros, dtype=jnp.float32).astype(x.dtype)).astype(x.dtype)
+    return _in_pieces(x, weights, scales.reshape(-1, weights.shape[0]), zeros)
+
+
+def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
+    """So many output channels at a time that their plain numbers are a small part of any large weight."""
+    size = max(1, GPU_PIECE // (weights.shape[1] * x.dtype.itemsize))
+    parts = []
+    for first in range(0, weights.shape[0], size):
+        own = slice(first, first + size)
+        plain = dequantised(weights[own], scales[:, own], None if zeros is None else zeros[:, own], dtype=jnp.float32)
+        parts.append(_dot(x, plain.astype(x.dtype)).astype(x.dtype))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def _dot(x: Array, weights: Array) -> Float[Array, "rows n"]:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs.rules import of_partitioner
+from tools.check_programs.stored import WEIGHTS
 from tools.check_programs.topologies import TOPOLOGIES, broken, header, lines
 from tools.check_programs.work import PATHS, Finding, Part, Work
 
@@ -35,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _check_topologies(arguments.topologies or TOPOLOGIES, plugins)
     layers = QUICK_LAYERS if arguments.quick else arguments.layers
     sizes = (arguments.tensor_parallel_size, arguments.expert_parallel_size, arguments.pipeline_parallel_size)
-    work = Work(arguments.model, arguments.pages, *sizes, layers, kv_cache_dtype=arguments.kv_cache_dtype)
+    work = Work(arguments.model, arguments.pages, *sizes, layers)
+    work = dataclasses.replace(work, kv_cache_dtype=arguments.kv_cache_dtype, weights=arguments.weights)
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -101,6 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="Llama-3.1-8B", help="of configs/models, or a folder with a config.json")
     parser.add_argument("--attention", nargs="+", choices=PATHS, default=["auto"], help="which path attention takes")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="as the server's flag")
+    parser.add_argument("--weights", choices=WEIGHTS, default="", help="how the layers' weights are stored")
     parser.add_argument("--pages", type=int, default=PAGES, help=f"of the pool, of 64 tokens each (default: {PAGES})")
     for name in ("tensor", "expert", "pipeline"):
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="as the server's flag")

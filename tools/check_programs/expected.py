@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-import jax.numpy as jnp
+from jax.dtypes import itemsize_bits
 
 from jaxinfer.engine.stages import Stage
 from jaxinfer.parallel.mesh import REPLICABLE, RULES
+from jaxinfer.quant import is_stored
 from jaxinfer.types import ParamSpec, ParamTree
 
 SUMS = 2  # a layer: of attention's output, and of all that the feed-forward layer is
@@ -71,7 +73,7 @@ def expected(stage: Stage, sizes: Mapping[str, int]) -> Expected:
     model = stage.model
     specs = model.family.param_specs(model.config)
     names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
-    layers = tuple(sum(map(_is_matrix, leaves(specs[name]))) for name in names)
+    layers = tuple(_matrices(specs[name]) for name in names)
     vocab, ways = model.config.vocab_size, spread_over("vocab", sizes)
     every = [spec for name in names for spec in leaves(specs[name])]
     return Expected(
@@ -89,7 +91,7 @@ def expected(stage: Stage, sizes: Mapping[str, int]) -> Expected:
 
 def weight_bytes(specs: ParamTree, sizes: Mapping[str, int], itemsize: int) -> int:
     """Of one device."""
-    return sum(math.prod(own_shape(spec, sizes)) * _itemsize(spec, itemsize) for spec in leaves(specs))
+    return sum(math.prod(own_shape(spec, sizes)) * _bits(spec, itemsize) for spec in leaves(specs)) // 8
 
 
 def own_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -101,20 +103,27 @@ def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in RULES.get(axis or "", ()))
 
 
-def leaves(tree: ParamTree | ParamSpec) -> Iterator[ParamSpec]:
+def leaves(tree: Any) -> Iterator[ParamSpec]:
     if isinstance(tree, ParamSpec):
         yield tree
         return
-    for node in tree.values():
+    for _, node in tree.items():
         yield from leaves(node)
+
+
+def _matrices(tree: Any) -> int:
+    """A stored weight is one, whatever it is made of."""
+    if is_stored(tree):
+        return 1
+    return int(_is_matrix(tree)) if isinstance(tree, ParamSpec) else sum(_matrices(node) for _, node in tree.items())
 
 
 def _own(axis: str | None, size: int, ways: int) -> int:
     return size if axis in REPLICABLE and size % ways else size // ways
 
 
-def _itemsize(spec: ParamSpec, itemsize: int) -> int:
-    return itemsize if spec.dtype is None else jnp.dtype(spec.dtype).itemsize
+def _bits(spec: ParamSpec, itemsize: int) -> int:
+    return 8 * itemsize if spec.dtype is None else itemsize_bits(spec.dtype)
 
 
 def _is_matrix(spec: ParamSpec) -> bool:

@@ -12,7 +12,9 @@ _INSTRUCTION = re.compile(
     r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<type>\(.*?\)|\w+\[[\d,]*\]\S*) (?P<opcode>[a-z][\w-]*)\("
 )
 _HEADER = re.compile(r"^(?:(?P<entry>ENTRY) )?%(?P<name>\S+) \(.*\{$")
-_GEMM = re.compile(r'"kind":"__triton_(?:nested_)?gemm\w*"|custom_call_target="__cublas')
+_GEMM = re.compile(
+    r'"kind":"__triton_(?:nested_)?gemm\w*"|custom_call_target="__cublas|custom_call_target="mosaic_gpu.*/quant_matmul/'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Instruction:
 
     @property
     def is_gemm(self) -> bool:
-        """A matrix product that XLA compiles with Triton or leaves to cuBLAS."""
+        """A product with a weight: XLA's by Triton or cuBLAS, or the kernel for quantised ones."""
         return self.opcode in ("fusion", "custom-call") and _GEMM.search(self.line) is not None
 
     def called(self, how: str) -> list[str]:

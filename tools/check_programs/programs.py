@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.engine import resolve_for
+from jaxinfer.engine.engine import as_served, resolve_for
 from jaxinfer.engine.memory import Needs, stage_needs
-from jaxinfer.engine.placement import StageArrays, abstract_arrays, device_bytes, spread_model
+from jaxinfer.engine.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.stages import Stage, cut
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
@@ -34,6 +34,7 @@ from pallas_kernels.check.target import TARGETS
 from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
+from tools.check_programs.stored import dequantised, stored
 from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64
@@ -56,7 +57,8 @@ def model_of(work: Work) -> Model:
     """Its parameters are abstract."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
-        return abstract_model(folder, "bfloat16")
+        model = abstract_model(folder, "bfloat16")
+    return stored(model, work.config(), work.weights) if work.weights else model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Plann
     """A pipeline stage; ``devices``: H100s that are not there, unless given."""
     settings = settings_of(work)
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
-    model = spread_model(model_of(work), mesh)
+    model = as_served(model_of(work), settings, "gpu", mesh)
     engine, own = resolve_for(model, settings, "gpu"), stages(mesh)[number]
     stage = cut(model.with_cache(engine.kv_cache_dtype), work.stages)[number]
     arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=engine.max_logprobs), own)
@@ -114,7 +116,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     with TARGETS[HOPPER].current():
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine)
     seconds = time.perf_counter() - start
-    steps = list(_steps(planned, compiled, dumps))
+    steps = list(_steps(planned, compiled, dumps, work.weights))
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
     # A decode step's arguments are all that the stage has, but for the samplers of the other turns.
     (decode,) = (step for step in steps if step.name == "decode")
@@ -138,7 +140,7 @@ def _program(step: Step) -> Program:
     return Program(step.arguments, step.temporaries, sums, gathers, kernels_per_layer(step), found)
 
 
-def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path) -> Iterator[Step]:
+def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weights: str) -> Iterator[Step]:
     """Each program with what is known of it."""
     stage, needs, should = planned.stage, planned.needs, planned.should
     pages, sizes = planned.engine.num_pages, _sizes(jax.tree.leaves(planned.arrays.params)[0].sharding.mesh)
@@ -168,6 +170,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path) -> It
             whole=layers == should.layers,
             experts=should.experts,
             devices=should.devices,
+            dequantised=dequantised(weights, name),
         )
 
 

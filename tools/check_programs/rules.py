@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from pallas_kernels.quant_matmul.xla import GPU_PIECE
 from tools.check_programs.hlo import Instruction, Launch, Module
 from tools.check_programs.work import Finding
 
@@ -21,6 +22,7 @@ BUDGET = int(0.9 * 80e9)
 # What is live at a time: arrays of float32 logits, and of the widest activation. A copy of one layer's pool or of the
 # head would not fit.
 _LOGITS, _ACTIVATIONS, _FIXED = 4.5, 4.5, 16 << 20
+_PIECES = 4  # of dequantised weights, live at a time
 # They lay out, convert or cut what they read, and compute nothing.
 _MOVES = {"copy", "copy-start", "convert", "transpose", "slice", "dynamic-slice", "gather", "pad", "concatenate"}
 _VIEWS = {"parameter", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call", "optimization-barrier"}
@@ -53,6 +55,7 @@ class Step:
         whole: whether it reads all of the stage's weights.
         experts: whether a layer is a mixture of them.
         devices: over which the stage is spread.
+        dequantised: whether stored weights become plain numbers, some output channels after the others.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Step:
     whole: bool = True
     experts: bool = False
     devices: int = 1
+    dequantised: bool = False
 
     @property
     def largest(self) -> int:
@@ -83,7 +87,11 @@ class Step:
     @property
     def ceiling(self) -> int:
         """Bytes that its temporaries may take."""
-        return _FIXED + int(self.tokens * (_LOGITS * 4 * self.logits + _ACTIVATIONS * 2 * self.widest))
+        return (
+            _FIXED
+            + self.dequantised * _PIECES * GPU_PIECE
+            + int(self.tokens * (_LOGITS * 4 * self.logits + _ACTIVATIONS * 2 * self.widest))
+        )
 
 
 def findings(step: Step) -> Iterator[Finding]:
@@ -99,9 +107,10 @@ def findings(step: Step) -> Iterator[Finding]:
 
 def _of_weights(step: Step) -> Iterator[Finding]:
     gemms, wanted = len(weight_gemms(step)), sum(step.layers) + step.tail
-    yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted)
+    asked = not step.dequantised
+    yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted, asked)
     moved = moved_arrays(step)
-    yield Finding("pools or weights copied, converted, cut", _list(moved), "none", not moved)
+    yield Finding("pools or weights copied, converted, cut", _list(moved), "none", not moved, asked)
 
 
 def _of_collectives(step: Step) -> Iterator[Finding]:
@@ -116,7 +125,8 @@ def _of_collectives(step: Step) -> Iterator[Finding]:
 
 def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
-    asked = not any(one.opcode == "while" for one in step.module.computations[step.module.entry])
+    loops = any(one.opcode == "while" for one in step.module.computations[step.module.entry])
+    asked = not loops and not step.dequantised
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
     buffers = {launch.buffer for launch in step.launches if launch.is_gemm}

@@ -25,6 +25,7 @@ class Work:
         layers: so many instead of all.
         attention: the path that it takes.
         kv_cache_dtype: of the pool's elements, see `EngineConfig`.
+        weights: how the layers' are stored, one of `stored.WEIGHTS`; none: as arrays.
     """
 
     model: str
@@ -35,6 +36,7 @@ class Work:
     layers: int | None = None
     attention: str = "auto"
     kv_cache_dtype: str = "auto"
+    weights: str = ""
 
     @property
     def devices(self) -> int:
@@ -44,7 +46,8 @@ class Work:
         sizes = {"EP": self.expert, "TP": self.tensor, "PP": self.stages}
         spread = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         stored = "" if self.kv_cache_dtype == "auto" else f"KV in {self.kv_cache_dtype}"
-        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored]
+        weights = f"weights in {self.weights}" if self.weights else ""
+        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights]
         return ", ".join(filter(None, parts))
 
     def config(self) -> dict[str, Any]:

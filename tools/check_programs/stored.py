@@ -1,0 +1,71 @@
+"""A model whose layers' weights are stored quantised, without any weights: what `--weights` compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jaxinfer.models.model import Model, describe
+from jaxinfer.quant.layouts import Codebook, Grouped, Layout
+from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.weights.stored import StoredWeight, is_upright, storages
+from jaxinfer.weights.tree import walk
+
+WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "nf4")
+_TABLE = tuple(float(value) for value in range(-8, 8))
+_BEFORE_AND_BEHIND = ("embed", "head")
+
+
+def layout_of(kind: str, inputs: int) -> Layout:
+    """One of `WEIGHTS` for a weight with so many inputs."""
+    match kind:
+        case "int8":
+            return Grouped("int8", inputs, scales="bfloat16")
+        case "int8-activations":
+            return Grouped("int8", inputs, scales="bfloat16", activations="int8")
+        case "int4":
+            return Grouped("int4", 128, scales="bfloat16")
+        case "fp8":
+            return Grouped("float8_e4m3fn", inputs)
+        case _:
+            return Codebook(_TABLE, 64)
+
+
+def dequantised(kind: str, program: str) -> bool:
+    """Whether a program makes plain numbers of some outputs after the others: no kernel multiplies what is stored."""
+    return kind == "nf4" or (kind == "int4" and program != "decode")
+
+
+def stored(model: Model, config: Mapping[str, Any], kind: str) -> Model:
+    """``model``, with every matrix of its layers in a storage. Its parameters are abstract."""
+    family, dtype = model.family, str(model.dtype)
+    weights = _weights(family.param_specs(model.config), kind)
+
+    def param_specs(config: Any) -> ParamTree:
+        return storages(family.param_specs(config), weights, dtype)
+
+    return describe(dataclasses.replace(family, param_specs=param_specs), config, dtype)
+
+
+def _weights(specs: ParamTree, kind: str) -> dict[str, StoredWeight]:
+    found = {}
+    for path, spec in walk(specs):
+        if spec.inputs is not None and path[0] not in _BEFORE_AND_BEHIND:
+            for shape, name in _sources(spec):
+                found[name] = StoredWeight(shape, layout_of(kind, shape[-1]), _nothing, 0)
+    return found
+
+
+def _sources(spec: ParamSpec) -> list[tuple[tuple[int, ...], str]]:
+    """Each tensor as ``[*stack, out, in]``."""
+    found = []
+    for source in spec.sources:
+        *stack, rows, columns = source.shape
+        ends = (rows, columns) if is_upright(spec, source) else (columns, rows)
+        found.append(((*stack, *ends), source.name))
+    return found
+
+
+def _nothing(part: str) -> NoReturn:
+    raise AssertionError(f"there is no {part} to be read")
