@@ -29,6 +29,7 @@ EVERY = {
     "page_size": (["--page-size", "16"], 16),
     "num_pages": (["--num-pages", "99"], 99),
     "kv_cache_dtype": (["--kv-cache-dtype", "int8"], "int8"),
+    "activation_dtype": (["--activation-dtype", "int8"], "int8"),
     "kv_cache_bytes": (["--kv-cache-bytes", "1000"], 1000),
     "memory_utilization": (["--memory-utilization", "0.5"], 0.5),
     "prefill_sizes": (["--prefill-sizes", "16", "64"], (16, 64)),

@@ -100,7 +100,7 @@ def own_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[name] for name in RULES.get(axis or "", ()))
+    return math.prod(sizes.get(name, 1) for name in RULES.get(axis or "", ()))
 
 
 def leaves(tree: Any) -> Iterator[ParamSpec]:
