@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float32, Num
 
 
 def meant(dtype: Any) -> jnp.dtype:
@@ -22,6 +22,19 @@ def meant(dtype: Any) -> jnp.dtype:
 def numbers(x: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
     """The numbers that ``x`` holds, in the dtype that is meant."""
     return lax.bitcast_convert_type(x, meant(x.dtype)) if x.dtype == jnp.uint8 else x
+
+
+def widened(x: Num[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """The numbers in float32. Bits of float8 go by way of those of float16: the same three bits behind the leading one
+    and an exponent that is 8 less, exact for subnormal numbers too. XLA:CPU's own conversion takes twice as long.
+
+    The two codes for NaN become 480. `kv_write` writes one only beside a scale that is NaN itself.
+    """
+    if x.dtype != jnp.uint8:
+        return x.astype(jnp.float32)
+    wide = x.astype(jnp.uint16)
+    halves = lax.bitcast_convert_type(((wide & 0x80) << 8) | ((wide & 0x7F) << 7), jnp.float16)
+    return halves.astype(jnp.float32) * 256.0
 
 
 def held(x: Num[Array, "*shape"], dtype: Any) -> jax.Array:

@@ -59,7 +59,7 @@ class _Pages:
         return keys, jnp.where(written, values, 0.0)
 
     def _numbers(self, pages: jax.Array, side: int) -> jax.Array:
-        numbers = bits.numbers(self.pool[pages, side]).astype(jnp.float32)
+        numbers = bits.widened(self.pool[pages, side])
         if self.scales is None:
             return numbers
         scales = self.scales[pages, side]
