@@ -39,6 +39,10 @@ def test_layouts_of_a_model_over_four_devices(name: str, tmp_path: pathlib.Path)
     same_logits(stored(tmp_path, Grouped("int4", 8, zeros=True), name), mesh)
 
 
+def test_the_form_of_kernels_over_two_devices(tmp_path: pathlib.Path):
+    same_logits(stored(tmp_path, Grouped("int4", 16, zeros=True)).for_kernels(), make_mesh(2))
+
+
 def test_columns_in_another_order_over_two_devices(tmp_path: pathlib.Path):
     same_logits(stored(tmp_path, LAYOUTS["int4 in another order"], intermediate_size=64), make_mesh(2))
 
