@@ -37,6 +37,19 @@ def test_xla_equals_float64(kind, rows, target, x_dtype):
     assert_close(got, arrays, within=2**-8 if weights_rounded else 1e-6)
 
 
+@pytest.mark.parametrize("kind", ["int4-odd", "int8-zeros", "fp8"])
+def test_many_rows_dequantise_in_pieces(kind, monkeypatch):
+    """The last piece is a shorter one, and plain numbers are never as large as the weight."""
+    arrays = operands(**{"rows": 70, "n": 320, "k": 256, **KINDS[kind]}, x_dtype="bfloat16")
+    n, k = arrays[1].shape
+    monkeypatch.setattr(xla, "GPU_PIECE", 100 * k * 2)
+    product = jax.jit(xla.matmul, static_argnames="target")
+    assert_close(product(*arrays, target=GPU), arrays, within=2**-8)
+    plain = str(jax.make_jaxpr(lambda *arrays: xla.matmul(*arrays, target=GPU))(*arrays))
+    assert f"bf16[{n},{k}]" not in plain
+    assert f"bf16[100,{k}]" in plain
+
+
 def test_packed_weights_stand_for_the_plain_ones():
     rng = np.random.default_rng(0)
     numbers, zeros = jnp.asarray(rng.integers(0, 16, (64, 24))), jnp.asarray(rng.integers(0, 17, (2, 24)))
