@@ -86,7 +86,14 @@ class StoredCheckpoint:
             if name in wanted or not any(label.startswith(name + _BETWEEN) for label in own):
                 shape, upright = wanted.get(name, (weight.shape, True))
                 self._add(own, name, "F32", shape, _Dense(weight, upright))
+        for name in [name for name in own if name not in wanted and self._adds_nothing(name, weights)]:
+            del own[name]
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(own)
+
+    def _adds_nothing(self, name: str, weights: Mapping[str, StoredWeight]) -> bool:
+        """A bias of zeros beside a stored weight: some tools write one for layers that have none."""
+        module, bias, rest = name.rpartition(".bias")
+        return bool(bias) and not rest and f"{module}.weight" in weights and not self._plain.read(name).any()
 
     def _add(
         self, own: dict[str, TensorInfo], name: str, dtype: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]

@@ -11,7 +11,8 @@ import pytest
 from jaxinfer.models.model import Model
 from jaxinfer.quant import Split, dense, is_stored
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
-from jaxinfer.weights import CheckpointError
+from jaxinfer.weights import CheckpointError, open_checkpoint
+from jaxinfer.weights.stored import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.tree import walk
 from tests.fakes import random_model
 from tests.models.parity import load_case
@@ -19,6 +20,7 @@ from tests.models.test_families import ROWS
 from tests.models.test_parity import golden
 from tests.quant.examples import LAYOUTS, TABLE
 from tests.quant.models import Chooses, stored_and_plain
+from tests.weights.files import write_tensors
 
 
 def assert_same(stored: Model, plain: Model):
@@ -100,9 +102,20 @@ def test_experts_of_different_storages_are_refused(tmp_path: pathlib.Path):
         stored_and_plain(model, tmp_path, choose)
 
 
-def test_a_shape_that_config_json_does_not_ask_for(tmp_path: pathlib.Path):
-    from jaxinfer.weights.stored import StoredWeight, storages
+def test_biases_of_zeros_that_nobody_asks_for(tmp_path: pathlib.Path):
+    """AutoGPTQ writes one for every linear layer. One that is not of zeros is not passed over."""
+    name = "model.layers.0.mlp.down_proj"
+    weight = StoredWeight((8, 8), Grouped("int8", 8), dict[str, Any]().__getitem__, 1)
+    tensors = {f"{name}.bias": np.zeros(8, np.float32), "model.layers.0.mlp.up_proj.bias": np.zeros(8, np.float32)}
+    write_tensors(tmp_path / "model.safetensors", tensors)
+    opened = StoredCheckpoint(open_checkpoint(tmp_path), {f"{name}.weight": weight}, frozenset(), {})
+    assert set(opened.tensors) == {f"{name}.weight", "model.layers.0.mlp.up_proj.bias"}
+    write_tensors(tmp_path / "model.safetensors", {f"{name}.bias": np.eye(8, dtype=np.float32)[3]})
+    opened = StoredCheckpoint(open_checkpoint(tmp_path), {f"{name}.weight": weight}, frozenset(), {})
+    assert set(opened.tensors) == {f"{name}.weight", f"{name}.bias"}
 
+
+def test_a_shape_that_config_json_does_not_ask_for(tmp_path: pathlib.Path):
     model = random_model(hidden_size=64, intermediate_size=96)
     name = "model.layers.0.mlp.down_proj.weight"
     weight = StoredWeight((64, 64), Grouped("int8", 64), dict[str, Any]().__getitem__, 1)
