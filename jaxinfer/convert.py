@@ -9,14 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model
+from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model, write_companions
 from jaxinfer.models.model import Model
 from jaxinfer.quantise import RecipeError, command
-from jaxinfer.text import gguf_files
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
-from jaxinfer.weights.orbax import Unfinished, copy_companions, leaves_of, unfinished, write_folder
+from jaxinfer.weights.orbax import Unfinished, leaves_of, unfinished, write_folder
 from jaxinfer.weights.progress import counting_bar, loading_bar
 from jaxinfer.weights.save import save_params
 
@@ -62,7 +61,7 @@ def convert(asked: Conversion, progress: Progress | None = None) -> None:
     with unfinished(asked.destination, _identity(asked, files)) as started:
         if arrays:
             specs = model.family.param_specs(model.config)
-            _write_text(files.path, started.folder)
+            write_companions(files.path, started.folder)
             write_folder(started, specs, leaves_of(specs, model.params), files.config_json, None, progress)
         else:
             _write_safetensors(started, files, model)
@@ -74,17 +73,8 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
     specs = model.family.param_specs(model.config)
     save_params(started.folder, model.params, specs, files.config_json, str(model.dtype))
-    _write_text(files.path, started.folder)
+    write_companions(files.path, started.folder)
     started.publish()
-
-
-def _write_text(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """The tokenizer and what else goes with a model: a folder's small files, or what a GGUF file has instead."""
-    if not source.is_file():
-        copy_companions(source, folder)
-        return
-    for name, text in gguf_files(source).items():
-        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:

@@ -32,10 +32,11 @@ from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import require_processes
 from jaxinfer.quant import with_values
-from jaxinfer.text import TemplateError, TokenizerError, load_template, load_tokenizer
+from jaxinfer.text import TemplateError, TokenizerError, gguf_files, load_template, load_tokenizer
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.checkpoint import read_json_object
+from jaxinfer.weights.companions import copy_companions
 from jaxinfer.weights.converted import open_model_files
 from jaxinfer.weights.deferred import deferred
 from jaxinfer.weights.files import ModelFiles
@@ -206,6 +207,23 @@ def load_model(
         chat_template=template,
         generation_config=read_json_object(generation) if generation.exists() else {},
     )
+
+
+def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Writes what goes with a model's weights, its tokenizer above all, into another folder.
+
+    Args:
+        source: a model's folder, whose small files are copied, or a GGUF file, whose metadata say the same.
+
+    Raises:
+        TokenizerError, TemplateError: a GGUF file's cannot be understood.
+        OSError: something cannot be written.
+    """
+    if not source.is_file():
+        copy_companions(source, folder)
+        return
+    for name, text in gguf_files(source).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def open_model(

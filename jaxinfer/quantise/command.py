@@ -11,7 +11,7 @@ from jaxinfer.loading import model_folder
 from jaxinfer.quant.make.recipe import METHODS, Recipe, RecipeError
 from jaxinfer.quantise.calibration import Calibration, read_calibration
 from jaxinfer.quantise.driver import quantise
-from jaxinfer.text import Tokenizer
+from jaxinfer.text import load_tokenizer
 from jaxinfer.weights.load import Progress
 
 _FLAGS = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> 
             raise RecipeError(f"{recipe.method} needs sample text: pass --calibration FILE")
         if args.samples < 1 or args.sequence_length < 2:
             raise RecipeError("--samples must be at least 1 and --sequence-length at least 2")
-        tokenizer = Tokenizer.load(model_folder(args.source))
+        tokenizer = load_tokenizer(model_folder(args.source))
         calibration = read_calibration(args.calibration, tokenizer, args.samples, args.sequence_length)
     quantise(
         args.source, args.destination, recipe, calibration, args.dtype, progress, _tell, check_finite=args.check_finite

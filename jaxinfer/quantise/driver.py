@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.loading import open_model
+from jaxinfer.loading import open_model, write_companions
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.model import Model
 from jaxinfer.quant.make.formats import Stored, config_of, tensors_of
@@ -35,7 +35,7 @@ from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.checkpoint import INDEX_FILE, read_json_object
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
-from jaxinfer.weights.orbax import copy_companions, refuse_existing
+from jaxinfer.weights.orbax import refuse_existing
 from jaxinfer.weights.safetensors import SafetensorsFile
 from jaxinfer.weights.tree import dtype_of, target_dtype, walk
 from jaxinfer.weights.write import write_tensors
@@ -271,7 +271,7 @@ def _write_rest(work: _Work, folder: pathlib.Path) -> None:
         rest |= {name: tensor.astype(kept) for name, (tensor, _) in own.items()}
     write_tensors(folder / work.shard(work.layers), rest)
     (folder / _HIDDEN.format(work.layers)).unlink(missing_ok=True)
-    copy_companions(work.files.path, folder)
+    write_companions(work.files.path, folder)
     _write_index(work, folder)
     config = {key: value for key, value in work.files.config_json.items() if key != "torch_dtype"}
     described = {**config, "dtype": work.dtype, "quantization_config": _config(work, folder)}

@@ -27,6 +27,7 @@ import tensorstore as ts
 
 from jaxinfer.parallel.mesh import RULES
 from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.weights.companions import copy_companions
 from jaxinfer.weights.described import describe
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.manifest import (
@@ -52,10 +53,6 @@ from jaxinfer.weights.tree import walk
 _PIECES = 8
 _SMALLEST_CHUNK = 1 << 20  # bytes
 _CHUNKS_AT_ONCE = 4
-
-# What is copied besides: tokenizers, templates, settings; and what whoever passes weights on must pass on with them.
-_COMPANIONS = (".json", ".jinja", ".model", ".txt")
-_LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
 
 Progress = Callable[[int, int, str], None]
 
@@ -454,13 +451,3 @@ def write_folder(
     (started.folder / "config.json").write_text(text + "\n", encoding="utf-8")
     architecture = next(iter(config_json.get("architectures") or [""]))
     started.finish(architecture, dtype, describe(specs))
-
-
-def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies what a model's folder holds beside its weights and config.json."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
-            if path.name not in ("config.json", MANIFEST, UNFINISHED):
-                shutil.copyfile(path, folder / path.name)
-        elif path.is_file() and path.name.partition(".")[0] in _LEGAL:
-            shutil.copyfile(path, folder / path.name)

@@ -7,6 +7,7 @@ import pytest
 from jaxinfer import convert
 from jaxinfer.quantise import Recipe
 from jaxinfer.quantise.command import recipe_of
+from jaxinfer.text import load_tokenizer
 from jaxinfer.weights.checkpoint import read_json_object
 from tests.quantise.models import folder_of
 
@@ -56,3 +57,12 @@ def test_what_cannot_be_is_one_sentence(
     assert sentence in told
     assert told.count("\n") == 1
     assert not (tmp_path / "made").exists()
+
+
+def test_a_gguf_file_is_quantised_with_its_tokenizer(test_data: pathlib.Path, tmp_path: pathlib.Path):
+    source, text = test_data / "models" / "quantised" / "gguf-B-F16" / "model.gguf", tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl. " * 20)
+    flags = "--quantize gptq --group-size -1 --samples 2 --sequence-length 32"
+    assert convert.main([str(source), str(tmp_path / "made"), *flags.split(), "--calibration", str(text)]) == 0
+    story = "Lily went to the park."
+    assert load_tokenizer(tmp_path / "made").encode(story) == load_tokenizer(source).encode(story)

@@ -1,0 +1,22 @@
+"""What goes with a model's weights: tokenizer, templates, settings, licences."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+
+from jaxinfer.weights.manifest import MANIFEST, UNFINISHED
+
+# The latter are what whoever passes weights on must pass on with them.
+_COMPANIONS = (".json", ".jinja", ".model", ".txt")
+_LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
+
+
+def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies what a model's folder holds beside its weights and config.json."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
+            if path.name not in ("config.json", MANIFEST, UNFINISHED):
+                shutil.copyfile(path, folder / path.name)
+        elif path.is_file() and path.name.partition(".")[0] in _LEGAL:
+            shutil.copyfile(path, folder / path.name)
