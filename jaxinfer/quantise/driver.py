@@ -253,7 +253,7 @@ def _gram(work: _Work, linear: Linear, statistics: Statistics) -> jax.Array | No
     if not enough_tokens(float(seen.rows), linear.shape[1]):
         work.tell(f"{linear.name} is rounded to nearest: of the samples only {float(seen.rows):.0f} tokens came by")
         return None
-    return seen.gram
+    return jnp.asarray(seen.gram)
 
 
 # --------------------------------------------------------------------------------------------------------------

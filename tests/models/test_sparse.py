@@ -92,7 +92,6 @@ def model(request: pytest.FixtureRequest) -> Model:
         ("qwen2_moe", {"use_sliding_window": True, "layer_types": ["full"]}, ["layer_types", "full"]),
         ("qwen2_moe", {"max_window_layers": -1}, ["max_window_layers", "-1"]),
         ("qwen3_moe", {"norm_topk_prob": 1}, ["norm_topk_prob", "1"]),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["quantization_config", "mxfp4"]),
         ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "full_attention"]),
         ("gpt_oss", {"swiglu_limit": "none"}, ["swiglu_limit", "none"]),
     ],

@@ -28,12 +28,21 @@ def stored(folder: pathlib.Path, layout: Layout, name: str = "groups", **changes
 IN_PARTS = {name: layout for name, layout in LAYOUTS.items() if not getattr(layout, "ordered", False)}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(layout, id=name) for name, layout in IN_PARTS.items()])
+FAST = ("int4 with zeros", "codebook, nested", "ggml")
+EACH = [
+    pytest.param(layout, id=name, marks=() if name in FAST else pytest.mark.slow) for name, layout in IN_PARTS.items()
+]
+
+
+@pytest.mark.parametrize("layout", EACH)
 def test_every_storage_over_two_devices(layout: Layout, tmp_path: pathlib.Path):
     same_logits(stored(tmp_path, layout, intermediate_size=64), make_mesh(2))
 
 
-@pytest.mark.parametrize("name", ["experts", "few KV heads", "odd vocabulary", "biases"])
+@pytest.mark.parametrize(
+    "name",
+    ["experts", "few KV heads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("odd vocabulary", "biases"))],
+)
 def test_layouts_of_a_model_over_four_devices(name: str, tmp_path: pathlib.Path):
     mesh = make_mesh(2, expert=2) if name == "experts" else make_mesh(4)
     same_logits(stored(tmp_path, Grouped("int4", 8, zeros=True), name), mesh)
