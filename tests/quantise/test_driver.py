@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         (Recipe("int8"), 0.02),
         (Recipe("smoothquant"), 0.06),
         pytest.param(Recipe("gptq", bits=8, group_size=32, act_order=True), 0.02, marks=pytest.mark.slow),
-        (Recipe("awq", group_size=16), 0.5),
+        pytest.param(Recipe("awq", group_size=16), 0.5, marks=pytest.mark.slow),
         (Recipe("nf4"), 0.5),
     ],
 )
@@ -125,6 +125,7 @@ def test_what_another_run_left_is_not_used(source: pathlib.Path, tmp_path: pathl
     assert open_files(tmp_path / "made").config_json["quantization_config"]["format"] == "float-quantized"
 
 
+@pytest.mark.slow
 def test_experts_without_tokens_are_rounded(tmp_path: pathlib.Path):
     folder = folder_of("qwen2_moe-hub", tmp_path / "source")
     said: list[str] = []

@@ -43,7 +43,7 @@ def groups_of(size: int, **options: Any) -> Chooses:
     return lambda name, inputs: Grouped("int4", size if inputs % size == 0 else inputs, **options)
 
 
-FAST = ("gpt2", "falcon", "mixtral", "deepseek_v3")
+FAST = ("gpt2", "mixtral")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,13 @@ def test_every_family_takes_stored_weights(kind: str, tmp_path: pathlib.Path):
     assert_same(stored, plain)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(layout, id=name) for name, layout in LAYOUTS.items()])
+QUICK = ("int8 a channel", "int4 in another order", "codebook, nested", "ggml")
+EACH = [
+    pytest.param(layout, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, layout in LAYOUTS.items()
+]
+
+
+@pytest.mark.parametrize("layout", EACH)
 def test_every_storage(layout: Layout, tmp_path: pathlib.Path):
     model = random_model(hidden_size=64, intermediate_size=64, tie_word_embeddings=True)
     ordered = getattr(layout, "ordered", False)

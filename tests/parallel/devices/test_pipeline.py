@@ -126,6 +126,7 @@ def test_stages_work_at_the_same_time(five):
     assert seen[4] > 0.9 * seen.total()
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_what_else_is_served(five):
     settings = {**SETTINGS, "pipeline_parallel_size": 3, "compilation_cache_dir": ""}
     requests = make_requests(24, five.config.vocab_size)

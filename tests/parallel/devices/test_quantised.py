@@ -96,7 +96,8 @@ def test_nothing_stored_is_gathered(tmp_path: pathlib.Path):
     assert max(sizes) < 64 * 16
 
 
-@pytest.mark.parametrize("mode", ["swapped", pytest.param("recomputed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["swapped", "recomputed"])
 def test_tokens_of_the_engine_over_two_devices(mode: str, tmp_path: pathlib.Path):
     model = stored(tmp_path, Grouped("int4", 16, zeros=True))
     requests = greedy(20, model)
