@@ -1,10 +1,11 @@
 """What quantisation costs in quality: perplexity on text that nobody was calibrated on, and bits a weight.
 
     python benchmarks/quality.py                    the demo model and stories260K, every kind that can be had
-    python benchmarks/quality.py --models demo --only gptq --json /tmp/quality.json
+    python benchmarks/quality.py --models demo --only GPTQ --json quality.json
+    python benchmarks/quality.py --oracle-python PYTHON    with llama_cpp and gguf: GGUF files of the demo model, too
 
 Each kind is made by `jaxinfer.quantise`, written, loaded again as a server would, and run in float32; GGUF files are
-those of llama.cpp's own tool. See docs/quantisation.md.
+those of llama.cpp's own tool. A run that was ended goes on behind the last kind in its file. See docs/quantisation.md.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import functools
 import json
 import math
 import pathlib
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -29,7 +31,7 @@ import numpy as np
 
 from benchmarks.peers import machine
 from jaxinfer.llm import LLM
-from jaxinfer.loading import load_model
+from jaxinfer.loading import load_model, model_folder, open_model
 from jaxinfer.models.model import Model
 from jaxinfer.quantise import Calibration, Recipe, quantise
 from jaxinfer.types import SamplingParams
@@ -39,6 +41,7 @@ from jaxinfer.weights.gguf import open_gguf
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 GROUPS = (128, 64, 32)
+GGUF = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "IQ4_XS")
 PACKED = "compressed-tensors"  # all integers of 4 bits in one format: at one group size they take the same bytes
 
 
@@ -63,6 +66,7 @@ class Row:
         ratio: to that of float32.
         divergence: Kullback and Leibler's, of the float32 model's next tokens from this one's, in nats a token; None
             where only the text's own tokens are told. It has no luck: perplexity may get better by chance.
+        losses: [windows], nats a token, so that any two kinds can be compared window by window.
     """
 
     model: str
@@ -71,26 +75,33 @@ class Row:
     perplexity: float
     ratio: float
     divergence: float | None
+    losses: tuple[float, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = parse(arguments)
-    rows = []
-    for subject in subjects(options):
-        for row in measured(subject, options):
-            rows.append(row)
-            print(shown(row), flush=True)
-    record = {
-        "machine": machine.describe(len(machine.usable_cores())),
-        "samples": options.samples,
-        "windows": options.windows,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
     path = options.json or default_path()
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    record = begun(path, options)
+    rows = {(row["model"], row["kind"]): Row(**{**row, "losses": tuple(row["losses"])}) for row in record["rows"]}
+    for subject in subjects(options):
+        for row in measured(subject, options, rows):
+            rows[row.model, row.kind] = row
+            record["rows"] = [dataclasses.asdict(row) for row in rows.values()]
+            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            print(shown(row, rows), flush=True)
     print(f"wrote {path}")
     return 0
+
+
+def begun(path: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The record at ``path``, if it is of the same text and samples; else one without rows."""
+    settings = {"samples": options.samples, "windows": options.windows}
+    if path.exists():
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if {name: record.get(name) for name in settings} == settings:
+            return record
+    return {"machine": machine.describe(len(machine.usable_cores())), **settings, "rows": []}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -98,9 +109,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=pathlib.Path, default=REPO.parent / "shared" / "data", help="folder of models and texts")
     add("--models", nargs="+", default=["demo", "stories260K"], choices=["demo", "stories260K"])
+    add("--oracle-python", type=pathlib.Path, help="with llama_cpp and gguf (default: no GGUF of the demo model)")
     add("--only", default="", help="kinds whose name contains this, beside float32 (default: all)")
     add("--samples", type=int, default=128, help="of the calibration (default 128)")
-    add("--windows", type=int, default=64, help="of the held-out text at most (default 64)")
+    add("--windows", type=int, default=128, help="of the held-out text at most (default 128)")
     add("--json", type=pathlib.Path, help="where the figures go (default: benchmarks/results/)")
     return parser.parse_args(arguments)
 
@@ -110,17 +122,28 @@ def default_path() -> pathlib.Path:
     return REPO / "benchmarks" / "results" / name
 
 
-def shown(row: Row) -> str:
-    divergence = "" if row.divergence is None else f"{row.divergence:.5f}"
+def shown(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
+    """A line of the table; differences of perplexity with the standard error over the windows."""
+    against = rows.get((row.model, row.kind.replace("GPTQ", "RTN").replace("AWQ", "RTN")), row)
     cells = (
         row.model,
         row.kind,
         f"{row.bits:.2f}",
         f"{row.perplexity:.3f}",
-        f"{100 * (row.ratio - 1):+.2f} %",
-        divergence,
+        difference(row, rows[row.model, "float32"]),
+        "" if row.divergence is None else f"{row.divergence:.5f}",
+        "" if against is row else difference(row, against),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def difference(row: Row, other: Row) -> str:
+    """Of two perplexities, in percent, and its standard error: of the mean of the windows' differences."""
+    if row is other:
+        return ""
+    apart = np.subtract(row.losses, other.losses)
+    error = apart.std(ddof=1) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
+    return f"{100 * math.expm1(apart.mean()):+.2f} % ± {100 * error:.2f}"
 
 
 def subjects(options: argparse.Namespace) -> list[Subject]:
@@ -128,7 +151,7 @@ def subjects(options: argparse.Namespace) -> list[Subject]:
     stories = json.loads((options.data / "text/tinystories/tinystories_100.json").read_text(encoding="utf-8"))
     told = "\n".join(story if isinstance(story, str) else story["story"] for story in stories)
     known = [
-        Subject("demo", "demo", shakespeare, 0.05, 512),  # its own split: docs/demo_model.md
+        Subject("demo", "demo", shakespeare, 0.1, 512),  # its own split: docs/demo_model.md
         Subject("stories260K", str(options.data / "models/stories260K/hf"), told, 0.5, 256),
     ]
     return [subject for subject in known if subject.name in options.models]
@@ -157,25 +180,68 @@ def recipes() -> dict[str, Recipe]:
     return kinds
 
 
-def measured(subject: Subject, options: argparse.Namespace) -> Iterator[Row]:
+def measured(subject: Subject, options: argparse.Namespace, known: Mapping[tuple[str, str], Row]) -> Iterator[Row]:
+    """The rows of ``subject`` that are not ``known``."""
     base = load_model(subject.source, "float32", show_progress=False)
     calibration, windows = split(subject, base, options)
-    exact = perplexity(base, windows)
-    for kind, figures in kinds(subject, base, calibration, windows, options):
-        bits, (found, divergence) = figures()
-        yield Row(subject.name, kind, bits, found, found / exact, divergence)
+    exact = Exact(base, windows)
+    for kind, figures in kinds(subject, exact, calibration, options):
+        if (subject.name, kind) not in known:
+            bits, (losses, divergence) = figures()
+            found = math.exp(losses.mean())
+            ratio = found / math.exp(exact.losses.mean())
+            yield Row(subject.name, kind, bits, found, ratio, divergence, tuple(losses.round(6).tolist()))
 
 
-Quality = tuple[float, float | None]  # perplexity and divergence
+class Exact:
+    """What the float32 model says of the windows, kept for all comparisons.
+
+    Attributes:
+        losses: [windows], nats a token.
+    """
+
+    def __init__(self, model: Model, windows: np.ndarray):
+        self.model, self.windows = model, windows
+        self.losses, self._logprobs = said(model, windows)
+
+    def compared(self, model: Model) -> tuple[np.ndarray, float]:
+        """Another model's losses, and the divergence of its next tokens from these."""
+        losses, logprobs = said(model, self.windows)
+        apart = [
+            (np.exp(own) * (own - other)).sum(axis=-1).mean()
+            for own, other in zip(self._logprobs, logprobs, strict=True)
+        ]
+        return losses, float(np.mean(apart))
+
+
+def said(model: Model, windows: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The mean negative log likelihood of each window's tokens but the first [windows], and the log probabilities of
+    all next tokens, [length - 1, vocabulary] for each window."""
+
+    @jax.jit
+    def of(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logprobs = jax.nn.log_softmax(model.apply(params, tokens)[:, :-1])
+        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean(axis=(1, 2)), logprobs
+
+    losses: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    for batch in np.array_split(windows, max(1, math.ceil(len(windows) / 8))):
+        loss, logprobs = of(model.params, jnp.asarray(batch))
+        losses.append(np.asarray(loss, np.float64))
+        rows.extend(np.asarray(logprobs))
+    return np.concatenate(losses), rows
+
+
+Quality = tuple[np.ndarray, float | None]  # losses [windows], and the divergence
 
 
 def kinds(
-    subject: Subject, base: Model, calibration: Calibration, windows: np.ndarray, options: argparse.Namespace
+    subject: Subject, exact: Exact, calibration: Calibration, options: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], tuple[float, Quality]]]]:
     """Each kind's name, and what measures its bits a weight and its quality."""
 
     def loaded(source: str, dtype: str) -> Quality:
-        return compared(load_model(source, dtype, show_progress=False), base, windows)
+        return exact.compared(load_model(source, dtype, show_progress=False))
 
     def of_recipe(recipe: Recipe) -> tuple[float, Quality]:
         with tempfile.TemporaryDirectory() as scratch:
@@ -184,22 +250,43 @@ def kinds(
             weights, _ = quantised_weights(open_checkpoint(folder), read_json_object(folder / "config.json"))
             return bits_of(weights, folder), loaded(str(folder), "float32")
 
-    yield "float32", lambda: (32.0, (perplexity(base, windows), 0.0))
+    def of_file(path: pathlib.Path) -> tuple[float, Quality]:
+        _, model = open_model(str(path), "float32")  # llama.cpp's files of ours have no tokenizer
+        return bits_of_gguf(path), exact.compared(model.replace(params=jax.tree.map(jnp.asarray, model.params)))
+
+    def of_llamacpp(kind: str) -> tuple[float, Quality]:
+        with tempfile.TemporaryDirectory() as scratch:
+            return of_file(gguf_of(subject.source, kind, pathlib.Path(scratch), options.oracle_python))
+
+    def of_cache(kind: str) -> tuple[float, Quality]:
+        return 32.0, (of_engine(exact.model, exact.windows, kind), None)
+
+    yield "float32", lambda: (32.0, (exact.losses, 0.0))
     wanted: dict[str, Callable[[], tuple[float, Quality]]] = {
         "bfloat16": lambda: (16.0, loaded(subject.source, "bfloat16"))
     }
     for name, recipe in recipes().items():
         wanted[name] = functools.partial(of_recipe, recipe)
     for kind in ("int8", "fp8"):
-        wanted[f"KV cache {kind}"] = lambda kind=kind: (32.0, (of_engine(base, windows, kind), None))
+        wanted[f"KV cache {kind}"] = functools.partial(of_cache, kind)
     if subject.name == "stories260K":
         for folder in sorted((options.data / "models/quantised").glob("gguf-B-*")):
-            path = folder / "model.gguf"
-            wanted[f"GGUF {folder.name.removeprefix('gguf-B-')}"] = lambda path=path: (
-                bits_of_gguf(path),
-                loaded(str(path), "float32"),
-            )
+            wanted[f"GGUF {folder.name.removeprefix('gguf-B-')}"] = functools.partial(of_file, folder / "model.gguf")
+    elif options.oracle_python:
+        for kind in GGUF:
+            wanted[f"GGUF {kind}"] = functools.partial(of_llamacpp, kind)
     yield from ((name, figures) for name, figures in wanted.items() if options.only in name)
+
+
+def gguf_of(source: str, kind: str, scratch: pathlib.Path, python: pathlib.Path) -> pathlib.Path:
+    """llama.cpp's own file of that kind."""
+    plain, target = scratch / "plain.gguf", scratch / "model.gguf"
+    for command in (
+        ("benchmarks.peers.gguf_llama", model_folder(source), plain, "bfloat16"),
+        ("benchmarks.peers.gguf_quantise", plain, target, kind),
+    ):
+        subprocess.run((python.absolute(), "-m", *map(str, command)), cwd=REPO, check=True, capture_output=True)
+    return target
 
 
 def split(subject: Subject, model: Model, options: argparse.Namespace) -> tuple[Calibration, np.ndarray]:
@@ -214,29 +301,6 @@ def split(subject: Subject, model: Model, options: argparse.Namespace) -> tuple[
     )
     spread = np.unique(np.linspace(0, len(samples) - 1, min(options.samples, len(samples))).astype(int))
     return Calibration(samples[spread]), windows[: options.windows]
-
-
-def perplexity(model: Model, windows: np.ndarray) -> float:
-    """exp of the mean negative log likelihood of each window's tokens but the first."""
-    return compared(model, model, windows)[0]
-
-
-def compared(model: Model, base: Model, windows: np.ndarray) -> tuple[float, float]:
-    """Its perplexity, and the divergence of its next tokens from those of ``base``."""
-    apply, exact = jax.jit(model.apply), jax.jit(base.apply)
-
-    @jax.jit
-    def totals(logits: jax.Array, wanted: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logprobs, own = jax.nn.log_softmax(logits[:, :-1]), jax.nn.log_softmax(wanted[:, :-1])
-        loss = -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).sum()
-        return loss, (jnp.exp(own) * (own - logprobs)).sum()
-
-    sums = np.zeros(2)
-    for batch in np.array_split(windows, max(1, math.ceil(len(windows) / 8))):
-        tokens = jnp.asarray(batch)
-        sums += [float(x) for x in totals(apply(model.params, tokens), exact(base.params, tokens), tokens)]
-    loss, divergence = sums / (windows.shape[0] * (windows.shape[1] - 1))
-    return math.exp(loss), float(divergence)
 
 
 def bits_of(weights: Any, folder: pathlib.Path) -> float:
@@ -259,18 +323,16 @@ def bits_of_gguf(path: pathlib.Path) -> float:
     return 8 * sum(size for _, size in layers) / sum(math.prod(shape) for shape, _ in layers)
 
 
-def of_engine(model: Model, windows: np.ndarray, cache: str) -> float:
-    """Through the engine, whose cache holds other numbers."""
+def of_engine(model: Model, windows: np.ndarray, cache: str) -> np.ndarray:
+    """Losses [windows] through the engine, whose cache holds other numbers."""
     length = windows.shape[1]
     llm = LLM(model, kv_cache_dtype=cache, max_num_seqs=4, max_model_len=2 * length, show_progress=False)
     found = llm.generate(windows.tolist(), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-    losses = [
-        -places[token].logprob
-        for output, window in zip(found, windows.tolist(), strict=True)
-        for places, token in zip((output.prompt_logprobs or [])[1:], window[1:], strict=True)
-        if places is not None
-    ]
-    return math.exp(sum(losses) / len(losses))
+    losses = []
+    for output, window in zip(found, windows.tolist(), strict=True):
+        told = [places or {} for places in output.prompt_logprobs or ()]
+        losses.append(np.mean([-places[token].logprob for places, token in zip(told[1:], window[1:], strict=True)]))
+    return np.array(losses)
 
 
 if __name__ == "__main__":

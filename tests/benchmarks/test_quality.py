@@ -21,19 +21,29 @@ class Letters:
         return list(text.encode())
 
 
-def test_perplexity_is_that_of_the_probabilities():
+def test_losses_and_divergence_are_those_of_the_probabilities():
     def apply(params, tokens):
         return jnp.broadcast_to(params, (*tokens.shape, 4))
 
-    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
-    model = types.SimpleNamespace(apply=apply, params=jnp.log(jnp.asarray(probabilities)))
+    def model(probabilities):
+        return types.SimpleNamespace(apply=apply, params=jnp.log(jnp.asarray(probabilities)))
+
+    probabilities, others = np.array([0.5, 0.25, 0.125, 0.125]), np.array([0.25, 0.25, 0.25, 0.25])
     windows = np.array([[3, 0, 0, 1], [2, 1, 2, 0]] * 9, np.int32)
-    expected = math.exp(-np.log(probabilities[windows[:, 1:]]).mean())
-    assert quality.perplexity(model, windows) == pytest.approx(expected, rel=1e-5)
-    others = np.array([0.25, 0.25, 0.25, 0.25])
-    other = types.SimpleNamespace(apply=apply, params=jnp.log(jnp.asarray(others)))
-    divergence = float((probabilities * np.log(probabilities / others)).sum())
-    assert quality.compared(other, model, windows) == pytest.approx((4.0, divergence), rel=1e-5)
+    exact = quality.Exact(model(probabilities), windows)
+    assert exact.losses == pytest.approx(-np.log(probabilities[windows[:, 1:]]).mean(axis=1), rel=1e-5)
+    losses, divergence = exact.compared(model(others))
+    assert losses == pytest.approx(np.full(18, math.log(4)), rel=1e-5)
+    assert divergence == pytest.approx(float((probabilities * np.log(probabilities / others)).sum()), rel=1e-5)
+
+
+def test_differences_are_paired_by_window():
+    def row(*losses: float) -> quality.Row:
+        return quality.Row("m", "k", 8.0, 1.0, 1.0, None, losses)
+
+    apart = math.log(1.01)
+    assert quality.difference(row(5.0 + apart, 1.0 + apart), row(5.0, 1.0)) == "+1.00 % ± 0.00"
+    assert quality.difference(row(5.02, 1.0), row(5.0, 1.0)) == "+1.01 % ± 1.00"
 
 
 def test_nobody_is_calibrated_on_the_held_out_text():
@@ -61,10 +71,14 @@ def test_every_kind_has_a_recipe_and_figures_are_kept(tmp_path: pathlib.Path, te
     sizes = {name: (recipe.group_size, recipe.symmetric) for name, recipe in kinds.items() if name.startswith("int4")}
     assert {sizes[name] for name in sizes} == {(group, zeros) for group in (128, 64, 32) for zeros in (True, False)}
     path = tmp_path / "quality.json"
-    assert (
-        quality.main(
-            ["--models", "demo", "--only", "nothing", "--windows", "1", "--data", str(test_data), "--json", str(path)]
-        )
-        == 0
-    )
-    assert [row["kind"] for row in json.loads(path.read_text())["rows"]] == ["float32"]
+    command = ["--models", "demo", "--windows", "1", "--data", str(test_data), "--json", str(path), "--only"]
+    assert quality.main([*command, "nothing"]) == 0
+    begun = json.loads(path.read_text())
+    assert [row["kind"] for row in begun["rows"]] == ["float32"]
+    begun["rows"][0]["perplexity"] = 1.0
+    path.write_text(json.dumps(begun))
+    assert quality.main([*command, "bfloat16"]) == 0  # goes on
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["kind"], row["perplexity"] == 1.0) for row in rows] == [("float32", True), ("bfloat16", False)]
+    assert quality.main([*command, "nothing", "--samples", "1"]) == 0  # other settings: from the beginning
+    assert json.loads(path.read_text())["rows"][0]["perplexity"] > 1.0
