@@ -79,11 +79,9 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
 
 def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:
     """What must be the same for one run to go on where another was interrupted."""
-    folder = files.path.parent if files.path.is_file() else files.path
-    sources = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
     return {
         "source": str(files.path.resolve()),
-        "files": {name: [found.st_size, found.st_mtime_ns] for name, found in sources.items()},
+        "files": files.state,
         "dtype": asked.dtype,
         "format": asked.output_format,
         "check_finite": asked.check_finite,
@@ -93,7 +91,7 @@ def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
     args = _parser().parse_args(argv)
-    asked = Conversion(args.source, args.destination, args.dtype, args.output_format or "orbax", args.check_finite)
+    asked = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
     try:
         recipe = command.recipe_of(args)
         if recipe is not None:
@@ -120,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SRC", help='"demo", a model\'s folder, or a hub id')
     parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="a folder that does not exist")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the parameters (default: SRC's own)")
-    parser.add_argument("--output-format", choices=FORMATS, help="(default: orbax; with --quantize safetensors)")
+    parser.add_argument("--output-format", choices=FORMATS, default="orbax", help="(default: %(default)s)")
     parser.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
     command.add_flags(parser)
     return parser

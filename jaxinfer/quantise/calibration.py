@@ -22,6 +22,9 @@ from jaxinfer.quant.make.recipe import RecipeError
 from jaxinfer.quant.observe import InputStatistics, Observed, Orientation
 from jaxinfer.weights.tree import Path
 
+# For whoever has no text of their own: prose, talk, facts, code, tables, other languages, written for this purpose.
+BUILT_IN = pathlib.Path(__file__).with_name("calibration.txt")
+
 _MOST_BYTES = 1 << 28  # of a calibration file
 
 

@@ -9,7 +9,7 @@ import sys
 
 from jaxinfer.loading import model_folder
 from jaxinfer.quant.make.recipe import METHODS, Recipe, RecipeError
-from jaxinfer.quantise.calibration import Calibration, read_calibration
+from jaxinfer.quantise.calibration import BUILT_IN, Calibration, read_calibration
 from jaxinfer.quantise.driver import quantise
 from jaxinfer.text import load_tokenizer
 from jaxinfer.weights.load import Progress
@@ -18,9 +18,10 @@ _FLAGS = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("quantisation (docs/quantisation.md; written as safetensors)")
+    group = parser.add_argument_group("quantisation (docs/quantisation.md)")
     group.add_argument("--quantize", choices=tuple(METHODS), help="how weights are quantised")
-    group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help="sample text, or .jsonl with texts")
+    given = "sample text, or .jsonl with texts (default: a built-in one)"
+    group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help=given)
     group.add_argument("--samples", type=int, default=128, help="of the calibration (default: %(default)s)")
     group.add_argument("--sequence-length", type=int, default=512, help="of a sample (default: %(default)s)")
     group.add_argument("--bits", type=int, help="of int4, gptq and awq (default: 4)")
@@ -49,8 +50,6 @@ def recipe_of(args: argparse.Namespace) -> Recipe | None:
         if given or args.calibration is not None:
             raise RecipeError("flags of quantisation need --quantize")
         return None
-    if args.output_format == "orbax":
-        raise RecipeError("--quantize writes safetensors: convert the folder that it makes once more")
     return Recipe(args.quantize, **given)
 
 
@@ -61,17 +60,31 @@ def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> 
         CheckpointError, ConfigError, TokenizerError, RecipeError: one sentence that says what is wrong.
         OSError: the destination cannot be written.
     """
-    calibration: Calibration | None = None
-    if recipe.calibrated:
-        if args.calibration is None:
-            raise RecipeError(f"{recipe.method} needs sample text: pass --calibration FILE")
-        if args.samples < 1 or args.sequence_length < 2:
-            raise RecipeError("--samples must be at least 1 and --sequence-length at least 2")
-        tokenizer = load_tokenizer(model_folder(args.source))
-        calibration = read_calibration(args.calibration, tokenizer, args.samples, args.sequence_length)
     quantise(
-        args.source, args.destination, recipe, calibration, args.dtype, progress, _tell, check_finite=args.check_finite
+        args.source,
+        args.destination,
+        recipe,
+        _calibration(args) if recipe.calibrated else None,
+        args.dtype,
+        progress,
+        _tell,
+        check_finite=args.check_finite,
+        output_format=args.output_format,
     )
+
+
+def _calibration(args: argparse.Namespace) -> Calibration:
+    if args.samples < 1 or args.sequence_length < 2:
+        raise RecipeError("--samples must be at least 1 and --sequence-length at least 2")
+    tokenizer = load_tokenizer(model_folder(args.source))
+    read = read_calibration(args.calibration or BUILT_IN, tokenizer, args.samples, args.sequence_length)
+    if args.calibration is None:
+        samples, length = read.tokens.shape
+        _tell(
+            f"calibrated on {samples} samples of {length} tokens of the built-in text: "
+            "--calibration FILE with text like that which will be served is better"
+        )
+    return read
 
 
 def _tell(sentence: str) -> None:

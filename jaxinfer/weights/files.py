@@ -40,6 +40,13 @@ class ModelFiles:
         """
         return open_checkpoint(self.path)
 
+    @property
+    def state(self) -> dict[str, list[int]]:
+        """Of each file beside one another its size and time in nanoseconds: what shows that one was changed."""
+        folder = self.path.parent if self.path.is_file() else self.path
+        found = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+        return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
+
     @functools.cached_property
     def _stored(self) -> tuple[Mapping[str, StoredWeight], frozenset[str]]:
         """The weights that are stored quantised, and the tensors that they are made of."""

@@ -18,7 +18,7 @@ import math
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -195,12 +195,18 @@ def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
 
 @dataclasses.dataclass
 class Unfinished:
-    """A folder that is being written, under a temporary name beside the one that it will have; see `unfinished`."""
+    """A folder that is being written, under a temporary name beside the one that it will have; see `unfinished`.
+
+    Attributes:
+        arrays: those that are complete, also by an earlier run.
+        storages: how quantised weights lie of which `describe` was told, also by an earlier run.
+    """
 
     folder: pathlib.Path
     destination: pathlib.Path
     journal: TextIO
     arrays: dict[str, StoredArray] = dataclasses.field(default_factory=dict)
+    storages: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, leaves: Mapping[str, Leaf], progress: Progress | None = None) -> None:
         """Writes arrays, part by part; a part is all that begins with one name. Those that are complete are kept.
@@ -228,6 +234,15 @@ class Unfinished:
         written = {keys[key]: array for key, array in handler.written.items()}
         self.arrays |= written
         self.note({"arrays": {name: array_to_json(array) for name, array in written.items()}})
+
+    def keep(self, name: str) -> None:
+        """Has a run that goes on find a file of the folder, which is complete; all others are removed."""
+        self.note({"file": name})
+
+    def describe(self, storages: Mapping[str, Any]) -> None:
+        """Notes how quantised weights lie, before they are written: for `finish`, also that of a run that goes on."""
+        self.storages |= storages
+        self.note({"storages": dict(storages)})
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Adds a line to the journal."""
@@ -342,9 +357,17 @@ def _take_up(started: Unfinished, identity: Any) -> None:
         started.note(line)
         read = {name: array_from_json(plain) for name, plain in line.get("arrays", {}).items()}
         started.arrays |= {name: array for name, array in read.items() if array is not None}
-    kept = {name.partition("/")[0] for name in started.arrays}
-    for path in [*started.folder.iterdir(), *(started.folder / PARAMS).glob("*")]:
-        if path.name not in (UNFINISHED, PARAMS, *kept):
+        started.storages |= line.get("storages", {})
+    parts = {name.partition("/")[0] for name in started.arrays}
+    files = {line["file"] for line in lines if "file" in line}
+    _clear(started.folder, {UNFINISHED, *files, *([PARAMS] if parts else [])})
+    _clear(started.folder / PARAMS, parts)
+
+
+def _clear(folder: pathlib.Path, kept: Collection[str]) -> None:
+    """Removes all of a folder but what has one of these names."""
+    for path in folder.glob("*"):
+        if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -446,8 +469,22 @@ def write_folder(
     started.write(leaves, progress)
     if source is not None:
         copy_companions(source, started.folder)
+    complete_folder(started, config_json, dtype, describe(specs))
+
+
+def complete_folder(
+    started: Unfinished, config_json: Mapping[str, Any], dtype: str, storages: Mapping[str, Any]
+) -> None:
+    """Gives a folder whose arrays are written its config.json, its manifest and its name.
+
+    Args:
+        storages: see `Manifest`.
+
+    Raises:
+        CheckpointError: see `Unfinished.finish`.
+    """
     config = {**{key: value for key, value in config_json.items() if key != "torch_dtype"}, "dtype": dtype}
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (started.folder / "config.json").write_text(text + "\n", encoding="utf-8")
     architecture = next(iter(config_json.get("architectures") or [""]))
-    started.finish(architecture, dtype, describe(specs))
+    started.finish(architecture, dtype, storages)

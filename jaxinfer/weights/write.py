@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.weights.safetensors import DTYPES
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 8
 
 
@@ -27,7 +27,7 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> int:
     end = 0
     for name in names:
         begin, end = end, end + tensors[name].nbytes
-        code = _CODES[tensors[name].dtype]
+        code = CODES[tensors[name].dtype]
         header[name] = {"dtype": code, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)

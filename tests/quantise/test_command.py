@@ -5,10 +5,12 @@ import pathlib
 import pytest
 
 from jaxinfer import convert
-from jaxinfer.quantise import Recipe
+from jaxinfer.loading import model_folder
+from jaxinfer.quantise import BUILT_IN, Recipe, read_calibration
 from jaxinfer.quantise.command import recipe_of
 from jaxinfer.text import load_tokenizer
 from jaxinfer.weights.checkpoint import read_json_object
+from jaxinfer.weights.converted import open_model_files
 from tests.quantise.models import folder_of
 
 
@@ -24,27 +26,48 @@ def test_flags_are_a_recipe():
     assert recipe_of(convert._parser().parse_args(["a", "b"])) is None
 
 
+def test_the_format_is_orbax_unless_another_is_asked_for(tmp_path: pathlib.Path):
+    for flags, wanted in [("", "ConvertedFiles"), ("--output-format safetensors", "ModelFiles")]:
+        made = tmp_path / wanted
+        assert convert.main(["demo-draft", str(made), "--quantize", "int8", *flags.split()]) == 0
+        assert type(open_model_files(made)).__name__ == wanted
+
+
+@pytest.mark.slow
+def test_without_a_text_there_is_a_built_in_one(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+    source = folder_of("qwen2-bias", tmp_path / "source")
+    flags = "--quantize smoothquant --samples 4 --sequence-length 50"
+    assert convert.main([str(source), str(tmp_path / "made"), *flags.split()]) == 0
+    assert "calibrated on 4 samples of 50 tokens of the built-in text: --calibration FILE" in capsys.readouterr().err
+
+
+def test_the_built_in_text_is_some_samples_of_a_real_tokenizer():
+    read = read_calibration(BUILT_IN, load_tokenizer(model_folder("demo")), length=256)
+    assert read.tokens.shape[0] > 16
+    assert len(set(read.tokens.reshape(-1).tolist())) > 500
+
+
 def test_a_folder_is_quantised(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     source, text = folder_of("qwen2-bias", tmp_path / "source"), tmp_path / "text.txt"
     text.write_text(" ".join(f"w{index * 7 % 61}" for index in range(400)))
-    flags = "--quantize gptq --group-size 48 --samples 4 --sequence-length 50 --weight-format compressed-tensors"
+    flags = "--quantize gptq --group-size 128 --samples 4 --sequence-length 50 --weight-format compressed-tensors"
     arguments = [str(source), str(tmp_path / "made"), *flags.split(), "--calibration", str(text)]
     assert convert.main(arguments) == 0
     told = capsys.readouterr()
     assert told.out == f"wrote {tmp_path / 'made'}\n"
-    assert "model.layers.0.mlp.down_proj.weight stays as it is: groups of 48 do not divide its 128 inputs" in told.err
+    assert "model.layers.0.self_attn.q_proj.weight stays as it is: groups of 128 do not divide its 64" in told.err
     config = read_json_object(tmp_path / "made" / "config.json")["quantization_config"]
-    assert "model.layers.1.mlp.down_proj" in config["ignore"]
+    assert "model.layers.1.self_attn.q_proj" in config["ignore"]
+    assert "model.layers.1.mlp.down_proj" not in config["ignore"]
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--quantize awq", "awq needs sample text: pass --calibration FILE"),
         ("--bits 3", "flags of quantisation need --quantize"),
-        ("--quantize int8 --output-format orbax", "--quantize writes safetensors"),
         ("--quantize gptq --bits 7", "--bits 7 of gptq must be one of (2, 3, 4, 8)"),
         ("--quantize gptq --calibration absent.txt", "absent.txt cannot be read"),
+        ("--quantize awq --sequence-length 99999", "tokens, less than one sample of 99999: use a longer text"),
         ("--quantize gptq --calibration absent.txt --samples 0", "--samples must be at least 1"),
     ],
 )

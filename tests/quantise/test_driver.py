@@ -92,7 +92,11 @@ def test_gptq_is_nearer_than_rounding(source: pathlib.Path, tmp_path: pathlib.Pa
     assert errors["awq"] < errors["int4"]
 
 
-@pytest.mark.parametrize("recipe", [Recipe("gptq", group_size=32), Recipe("int8")], ids=["gptq", "int8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe("gptq", group_size=32), pytest.param(Recipe("int8"), marks=pytest.mark.slow)],
+    ids=["gptq", "int8"],
+)
 def test_an_interrupted_run_goes_on(recipe: Recipe, source: pathlib.Path, tmp_path: pathlib.Path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     quantise(str(source), whole, recipe, samples())
@@ -148,7 +152,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: pathlib.Path):
 
 
 def test_what_cannot_be_done_is_refused(source: pathlib.Path, tmp_path: pathlib.Path):
-    with pytest.raises(RecipeError, match="gptq needs sample text"):
+    with pytest.raises(RecipeError, match="gptq needs samples of text"):
         quantise(str(source), tmp_path / "made", Recipe("gptq"))
     quantise(str(source), tmp_path / "made", Recipe("int8"))
     with pytest.raises(CheckpointError, match="exists already"):

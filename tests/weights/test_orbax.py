@@ -370,7 +370,19 @@ def test_what_another_run_has_left_is_removed(tmp_path: pathlib.Path) -> None:
         started.write(leaves_of(SPECS, random_params()))
     with unfinished(target, {"of": 2}) as started:
         assert started.arrays == {}
-        assert sorted(path.name for path in started.folder.rglob("*")) == [UNFINISHED, "params"]
+        assert sorted(path.name for path in started.folder.rglob("*")) == [UNFINISHED]
+
+
+def test_what_was_noted_of_a_run_is_found_by_the_next(tmp_path: pathlib.Path) -> None:
+    for known in ({}, {"a": {"kind": "array"}}):
+        with unfinished(tmp_path / "model", {"of": 1}) as started:
+            assert started.storages == known
+            started.describe({"a": {"kind": "array"}})
+            for name in ("kept", "forgotten"):
+                (started.folder / name).touch()
+            started.keep("kept")
+    with unfinished(tmp_path / "model", {"of": 1}) as started:
+        assert sorted(path.name for path in started.folder.iterdir()) == [UNFINISHED, "kept"]
 
 
 def test_a_run_that_was_interrupted_at_its_very_end_is_done_again(tmp_path: pathlib.Path) -> None:

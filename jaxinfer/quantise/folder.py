@@ -1,0 +1,115 @@
+"""Where what is made goes: into files of safetensors, or into an Orbax checkpoint for each layer.
+
+Both are written under a temporary name, layer by layer, and get theirs when they are complete; see `unfinished`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxinfer.loading import write_companions
+from jaxinfer.quantise.layer import tensors
+from jaxinfer.quantise.work import Work, layer_name
+from jaxinfer.weights.checkpoint import INDEX_FILE
+from jaxinfer.weights.described import describe
+from jaxinfer.weights.held import Held, as_loaded
+from jaxinfer.weights.orbax import Unfinished, complete_folder, leaves_of
+from jaxinfer.weights.safetensors import SafetensorsFile
+from jaxinfer.weights.tree import dtype_of, target_dtype, walk
+from jaxinfer.weights.write import write_tensors
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A folder of quantised weights that is being written."""
+
+    def has(self, index: int) -> bool:
+        """Whether a layer is complete, also one of an earlier run."""
+        ...
+
+    def write(self, index: int, made: Mapping[str, np.ndarray]) -> None:
+        """Writes a layer: its tensors by the names and in the form of the recipe's format."""
+        ...
+
+    def finish(self) -> None:
+        """Writes what lies around the layers, and gives the folder its name.
+
+        Raises:
+            CheckpointError: something of that name has appeared meanwhile.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """config.json, a file of safetensors for each layer, one for all other tensors, and their index."""
+
+    work: Work
+    started: Unfinished
+
+    def has(self, index: int) -> bool:
+        return (self.started.folder / self._shard(index)).exists()
+
+    def write(self, index: int, made: Mapping[str, np.ndarray]) -> None:
+        write_tensors(self.started.folder / self._shard(index), made)
+        self.started.keep(self._shard(index))
+
+    def finish(self) -> None:
+        work, folder = self.work, self.started.folder
+        rest: dict[str, np.ndarray] = {}
+        for path, spec in walk(work.rest):
+            kept = dtype_of(spec, target_dtype(work.dtype))
+            own = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
+            rest |= {name: tensor.astype(kept) for name, (tensor, _) in own.items()}
+        write_tensors(folder / self._shard(work.layers), rest)
+        write_companions(work.files.path, folder)
+        self._write_index()
+        text = json.dumps(work.config_json, indent=2, ensure_ascii=False)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        self.started.publish()
+
+    def _shard(self, index: int) -> str:
+        """The file of a layer, or after the last one of all other tensors."""
+        return f"model-{index + 1:05}-of-{self.work.layers + 1:05}.safetensors"
+
+    def _write_index(self) -> None:
+        folder, names = self.started.folder, [self._shard(index) for index in range(self.work.layers + 1)]
+        held = {name: SafetensorsFile(folder / name).tensors for name in names}
+        index = {
+            "metadata": {"total_size": sum(info.nbytes for shard in held.values() for info in shard.values())},
+            "weight_map": {name: file for file, shard in held.items() for name in shard},
+        }
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A converted folder: a layer's tensors are what they would be loaded as, and are written in that form."""
+
+    work: Work
+    started: Unfinished
+
+    def has(self, index: int) -> bool:
+        return any(name.partition("/")[0] == layer_name(index) for name in self.started.arrays)
+
+    def write(self, index: int, made: Mapping[str, np.ndarray]) -> None:
+        specs, name = self.work.specs, layer_name(index)
+        config = self.work.config_json if self.work.taken(index) else {}
+        stored, params = as_loaded(Held(self.started.folder, made), {name: specs[name]}, config, self.work.dtype)
+        self.started.describe(describe(stored))
+        self.started.write(leaves_of(stored, params))
+
+    def finish(self) -> None:
+        work = self.work
+        self.started.write(leaves_of(work.rest, work.model.params))
+        write_companions(work.files.path, self.started.folder)
+        complete_folder(self.started, work.config_json, work.dtype, self.started.storages)
+
+
+TARGETS: Mapping[str, Any] = MappingProxyType({"orbax": Converted, "safetensors": HuggingFace})

@@ -1,0 +1,133 @@
+"""What there is to do: a model, a recipe, and which of the model's weights the recipe can take."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.models.model import Model
+from jaxinfer.quant.make.formats import Stored, config_of
+from jaxinfer.quant.make.recipe import Recipe, RecipeError
+from jaxinfer.quantise.calibration import Calibration
+from jaxinfer.quantise.layer import LayerWeights, linears
+from jaxinfer.types import ParamTree
+from jaxinfer.weights.files import ModelFiles
+from jaxinfer.weights.tree import Path, walk
+
+_WITHIN = re.compile(r"^(?:.*?\.)?\d+\.(.+)$")  # what follows a layer's number
+
+Tell = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What all layers share.
+
+    Attributes:
+        calibration: None where the recipe needs none.
+        tell: told what stays as it is and why, a sentence at a time.
+    """
+
+    files: ModelFiles
+    model: Model
+    recipe: Recipe
+    calibration: Calibration | None
+    tell: Tell
+
+    @property
+    def module(self) -> Any:
+        return self.model.module
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype)
+
+    @property
+    def stored(self) -> Stored:
+        return self.recipe.stored(self.dtype)
+
+    @property
+    def layers(self) -> int:
+        return len(self.model.config.layers)
+
+    @functools.cached_property
+    def specs(self) -> ParamTree:
+        """The model's parameters, with the names that the source gives to its tensors."""
+        specs: ParamTree = self.model.family.param_specs(self.model.config)
+        return self.files.named(specs, self.model.family.prefix)
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """The parameters outside of the layers."""
+        return {name: node for name, node in self.specs.items() if not name.startswith("layers_")}
+
+    def layer(self, index: int) -> LayerWeights:
+        """Reads one layer."""
+        name = layer_name(index)
+        specs = dict(walk(self.specs[name]))
+        overrides = dict(self.module.overrides)
+        values = {path: np.array(self.value((name, *path)), np.float32) for path in specs}
+        return LayerWeights(self.module.block(index, overrides.get(index)), specs, values)
+
+    def value(self, path: Path) -> Any:
+        """The parameter at a path."""
+        node: Any = self.model.params
+        for key in path:
+            node = node[key]
+        return node
+
+    @functools.cached_property
+    def config_json(self) -> dict[str, Any]:
+        """The config.json of what is made.
+
+        Raises:
+            RecipeError: the recipe can take none of the model's weights.
+        """
+        config = {key: value for key, value in self.files.config_json.items() if key != "torch_dtype"}
+        return {**config, "dtype": self.dtype, "quantization_config": self._quantisation()}
+
+    def _quantisation(self) -> dict[str, Any]:
+        dense: list[str] = []
+        inside: dict[str, None] = {}
+        for index in range(self.layers):
+            taken = self.taken(index)
+            for name in _matrices(self.specs[layer_name(index)]):
+                module = name.removesuffix(".weight")
+                if name in taken:
+                    inside[_within(module)] = None
+                else:
+                    dense.append(module)
+        if not inside:
+            raise RecipeError(f"{self.recipe.method} cannot take any weight of this model ({self._why()})")
+        return config_of(self.stored, dense, list(inside))
+
+    def taken(self, index: int) -> set[str]:
+        """The names of a layer's weights that are quantised."""
+        found = linears(dict(walk(self.specs[layer_name(index)])))
+        return {linear.name for linear in found if not self.recipe.refusal(*linear.shape)}
+
+    def _why(self) -> str:
+        found = linears(dict(walk(self.specs[layer_name(0)])))
+        reasons = (f"{linear.name}: {self.recipe.refusal(*linear.shape)}" for linear in found)
+        return next(reasons, "its layers have no linear weights of their own")
+
+
+def layer_name(index: int) -> str:
+    """Of a layer's parameters."""
+    return f"layers_{index}"
+
+
+def _matrices(specs: Any) -> dict[str, None]:
+    """The tensors of a layer that could be linear weights, in the order of its parameters."""
+    sources = (source for _, spec in walk(specs) for source in spec.sources)
+    return {source.name: None for source in sources if len(source.shape) == 2 and source.name.endswith(".weight")}
+
+
+def _within(module: str) -> str:
+    found = _WITHIN.match(module)
+    return found.group(1) if found else module

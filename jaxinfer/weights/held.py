@@ -1,0 +1,71 @@
+"""Tensors in memory that are read as a checkpoint's are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.types import ParamTree
+from jaxinfer.weights.deferred import deferred
+from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.load import load_params
+from jaxinfer.weights.safetensors import TensorInfo
+from jaxinfer.weights.stored import StoredCheckpoint, storages
+from jaxinfer.weights.tree import target_dtype
+from jaxinfer.weights.write import CODES
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A checkpoint that was never written.
+
+    Attributes:
+        folder: what messages name.
+        held: the tensors by name, of dtypes that safetensors has.
+    """
+
+    folder: pathlib.Path
+    held: Mapping[str, np.ndarray]
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {
+            name: TensorInfo(name, CODES[tensor.dtype], tensor.shape, 0, tensor.nbytes)
+            for name, tensor in self.held.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        return self.held[name]
+
+    def expect(self, name: str, part: np.ndarray) -> None:
+        """It is there."""
+
+    def release(self, name: str) -> None:
+        """It stays as long as its checkpoint."""
+
+
+def as_loaded(
+    checkpoint: Held, specs: ParamTree, config_json: Mapping[str, Any], dtype: str
+) -> tuple[ParamTree, dict[str, Any]]:
+    """What a folder of these tensors and this config.json would be loaded as.
+
+    Args:
+        specs: the parameters that the tensors fill, all of them.
+        config_json: its ``quantization_config`` says how tensors are stored; without one they are plain numbers.
+        dtype: the model's.
+
+    Returns:
+        the parameters with storages, and their arrays as `jaxinfer.weights.deferred.Deferred`.
+
+    Raises:
+        CheckpointError: see `quantised_weights`, `storages` and `load_params`.
+    """
+    weights, consumed = quantised_weights(checkpoint, config_json)
+    stored = storages(specs, weights, dtype)
+    tensors = StoredCheckpoint(checkpoint, weights, frozenset(consumed), stored)
+    return stored, load_params(tensors, stored, dtype, deferred(target_dtype(dtype)))
