@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.resources
 import pathlib
 from collections.abc import Mapping
@@ -17,11 +16,10 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.cache import use_compilation_cache
 from jaxinfer.engine.compiled import CompileProgress
-from jaxinfer.engine.engine import Engine, prepare, with_activations
+from jaxinfer.engine.engine import Engine, with_activations
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.group import Group
-from jaxinfer.engine.leading import LeadingExecutor
-from jaxinfer.engine.make import make_engine
+from jaxinfer.engine.make import make_engine, make_followers
 from jaxinfer.engine.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.placement import spread_model
 from jaxinfer.engine.replicas import Replicas
@@ -30,7 +28,7 @@ from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
-from jaxinfer.parallel.processes import require_processes
+from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
 from jaxinfer.text import TemplateError, TokenizerError, gguf_files, load_template, load_tokenizer
 from jaxinfer.types import ParamSpec, ParamTree
@@ -109,10 +107,7 @@ def start_engine(
         str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     loaded = with_activations(loaded, config)  # what is served is what the caller gets
-    if group is None:
-        engine = make_engine(loaded, sized, platform, progress.compiled, mesh)
-    else:
-        engine = Engine(loaded, sized, platform, progress.compiled, mesh, functools.partial(LeadingExecutor, group))
+    engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     return loaded, engine
 
@@ -126,10 +121,10 @@ def start_follower(
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
-) -> tuple[Model, ResolvedEngine, Executor]:
+) -> tuple[Model, ResolvedEngine, dict[int, Executor]]:
     """What `start_engine` does, in a process that is not its group's first: it loads and compiles its devices' part.
 
-    The executor is for `jaxinfer.engine.leading.follow`. Arguments and errors are those of `start_engine`.
+    The executors are for `jaxinfer.engine.leading.follow`. Arguments and errors are those of `start_engine`.
     """
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)
@@ -137,10 +132,9 @@ def start_follower(
     loaded = load_model(
         model, dtype, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
-    prepared, resolved, limits = prepare(loaded, sized, jax.default_backend(), mesh)
-    executor = Executor(prepared, resolved, limits, mesh, progress.compiled)
-    plan.require(executor.temporaries)
-    return loaded, resolved, executor
+    resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
+    plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
+    return loaded, resolved, executors
 
 
 def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -> tuple[MemoryPlan, EngineConfig]:
@@ -187,6 +181,7 @@ def load_model(
         progress: told instead, see `load_params`.
         mesh: the devices over which the weights are spread, see docs/parallelism.md; None: JAX's first device. What
             several pipeline stages need (tied embeddings) is loaded where the first one is.
+            Of several processes each has those stages of which it has devices; other parameters are abstract there.
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
 
     Raises:
@@ -278,9 +273,12 @@ def _with_storages(family: Family, files: ModelFiles, dtype: str) -> Family:
 def _load(files: ModelFiles, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh) -> dict[str, Any]:
     parts, places = [set(part.model.params) for part in cut(model, mesh.shape["stage"])], stages(mesh)
 
-    def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
-        first = next(stage for stage, names in zip(places, parts, strict=True) if path[0] in names)
-        return on_devices(param_sharding(first, spec), spec, fill)
+    def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array | jax.ShapeDtypeStruct:
+        owners = [stage for stage, names in zip(places, parts, strict=True) if path[0] in names]
+        here = [stage for stage in owners if own_devices(stage)]
+        if not here:  # other processes read it
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or str(model.dtype))
+        return on_devices(param_sharding(here[0], spec), spec, fill)
 
     return _filled(files, model, place, progress, check_finite)
 

@@ -236,8 +236,7 @@ class Proofs:
             some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
             some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
             parts.append(self._executor.pages(some)[: len(ids[at:])])
-        pages = np.moveaxis(np.concatenate(parts), -2, 1)
-        return np.ascontiguousarray(pages).view(np.uint8).reshape(len(ids) * self._engine.page_size, -1)
+        return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
 
 
 def _lane(batch: PrefillBatch, lane: int) -> PrefillBatch:

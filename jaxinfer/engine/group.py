@@ -1,6 +1,6 @@
 """The processes of one engine: they find one another, run the same calls, and end together.
 
-Process 0 leads: it listens, decides, and tells the others each call on the device. Whoever is gone, says nothing, or
+Process 0 leads: it listens, decides, and tells the others each call on their devices. Whoever is gone, says nothing, or
 does not finish what it was told ends all of them: collectives of the others would wait for it for ever.
 """
 
@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,13 +71,14 @@ class _Peer:
 
     Attributes:
         heard: frames so far.
-        called, done: calls that have returned there, and those whose results are there.
+        told: calls that it was told of.
+        called, done: those that have returned there, and those whose results are there.
         lost: why the connection is over.
     """
 
     def __init__(self, number: int, channel: Channel) -> None:
         self.number, self.channel = number, channel
-        self.heard = self.called = self.done = 0
+        self.heard = self.told = self.called = self.done = 0
         self.lost: str | None = None
         self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         _thread(self._read, f"jaxinfer-from-{number}")
@@ -102,24 +103,31 @@ class _Peer:
 
 
 class Ledger:
-    """Which calls have returned in this process, and which are ``done``: their results are there, on its devices."""
+    """Which calls have returned in this process, and which are ``done``: their results are there, on its devices.
 
-    def __init__(self, failed: Callable[[str], None]) -> None:
-        self.called, self.done, self._failed = 0, 0, failed
+    Args:
+        answer: given the results that process 0 waits for, on the host.
+        failed: given what went wrong.
+    """
+
+    def __init__(self, answer: Callable[[list[np.ndarray]], None], failed: Callable[[str], None]) -> None:
+        self.called, self.done, self._answer, self._failed = 0, 0, answer, failed
         self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         _thread(self._run, "jaxinfer-ledger")
 
-    def launched(self, results: Any) -> None:
+    def launched(self, results: Any, wanted: bool = False) -> None:
         """The next call is on its way. ``results``: a tree of arrays that nobody donates, or None where a later call
-        tells as well."""
+        tells as well; ``wanted``: by process 0."""
         self.called += 1
-        self._calls.put(results)
+        self._calls.put((results, wanted))
 
     def _run(self) -> None:
         while True:
-            results = self._calls.get()
+            results, wanted = self._calls.get()
             try:
                 jax.block_until_ready(results)
+                if wanted:
+                    self._answer([np.asarray(leaf) for leaf in jax.tree.leaves(results)])
             except RuntimeError as error:  # JAX's own are
                 self._failed(f"a program failed: {error}")
                 return
@@ -134,14 +142,14 @@ class Group:
         end: called by a thread when the group is over.
 
     Attributes:
-        sent: calls of process 0 so far; followed by all.
+        sent: calls of process 0 so far: those that this process was told of.
     """
 
     def __init__(self, membership: Membership, peers: Sequence[_Peer], coordinator: str, end: End) -> None:
         self.membership, self.coordinator, self.sent = membership, coordinator, 0
         self._peers, self._end, self._ended = list(peers), end, threading.Lock()
-        self._ledger = Ledger(self.over)
-        self._last = ""
+        self._ledger = Ledger(self._answer, self.over)
+        self._last, self._own, self._ready = "", 0, False
         _thread(self._beat, "jaxinfer-beat")
         _thread(self._watch, "jaxinfer-watch")
 
@@ -161,12 +169,13 @@ class Group:
         return int(self._next(self._peers[0], "number").values["number"])
 
     def ready(self) -> None:
-        """This process has compiled all. Process 0 waits for the others."""
-        if self.leads:
+        """This process has compiled all. Process 0 waits for the others, once."""
+        if not self.leads:
+            self._tell(Frame("ready"))
+        elif not self._ready:
             for peer in self._peers:
                 self._next(peer, "ready")
-        else:
-            self._tell(Frame("ready"))
+        self._ready = True
 
     def _next(self, peer: _Peer, kind: str) -> Frame:
         frame = peer.inbox.get()
@@ -177,9 +186,24 @@ class Group:
 
     # ---- calls
 
-    def call(self, name: str, values: Mapping[str, Any], arrays: Iterable[np.ndarray]) -> None:
-        """Tell the others what process 0 is about to call."""
-        self._tell(Frame(name, values, tuple(arrays)))
+    def call(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        arrays: Iterable[np.ndarray],
+        processes: Collection[int] | None = None,
+    ) -> None:
+        """Tell the others what is called, by process 0, too.
+
+        Args:
+            processes: who takes part; None: all.
+        """
+        frame = Frame(name, values, tuple(arrays))
+        for peer in self._peers:
+            if processes is None or peer.number in processes:
+                peer.told += 1
+                peer.send(frame)
+        self._own += processes is None or 0 in processes
         self._last = name
         self.sent += 1
 
@@ -190,9 +214,16 @@ class Group:
             self.sent += 1
             yield frame
 
-    def launched(self, results: Any = None) -> None:
+    def launched(self, results: Any = None, wanted: bool = False) -> None:
         """To be called after each call; see `Ledger.launched`."""
-        self._ledger.launched(results)
+        self._ledger.launched(results, wanted)
+
+    def _answer(self, arrays: list[np.ndarray]) -> None:
+        self._tell(Frame("answer", arrays=tuple(arrays)))
+
+    def answer(self, process: int) -> tuple[np.ndarray, ...]:
+        """The next results that process 0 waits for and another one has. Waits."""
+        return self._next(next(peer for peer in self._peers if peer.number == process), "answer").arrays
 
     # ---- watching
 
@@ -231,13 +262,18 @@ class Group:
             return []
         return [(self._ledger.called, self._ledger.done), *((peer.called, peer.done) for peer in self._peers)]
 
+    def _missing(self, counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """How many calls have not returned and are not done, of those that each process was told of."""
+        told = self._own, *(peer.told for peer in self._peers)
+        return [(calls - called, calls - done) for calls, (called, done) in zip(told, counts, strict=bool(counts))]
+
     def _outstanding(self, counts: list[tuple[int, int]]) -> bool:
-        return any(done < self.sent for _, done in counts)
+        return any(done > 0 for _, done in self._missing(counts))
 
     def _slow(self, counts: list[tuple[int, int]]) -> str:
-        """No call is done anywhere before all have made it: who has made the fewest keeps the others waiting."""
-        numbers, least = [0, *(peer.number for peer in self._peers)], min(counts)
-        slow = [str(number) for number, count in zip(numbers, counts, strict=True) if count == least]
+        """No call is done anywhere before all have made it: who has most to make keeps the others waiting."""
+        numbers, missing = [0, *(peer.number for peer in self._peers)], self._missing(counts)
+        slow = [str(number) for number, most in zip(numbers, missing, strict=True) if most == max(missing)]
         return f"process {' and '.join(slow)} hangs" if len(slow) < len(numbers) else "all processes hang"
 
     def over(self, reason: str, hangs: bool = False) -> None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.compiled import CompileProgress, compile_stages
@@ -24,7 +24,7 @@ from jaxinfer.engine.placement import abstract_arrays, place_params
 from jaxinfer.engine.stages import Stage
 from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
 from jaxinfer.kv.pool import new_pools
-from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages
+from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.lanes import joined, lane_sharding
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
@@ -104,12 +104,12 @@ class Lane(Executor):
         self.asked["restore"].append((lambda: self._host.take(hosts, TRANSFER_PAGES), target))
 
     @override
-    def pages(self, source: Int32[np.ndarray, "groups pages"]) -> Shaped[np.ndarray, "pages layers *page"]:
+    def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
         self._all.run()  # what is to be seen
         found: list[Array] = []
         self.asked["export"].append((source, found.append))
         self._all.run()
-        return np.asarray(found[0])
+        return slot_bytes(np.asarray(found[0]))
 
     @override
     def put_slots(self, turn: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:

@@ -146,10 +146,13 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
             held.update(_held(part.model, given, own))
     plans = []
     for number, part in enumerate(parts):
-        devices = [device for places in copies for device in own_devices(places[number])]
+        here = [places[number] for places in copies if own_devices(places[number])]
+        if not here:  # other processes have this stage
+            continue
+        devices = [device for place in here for device in own_devices(place)]
         budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in devices]
         budget = min(budgets, key=lambda budget: budget.bytes)
-        plans.append(_plan_stage(model, part, config, platform, copies[0][number], budget))
+        plans.append(_plan_stage(model, part, config, platform, here[0], budget))
     return min(plans, key=lambda plan: plan.pages)
 
 

@@ -63,9 +63,19 @@ def place_params(model: Model, mesh: Mesh) -> Any:
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
     """``value`` where it belongs. What lies there already, perhaps on other devices too, is taken as it is."""
     shards = there(value, sharding) if isinstance(value, jax.Array) else None
-    if shards is None:
-        return jax.device_put(value, sharding)
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
+    if shards is not None:
+        return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return _moved(value, sharding)
+    return jax.device_put(value, sharding)
+
+
+def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array of which this process has what ``sharding`` wants, on other devices, part by part."""
+    found = {shard.index: shard.data for shard in value.addressable_shards}
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(found[index or ()], device) for device, index in wanted.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import secrets
 import weakref
 from collections.abc import Sequence
@@ -15,10 +16,14 @@ from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.executor import Executor, MakeExecutor
+from jaxinfer.engine.group import Group
+from jaxinfer.engine.leading import LeadingExecutor
 from jaxinfer.engine.queues import require_room
 from jaxinfer.engine.stats import EngineStats, merged
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
+from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.types import Request, RequestError, SequenceDelta
 
@@ -29,7 +34,10 @@ class Replicas:
     Every setting holds for each of the replicas, but two: the limits of the queue and ``swap_space_gib`` are for all.
     One thread drives all: steps of all replicas are launched before the first result is read.
 
-    Args, Raises: as `Engine`.
+    Args:
+        group: of whose processes the replicas have the devices. Others as those of `Engine`.
+
+    Raises: as `Engine`.
     """
 
     def __init__(
@@ -39,13 +47,14 @@ class Replicas:
         platform: str,
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
+        group: Group | None = None,
     ) -> None:
-        places = replicas(mesh or mesh_for(config))
+        places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
-        engines = [
-            Engine(model, one, platform, _share(progress, number, len(places)), place)
-            for number, place in enumerate(places)
-        ]
+        for number, place in enumerate(places):
+            told, make = share(progress, number, len(places)), make_for(group, number, place)
+            proved = None if own_devices(place) else engines[0].proved  # of the same programs, on such devices
+            engines.append(Engine(model, one, platform, told, place, make, proved))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
@@ -141,13 +150,18 @@ class Replicas:
             engine.check()
 
 
+def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
+    """What makes the executor of a replica, where ``number`` counts those of a group."""
+    return Executor if group is None else functools.partial(LeadingExecutor, group, number, processes_of(mesh))
+
+
 def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
     """The settings of one of several engines: what is there for all together is shared or theirs to watch."""
     share = config.swap_space_gib / count
     return dataclasses.replace(config, swap_space_gib=share, max_waiting_requests=None, max_waiting_tokens=None)
 
 
-def _share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:
+def share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:
     """One replica's progress as that of all, which have as many programs each."""
     if progress is None:
         return None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, Shaped, UInt8
 
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.parallel.processes import from_own_part, own_part, own_shape
@@ -74,6 +74,12 @@ def _unpacked(pool: LayerPool, pages: Shaped[Array, "pages *page"]) -> LayerPool
     data, scales = jnp.split(pages, [pool.data.shape[-1]], -1)
     own = (lax.bitcast_convert_type(part, x.dtype) for part, x in zip((data, scales), pool, strict=True))
     return LayerPool(*own)
+
+
+def slot_bytes(pages: Shaped[np.ndarray, "pages layers *page"]) -> UInt8[np.ndarray, "pages slots bytes"]:
+    """What `export_pages` gave, by token: the bytes of each slot of a page in all layers."""
+    by_slot = np.ascontiguousarray(np.moveaxis(pages, -2, 1))
+    return by_slot.view(np.uint8).reshape(*by_slot.shape[:2], -1)
 
 
 class _Arriving(NamedTuple):

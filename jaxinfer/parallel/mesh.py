@@ -53,6 +53,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over the first ``data * stage * lane * expert * tensor`` devices (JAX's own, unless given).
 
+    Of several processes the first has the last pipeline stage: there tokens are sampled, and it is who reads them.
+
     Raises:
         EngineConfigError: there are fewer.
     """
@@ -63,7 +65,8 @@ def make_mesh(
             raise EngineConfigError(f"{_SETTINGS[axis]} = {size} must be at least 1")
     if len(devices) < needed:
         raise EngineConfigError(f"{asked(sizes)} {_too_few(needed, devices)}")
-    return _mesh(np.array(devices[:needed]).reshape(shape))
+    placed, several = np.array(devices[:needed]).reshape(shape), len({device.process_index for device in devices}) > 1
+    return _mesh(np.flip(placed, AXES.index("stage")) if several else placed)
 
 
 def mesh_for(config: EngineConfig | ResolvedEngine, devices: Sequence[jax.Device] | None = None) -> Mesh:

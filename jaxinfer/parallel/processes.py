@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -41,17 +42,30 @@ def require_processes(mesh: Mesh) -> None:
     count = jax.process_count()
     if count == 1:
         return
-    both = f"and num_processes = {count} exclude each other:"
-    if (stages := mesh.shape["stage"]) > 1:
-        what = "a stage cannot hand its results to the devices of another process"
-        raise EngineConfigError(f"pipeline_parallel_size = {stages} {both} {what}")
-    if (copies := mesh.shape["data"]) > 1:
-        raise EngineConfigError(f"data_parallel_size = {copies} {both} start a server for each copy")
     if mesh.shape["lane"] > 1:
+        both = f"and num_processes = {count} exclude each other:"
         raise EngineConfigError(f"enable_dp_attention = True {both} one process plans the steps of all its devices")
+    local = jax.local_device_count()
     if mesh.size != jax.device_count():
-        there = f"{count} processes x {jax.local_device_count()} = {jax.device_count()}"
+        there = f"{count} processes x {local} = {jax.device_count()}"
         raise EngineConfigError(f"{asked(mesh.shape)} must be all devices of the group: {there}")
+    require_whole(mesh.shape, count, local)
+
+
+def require_whole(sizes: Mapping[str, int], processes: int, devices: int) -> None:
+    """Raises:
+    EngineConfigError: a copy or a pipeline stage of a mesh of these sizes begins amid a process's ``devices``.
+    """
+    stage = sizes["lane"] * sizes["expert"] * sizes["tensor"]
+    for what, size in (("copy", stage * sizes["stage"]), ("stage", stage)):
+        if size % devices and devices % size:
+            why = f"the {size} devices of a {what} and the {devices} of a process: neither is a multiple of the other"
+            raise EngineConfigError(f"{asked(sizes)} cannot be spread over {processes} processes: {why}")
+
+
+def processes_of(mesh: Mesh) -> list[int]:
+    """The processes that have devices of a mesh, the first one first."""
+    return sorted({device.process_index for device in mesh.devices.flat})
 
 
 def own_devices(mesh: Mesh) -> list[jax.Device]:

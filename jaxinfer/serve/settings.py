@@ -192,12 +192,8 @@ def _check_group(config: ServeConfig) -> None:
     for name in ("coordinator_address", "group_key_file"):
         value = getattr(config, name)
         _require(count == 1 or value is not None, name, value, f"must be set with num_processes = {count}")
-    engine = config.engine
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        size, both = getattr(engine, name), f"and num_processes = {count} exclude each other"
-        _require(count == 1 or size == 1, f"engine.{name}", size, both)
     both = f"and num_processes = {count} exclude each other"
-    _require(count == 1 or not engine.enable_dp_attention, "engine.enable_dp_attention", True, both)
+    _require(count == 1 or not config.engine.enable_dp_attention, "engine.enable_dp_attention", True, both)
 
 
 def _check_exposure(config: ServeConfig, guarded: bool) -> None:

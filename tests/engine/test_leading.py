@@ -82,8 +82,8 @@ def pair():
                 yield frame
 
         member.calls = calls
-        threading.Thread(target=follow, args=(follower, member), daemon=True).start()
-        engine = Engine(model, SMALL, "cpu", make_executor=functools.partial(LeadingExecutor, leader))
+        threading.Thread(target=follow, args=({0: follower}, member), daemon=True).start()
+        engine = Engine(model, SMALL, "cpu", make_executor=functools.partial(LeadingExecutor, leader, 0, [0, 1]))
         yield Pair(engine, leader, follower, member, called)
         assert not ends.reasons
 
@@ -132,6 +132,6 @@ def test_nothing_is_sent_where_nothing_is_to_do(pair):
 
 def test_a_call_that_is_not_known_is_refused(pair):
     with group_of() as (members, _):
-        members[0].call("__init__", {"dropped": []}, [])
+        members[0].call("__init__", {"replica": 0, "dropped": []}, [])
         with pytest.raises(GroupError, match="process 0 calls __init__"):
-            follow(pair.follower, members[1])
+            follow({0: pair.follower}, members[1])

@@ -9,13 +9,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.engine.compilations import count_compilations
-from jaxinfer.parallel.mesh import make_mesh, page_sharding, replicated
+from jaxinfer.parallel.links import Link
+from jaxinfer.parallel.mesh import make_mesh, page_sharding, replicated, stages
 from jaxinfer.parallel.processes import (
     from_own_part,
     join_processes,
     own_devices,
     own_part,
     own_shape,
+    processes_of,
     put_whole,
     require_processes,
 )
@@ -36,12 +38,35 @@ def check_pages(spec: CacheSpec, shape: tuple[int, ...], mine: slice) -> None:
         np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
 
 
+def check_link() -> None:
+    """Of two stages this process has one, and sees what the first gave; its own stage runs meanwhile."""
+    mesh = make_mesh(2, stage=2)
+    first, last = stages(mesh)
+    assert processes_of(last) == [0], "process 0 has the last stage"
+    assert processes_of(first) == [1]
+    link = Link(first, last, 3, np.dtype(np.float32), (2, 5))
+    assert link.crosses
+    for count in (2, 5, 2):
+        x = np.arange(3 * count, dtype=np.float32).reshape(count, 3) / 7
+        here = own_devices(first)
+        arrived = link.carry(count, put_whole(x, replicated(first)) if here else None)
+        assert (arrived is None) == bool(here)
+        if arrived is not None:
+            assert arrived.sharding == replicated(last)
+            np.testing.assert_array_equal(np.asarray(arrived), x)
+    within = stages(make_mesh(stage=4))[2:]  # in process 0
+    alone = Link(*within, 3, np.dtype(np.float32), (1,))
+    assert not alone.crosses
+    x = put_whole(np.ones((1, 3), np.float32), replicated(within[0])) if own_devices(within[0]) else None
+    arrived = alone.carry(1, x)
+    assert (arrived is None) == (x is None)
+    assert arrived is None or arrived.devices() == set(within[1].devices.flat)
+
+
 def check_refusals() -> None:
-    require_processes(make_mesh(4))
-    require_processes(make_mesh(2, expert=2))
+    for mesh in (make_mesh(4), make_mesh(2, expert=2), make_mesh(2, stage=2), make_mesh(stage=4), make_mesh(2, data=2)):
+        require_processes(mesh)
     for mesh, words in (
-        (make_mesh(2, stage=2), "pipeline_parallel_size = 2 and num_processes = 2 exclude each other"),
-        (make_mesh(2, data=2), "data_parallel_size = 2 and num_processes = 2 exclude each other"),
         (make_mesh(lane=4), "enable_dp_attention = True and num_processes = 2 exclude each other"),
         (make_mesh(2), "tensor_parallel_size = 2 must be all devices of the group: 2 processes x 2 = 4"),
     ):
@@ -67,6 +92,7 @@ def main() -> None:
     split = NamedSharding(mesh, PartitionSpec(("expert", "tensor")))
     np.testing.assert_array_equal(own_part(put_whole(np.arange(8), split)), np.arange(4 * number, 4 * number + 4))
     check_refusals()
+    check_link()
     print("all is well")
 
 

@@ -49,8 +49,6 @@ REFUSED = [
     ({**GROUP, "coordinator_address": "7654"}, "coordinator_address = '7654' must be HOST:PORT"),
     ({**GROUP, "coordinator_address": "host:0"}, "coordinator_address = 'host:0' must be HOST:PORT"),
     ({**GROUP, "group_timeout": 0}, "group_timeout = 0"),
-    ({**GROUP, "engine": {"pipeline_parallel_size": 2}}, "engine.pipeline_parallel_size = 2 and num_processes = 2"),
-    ({**GROUP, "engine": {"data_parallel_size": 2}}, "engine.data_parallel_size = 2 and num_processes = 2"),
     ({**GROUP, "engine": {"enable_dp_attention": True}}, "engine.enable_dp_attention = True and num_processes = 2"),
 ]
 

@@ -61,7 +61,7 @@ def build(settings: CoreSettings, report: Report) -> Built:
 
 
 def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress: StartProgress) -> Built:
-    model, config, executor = start_follower(
+    model, config, executors = start_follower(
         settings.model,
         settings.engine,
         group,
@@ -70,7 +70,7 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
         compilation_cache_dir=settings.compilation_cache_dir,
         progress=progress,
     )
-    run_follower(executor, group)
+    run_follower(executors, group)
     return Built(None, describe(model, config, settings, folder), str(folder))
 
 

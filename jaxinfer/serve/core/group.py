@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import pathlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.engine.executor import Executor
@@ -53,12 +53,12 @@ def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[
     return group
 
 
-def run_follower(executor: Executor, group: Group) -> None:
+def run_follower(executors: Mapping[int, Executor], group: Group) -> None:
     """Follow process 0 in a thread of its own, until this process ends."""
 
     def run() -> None:
         try:
-            follow(executor, group)
+            follow(executors, group)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this process
             group.over(f"process {group.membership.process_id} ended by a fault: {error!r}")
 

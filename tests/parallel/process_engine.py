@@ -1,0 +1,103 @@
+"""`python -m tests.parallel.process_engine WORK`: one of the processes of an engine. WORK is JSON (`Work`).
+
+Process 0 prints what `run` found, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.group import Group, Membership, join, lead
+from jaxinfer.engine.leading import follow
+from jaxinfer.engine.replicas import Replicas
+from jaxinfer.loading import start_engine, start_follower
+from jaxinfer.parallel.processes import join_processes
+from jaxinfer.types import Request
+from tests.fakes import mixed_params
+
+TIGHT: dict[str, Any] = {
+    "max_model_len": 128,
+    "max_num_seqs": 6,
+    "page_size": 16,
+    "num_pages": 24,
+    "prefill_sizes": [16, 32],
+    "max_prefill_rows": 2,
+    "max_logprobs": 3,
+    "swap_space_gib": 0.01,
+    "seed": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """``settings`` of the engine, over `TIGHT`; ``greedy``: nothing but tokens is asked for, and none is drawn."""
+
+    number: int
+    processes: int
+    port: int
+    model: str
+    requests: int
+    greedy: bool
+    settings: dict[str, Any]
+
+
+def request(number: int, vocab: int, greedy: bool) -> Request:
+    """Prompts of many lengths, of which some share a beginning; now and then several samples of one."""
+    length = (3 + 11 * number) % 90 + 2
+    prompt = [(5 * place if place < 20 else 7 * number * place + place) % vocab for place in range(length)]
+    params = mixed_params(number, max_tokens=24, n=1 + (number % 5 == 3))
+    params = dataclasses.replace(params, min_tokens=0, stop_token_ids=())
+    if greedy:
+        params = dataclasses.replace(params, temperature=0.0, logprobs=None, prompt_logprobs=None, n=1)
+    return Request(f"r{number}", tuple(prompt), params)
+
+
+def run(engine: Engine | Replicas, vocab: int, work: Work) -> dict[str, Any]:
+    """All that was given of each sample, and what had to happen for that."""
+    found: dict[str, list[Any]] = {}
+    for number in range(work.requests):
+        engine.add(request(number, vocab, work.greedy))
+    while engine.has_work:
+        for delta in engine.step():
+            logprobs = [repr(each) for each in (*delta.logprobs, *(delta.prompt_logprobs or ()))]
+            found.setdefault(f"{delta.request_id}.{delta.index}", []).extend([*delta.token_ids, *logprobs])
+    engine.check()
+    stats = engine.stats()
+    return {
+        "found": found,
+        "preempted": sum(stats.preemptions.values()),
+        "hits": stats.prefix_hits,
+        "compiled": stats.compilations,
+    }
+
+
+def ended(reason: str, hangs: bool) -> None:
+    print(reason, hangs, file=sys.stderr, flush=True)
+    os._exit(0 if "is gone" in reason else 4)
+
+
+def main() -> None:
+    work = Work(**json.loads(sys.argv[1]))
+    group: Group | None = None
+    if work.processes > 1:
+        meet = lead if work.number == 0 else join
+        who = {"num_processes": work.processes, "process_id": work.number, "address": f"127.0.0.1:{work.port}"}
+        membership = Membership(**who, key=b"sixteen bytes or more", timeout=60.0, settings={})
+        group = meet(membership, ended, lambda: None)
+        join_processes(group.coordinator, work.processes, work.number)
+    config = EngineConfig(**{**TIGHT, **work.settings})
+    if group is not None and work.number:
+        follow(start_follower(work.model, config, group, compilation_cache_dir="")[2], group)
+    model, engine = start_engine(work.model, config, compilation_cache_dir="", show_progress=False, group=group)
+    print(json.dumps(run(engine, model.config.vocab_size, work)), flush=True)
+    os._exit(0)  # the others see that this one is gone
+
+
+if __name__ == "__main__":
+    main()
