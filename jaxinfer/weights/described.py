@@ -109,7 +109,9 @@ class _Storage:
     def _quantised(self, layout: Layout, out: tuple[int, ...]) -> Quantised:
         arrays = {}
         for name, part in layout.parts(self.inputs).items():
-            arrays[name] = _part((*out, *part.shape), (*self.axes[:-1], *self._along(part)), part)
+            outs, own = (out, self.axes[:-1]), (part.shape, self._along(part))
+            (shape, axes), (more, along) = (own, outs) if part.first else (outs, own)
+            arrays[name] = _part((*shape, *more), (*axes, *along), part)
         for name, part in layout.input_parts(self.inputs).items():
             arrays[name] = _part(part.shape, self._along(part), part)
         return Quantised(arrays, layout, self.axes, self.dtype, self.inputs)

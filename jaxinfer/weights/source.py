@@ -9,10 +9,12 @@ import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
 from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.weights.manifest import MANIFEST, PARAMS
 
 # No pickles, nothing in subfolders, and not Mistral's second copy of the weights in its own format.
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*.safetensors", "*.bin", "*.pt", "*.pth", "*.pkl"]
+_PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl"]
+_UNWANTED = ["*/*", "consolidated*.safetensors", *_PICKLES]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
@@ -31,7 +33,8 @@ def locate(model: str) -> pathlib.Path:
     """The folder of a model: an existing folder or GGUF file as it is, a hub id ``org/name`` through huggingface_hub.
 
     A download lands in the library's cache, where a later call finds it without a network; the library's own settings
-    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) apply. Only JSON, safetensors, tokenizer and template files are fetched.
+    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) apply. Only JSON, safetensors, tokenizer and template files are fetched, and
+    the arrays of a converted folder.
 
     Raises:
         CheckpointError: there is no such folder, and the hub did not give one; the message says what to do.
@@ -50,14 +53,21 @@ def locate(model: str) -> pathlib.Path:
 
 def _download(model: str) -> pathlib.Path:
     try:
-        folder = huggingface_hub.snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        folder = pathlib.Path(
+            huggingface_hub.snapshot_download(model, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        )
+        if (folder / MANIFEST).exists():
+            # A snapshot's folder has the commit's name: the arrays are those of this manifest, whatever came since.
+            huggingface_hub.snapshot_download(
+                model, revision=folder.name, allow_patterns=[f"{PARAMS}/*"], ignore_patterns=_PICKLES
+            )
     except _FAILURES as error:
         raise CheckpointError(
             f"there is no folder {quoted(model)}, and it could not be fetched from the Hugging Face hub "
             f"({_reason(error)}): run `hf download {model} --local-dir DIR` where the network allows it, "
             f"copy DIR here and pass --model DIR"
         ) from error
-    return pathlib.Path(folder)
+    return folder
 
 
 def _reason(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.convert import main
 from jaxinfer.loading import load_model
-from jaxinfer.quant import Quantised, Split
+from jaxinfer.quant import Quantised, Split, for_kernels
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params
@@ -33,6 +33,7 @@ GROUPED = {"kind": "quantised", "layout": "Grouped", "fields": FIELDS}
 LAYOUTS: dict[str, Layout] = {
     "groups": Grouped("int4", 32, "bfloat16", zeros=True),
     "act-order": Grouped("int8", 16, ordered=True),
+    "groups first": Grouped("int4", 16, zeros=True, groups_first=True),
     "activations": Grouped("float8_e4m3fn", 64, activations="float8_e4m3fn", static=True, factor=0.5),
     "codebook": Codebook(tuple(map(float, range(16))), 16, "uint8", nested=32, scale_table=(0.5,) * 256),
     "divided": Codebook(tuple(map(float, range(16))), 16, "float8_e4m3fn", divided=True),
@@ -89,6 +90,14 @@ def _as_json(words: Any) -> Any:
     if isinstance(words, dict):
         return {key: _as_json(value) for key, value in words.items()}
     return [_as_json(value) for value in words] if isinstance(words, list | tuple) else words
+
+
+def test_scales_that_come_first() -> None:
+    """As parameters have them that an engine has made ready for a GPU."""
+    last, first = (plain(Grouped("int4", 16, zeros=True, groups_first=value)) for value in (False, True))
+    want = for_kernels(described(SPECS, {"block/out": last}, "float32"))
+    assert described(SPECS, {"block/out": first}, "float32") == want
+    assert want["block"]["out"].arrays["zeros"].shape == (4, 8)
 
 
 def test_pieces_of_several_kinds() -> None:

@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from jaxinfer.weights.manifest import MANIFEST
 from jaxinfer.weights.source import locate
 from tests.weights.files import refused
 
@@ -70,6 +71,27 @@ def test_a_hub_id_fetches_no_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         repo, allow_patterns=seen["allow_patterns"], ignore_patterns=seen["ignore_patterns"]
     )
     assert list(kept) == repo[:5]
+
+
+def test_of_a_converted_folder_the_arrays_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Those of the commit that the manifest is of, and nothing else of its subfolders."""
+    calls: list[dict[str, Any]] = []
+    snapshot = tmp_path / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (snapshot / MANIFEST).touch()
+
+    def fake(repo_id: str, **kwargs: Any) -> str:
+        calls.append(kwargs)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    assert locate("org/name") == snapshot
+    first, second = calls
+    assert (first.get("revision"), second["revision"]) == (None, snapshot.name)
+    arrays = ["params/layers_0/mlp.down/c/0/3", "params/layers_0/mlp.down/zarr.json", "params/embed/_METADATA"]
+    others = ["config.json", "compiled/program-cache", "original/params/a.json", "params/layers_0/weights.pkl"]
+    patterns = {key: second[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(huggingface_hub.utils.filter_repo_objects([*arrays, *others], **patterns)) == arrays
 
 
 CLIENT_ERROR = HfHubHTTPError.__mro__[1]
