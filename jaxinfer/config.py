@@ -68,6 +68,8 @@ class EngineConfig:
             requests.
         enable_dp_attention: each of the groups among which experts are dealt out is one device, which has attention
             and all else whole, and sequences, slots and a KV pool of its own; tokens go to their experts and back.
+        sequence_parallel_norms: in prefill programs each device has the hidden states of some tokens between the parts
+            of a layer: each sum over devices becomes a reduce-scatter, and an all-gather behind the norm.
         seed: where unset request seeds come from (default: entropy of the system).
     """
 
@@ -102,6 +104,7 @@ class EngineConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_dp_attention: bool = False
+    sequence_parallel_norms: bool = False
     seed: int | None = None
 
     @property
@@ -156,6 +159,7 @@ class ResolvedEngine:
     pipeline_parallel_size: int
     data_parallel_size: int
     enable_dp_attention: bool
+    sequence_parallel_norms: bool
     seed: int | None
 
     @property
@@ -205,6 +209,7 @@ def resolve(
     length = _max_model_len(config.max_model_len, max_position)
     _require_simple(config)
     _require_lanes(config)
+    _require_even_tokens(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
     turns, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
@@ -247,6 +252,7 @@ def resolve(
         pipeline_parallel_size=config.pipeline_parallel_size,
         data_parallel_size=config.data_parallel_size,
         enable_dp_attention=config.enable_dp_attention,
+        sequence_parallel_norms=config.sequence_parallel_norms,
         seed=config.seed,
     )
 
@@ -311,6 +317,19 @@ def _require_lanes(config: EngineConfig) -> None:
     for name, why in _NOT_WITH_LANES.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
+
+
+def _require_even_tokens(config: EngineConfig) -> None:
+    """What cannot be beside ``sequence_parallel_norms``."""
+    if not config.sequence_parallel_norms:
+        return
+    name, devices = "sequence_parallel_norms", config.devices
+    both = "and enable_dp_attention = True exclude each other: each device has tokens of its own"
+    _require(not config.enable_dp_attention, name, True, both)
+    _require(devices > 1, name, True, "needs tensor_parallel_size or expert_parallel_size above 1: nothing is summed")
+    for size in config.prefill_sizes:
+        uneven = f"cannot be: {devices} devices do not divide a chunk of {size} tokens (prefill_sizes)"
+        _require(size % devices == 0, name, True, uneven)
 
 
 def _require(condition: bool, name: str, value: object, what: str) -> None:

@@ -54,6 +54,7 @@ EVERY = {
     "pipeline_parallel_size": (["--pipeline-parallel-size", "2"], 2),
     "data_parallel_size": (["--data-parallel-size", "2"], 2),
     "enable_dp_attention": (["--enable-dp-attention"], True),
+    "sequence_parallel_norms": (["--sequence-parallel-norms"], True),
     "seed": (["--seed", "5"], 5),
 }
 

@@ -144,7 +144,10 @@ class _Work:
         return {name: _of_lanes(job, self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
-        programs = make_pass_programs(self.stage, self.engine.attention_backend)
+        engine = self.engine
+        programs = make_pass_programs(
+            self.stage, engine.attention_backend, spread_tokens=engine.sequence_parallel_norms
+        )
         (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.everywhere)
         batch = self._decode_batch()
         jobs = {
@@ -161,7 +164,13 @@ class _Work:
     def _whole(self) -> dict[str, _Job]:
         engine, (params, pools, slots, last_tokens, sampler) = self.engine, self.arrays
         limit, state, batch = engine.max_logprobs, StepState(pools, last_tokens, sampler), self._decode_batch()
-        programs = make_programs(self.stage, limit, engine.multi_step, engine.attention_backend)
+        programs = make_programs(
+            self.stage,
+            limit,
+            engine.multi_step,
+            engine.attention_backend,
+            spread_tokens=engine.sequence_parallel_norms,
+        )
         kept, shown, pages = _shardings(state), self.everywhere, _shardings(pools)
         given = self._arriving(batch.positions.shape[0])
         jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown))}

@@ -15,6 +15,7 @@ from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
 from jaxinfer.kv.spread import copy_own_pages, spread
 from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.parallel.mesh import gathered_logits
+from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.sampling import (
     Logprobs,
     Sampled,
@@ -103,21 +104,24 @@ class MovePrograms(NamedTuple):
     restore: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
 
 
-def make_programs(stage: Stage, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto") -> Programs:
+def make_programs(
+    stage: Stage, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto", *, spread_tokens: bool = False
+) -> Programs:
     """The programs of a whole model, or of its last stage.
 
     Args:
         multi_step: the most steps of one ``decode_many``.
         backend: attention's.
+        spread_tokens: of the prefill programs, see `jaxinfer.parallel.tokens`.
     """
     decode = _decode(stage, max_logprobs, backend)
-    prefill, prefill_logprobs = _prefill(stage, max_logprobs, backend)
+    prefill, prefill_logprobs = _prefill(stage, max_logprobs, _chunks(stage, backend, spread_tokens))
     return Programs(decode, _decode_many(decode, multi_step), prefill, prefill_logprobs, admit, keep_slot, resume_slot)
 
 
-def make_pass_programs(stage: Stage, backend: Wish = "auto") -> PassPrograms:
+def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False) -> PassPrograms:
     """The programs of a stage that others follow."""
-    spec, chunks = stage.model.cache_spec, _chunks(stage, backend)
+    spec, chunks = stage.model.cache_spec, _chunks(stage, backend, spread_tokens)
 
     def decode(params: Any, pools: list[LayerPool], batch: DecodeBatch, arriving: Any) -> Any:
         x = jnp.where(batch.tokens >= 0, batch.tokens, arriving) if stage.first else arriving
@@ -220,7 +224,7 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
 
 
-def _chunks(stage: Stage, backend: Wish) -> Callable[..., tuple[list[LayerPool], jax.Array]]:
+def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[LayerPool], jax.Array]]:
     spec = stage.model.cache_spec
 
     def chunks(
@@ -231,15 +235,16 @@ def _chunks(stage: Stage, backend: Wish) -> Callable[..., tuple[list[LayerPool],
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
         # Lanes end to end: the products see one matrix.
         x = batch.tokens.reshape(-1) if stage.first else arriving
-        hidden, pools = stage.backbone(params, x, positions.reshape(-1), attend, pools)
+        with tokens_spread(spread_tokens):
+            hidden, pools = stage.backbone(params, x, positions.reshape(-1), attend, pools)
         return pools, hidden
 
     return chunks
 
 
-def _prefill(stage: Stage, max_logprobs: int, backend: Wish) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    chunks = _chunks(stage, backend)
-
+def _prefill(
+    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[LayerPool], jax.Array]]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> list[LayerPool]:
         return chunks(params, pools, batch, arriving)[0]
 

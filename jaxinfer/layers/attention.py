@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import rotate
+from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul
 from jaxinfer.types import LayerSpec
 
@@ -74,14 +75,14 @@ class Attention(Layer):
         self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """``rope``: cosines and sines of `rope_angles`; None where positions are told otherwise."""
-        q, k, v = self._project(x)
+        q, k, v = self._project(all_tokens(x))
         if self.qk_norm_eps is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (rotate(heads, *rope, interleaved=self.interleaved) for heads in (q, k))
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         mixed, cache = attend(q, k, v, cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
-        out = matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out"))
+        out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))
         if self.out_bias:
             out = out + self.weight("out_bias").astype(x.dtype)
         return out, cache

@@ -12,6 +12,7 @@ from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import rotate
+from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_heads
 from jaxinfer.types import LayerSpec
 
@@ -56,6 +57,7 @@ class LatentAttention(Layer):
         self, x: Float[Array, "*batch d"], angles: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """``angles``: cosines and sines of the rotated numbers, of `RopeConfig.angles`."""
+        x = all_tokens(x)
         down = matmul(x, self.weight("down"))
         if self.bias:
             down = down + self.weight("down_bias").astype(x.dtype)
@@ -65,7 +67,7 @@ class LatentAttention(Layer):
         k = jnp.concatenate([self.kv_norm(latent)[..., None, :], key], axis=-1)
         mixed, cache = attend(q, k, None, cache, self.layer, self.scale)
         values = matmul_heads(mixed, self.weight("up_value"))
-        out = matmul(values.reshape(*x.shape[:-1], -1), self.weight("out"))
+        out = own_tokens(matmul(values.reshape(*x.shape[:-1], -1), self.weight("out")))
         return out + self.weight("out_bias").astype(x.dtype) if self.bias else out, cache
 
     def _parts(self) -> list[int]:

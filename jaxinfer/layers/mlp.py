@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
+from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul, matmul_transposed
 
 
@@ -37,12 +38,12 @@ class GatedMLP(Layer):
     bias: bool = False
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        gate_up = matmul_transposed(x, self.weight("gate_up"))
+        gate_up = matmul_transposed(all_tokens(x), self.weight("gate_up"))
         if self.bias:
             gate_up = gate_up + self.weight("gate_up_bias").astype(x.dtype)
         gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
         hidden = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
-        out = matmul(hidden, self.weight("down"))
+        out = own_tokens(matmul(hidden, self.weight("down")))
         return out + self.weight("down_bias").astype(x.dtype) if self.bias else out
 
 
@@ -53,9 +54,9 @@ class MLP(Layer):
     bias: bool = True
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        hidden = matmul_transposed(x, self.weight("up"))
+        hidden = matmul_transposed(all_tokens(x), self.weight("up"))
         if self.bias:
             hidden = hidden + self.weight("up_bias").astype(x.dtype)
         hidden = ACTIVATIONS[self.activation](hidden.astype(jnp.float32)).astype(x.dtype)
-        out = matmul(hidden, self.weight("down"))
+        out = own_tokens(matmul(hidden, self.weight("down")))
         return out + self.weight("down_bias").astype(x.dtype) if self.bias else out

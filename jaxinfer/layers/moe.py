@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.parallel.mesh import RULES, traced_lanes, traced_size
+from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import grouped_matmul, matmul_transposed, partition
 from pallas_kernels.grouped_matmul import group
 
@@ -299,11 +300,12 @@ class MoE(Layer):
 
     def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
         """``live``: what comes of other tokens is not used, and they ask for no expert."""
-        flat = x.reshape(-1, x.shape[-1])
+        flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
         routing = routing._replace(experts=jnp.where(live.reshape(-1, 1), routing.experts, nobody))
-        return run_spread_experts(flat, routing, self.experts(), self.glu, self._shared()).reshape(x.shape)
+        mixed = run_spread_experts(flat, routing, self.experts(), self.glu, self._shared())
+        return own_tokens(mixed.reshape(x.shape))
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
         """In float32, whatever the model's dtype."""

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
+from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import matmul_transposed, take
 
 
@@ -78,7 +79,7 @@ class Decoder(Layer):
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """The same from embeddings: what a gradient with respect to them goes through."""
         x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
-        return self.normed(x), caches
+        return all_tokens(self.normed(x)), caches
 
     def part(
         self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
@@ -89,7 +90,7 @@ class Decoder(Layer):
         """
         x = x if layers.start else self.embed(x, positions)
         x, caches = self.blocks(x, positions, attend, cache, layers)
-        return (self.normed(x) if layers.stop == len(self.config.layers) else x), caches
+        return all_tokens(self.normed(x) if layers.stop == len(self.config.layers) else x), caches
 
     def owns(self, name: str, layers: range) -> bool:
         """Whether the stage of these layers reads the parameter ``name``."""
@@ -106,7 +107,8 @@ class Decoder(Layer):
         """Through these layers; ``cache`` has an entry for each of them."""
         context, overrides = self.context(positions), dict(self.overrides)
         compiled: dict[Any, Callable[..., Any]] = {}
-        caches = []
+        # Whole before that: a table whose output is spread over tokens would be gathered.
+        x, caches = own_tokens(all_tokens(x)), []
         for place, index in enumerate(layers):
             block = self.block(index, overrides.get(index))
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.

@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": _ALL,
     "expert": ("lane", "expert"),
     "expert_mlp": ("tensor",),
+    "tokens": _ALL,  # of hidden states, in programs that are traced for it (`jaxinfer.parallel.tokens`)
 }
 
 # Axes of these names are replicated where the mesh axis does not divide them: a padded vocabulary would have tokens

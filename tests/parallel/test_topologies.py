@@ -28,6 +28,17 @@ def test_two_layers_of_a_mixture_on_eight_gpus_keep_the_rules():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama-3.1-70B, TP8", "Llama-3.1-405B, TP8 x PP2", "Mixtral-8x7B, EP4 x TP2"])
+def test_norms_of_some_tokens_turn_each_sum_into_a_pair(name):
+    plain = dataclasses.replace(TOPOLOGIES[name], layers=4)
+    spread = run(dataclasses.replace(plain, norms=True), default_folder())
+    assert [(part.number, one) for part in spread for one in part.broken] == []
+    for one, before in zip(spread, run(plain, default_folder()), strict=True):
+        assert one.programs["prefill"].temporaries < before.programs["prefill"].temporaries
+        assert one.programs["decode"] == before.programs["decode"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_a_deployment_keeps_the_rules(name):
     """At its whole depth, a pool that fills the device beside the weights."""

@@ -235,12 +235,12 @@ def test_what_a_device_has_follows_from_the_declarations():
     assert weight_bytes(odd, SIZES, 2) == 2 * 97 * 64
 
 
-def expected_of(first, last, vocab=96, sizes=SIZES):
+def expected_of(first, last, vocab=96, sizes=SIZES, norms=False):
     """Of a stage of two layers."""
     specs = {"layers_9": DENSE, "layers_10": SPARSE}
     family = SimpleNamespace(param_specs=lambda _: specs)
     model = SimpleNamespace(family=family, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16))
-    return expected(SimpleNamespace(model=model, first=first, last=last), sizes)
+    return expected(SimpleNamespace(model=model, first=first, last=last), sizes, norms)
 
 
 def test_collectives_and_gemms_follow_from_the_declarations():
@@ -258,6 +258,27 @@ def test_collectives_and_gemms_follow_from_the_declarations():
     assert [odd.sums("decode"), odd.gathers("decode")] == [4, 0]
     one = expected_of(first=True, last=True, sizes=dict.fromkeys(SIZES, 1))
     assert [one.sums("decode"), one.gathers("decode")] == [0, 0]
+
+
+def test_sums_are_scattered_and_gathered_where_hidden_states_are_spread_over_tokens():
+    whole = expected_of(first=True, last=True, norms=True)
+    programs = ("decode", "prefill_logprobs", "prefill")
+    assert [whole.sums(name) for name in programs] == [5, 0, 0]
+    assert [whole.scatters(name) for name in programs] == [0, 5, 3]
+    assert [whole.gathers(name) for name in programs] == [1, 4 + 1 + 1, 2 + 1]
+    assert whole.width == 64
+    first = expected_of(first=True, last=False, norms=True)
+    assert [first.scatters("prefill"), first.gathers("prefill")] == [5, 4 + 1]
+    alone = expected_of(first=True, last=True, sizes=dict.fromkeys(SIZES, 1), norms=True)
+    assert [alone.scatters("prefill"), alone.gathers("prefill")] == [0, 0]
+
+
+def test_hidden_states_may_be_gathered_where_they_are_spread():
+    line = "%part = f32[1,8]{1,0} reduce-scatter(%gemm_a)\n  %all = f32[2,8]{1,0} all-gather(%part), dimensions={0}"
+    step = make_step(module=with_line(line), devices=2, gathers=1, scatters=1, gathered=8)
+    assert not any(rule(step, name).broken for name in ("all-gathers", "reduce-scatters", "other", "gathered"))
+    assert rule(dataclasses.replace(step, gathered=0), "gathered").broken
+    assert rule(dataclasses.replace(step, scatters=0), "reduce-scatters").broken
 
 
 def part_of(*broken):

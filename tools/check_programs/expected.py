@@ -33,6 +33,8 @@ class Expected:
         widest: numbers of the widest activation of a token, logits aside.
         experts: whether there are mixtures of experts.
         weights: bytes of the parameters.
+        width: numbers of a token's hidden states.
+        norms: whether prefill programs spread those over tokens between the parts of a layer.
     """
 
     layers: tuple[int, ...]
@@ -44,6 +46,8 @@ class Expected:
     experts: bool
     weights: int
     devices: int
+    width: int
+    norms: bool = False
 
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
         """Of each layer that is needed whole, and besides."""
@@ -53,12 +57,24 @@ class Expected:
 
     def sums(self, program: str) -> int:
         """All-reduces: of the layers, and the embedding's, where each device has some rows."""
-        layers = len(self.gemms(program)[0])
-        return (SUMS * layers + (self.embeds and self.spread)) * (self.devices > 1)
+        return 0 if self.scattered(program) else self._sums(program)
+
+    def scatters(self, program: str) -> int:
+        """Reduce-scatters: the same sums, where each device keeps those of its own tokens."""
+        return self._sums(program) if self.scattered(program) else 0
 
     def gathers(self, program: str) -> int:
-        """All-gathers: the logits."""
-        return int(self.logits(program) > 0 and self.spread and self.devices > 1)
+        """All-gathers: the logits, and all tokens where a matrix meets them, or where they leave the stage."""
+        logits = int(self.logits(program) > 0 and self.spread and self.devices > 1)
+        return logits + self.scattered(program) * (SUMS * len(self.gemms(program)[0]) + 1)
+
+    def scattered(self, program: str) -> bool:
+        """Whether hidden states are spread over tokens."""
+        return self.norms and self.devices > 1 and program != "decode"
+
+    def _sums(self, program: str) -> int:
+        layers = len(self.gemms(program)[0])
+        return (SUMS * layers + (self.embeds and self.spread)) * (self.devices > 1)
 
     def logits(self, program: str) -> int:
         return 0 if program == "prefill" else self.vocab
@@ -68,8 +84,8 @@ class Expected:
         return program == "prefill" and self.vocab > 0
 
 
-def expected(stage: Stage, sizes: Mapping[str, int]) -> Expected:
-    """``sizes``: devices along each axis of the stage's mesh."""
+def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Expected:
+    """``sizes``: devices along each axis of the stage's mesh; ``norms``: see `Work`."""
     model = stage.model
     specs = model.family.param_specs(model.config)
     names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
@@ -86,6 +102,8 @@ def expected(stage: Stage, sizes: Mapping[str, int]) -> Expected:
         experts=any("expert" in spec.axes for spec in every),
         weights=weight_bytes(specs, sizes, model.dtype.itemsize),
         devices=math.prod(sizes.values()),
+        width=max(_width(spec) for spec in every),
+        norms=norms,
     )
 
 
@@ -131,10 +149,14 @@ def _is_matrix(spec: ParamSpec) -> bool:
     return len(spec.shape) > 1 and spec.init == "normal"
 
 
+def _width(spec: ParamSpec) -> int:
+    return spec.shape[spec.axes.index("embed")] if "embed" in spec.axes else 0
+
+
 def _widest(spec: ParamSpec, sizes: Mapping[str, int]) -> int:
     """Of what goes into a matrix and what comes out: a stack of experts takes and gives as many."""
     if not _is_matrix(spec) or "embed" not in spec.axes:
         return 0
-    own, d = own_shape(spec, sizes), spec.shape[spec.axes.index("embed")]
+    own, d = own_shape(spec, sizes), _width(spec)
     experts = own[spec.axes.index("expert")] if "expert" in spec.axes else 1
     return max(math.prod(own) // d, experts * d)

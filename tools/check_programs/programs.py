@@ -50,6 +50,7 @@ def settings_of(work: Work) -> EngineConfig:
         tensor_parallel_size=work.tensor,
         expert_parallel_size=work.expert,
         pipeline_parallel_size=work.stages,
+        sequence_parallel_norms=work.norms,
     )
 
 
@@ -103,7 +104,7 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Plann
     engine, own = resolve_for(model, settings, "gpu"), stages(mesh)[number]
     stage = cut(model.with_cache(engine.kv_cache_dtype), work.stages)[number]
     arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=engine.max_logprobs), own)
-    return Planned(stage, engine, arrays, stage_needs(stage, engine, own), expected(stage, _sizes(own)))
+    return Planned(stage, engine, arrays, stage_needs(stage, engine, own), expected(stage, _sizes(own), work.norms))
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
@@ -162,6 +163,8 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             tail=tail,
             sums=should.sums(name),
             gathers=should.gathers(name),
+            scatters=should.scatters(name),
+            gathered=should.width if should.scattered(name) else 0,
             donated=planned.donated(name),
             aliased=memory.alias_size_in_bytes,
             temporaries=temporary_bytes(executable),

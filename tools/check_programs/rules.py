@@ -48,7 +48,8 @@ class Step:
         widest: numbers of the widest activation of a token, logits aside.
         logits: of a token; 0 where none are made.
         layers, tail: GEMMs of each layer that is needed whole, and GEMMs behind those.
-        sums, gathers: all-reduces and all-gathers that there should be.
+        sums, gathers, scatters: all-reduces, all-gathers and reduce-scatters that there should be.
+        gathered: numbers of a token's hidden states, where those are gathered; else 0.
         donated, aliased: bytes of donated arguments, and how many of them results take over.
         temporaries: bytes that it needs while it runs.
         arguments, planned: bytes of all arguments, and what the engine plans with: weights, pool and sampler.
@@ -74,6 +75,8 @@ class Step:
     planned: int
     sums: int = 0
     gathers: int = 0
+    scatters: int = 0
+    gathered: int = 0
     whole: bool = True
     experts: bool = False
     devices: int = 1
@@ -114,13 +117,14 @@ def _of_weights(step: Step) -> Iterator[Finding]:
 
 
 def _of_collectives(step: Step) -> Iterator[Finding]:
-    sums, gathers = (collectives(step, kind) for kind in ("all-reduce", "all-gather"))
-    others = sum(collectives(step, kind) for kind in _COLLECTIVES) - sums - gathers
+    sums, gathers, scatters = (collectives(step, kind) for kind in ("all-reduce", "all-gather", "reduce-scatter"))
+    others = sum(collectives(step, kind) for kind in _COLLECTIVES) - sums - gathers - scatters
     yield Finding("all-reduces", str(sums), str(step.sums), sums == step.sums)
     yield Finding("all-gathers", str(gathers), str(step.gathers), gathers == step.gathers)
+    yield Finding("reduce-scatters", str(scatters), str(step.scatters), scatters == step.scatters)
     yield Finding("other collectives", str(others), "0", not others)
     gathered = gathered_arrays(step)
-    yield Finding("gathered beside the logits", _list(gathered), "none", not gathered)
+    yield Finding("gathered beside logits and hidden states", _list(gathered), "none", not gathered)
 
 
 def _of_launches(step: Step) -> Iterator[Finding]:
@@ -198,10 +202,10 @@ def collectives(step: Step, kind: str) -> int:
 
 
 def gathered_arrays(step: Step) -> list[Instruction]:
-    """What all-gathers make, logits aside."""
+    """What all-gathers make, logits aside, and hidden states where they are spread over tokens."""
     gathers = ("all-gather", "all-gather-done")
     every = [one for body in step.module.computations.values() for one in body if one.opcode in gathers]
-    return [one for one in every if one.size != step.tokens * step.logits]
+    return [one for one in every if one.size not in (step.tokens * step.logits, step.tokens * step.gathered)]
 
 
 def kernels_per_layer(step: Step) -> float:

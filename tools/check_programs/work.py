@@ -26,6 +26,7 @@ class Work:
         attention: the path that it takes.
         kv_cache_dtype: of the pool's elements, see `EngineConfig`.
         weights: how the layers' are stored, one of `stored.WEIGHTS`; none: as arrays.
+        norms: whether prefill programs spread hidden states over tokens, see `EngineConfig.sequence_parallel_norms`.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Work:
     attention: str = "auto"
     kv_cache_dtype: str = "auto"
     weights: str = ""
+    norms: bool = False
 
     @property
     def devices(self) -> int:
@@ -47,7 +49,8 @@ class Work:
         spread = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         stored = "" if self.kv_cache_dtype == "auto" else f"KV in {self.kv_cache_dtype}"
         weights = f"weights in {self.weights}" if self.weights else ""
-        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights]
+        norms = "sequence-parallel norms" if self.norms else ""
+        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, norms]
         return ", ".join(filter(None, parts))
 
     def config(self) -> dict[str, Any]:
