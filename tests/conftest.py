@@ -2,12 +2,21 @@
 
 import os
 import pathlib
+import subprocess
 
 import pytest
 
 import tests.typecheck  # noqa: F401  jaxtyping imports `tests` alone and then looks the checker up in it
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("parity")
+    group.addoption(
+        "--oracle-python", help="interpreter with torch and transformers (default: .venv-oracle, made here)"
+    )
+    group.addoption("--oracle-seed", type=int, help="first seed of the live comparison (default: a fresh one)")
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +35,21 @@ def test_data() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip("no test data: put it at ../shared/data or set JAXINFER_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def oracle_python(request: pytest.FixtureRequest, repo: pathlib.Path) -> pathlib.Path:
+    """The oracle's interpreter; its environment is made if need be. Skips where no Python for it can be found."""
+    named = request.config.getoption("--oracle-python")
+    if named is not None:
+        return pathlib.Path(named).absolute()
+    made = subprocess.run(
+        [repo / "tools/oracle/make_venv.sh", ".venv-oracle"], cwd=repo, capture_output=True, text=True
+    )
+    if made.returncode == 3:
+        pytest.skip(made.stderr.strip())
+    assert made.returncode == 0, made.stderr
+    return repo / ".venv-oracle/bin/python"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -198,15 +198,11 @@ def _gptq(module: str, made: Made | MadeCodebook, stored: Stored) -> Tensors:
 
 
 def _less_one(zeros: np.ndarray, bits: int) -> np.ndarray:
-    """Version 1 stores one less, subtracted from whole words with borrow; of 3 bits the words of a row are one."""
-    words = packed(zeros, bits)
-    if bits != 3:
-        each = np.uint32(sum((1 << place) for place in range(0, _WORD, bits)))
-        return (words.view(np.uint32) - each).view(np.int32)
-    ones = sum(1 << (bits * place) for place in range(zeros.shape[1]))
-    size = 4 * words.shape[1]
-    rows = [(int.from_bytes(row.tobytes(), "little") - ones) % (1 << 8 * size) for row in words]
-    return np.stack([np.frombuffer(row.to_bytes(size, "little"), "<i4") for row in rows])
+    """Version 1 stores one less, subtracted from whole words with borrow; of 3 bits from each zero point by itself."""
+    if bits == 3:
+        return packed((zeros + 7) % 8, bits)
+    each = np.uint32(sum((1 << place) for place in range(0, _WORD, bits)))
+    return (packed(zeros, bits).view(np.uint32) - each).view(np.int32)
 
 
 def _gptq_config(stored: Stored, dense: Sequence[str], inside: Sequence[str]) -> dict[str, Any]:

@@ -86,17 +86,25 @@ def _finite_root(gram: Array, damp: float) -> Array:
     raise ValueError("the Gram matrix of a weight's inputs cannot be factorised: are all inputs finite?")
 
 
-@jax.jit
-def _inverse_root(gram: Array, damp: Array | float) -> Array:
-    """The upper U with U^T U = (gram + damping)^-1.
+def _inverse_root(gram: Array, damp: float) -> Array:
+    """The upper U with U^T U = (gram + damping)^-1, in float32 and made in float64.
 
     By the factor of the matrix with its order reversed: gram = R R^T with R upper, U = R^-1. So nothing is inverted
-    but a triangle, which float32 bears far better.
+    but a triangle. In float32 the small eigenvalues of the matrix would be lost to rounding all the same, and with
+    them codes of weights that lie near the middle of two.
     """
+    with jax.enable_x64(True):
+        return _double_root(gram, damp)
+
+
+@jax.jit
+def _double_root(gram: Array, damp: Array | float) -> Array:
     size = gram.shape[0]
-    damped = gram + damp * jnp.mean(jnp.diagonal(gram)) * jnp.eye(size, dtype=gram.dtype)
+    wide = gram.astype(jnp.float64)
+    damped = wide + damp * jnp.mean(jnp.diagonal(wide)) * jnp.eye(size, dtype=wide.dtype)
     upper = jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
-    return lax.linalg.triangular_solve(upper, jnp.eye(size, dtype=gram.dtype), left_side=True, lower=False)
+    inverse = lax.linalg.triangular_solve(upper, jnp.eye(size, dtype=wide.dtype), left_side=True, lower=False)
+    return inverse.astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("grid", "block", "static"))

@@ -77,19 +77,13 @@ def _weight(tensors: RawTensors, module: str, bits: int, size: int, symmetric: b
 
 
 def _zeros(words: np.ndarray, bits: int, out: int, first: bool) -> np.ndarray:
-    """Zero points [groups, out] less half of the range."""
-    words = np.ascontiguousarray(words).view(np.uint32)
-    return lowered(fields(_plus_one(words, bits, out) if first else words, bits)[:, :out], bits)
+    """Zero points [groups, out] less half of the range.
 
-
-def _plus_one(words: np.ndarray, bits: int, out: int) -> np.ndarray:
-    """Undoes what version 1 does: it subtracts one from each zero point, but in whole words, so that a 0 borrows.
-
-    Where fields lie across words, the words of a row are one number.
+    Version 1 has one less in each. It is subtracted from whole words, so that a 0 borrows from the next one; those of
+    3 bits lie across words, and each is subtracted from by itself (GPTQModel 7.7).
     """
-    if bits != 3:
-        return words + np.uint32(sum(1 << place for place in range(0, _WORD, bits)))
-    ones = sum(1 << (bits * place) for place in range(out))
-    size = words.shape[1] * 4
-    rows = [(int.from_bytes(row.tobytes(), "little") + ones) % (1 << 8 * size) for row in words]
-    return np.stack([np.frombuffer(row.to_bytes(size, "little"), "<u4") for row in rows])
+    words = np.ascontiguousarray(words).view(np.uint32)
+    if first and bits != 3:
+        words = words + np.uint32(sum(1 << place for place in range(0, _WORD, bits)))
+    stored = fields(words, bits)[:, :out]
+    return lowered((stored + 1) % 8 if first and bits == 3 else stored, bits)

@@ -37,14 +37,31 @@ class Steps:
         return np.clip(np.round(weight / scale) + zero, -half, half - 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """What GPTQ made of a weight [out, in], columns in the order of the inputs.
+
+    Attributes:
+        margins: how many steps lay between the weight, as it was when its turn came, and the border of two codes.
+        order: the order in which inputs had their turns.
+    """
+
+    values: np.ndarray
+    codes: np.ndarray
+    margins: np.ndarray
+    order: np.ndarray
+
+    def differing(self, codes: np.ndarray) -> np.ndarray:
+        """For each row with other codes the margin of the first one: what comes after it only follows from it."""
+        differs = (codes != self.codes)[:, self.order]
+        rows = np.flatnonzero(differs.any(1))
+        return self.margins[:, self.order][rows, differs[rows].argmax(1)]
+
+
 def optimal_brain(
     weight: np.ndarray, gram: np.ndarray, grid: IntegerGrid, damp: float, act_order: bool, static: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """GPTQ by equations 2 and 3 of Frantar et al. 2022, the inverse updated after each input by Gaussian elimination.
-
-    Returns:
-        the values and the codes, columns in the order of the inputs.
-    """
+) -> Paper:
+    """GPTQ by equations 2 and 3 of Frantar et al. 2022, the inverse updated after each input by elimination."""
     steps, inputs = Steps(grid), weight.shape[1]
     group = grid.group or inputs
     diagonal = np.diag(gram).copy()
@@ -52,7 +69,7 @@ def optimal_brain(
     gram = gram + np.diag(diagonal == 0)
     gram = gram[order][:, order]
     inverse = np.linalg.inv(gram + damp * np.diag(gram).mean() * np.eye(inputs))
-    work, values, codes = weight[:, order].copy(), np.zeros_like(weight), np.zeros_like(weight)
+    work, values, codes, margins = weight[:, order].copy(), *(np.zeros_like(weight) for _ in range(3))
     fixed = [steps.fit(weight[:, i : i + group]) for i in range(0, inputs, group)]
     for j in range(inputs):
         if static:
@@ -60,11 +77,12 @@ def optimal_brain(
         elif j % group == 0:
             scale, zero = steps.fit(work[:, j : j + group])
         codes[:, order[j]] = code = steps.code(work[:, j], scale, zero)
+        margins[:, order[j]] = np.abs(work[:, j] / scale % 1 - 0.5)
         values[:, order[j]] = value = (code - zero) * scale
         error = (work[:, j] - value) / inverse[j, j]
         work -= np.outer(error, inverse[j])
         inverse = inverse - np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
-    return values, codes
+    return Paper(values, codes, margins, order)
 
 
 def output_error(weight: np.ndarray, values: np.ndarray, x: np.ndarray) -> float:

@@ -44,17 +44,13 @@ def config(bits: int, size: int = 32, **more: Any) -> dict[str, Any]:
 
 
 def as_version_1(zeros: np.ndarray, bits: int, out: int) -> np.ndarray:
-    """One less in each field, subtracted from whole words; of 3 bits, from whole rows."""
-    rows = []
-    for row in zeros:
-        if bits == 3:
-            one, size = sum(1 << (3 * place) for place in range(out)), 4 * len(row)
-            less = (int.from_bytes(row.tobytes(), "little") - one) % (1 << (8 * size))
-            rows.append(np.frombuffer(less.to_bytes(size, "little"), "<i4"))
-        else:
-            one = sum(1 << place for place in range(0, 32, bits))
-            rows.append(np.array([(int(word) - one) % 2**32 for word in row], np.uint32).view(np.int32))
-    return np.stack(rows)
+    """One less in each field, subtracted from whole words; of 3 bits, which cross words, from each by itself."""
+    if bits == 3:
+        rows = [int.from_bytes(row.tobytes(), "little") for row in zeros]
+        return pack(np.array([[((row >> 3 * place & 7) - 1) % 8 for place in range(out)] for row in rows]), 3)
+    one = sum(1 << place for place in range(0, 32, bits))
+    rows = [[(int(word) - one) % 2**32 for word in row] for row in zeros]
+    return np.array(rows, np.uint32).view(np.int32)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -1,0 +1,123 @@
+"""What we quantise, loaded by other people's readers in the oracle's environment: the same weights and logits.
+
+Two models: one with biases, and stories260K, whose down projections have 172 inputs, which groups and blocks do not
+divide. They stay plain where a format cannot hold them.
+"""
+
+import dataclasses
+import pathlib
+import subprocess
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import load_model
+from jaxinfer.quantise import Calibration, Recipe, quantise
+from jaxinfer.weights.checkpoint import open_checkpoint, read_json_object
+from jaxinfer.weights.formats import quantised_weights
+from tests.quantise.models import folder_of
+
+PACKED = "compressed-tensors"
+KINDS = {
+    "int8": Recipe("int8"),
+    "int8-inputs": Recipe("int8", activations=True),
+    "fp8": Recipe("fp8"),
+    "fp8-inputs": Recipe("fp8", activations=True),
+    "fp8-blocks": Recipe("fp8", blocks=True),
+    "smoothquant": Recipe("smoothquant"),
+    "int4": Recipe("int4", group_size=32),
+    "int4-channels": Recipe("int4", group_size=-1),
+    "int4-zeros": Recipe("int4", group_size=32, symmetric=False),
+    "gptq-packed": Recipe("gptq", group_size=32, act_order=True, static_groups=True, weight_format=PACKED),
+    "awq-packed": Recipe("awq", group_size=32, symmetric=True, weight_format=PACKED),
+    "awq-packed-zeros": Recipe("awq", group_size=32, weight_format=PACKED),
+    "mxfp4": Recipe("mxfp4"),
+    "nf4": Recipe("nf4", nested=False),
+    "nf4-nested": Recipe("nf4"),
+    "fp4-nested": Recipe("fp4"),
+    "gptq": Recipe("gptq", group_size=32),
+    "gptq-order": Recipe("gptq", group_size=32, symmetric=False, act_order=True),
+    "gptq-3": Recipe("gptq", bits=3, group_size=32, symmetric=False),
+    "gptq-8": Recipe("gptq", bits=8, group_size=-1),
+    "awq": Recipe("awq", group_size=32),
+}
+MODELS = ("qwen2-bias", "stories260K")
+# blocks of 128 divide the inputs of none of stories260K's weights
+CASES = [(model, kind) for model in MODELS for kind in KINDS if (model, kind) != ("stories260K", "fp8-blocks")]
+MOST = 1e-4  # that logits may differ: sums of float32 in another order
+IDS = np.random.default_rng(3).integers(3, 60, (2, 24)).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A quantised folder, and what the oracle says of it."""
+
+    folder: pathlib.Path
+    theirs: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def answered(
+    request: pytest.FixtureRequest,
+    repo: pathlib.Path,
+    oracle_python: pathlib.Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Case]:
+    """Each kind of a model. The oracle is asked once, for all that this run has selected."""
+    root = tmp_path_factory.mktemp(request.param)
+    source = source_of(request.param, root, request)
+    text = Calibration(np.random.default_rng(1).integers(3, 60, (8, 64)).astype(np.int32))
+    folders = {kind: root / kind for kind in KINDS if kind in selected(request)}
+    for kind, folder in folders.items():
+        quantise(source, folder, KINDS[kind], text)
+    np.save(root / "ids.npy", IDS)
+    command = [oracle_python, "-m", "tools.oracle.quantised", root / "ids.npy", root, *folders.values()]
+    said = subprocess.run([str(word) for word in command], cwd=repo, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    return lambda kind: case_of(folders[kind])
+
+
+def source_of(model: str, root: pathlib.Path, request: pytest.FixtureRequest) -> str:
+    if model == "stories260K":
+        return str(request.getfixturevalue("test_data") / "models" / "stories260K" / "hf")
+    return str(folder_of(model, root / "source"))
+
+
+def selected(request: pytest.FixtureRequest) -> set[str]:
+    """The kinds that this run asks of the model."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [item.callspec.params for item in items if "answered" in item.fixturenames]
+    return {own["kind"] for own in params if own["answered"] == request.param}
+
+
+def case_of(folder: pathlib.Path) -> Case:
+    with np.load(f"{folder}.npz", allow_pickle=False) as arrays:
+        return Case(folder, dict(arrays))
+
+
+def ours(folder: pathlib.Path, activations: str) -> np.ndarray:
+    model = load_model(str(folder), "float32", show_progress=False).with_activations(activations)
+    return np.asarray(jax.jit(model.apply)(model.params, jnp.asarray(IDS)))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("answered", "kind"), CASES, indirect=["answered"])
+def test_weights_and_logits_are_the_same(kind: str, answered: Callable[[str], Case]):
+    case = answered(kind)
+    weights, _ = quantised_weights(open_checkpoint(case.folder), read_json_object(case.folder / "config.json"))
+    assert weights
+    for name, weight in weights.items():
+        assert np.array_equal(weight.dense(), case.theirs[f"weights/{name}"]), name
+    logits, rounded = case.theirs["logits"], case.theirs.get("rounded")
+    assert np.abs(ours(case.folder, "none") - logits).max() <= MOST
+    if rounded is not None:
+        assert distance(ours(case.folder, "auto"), rounded) < distance(logits, rounded) / 2
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Of logits whose inputs are rounded: a last bit decides what a token's largest number becomes, so two programs
+    do not have the same ones; but they are much nearer to each other than to logits without that."""
+    return float(np.sqrt(((a - b) ** 2).mean()))
