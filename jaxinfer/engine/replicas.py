@@ -51,8 +51,9 @@ class Replicas:
     ) -> None:
         places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
+        here = sum(bool(own_devices(place)) for place in places)  # the first ones
         for number, place in enumerate(places):
-            told, make = share(progress, number, len(places)), make_for(group, number, place)
+            told, make = share(progress, number, here), make_for(group, number, place)
             proved = None if own_devices(place) else engines[0].proved  # of the same programs, on such devices
             engines.append(Engine(model, one, platform, told, place, make, proved))
         self._begin(engines, config, len(places))

@@ -108,6 +108,30 @@ def test_all_get_all_calls_in_order():
         assert not ends.reasons
 
 
+def test_a_call_reaches_those_that_take_part_alone():
+    """And whoever was told less is not waited for."""
+    with group_of(3, timeout=1.0) as (members, ends):
+        for number, processes in enumerate(([0, 2], [1], None)):
+            members[0].call("copy", {"number": number}, [], processes)
+        for _ in range(2):  # process 0 takes part in
+            members[0].launched()
+        for place, numbers in ((1, [1, 2]), (2, [0, 2])):
+            assert [frame.values["number"] for frame in answer(members[place], 2)] == numbers
+        time.sleep(2.0)
+        assert not ends.reasons
+
+
+def test_results_that_process_0_waits_for_are_sent_in_order():
+    with group_of(3) as (members, _):
+        for number in (3, 4):
+            members[2].launched({"a": np.arange(number, dtype=np.int32), "b": np.float32([0.5])}, wanted=True)
+        members[2].launched(np.arange(9))
+        for number in (3, 4):
+            got = members[0].answer(2)
+            np.testing.assert_array_equal(got[0], np.arange(number))
+            np.testing.assert_array_equal(got[1], np.float32([0.5]))
+
+
 def test_they_agree_on_the_least():
     with group_of(3) as (members, _):
         found = [0, 0, 0]
@@ -177,6 +201,15 @@ def test_whoever_keeps_the_others_waiting_is_named():
         members[0].call("decode", {}, [])
         members[0].launched(Waits())
         members[1].launched(Waits())
+        assert ends.wait(3)[0].startswith("process 2 hangs: no call was finished in 1 s")
+
+
+def test_of_calls_of_some_it_is_one_of_those_that_is_named():
+    with group_of(3, timeout=1.0) as (members, ends):
+        for _ in range(3):
+            members[0].call("copy", {}, [], [1])
+        answer(members[1], 3)
+        members[0].call("decode", {}, [], [2])
         assert ends.wait(3)[0].startswith("process 2 hangs: no call was finished in 1 s")
 
 

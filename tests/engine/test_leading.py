@@ -12,7 +12,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine, prepare
 from jaxinfer.engine.executor import Executor, Kept
 from jaxinfer.engine.group import Group, GroupError
-from jaxinfer.engine.leading import LeadingExecutor, follow
+from jaxinfer.engine.leading import HostFeed, LeadingExecutor, _digests, follow
+from jaxinfer.engine.step import DecodeBatch
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.types import Request
 from tests.engine.test_group import SOON, group_of
@@ -128,6 +129,45 @@ def test_nothing_is_sent_where_nothing_is_to_do(pair):
     pair.engine._executor.put_slots(0, {})
     pair.engine.step()
     assert pair.group.sent == sent
+
+
+class Promised:
+    """What will be sampled; whoever reads it waits."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens, self.read = tokens, False
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        self.read = True
+        return np.array(self.tokens, dtype)
+
+
+def rows(tokens: list[int], positions: list[int], owners: list[int] | None = None) -> DecodeBatch:
+    of = None if owners is None else np.int32(owners)
+    return DecodeBatch(np.int32(tokens), np.int32(positions), np.int32(positions), np.zeros((1, 3, 2), np.int32), of)
+
+
+def test_the_host_feeds_what_slots_sampled_last():
+    feed = HostFeed(3)
+    first, second, third = Promised(7, 8, 9), Promised(17, 18, 19), Promised(27, 28, 29)
+    feed.sampled(rows([1, 2, 3], [4, 4, -1]), first)
+    feed.sampled(rows([-1, 5, 6], [5, 9, 9], [0, 0, 2]), second)  # row 1 is borrowed by slot 0
+    given = rows([5, 5, 5], [6, 6, 6])
+    np.testing.assert_array_equal(feed.fed(given).tokens, given.tokens)
+    np.testing.assert_array_equal(feed.fed(rows([-1, 5, -1], [-1, 6, -1])).tokens, [0, 5, 0])
+    assert [each.read for each in (first, second)] == [False] * 2, "nobody waits for what nobody needs"
+    np.testing.assert_array_equal(feed.fed(rows([-1, -1, -1], [6, 6, 6])).tokens, [17, 8, 19])
+    feed.sampled(rows([-1, -1, -1], [-1, -1, 6]), third)
+    np.testing.assert_array_equal(feed.fed(rows([-1, -1, -1], [7, 7, 7])).tokens, [17, 8, 29])
+
+
+def test_digests_tell_slots_apart():
+    pages = np.zeros((2, 3, 40), np.uint8)
+    pages[1, 2, 39] = 1
+    found = _digests(pages)
+    assert found.shape == (2, 3, 4)
+    assert len({slot.tobytes() for slot in found.reshape(6, 4)}) == 2
+    assert (found[1, 2] != found[0, 0]).any()
 
 
 def test_a_call_that_is_not_known_is_refused(pair):

@@ -50,9 +50,10 @@ class Pair:
         return found
 
 
-def arguments(model: str, devices: int, cache: pathlib.Path, *more: str) -> list[str]:
-    shape = ["--tensor-parallel-size", str(devices), "--compilation-cache-dir", str(cache)]
-    return ["-m", "jaxinfer.serve", "--model", model, "--grpc-port", "0", "--control-port", "0", *shape, *SMALL, *more]
+def arguments(model: str, devices: int, cache: pathlib.Path, *more: str, stages: int = 1) -> list[str]:
+    shape = ["--tensor-parallel-size", str(devices // stages), "--pipeline-parallel-size", str(stages)]
+    ports = ["--grpc-port", "0", "--control-port", "0", "--compilation-cache-dir", str(cache)]
+    return ["-m", "jaxinfer.serve", "--model", model, *ports, *shape, *SMALL, *more]
 
 
 def group_flags(folder: pathlib.Path, number: int) -> list[str]:
@@ -67,7 +68,12 @@ def group_flags(folder: pathlib.Path, number: int) -> list[str]:
 
 @contextlib.contextmanager
 def pair_of(
-    model: str, devices: int, folder: pathlib.Path, cache: pathlib.Path, stuck: pathlib.Path | None = None
+    model: str,
+    devices: int,
+    folder: pathlib.Path,
+    cache: pathlib.Path,
+    stuck: pathlib.Path | None = None,
+    stages: int = 1,
 ) -> Iterator[Pair]:
     """A group with half of the devices in each process; ``stuck``: see `tests.serve.stuck_core`, for the second."""
     with contextlib.ExitStack() as stack:
@@ -75,7 +81,7 @@ def pair_of(
         for number in (0, 1):
             place = folder / str(number)
             place.mkdir()
-            given = [*arguments(model, devices, cache, *group_flags(folder, number))]
+            given = arguments(model, devices, cache, *group_flags(folder, number), stages=stages)
             if number and stuck is not None:
                 given = ["-m", "tests.serve.test_multi_host", str(stuck), json.dumps(stuck_settings(given))]
             with forced(devices // 2):
@@ -197,22 +203,27 @@ def test_a_process_that_cannot_be_in_a_group_is_one_sentence(tmp_path, number):
     assert "Traceback" not in server.log()
 
 
-# ---- the slow tier: two processes of four devices, the demo model
+# ---- the slow tier: two processes of four devices, the demo model, of which each has all layers, or half of them
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["no stages", "two stages"])
+def stages(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(stages, tmp_path_factory):
     """What one process with eight devices answers, and where its programs are kept."""
     folder = tmp_path_factory.mktemp("alone")
-    with forced(8), started(arguments("demo", 8, folder / "cache"), folder) as server:
+    with forced(8), started(arguments("demo", 8, folder / "cache", stages=stages), folder) as server:
         server.until_logged("ready: ")
         return asyncio.run(ask_all(server)), folder / "cache"
 
 
 @pytest.fixture(scope="module")
-def pair(alone, tmp_path_factory):
+def pair(stages, alone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    with pair_of("demo", 8, folder, alone[1], folder / "stuck") as found:
+    with pair_of("demo", 8, folder, alone[1], folder / "stuck", stages) as found:
         found.until_ready()
         yield found, folder / "stuck"
 
