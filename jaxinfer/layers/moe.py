@@ -21,7 +21,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.parallel.mesh import RULES, traced_lanes, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import grouped_matmul, matmul_transposed, partition
+from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition
 from pallas_kernels.grouped_matmul import group
 
 
@@ -143,7 +143,8 @@ def run_experts(
     (tokens, top_k), count = routing.experts.shape, experts.gate_up.shape[0]
     local = routing.experts - first
     local = jnp.where((local >= 0) & (local < count), local, count).reshape(-1)
-    groups = group(local, count, most=tokens)
+    path = grouped_path(x, experts.gate_up, experts.down)
+    groups = group(local, count, most=tokens, path=path)
     rows = x.at[groups.entries // top_k].get(mode="fill", fill_value=0)
     hidden = grouped_matmul(rows, experts.gate_up, groups)
     if experts.gate_up_bias is not None:

@@ -1,6 +1,6 @@
 """Storages of weights: arrays, `Quantised`, `Split`. A forward pass reads a weight through the functions here alone."""
 
-from jaxinfer.quant.dispatch import grouped_matmul, matmul, matmul_heads, matmul_transposed, take
+from jaxinfer.quant.dispatch import grouped_matmul, grouped_path, matmul, matmul_heads, matmul_transposed, take
 from jaxinfer.quant.storage import (
     Quantised,
     Split,
@@ -19,6 +19,7 @@ __all__ = [
     "dense",
     "for_kernels",
     "grouped_matmul",
+    "grouped_path",
     "is_stored",
     "matmul",
     "matmul_heads",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -67,3 +67,11 @@ def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Grou
     if isinstance(w, Observed):
         w = w.against_tiles(x, groups)
     return grouped.matmul(x, w, groups)
+
+
+def grouped_path(x: Float[Array, "... k"], *weights: Any) -> Literal["mosaic", "xla"]:
+    """The path of `grouped_matmul` for numbers like ``x`` and all of these weights, which share their tiles."""
+    if not all(isinstance(w, jax.Array) for w in weights):  # stored ones are dequantised tile by tile
+        return "xla"
+    chosen = (grouped.explain(jax.ShapeDtypeStruct((1, w.shape[-1]), x.dtype), w).path for w in weights)
+    return "mosaic" if all(path == "mosaic" for path in chosen) else "xla"

@@ -8,7 +8,7 @@ as the worst case needs, and ``occupied`` says how many hold anything.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.choice import Target, lowering_target
 
 LEAST_ROWS, MOST_ROWS = 4, 64  # of a tile, on a CPU
+KERNEL_ROWS = (8, 128)  # of a tile for the Mosaic kernel: the fewest, which divide all, and the most
 GPU_ROWS = 64  # of a tile that is read together with its expert's weights
 # Up to here a GPU multiplies all experts at once. Beyond, XLA copies the weights of each tile's expert before it reads
 # them: three times the traffic, which by an H100's rates takes as long as a product with some 700 rows.
@@ -43,17 +44,25 @@ class Groups(NamedTuple):
         return jnp.expand_dims(values if self.experts is None else values[self.experts], 1)
 
 
-def group(experts: Int[Array, " entries"], count: int, most: int, *, target: Target | None = None) -> Groups:
+def group(
+    experts: Int[Array, " entries"],
+    count: int,
+    most: int,
+    *,
+    path: Literal["mosaic", "xla"] = "xla",
+    target: Target | None = None,
+) -> Groups:
     """Orders entries by their expert; those of one expert stay in order.
 
     Args:
         experts: 0 to ``count`` - 1; an entry of any other expert has no row.
         count: of experts.
         most: the entries that one expert may have at most: the tokens, where a token's experts are distinct.
+        path: for which tiles are made; see `explain`.
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
     entries = experts.shape[0]
-    rows, dense = _tile(entries, count, most, target or lowering_target())
+    rows, dense = _tile(entries, count, most, path, target or lowering_target())
     used = min(count, entries)
     tiles = count if dense else used + (entries - used) // rows  # each tile but an expert's last one is full
     known = (experts >= 0) & (experts < count)
@@ -72,10 +81,13 @@ def group(experts: Int[Array, " entries"], count: int, most: int, *, target: Tar
     return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[count])
 
 
-def _tile(entries: int, count: int, most: int, target: Target) -> tuple[int, bool]:
+def _tile(entries: int, count: int, most: int, path: str, target: Target) -> tuple[int, bool]:
     """Rows of a tile, and whether each expert has one tile for all that it may get."""
+    likely = _power_of_two(2 * entries / count)
+    if path == "mosaic":
+        least, largest = KERNEL_ROWS
+        return max(least, min(likely, largest, _power_of_two(most))), False
     if target.platform == "cpu":
-        likely = _power_of_two(2 * entries / count)
         return min(max(likely, LEAST_ROWS), MOST_ROWS, _power_of_two(most)), False
     return (most, True) if most <= DENSE_ROWS else (GPU_ROWS, False)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choice import Target
-from pallas_kernels.grouped_matmul import Groups, group, matmul, reference
+from pallas_kernels.grouped_matmul import Groups, explain, group, matmul, reference
 
 CPU, GPU = Target("cpu"), Target("gpu", (9, 0))
 EXPERTS, TOP_K = 6, 2
@@ -110,6 +110,68 @@ def test_a_gpu_multiplies_all_experts_at_once_while_tokens_are_few():
     many = tiles([2, 0, 2, 1], 3, GPU, most=513)
     assert many.experts is not None
     assert many.entries.shape == (3, 64)
+
+
+@pytest.mark.parametrize(
+    ("entries", "count", "most", "rows", "count_of_tiles"),
+    [(2, 8, 1, 8, 2), (128, 8, 64, 32, 11), (1024, 8, 512, 128, 15), (384, 64, 64, 16, 84)],
+)
+def test_tiles_for_the_kernel(entries: int, count: int, most: int, rows: int, count_of_tiles: int):
+    """Rows as a wgmma has columns, twice what an expert gets on average; never a tile for all that it could get."""
+    rng = np.random.default_rng(0)
+    groups = group(jnp.asarray(rng.integers(0, count, entries), jnp.int32), count, most, path="mosaic", target=GPU)
+    assert groups.experts is not None
+    assert groups.entries.shape == (count_of_tiles, rows)
+    held = np.asarray(groups.entries).reshape(-1)
+    assert held[np.asarray(groups.places)].tolist() == list(range(entries))
+
+
+BF16, FP16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("x", "weights", "target", "path", "why"),
+    [
+        (BF16, (BF16, 2, 1408, 2048), GPU, "mosaic", "does these operands"),
+        (FP16, (FP16, 2880, 2880), GPU, "mosaic", "does these operands"),
+        (BF16, (BF16, 64, 64), CPU, "xla", "platform cpu"),
+        (BF16, (BF16, 64, 64), Target("gpu", (8, 0)), "xla", "8.0"),
+        (F32, (F32, 64, 64), GPU, "xla", "float32"),
+        (BF16, (FP16, 64, 64), GPU, "xla", "float16 weights times bfloat16"),
+        (BF16, (BF16, 2, 48, 64), GPU, "xla", "64 outputs"),
+        (BF16, (BF16, 64, 96), GPU, "xla", "64 inputs"),
+    ],
+)
+def test_the_path_and_why(x, weights, target, path, why):
+    dtype, *dims = weights
+    chosen = explain(jax.ShapeDtypeStruct((7, dims[-1]), x), jax.ShapeDtypeStruct((8, *dims), dtype), target=target)
+    assert chosen.path == path
+    assert why in chosen.why
+
+
+def test_tiles_of_another_path_are_multiplied_by_it():
+    x, weights = jax.ShapeDtypeStruct((3, 4, 64), BF16), jax.ShapeDtypeStruct((3, 64, 64), BF16)
+    dense, few = tiles([2, 0, 2, 1], 3, GPU, most=4), tiles([2, 0, 2, 1], 3)
+    assert "of its own" in explain(x, weights, dense, target=GPU).why
+    assert "4 rows" in explain(x, weights, few, target=GPU).why
+    with pytest.raises(ValueError, match="4 rows"):
+        explain(x, weights, few, path="mosaic")
+
+
+def test_the_kernels_path_can_be_differentiated_and_batched():
+    """Neither runs the kernel: without a GPU it could not."""
+    experts = choices(8)
+    x, weights = numbers(1, 16, 64, dtype="bfloat16"), numbers(2, EXPERTS, 64, 64, dtype="bfloat16")
+    groups = group(experts, EXPERTS, 8, path="mosaic", target=GPU)
+
+    def total(path: str, *operands: jax.Array) -> jax.Array:
+        rows = operands[0].at[groups.entries].get(mode="fill", fill_value=0)
+        return jnp.sin(matmul(rows, operands[1], groups, path=path, target=GPU).astype(jnp.float32)).sum()
+
+    got, expected = (jax.jit(jax.grad(lambda *a, p=p: total(p, *a), (0, 1)))(x, weights) for p in ("mosaic", "xla"))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    both = jax.jit(jax.vmap(lambda x: total("mosaic", x, weights)))(jnp.stack([x, -x]))
+    np.testing.assert_allclose(both, [total("xla", x, weights), total("xla", -x, weights)], rtol=1e-5)
 
 
 def test_stacked_weights_are_never_copied_as_a_whole():

@@ -11,6 +11,9 @@ import pytest
 from pallas_kernels import tiles
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.check.ops import op_folders
+from pallas_kernels.grouped_matmul import mosaic as grouped_matmul
+from pallas_kernels.grouped_matmul.configurations import product
+from pallas_kernels.grouped_matmul.tile_keys import matmul_key as grouped_key
 from pallas_kernels.mla_attention.mosaic import attention as mla
 from pallas_kernels.mla_attention.tile_keys import decode_key as mla_key
 from pallas_kernels.paged_attention.mosaic import decode, prefill
@@ -154,7 +157,12 @@ def test_a_file_is_read_once_a_process(package):
 
 def test_what_ships_can_be_read():
     files = [folder / "tiles.json" for folder in op_folders() if (folder / "tiles.json").exists()]
-    assert {path.parent.name for path in files} >= {"paged_attention", "mla_attention", "quant_matmul"}
+    assert {path.parent.name for path in files} >= {
+        "paged_attention",
+        "mla_attention",
+        "quant_matmul",
+        "grouped_matmul",
+    }
     for path in files:
         assert tiles.as_text(tiles.read(path)) == path.read_text(encoding="utf-8")
 
@@ -178,6 +186,7 @@ def prefill_tiles(shape):
 
 X, WEIGHTS = shaped(16, 1024, dtype=jnp.bfloat16), shaped(512, 1024, dtype=jnp.int4)
 SCALES = shaped(8, 512, dtype=jnp.bfloat16)
+ROWS, EXPERTS = shaped(9, 32, 512, dtype=jnp.bfloat16), shaped(8, 1024, 512, dtype=jnp.bfloat16)
 LATENTS, LATENT_POOL = shaped(2, 1, 16, 576, dtype=jnp.bfloat16), shaped(32, 64, 576, dtype=jnp.bfloat16)
 # kernel: module, its function that launches, what is called, with what, its key, tuned tiles, fields of its bits
 CALLS = {
@@ -195,6 +204,11 @@ CALLS = {
         (quant_matmul, "_launcher", lambda shape: shape.tiles),
         (quant_matmul.matmul, (X, WEIGHTS, SCALES)),
         (matmul_key(X, WEIGHTS, SCALES), quant_matmul.Tiles(1, 128, 3, 2), {"depth", "splits"}),
+    ),
+    "grouped_matmul": (
+        (grouped_matmul, "_launcher", lambda shape: shape.tiles),
+        (product, (ROWS, EXPERTS, shaped(9, dtype=jnp.int32), shaped(dtype=jnp.int32))),
+        (grouped_key(ROWS, EXPERTS), grouped_matmul.Tiles(1, 64, 3, 264), set()),
     ),
     "mla_attention.decode": (
         (mla, "_launch", lambda shape: shape.tiles),

@@ -218,3 +218,22 @@ def test_tokens_travel_with_their_routing_in_words_of_their_own_width(dtype):
     back = unpacked(words.reshape(6, -1), x.dtype, (D, 2, 2))
     for got, given in zip(back, (x, weights, experts), strict=True):
         assert np.asarray(got).tobytes() == np.asarray(given).tobytes()
+
+
+class Hopper(jax.sharding.AbstractDevice):
+    compute_capability = "9.0"
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [(jnp.bfloat16, 2), (jnp.float32, 0)])
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_on_a_hopper_gpu_experts_are_a_kernel_of_sorted_rows(tokens: int, dtype: Any, kernels: int):
+    """No product of all experts with all tokens, and no loop over tiles; other dtypes go on as they did."""
+    shapes = ((tokens, 64), (EXPERTS, 2, 128, 64), (EXPERTS, 64, 128))
+    x, gate_up, down = (jax.ShapeDtypeStruct(dims, dtype) for dims in shapes)
+    routing = Routing(jax.ShapeDtypeStruct((tokens, 2), jnp.int32), jax.ShapeDtypeStruct((tokens, 2), jnp.float32))
+    device = Hopper(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = jax.make_jaxpr(lambda *a: run_experts(*a, GLU("silu")))(x, routing, Experts(gate_up, down))
+    text = str(traced)
+    assert text.count("name=grouped_matmul") == kernels
+    assert ("dot_general" in text) == (kernels == 0)

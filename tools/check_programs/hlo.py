@@ -13,7 +13,8 @@ _INSTRUCTION = re.compile(
 )
 _HEADER = re.compile(r"^(?:(?P<entry>ENTRY) )?%(?P<name>\S+) \(.*\{$")
 _GEMM = re.compile(
-    r'"kind":"__triton_(?:nested_)?gemm\w*"|custom_call_target="__cublas|custom_call_target="mosaic_gpu.*/quant_matmul/'
+    r'"kind":"__triton_(?:nested_)?gemm\w*"|custom_call_target="__cublas'
+    r'|custom_call_target="mosaic_gpu.*/(?:quant|grouped)_matmul/'
 )
 
 
@@ -35,7 +36,7 @@ class Instruction:
 
     @property
     def is_gemm(self) -> bool:
-        """A product with a weight: XLA's by Triton or cuBLAS, or the kernel for quantised ones."""
+        """A product with a weight: XLA's by Triton or cuBLAS, or the kernel for quantised ones or for experts."""
         return self.opcode in ("fusion", "custom-call") and _GEMM.search(self.line) is not None
 
     def called(self, how: str) -> list[str]:

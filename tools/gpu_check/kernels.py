@@ -20,7 +20,7 @@ import numpy as np
 from tools.gpu_check import workloads
 from tools.gpu_check.measure import Inside, fill
 from tools.gpu_check.report import Report
-from tools.gpu_check.workloads import Copy, Decode, Latent, Prefill, Product, Workload, Write
+from tools.gpu_check.workloads import Copy, Decode, Latent, Mixture, Prefill, Product, Workload, Write
 
 MOSAIC, XLA, CUDNN, JAX_XLA = "mosaic", "xla", "jax, cuDNN", "jax, XLA"
 REPEATS, QUICK_REPEATS = 8, 1
@@ -116,6 +116,11 @@ def paths(shape: Workload) -> Iterator[Path]:
             yield from _latent_paths(shape)
         case Product():
             yield from _both("quant_matmul", "matmul", functools.partial(_product, shape))
+        case Mixture():
+            for path in (MOSAIC, XLA):
+                yield Path(
+                    path, f"tools.gpu_check.experts:{path}", {"most": shape.tokens}, functools.partial(_mixture, shape)
+                )
         case Write():
             yield from _write_paths(shape)
         case Copy():
@@ -217,6 +222,15 @@ def _product(shape: Product, index: int) -> tuple[Any, ...]:
         fill(3 * index, (shape.rows, shape.inputs), jnp.bfloat16),
         fill(3 * index + 1, (shape.channels, shape.inputs), dtype, limit),
         fill(3 * index + 2, (shape.inputs // 128, shape.channels), jnp.bfloat16),
+    )
+
+
+def _mixture(shape: Mixture, index: int) -> tuple[Any, ...]:
+    entries = shape.tokens * shape.top_k
+    return (
+        fill(2 * index, (entries, shape.inputs), jnp.bfloat16),
+        fill(2 * index + 1, (shape.experts, shape.channels, shape.inputs), jnp.bfloat16),
+        jnp.arange(entries, dtype=jnp.int32) % shape.experts,
     )
 
 

@@ -288,6 +288,36 @@ def _product_problem(rows: int, dtype: Any, group: int | None, *, zeros: bool = 
     )
 
 
+def _experts(quick: bool, *, rows: int, dtype: Any) -> Operands:
+    """Most rows have one expert, some have none, and one expert has no row: its weights are NaN."""
+    count, channels, inputs = (4, 128, 128) if quick else (8, 2048, 1024)
+    rows = min(rows, 64) if quick else rows
+    rng = np.random.default_rng(0)
+    owners = rng.choice(np.arange(1, count + 1), rows, p=[0.6, *[0.4 / (count - 1)] * (count - 1)])
+    weights = rng.normal(size=(count, channels, inputs)).astype(dtype)
+    weights[0] = np.nan
+    x = rng.normal(size=(rows, inputs)).astype(dtype)
+    arrays = {"x": x, "weights": weights, "experts": owners.astype(np.int32)}
+    exact = np.zeros((rows, channels))
+    for expert in range(1, count):
+        own = owners == expert
+        exact[own] = x[own].astype(np.float64) @ weights[expert].astype(np.float64).T
+    return Operands(arrays, {}, (exact, None))
+
+
+def _experts_problem(rows: int, dtype: Any) -> Problem:
+    module = "tools.gpu_check.experts"
+    return Problem(
+        "grouped_matmul",
+        f"{rows} rows, {jnp.dtype(dtype).name}",
+        {MOSAIC: f"{module}:mosaic", XLA: f"{module}:xla"},
+        functools.partial(_experts, rows=rows, dtype=dtype),
+        ("x", "experts"),
+        1e-3 if dtype == BF16 else 2.5e-4,
+        {"consumers": 2, "depth": 64, "stages": 2, "blocks": 3},
+    )
+
+
 # The most telling shape of each op first, then the others: what the time does not suffice for is left out at the end.
 PROBLEMS: tuple[Problem, ...] = (
     _attention_problem(
@@ -298,6 +328,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _copy_problem("copy_pages", BF16),
     _copy_problem("move_rows", INT8),
     _product_problem(16, jnp.int4, 128),
+    _experts_problem(64, BF16),
     _mla_problem("decode", 64, 16, 1, BF16),
     _attention_problem("extend", "4 tokens, page 64, 4 heads of 128, bfloat16", _EXTEND_LENGTHS, page=64, head_dim=128),
     _mla_problem("prefill", 64, 16, 70, BF16),
@@ -324,4 +355,6 @@ PROBLEMS: tuple[Problem, ...] = (
     _product_problem(64, jnp.int4, 128, zeros=True),
     _product_problem(16, jnp.int8, 128),
     _product_problem(16, FP8, None),
+    _experts_problem(1, FP16),
+    _experts_problem(600, BF16),
 )

@@ -1,4 +1,4 @@
-"""Shapes that kernels and peers are timed at, the same for both: layers of Llama-3.1-8B and of DeepSeek-V2."""
+"""Shapes that kernels and peers are timed at, the same for both: layers of Llama-3.1-8B, DeepSeek-V2 and Mixtral."""
 
 from __future__ import annotations
 
@@ -84,6 +84,27 @@ class Product(NamedTuple):
         return weight * self.bits // 8 + weight // 128 * 2 + 2 * self.rows * (self.inputs + self.channels)
 
 
+class Mixture(NamedTuple):
+    """``tokens`` with ``top_k`` of ``experts`` each, all of which have equally many: one product, 16 bits a number."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    inputs: int
+    channels: int
+
+    def __str__(self) -> str:
+        chosen = f"{self.top_k} of {self.experts} experts"
+        return f"grouped matmul, {self.tokens} tokens with {chosen}, {self.inputs} x {self.channels}"
+
+    @property
+    def bytes(self) -> int:
+        """Weights of experts that are asked for once, each entry's row and result."""
+        entries = self.tokens * self.top_k
+        active = min(self.experts, entries)
+        return 2 * (active * self.inputs * self.channels + entries * (self.inputs + self.channels))
+
+
 class Write(NamedTuple):
     """New keys and values of ``lanes`` x ``tokens``, into pages of 64."""
 
@@ -117,7 +138,7 @@ class Copy(NamedTuple):
         return 2 * 4 * self.pages * self.page * self.kv_heads * self.head_dim
 
 
-Workload = Decode | Prefill | Latent | Product | Write | Copy
+Workload = Decode | Prefill | Latent | Product | Mixture | Write | Copy
 
 # The most telling first: what the time does not suffice for is left out from the end.
 DECODES = (
@@ -133,6 +154,7 @@ PREFILLS = (Prefill(1, 8192, 8192), Prefill(4, 2048, 2048), Prefill(1, 2048, 819
 OTHERS: tuple[Workload, ...] = (
     Product(16, 4096, 28672, 4),
     Latent(64, 4096, 128),
+    Mixture(64, 8, 2, 4096, 28672),
     Product(1, 4096, 28672, 4),
     Latent(64, 4096, 16),
     Write(64, 1),
@@ -140,6 +162,9 @@ OTHERS: tuple[Workload, ...] = (
     Copy(64),
     Product(64, 4096, 28672, 4),
     Product(16, 4096, 28672, 8),
+    Mixture(1, 8, 2, 4096, 28672),
+    Mixture(64, 128, 8, 2048, 1536),
+    Mixture(512, 8, 2, 4096, 28672),
 )
 QUICK_SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 QUICK_DECODES = (Decode(2, 128, **QUICK_SHAPE),)
@@ -147,6 +172,7 @@ QUICK_PREFILLS = (Prefill(1, 64, 64, **QUICK_SHAPE), Prefill(1, 64, 128, **QUICK
 QUICK_OTHERS: tuple[Workload, ...] = (
     Product(2, 256, 128, 4),
     Latent(2, 128, 4),
+    Mixture(2, 4, 2, 64, 128),
     Write(2, 1, kv_heads=2, head_dim=64),
     Copy(2, kv_heads=2, head_dim=64),
 )

@@ -1,0 +1,41 @@
+"""grouped_matmul from rows to rows: sorted by expert, multiplied, and put back, as a mixture of experts does it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+
+from pallas_kernels.grouped_matmul import group
+from pallas_kernels.grouped_matmul import mosaic as kernel
+from pallas_kernels.grouped_matmul import xla as plain
+from pallas_kernels.grouped_matmul.mosaic import Tiles
+
+__all__ = ["Tiles", "mosaic", "xla"]
+
+
+def mosaic(
+    x: jax.Array, weights: jax.Array, experts: jax.Array, *, most: int | None = None, **options: Any
+) -> jax.Array:
+    """``x[i]`` times the weights of ``experts[i]``.
+
+    Args:
+        most: rows that one expert may have; None: all.
+        options: of the kernel.
+    """
+    return _by_tiles("mosaic", x, weights, experts, most, functools.partial(kernel.matmul, **options))
+
+
+def xla(x: jax.Array, weights: jax.Array, experts: jax.Array, *, most: int | None = None) -> jax.Array:
+    """The same by XLA."""
+    return _by_tiles("xla", x, weights, experts, most, plain.matmul)
+
+
+def _by_tiles(
+    path: Literal["mosaic", "xla"], x: jax.Array, weights: jax.Array, experts: jax.Array, most: int | None, product: Any
+) -> jax.Array:
+    groups = group(experts, weights.shape[0], most or x.shape[0], path=path)
+    rows = x.at[groups.entries].get(mode="fill", fill_value=0)
+    results: jax.Array = product(rows, weights, groups).reshape(-1, weights.shape[1])
+    return results.at[groups.places].get(mode="fill", fill_value=0)
