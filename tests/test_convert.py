@@ -87,30 +87,76 @@ def test_nan_is_refused_on_request(tmp_path: pathlib.Path, capsys) -> None:
     assert main([str(source), str(tmp_path / "new")]) == 0
 
 
-def test_an_unfinished_folder_is_no_model(tmp_path: pathlib.Path, capsys) -> None:
-    """A process is killed in the middle: nothing has the folder's name, and the same command completes it."""
-    source, target = tmp_path / "source", tmp_path / "new"
-    model = random_model(num_hidden_layers=20)
-    save_params(source, model.params, model.family.param_specs(model.config), llama_json(num_hidden_layers=20))
+DEEP = {"num_hidden_layers": 20, "vocab_size": 2048}
+
+
+def deep_source(folder: pathlib.Path) -> pathlib.Path:
+    model = random_model(**DEEP)
+    save_params(folder, model.params, model.family.param_specs(model.config), llama_json(**DEEP))
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_folder("demo-draft") / file, source)
-    unfinished = tmp_path / "new.unfinished"
-    running = subprocess.Popen([sys.executable, "-m", "jaxinfer.convert", str(source), str(target)])
-    deadline = time.monotonic() + 60
+        shutil.copy(model_folder("demo-draft") / file, folder)
+    return folder
+
+
+def killed(arguments: list[str], unfinished: pathlib.Path) -> dict[pathlib.Path, int]:
+    """The parts, with their times, that a conversion has completed when it is killed."""
+    running = subprocess.Popen([sys.executable, "-m", "jaxinfer.convert", *arguments])
+    deadline = time.monotonic() + 120
     while len(list((unfinished / "params").glob(COMPLETE))) < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
     running.send_signal(signal.SIGKILL)
     assert running.wait() == -signal.SIGKILL
-    assert not target.exists()
     kept = {path: path.stat().st_mtime_ns for path in (unfinished / "params").glob(COMPLETE)}
-    assert 2 <= len(kept) < 20
+    assert 2 <= len(kept) < DEEP["num_hidden_layers"]
+    return kept
+
+
+def assert_kept(kept: dict[pathlib.Path, int], unfinished: pathlib.Path, target: pathlib.Path) -> None:
+    done = {path: (target / path.relative_to(unfinished)).stat().st_mtime_ns for path in kept}
+    assert sum(done[path] == before for path, before in kept.items()) >= len(kept) - 1  # one may not be noted yet
+
+
+def test_an_unfinished_folder_is_no_model(tmp_path: pathlib.Path, capsys) -> None:
+    """A process is killed in the middle: nothing has the folder's name, and the same command completes it."""
+    source, target, unfinished = deep_source(tmp_path / "source"), tmp_path / "new", tmp_path / "new.unfinished"
+    kept = killed([str(source), str(target)], unfinished)
+    assert not target.exists()
     assert generate(["--model", str(unfinished), *FAST]) == 2
     assert "is an unfinished conversion: run python -m jaxinfer.convert again" in capsys.readouterr().err
     assert main([str(source), str(target)]) == 0
-    done = {path: (target / path.relative_to(unfinished)).stat().st_mtime_ns for path in kept}
-    assert sum(done[path] == before for path, before in kept.items()) >= len(kept) - 1  # one may not be noted yet
+    assert_kept(kept, unfinished, target)
     assert_same_model(str(target), str(source))
     assert (target / MANIFEST).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "fp8", "smoothquant", "int4", "gptq", "awq", "nf4", "fp4", "mxfp4"])
+def test_a_quantised_folder_writes_the_same_in_both_formats(method: str, tmp_path: pathlib.Path, capsys) -> None:
+    flags = ["--quantize", method, "--samples", "4", "--sequence-length", "64"]
+    written = []
+    for form in ("orbax", "safetensors"):
+        target = str(tmp_path / form)
+        assert main(["demo-draft", target, *flags, "--output-format", form]) == 0
+        capsys.readouterr()
+        written.append(text(capsys, target))
+    assert written[0] == written[1]
+    assert_same_model(str(tmp_path / "orbax"), str(tmp_path / "safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["int8", "gptq"])
+def test_a_killed_quantisation_goes_on(method: str, tmp_path: pathlib.Path, capsys) -> None:
+    """Behind the layers that it had finished, and it gives every bit of a run that was not killed."""
+    source, target, unfinished = deep_source(tmp_path / "source"), tmp_path / "new", tmp_path / "new.unfinished"
+    flags = ["--quantize", method, "--group-size", "-1", "--samples", "4", "--sequence-length", "64"]
+    kept = killed([str(source), str(target), *flags], unfinished)
+    assert not target.exists()
+    assert generate(["--model", str(unfinished), *FAST]) == 2
+    assert "is an unfinished conversion" in capsys.readouterr().err
+    assert main([str(source), str(target), *flags]) == 0
+    assert_kept(kept, unfinished, target)
+    assert main([str(source), str(tmp_path / "whole"), *flags]) == 0
+    assert_same_model(str(target), str(tmp_path / "whole"))
 
 
 _PEAK = """
@@ -140,6 +186,25 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) 
     grown = int(done.stdout.split()[-1])
     assert nbytes > 150e6
     assert grown < 90e6, f"{grown / 1e6:.0f} MB more for a model of {nbytes / 1e6:.0f} MB"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("output_format", ["orbax", "safetensors"])
+def test_memory_of_quantising_does_not_grow_with_the_number_of_layers(
+    output_format: str, tmp_path: pathlib.Path
+) -> None:
+    """Of 40 layers of 13 MB it holds what it holds of 10."""
+    grown = []
+    for layers in (10, 40):
+        shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers}
+        model, source = random_model(**shape), tmp_path / f"source-{layers}"
+        save_params(source, model.params, model.family.param_specs(model.config), llama_json(**shape))
+        arguments = [str(source), str(tmp_path / f"new-{layers}"), "--quantize", "int8"]
+        command = [sys.executable, "-c", _PEAK, *arguments, "--output-format", output_format]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        grown.append(int(done.stdout.split()[-1]))
+    assert grown[1] < grown[0] + 40e6, f"{grown[0] / 1e6:.0f} MB, {grown[1] / 1e6:.0f} MB of four times the layers"
 
 
 def test_nobody_who_only_loads_pays_for_orbax() -> None:
