@@ -59,6 +59,7 @@ def _configuration(name: str, page: int, head_dim: int, group: int, **options: A
 
 
 _EVERY: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
+_GEMMA: dict[str, Any] = {"window": 1024, "softcap": 30.0}
 
 CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration("bf16", 16, 128, 4),
@@ -70,10 +71,12 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration("bf16", 32, 96, 1),
     _configuration("bf16", 64, 256, 2),
     _configuration("bf16-window-softcap-sinks", 64, 128, 4, **_EVERY),
-    _configuration("bf16-window-softcap", 64, 256, 2, window=1024, softcap=30.0),
+    _configuration("bf16-window-softcap", 64, 256, 2, **_GEMMA),
     _configuration("bf16-tree-window", 64, 128, 4, chunk=128, tree=True, window=1024),
     _configuration("int8-head", 64, 128, 4, pool_dtype=jnp.int8, scales="head"),
     _configuration("int8-token-window-softcap-sinks", 16, 128, 4, pool_dtype=jnp.int8, scales="token", **_EVERY),
     _configuration("fp8-head", 64, 128, 8, pool_dtype=jnp.float8_e4m3fn, scales="head"),
+    _configuration("int8-token-window-softcap", 64, 256, 2, pool_dtype=jnp.int8, scales="token", **_GEMMA),
+    _configuration("fp8-token", 16, 256, 8, pool_dtype=jnp.float8_e4m3fn, scales="token"),
     _configuration("fp8-token-tree", 64, 64, 8, chunk=64, pool_dtype=jnp.float8_e4m3fn, scales="token", tree=True),
 )

@@ -60,7 +60,7 @@ def problem(shape: PrefillShape, _: int) -> Problem:
 
     return Problem(
         key=prefill_key(q, pool, table, scales=factors),
-        heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False),
+        heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False, quantised=bool(shape.scales)),
         grid={"block_keys": (64, 128), "stages": (2, 3, 4, 5, 6), "heads": (1, 2, 4, 8, 16)},
         refusal=refuses,
         launch=launch,
@@ -91,6 +91,7 @@ PREFILL_TUNING = Tunable(
         PrefillShape(head_dim=64),
         PrefillShape(head_dim=256, kv_heads=4, group=2),
         PrefillShape(pool="int8", scales="token"),
+        PrefillShape(pool="float8_e4m3fn", scales="token", head_dim=256, kv_heads=4, group=2),
         PrefillShape(pool="float8_e4m3fn", scales="head"),
     ),
     problem=problem,

@@ -58,6 +58,7 @@ def assert_close(case, got):
     assert rows[real_queries(case)].max(initial=0) <= worst * unit
 
 
+TOKEN = {"scales": "token"}
 FAST = {
     "lanes of all kinds": (Tiles(64, 2, 4), {"lengths": (70, 0, 1, 48), "counts": (24, 0, 1, 16), "chunk": 32}),
     "block 128, one head": (
@@ -83,6 +84,10 @@ FAST = {
     "int8 per head": (
         Tiles(64, 2, 4),
         {"lengths": (190,), "counts": (32,), "pool_dtype": INT8, "scales": "head", "window": 100, "kv_heads": 1},
+    ),
+    "int8 per token, head_dim 256": (
+        Tiles(64, 2, 2),
+        {"lengths": (130,), "counts": (8,), "group": 2, "kv_heads": 1, "head_dim": 256, "pool_dtype": INT8, **TOKEN},
     ),
     "fp8 per token": (
         Tiles(128, 2, 4),
@@ -137,6 +142,8 @@ SLOW = {
             (128, 64, 16, 128, 2, 8, 255, {"pool_dtype": INT8, "window": 1}),
             (16, 96, 2, 128, 2, 2, 16, {"pool_dtype": FP8, "scales": "head", "sinks": True}),
             (128, 256, 1, 64, 2, 1, 130, {"window": 90}),
+            (16, 256, 2, 64, 2, 2, 190, {"pool_dtype": FP8, "scales": "token", "window": 100, "softcap": 20.0}),
+            (64, 256, 4, 64, 2, 2, 140, {"pool_dtype": INT8, "scales": "head", "sinks": True}),
         ]
     )
 }
@@ -261,7 +268,6 @@ def test_a_mutation_is_caught(monkeypatch, mutate):
         ({"dtype": jnp.float32}, "float32"),
         ({"page": 24}, "page size 24"),
         ({"pool_dtype": jnp.float16}, "the pool is float16"),
-        ({"pool_dtype": INT8, "scales": "head", "head_dim": 256}, "no registers"),
         ({"window": 0}, "must be positive"),
         ({"scale": -1.0}, "must be positive"),
     ],
@@ -289,3 +295,4 @@ def test_tiles():
         Tiles(block_keys=96)
     assert heuristic_tiles(group=4, head_dim=128, tree=False) == Tiles(128, 2, 4)
     assert heuristic_tiles(group=7, head_dim=256, tree=False) == Tiles(64, 2, 1)
+    assert heuristic_tiles(group=8, head_dim=256, tree=False, quantised=True) == Tiles(64, 2, 2)

@@ -91,13 +91,15 @@ class Tiles:
             raise ValueError(f"block_keys must be 64 or 128, stages at least 2, heads 1, 2, 4, 8 or 16: {self}")
 
 
-def heuristic_tiles(*, group: int, head_dim: int, tree: bool) -> Tiles:
-    """What the registers allow (64 keys where the output, or a tree's mask, needs many); slots up to some 190 KiB.
+def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantised: bool = False) -> Tiles:
+    """What the registers allow (64 keys where the output, or a tree's mask, needs many; two heads where the producer
+    converts, too); slots up to some 190 KiB.
 
     Args:
         group: query heads per KV head.
+        quantised: the pool is of 8 bits.
     """
-    heads = math.gcd(group, 16)
+    heads = math.gcd(group, 2 if quantised and head_dim > 128 else 16)
     block_keys = 64 if tree or head_dim > 128 else 128
     slot_bytes = 4 * block_keys * head_dim
     return Tiles(block_keys, max(2, min(4, 160_000 // slot_bytes)), heads)
@@ -203,8 +205,6 @@ def _wrong_dtypes(q: Any, pool: Any, scales: Any) -> str | None:
         return f"queries are {q.dtype}: this kernel does bfloat16 and float16"
     if pool.dtype != q.dtype and pool.dtype not in QUANTISED:
         return f"queries are {q.dtype}, the pool is {pool.dtype}: it must be the same, int8 or float8_e4m3fn"
-    if pool.dtype in QUANTISED and q.shape[-1] > 128:
-        return f"head_dim {q.shape[-1]} and a pool in {pool.dtype}: their conversion finds no registers"
     if scales is not None and pool.dtype not in QUANTISED:
         return f"scales for a pool in {pool.dtype}"
     return None
@@ -267,7 +267,8 @@ def _shape_of(
 
     if tiles is None:
         key = prefill_key(q, pool, tables, window=window, scales=scales, tree=tree)
-        untuned = heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, tree=tree is not None)
+        options: dict[str, Any] = {"tree": tree is not None, "quantised": pool.dtype in QUANTISED}
+        untuned = heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, **options)
         tiles = pick(PREFILL, key, untuned, lambda tiles: _tiles_refusal(shape(tiles)))
     return shape(tiles)
 
@@ -302,14 +303,13 @@ def _cost(shape: Shape) -> pl.CostEstimate:
 
 def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
     gmem = Gmem(*refs)
-    tile = this_tile(shape, gmem)
     warpgroup = lax.axis_index("warpgroup")
-    # 504 of the 512 registers that four threads of the three warpgroups share.
-    consumer_registers, producer_registers = (216, 72) if shape.quantised else (240, 24)
+    consumer_registers, producer_registers = _registers(shape)
 
     @pl.when(warpgroup < PRODUCER)
     def _compute() -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")
+        tile = this_tile(shape, gmem)
         rows = Rows(shape, tile, warpgroup, gmem)
         pl.when(tile.steps > 0)(lambda: consume(rows, smem, barriers))
         pl.when(tile.steps == 0)(lambda: write_zeros(rows, smem))
@@ -317,7 +317,15 @@ def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
     @pl.when(warpgroup == PRODUCER)
     def _load() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
-        pl.when(tile.steps > 0)(lambda: produce(shape, tile, gmem, smem, barriers))
+        own = this_tile(shape, gmem)
+        pl.when(own.steps > 0)(lambda: produce(shape, own, gmem, smem, barriers))
+
+
+def _registers(shape: Shape) -> tuple[int, int]:
+    """A consumer's and the producer's: 504 of the 512 that four threads of the three warpgroups share."""
+    if not shape.quantised:
+        return 240, 24
+    return (232, 40) if shape.wide else (216, 72)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.layouts import row_layout
 from pallas_kernels.paged_attention.mosaic.prefill_types import (
-    RAW_SLOTS,
     WARPGROUP_ROWS,
     Barriers,
     Gmem,
@@ -21,6 +22,7 @@ from pallas_kernels.paged_attention.mosaic.prefill_types import (
 )
 
 _COLUMNS = 64  # of keys or values that a warpgroup converts or clears at a time
+_FEW_ROWS = 16  # of them, where it has few registers
 
 
 class _Source(NamedTuple):
@@ -68,36 +70,50 @@ def _await_free(shape: Shape, step: Any, free: Any) -> None:
 
 
 def _sources(shape: Shape, tile: Tile, gmem: Gmem, step: Any) -> list[_Source]:
+    return [_source(shape, tile, gmem, step, i) for i in range(shape.copies)]
+
+
+def _source(shape: Shape, tile: Tile, gmem: Gmem, step: Any, i: Any) -> _Source:
     """A block may end past the sequence's last page, or past the table: any page of the pool will do there."""
-    pages = gmem.pool.shape[0]
-    found = []
-    for i in range(shape.copies):
-        key = tile.first_key(shape, step) + i * shape.piece
-        index = lax.div(key, jnp.int32(shape.page))
-        page = gmem.tables[tile.lane, jnp.minimum(index, shape.width - 1)]
-        found.append(_Source(jnp.clip(page, 0, pages - 1), key - index * shape.page))
-    return found
+    key = tile.first_key(shape, step) + i * shape.piece
+    index = lax.div(key, jnp.int32(shape.page))
+    page = gmem.tables[tile.lane, jnp.minimum(index, shape.width - 1)]
+    return _Source(jnp.clip(page, 0, gmem.pool.shape[0] - 1), key - index * shape.page)
 
 
 def _copy(shape: Shape, tile: Tile, sources: list[_Source], half: int, gmem: Gmem, target: Any, ready: Any) -> None:
     for i, source in enumerate(sources):
-        place = gmem.pool.at[source.page, half, tile.kv_head]
-        if shape.page > shape.piece:
-            place = place.at[pl.ds(pl.multiple_of(source.offset, shape.piece), shape.piece)]
-        plgpu.copy_gmem_to_smem(place, target.at[pl.ds(i * shape.piece, shape.piece)], ready)
+        _copy_piece(shape, tile, source, half, gmem, target.at[pl.ds(i * shape.piece, shape.piece)], ready)
+
+
+def _copy_in_turn(shape: Shape, tile: Tile, step: Any, half: int, gmem: Gmem, target: Any, ready: Any) -> None:
+    """The same with one source at a time, for a producer with few registers."""
+
+    def copy(i: Any, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(i * shape.piece, shape.piece), shape.piece)
+        _copy_piece(shape, tile, _source(shape, tile, gmem, step, i), half, gmem, target.at[rows], ready)
+
+    lax.fori_loop(0, shape.copies, copy, None)
+
+
+def _copy_piece(shape: Shape, tile: Tile, source: _Source, half: int, gmem: Gmem, target: Any, ready: Any) -> None:
+    place = gmem.pool.at[source.page, half, tile.kv_head]
+    if shape.page > shape.piece:
+        place = place.at[pl.ds(pl.multiple_of(source.offset, shape.piece), shape.piece)]
+    plgpu.copy_gmem_to_smem(place, target, ready)
 
 
 def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
     """Of a quantised pool: the copies land in ``raw``, which only this warpgroup reads, and go on as 16-bit numbers."""
 
     def raw_slot(half: int, step: Any) -> tuple[Any, Any]:
-        slot = lax.rem(step, jnp.int32(RAW_SLOTS))
-        return smem.raw.at[half, slot], barriers.raw_ready.at[half * RAW_SLOTS + slot]
+        slot = lax.rem(step, jnp.int32(shape.raw_slots))
+        return smem.raw.at[half, slot], barriers.raw_ready.at[half * shape.raw_slots + slot]
 
     def fetch(half: int, step: Any) -> None:
         @pl.when(step < tile.steps)
         def _start() -> None:
-            _copy(shape, tile, _sources(shape, tile, gmem, step), half, gmem, *raw_slot(half, step))
+            _copy_in_turn(shape, tile, step, half, gmem, *raw_slot(half, step))
 
     def fill(step: Any, _: None) -> None:
         slot = slot_of(shape, step)
@@ -108,9 +124,9 @@ def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barrier
             _convert(shape, tile, gmem, step, half, raw, target.at[slot])
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready.at[slot])
-            fetch(half, step + RAW_SLOTS)
+            fetch(half, step + shape.raw_slots)
 
-    for step in range(RAW_SLOTS):
+    for step in range(shape.raw_slots):
         fetch(0, jnp.int32(step))
         fetch(1, jnp.int32(step))
     lax.fori_loop(0, tile.steps, fill, None)
@@ -119,16 +135,36 @@ def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barrier
 def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: Any, target: Any) -> None:
     """Numbers times scales; zero what no query of the tile sees, whose scales may be anything."""
     start = tile.first_key(shape, step)
-    for rows, columns in pieces(shape):
-        numbers = plgpu.load(raw.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+
+    def piece(rows: Any, columns: Any, layout: Any) -> None:
+        numbers = plgpu.load(raw.at[rows, columns], layout=layout, optimized=False).astype(jnp.float32)
         first = start + rows.start
         if shape.scales:
-            keys = pl.ds(pl.multiple_of(first, WARPGROUP_ROWS), WARPGROUP_ROWS)
+            keys = pl.ds(pl.multiple_of(first, rows.size), rows.size)
             place = gmem.factors.at[tile.lane, half, tile.kv_head, keys]
-            factors = plgpu.load(place, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            factors = plgpu.load(place, layout=layout.reduce(1), optimized=False)
             numbers = numbers * lax.broadcast_in_dim(factors, numbers.shape, [0])
-        kept = rows_between(numbers.shape, tile.low - first, tile.high - first)
+        kept = rows_between(numbers.shape, tile.low - first, tile.high - first, layout)
         target[rows, columns] = jnp.where(kept, numbers, 0.0).astype(shape.dtype)
+
+    if shape.wide:
+        _in_turn(shape, piece)
+        return
+    for rows, columns in pieces(shape):
+        piece(rows, columns, plgpu.Layout.WGMMA)
+
+
+def _in_turn(shape: Shape, piece: Callable[[Any, Any, Any], None]) -> None:
+    """Small pieces of a slot in a loop: the registers suffice for one at a time."""
+    layout, _ = row_layout(_FEW_ROWS, _COLUMNS, 8)
+
+    def some_rows(index: Any, _: None) -> None:
+        rows = pl.ds(pl.multiple_of(index * _FEW_ROWS, _FEW_ROWS), _FEW_ROWS)
+
+        for column in range(0, shape.head_dim, _COLUMNS):
+            piece(rows, pl.ds(column, _COLUMNS), layout)
+
+    lax.fori_loop(0, shape.block_keys // _FEW_ROWS, some_rows, None)
 
 
 def pieces(shape: Shape) -> list[tuple[Any, Any]]:
@@ -138,7 +174,7 @@ def pieces(shape: Shape) -> list[tuple[Any, Any]]:
     return [(pl.ds(row, WARPGROUP_ROWS), pl.ds(column, widths[column])) for row in rows for column in columns]
 
 
-def rows_between(dims: tuple[int, ...], low: Any, high: Any) -> Any:
+def rows_between(dims: tuple[int, ...], low: Any, high: Any, layout: Any = plgpu.Layout.WGMMA) -> Any:
     """True in the rows [low, high) of a matrix."""
-    index = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=plgpu.Layout.WGMMA)
+    index = plgpu.broadcasted_iota(jnp.int32, dims, 0, layout=layout)
     return (index >= low) & (index < high)

@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP_ROWS = 64  # rows of a wgmma
 BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
-RAW_SLOTS = 2  # blocks of a quantised pool's keys, and as many of its values, that are on their way from memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +62,16 @@ class Shape:
         return jnp.dtype(self.pool_dtype).itemsize == 1
 
     @property
+    def raw_slots(self) -> int:
+        """Blocks of a quantised pool's keys, and as many of its values, that are on their way from memory."""
+        return 1 if self.wide else 2
+
+    @property
+    def wide(self) -> bool:
+        """The output needs most of a consumer's registers, and a slot most of the memory."""
+        return self.head_dim > 128
+
+    @property
     def piece(self) -> int:
         """Keys of one copy: a page, or what of it belongs to one block."""
         return min(self.page, self.block_keys)
@@ -80,7 +89,7 @@ class Shape:
     def shared_bytes(self) -> int:
         """Shared memory, barriers aside."""
         numbers = (BLOCK_ROWS + 2 * self.stages * self.block_keys) * jnp.dtype(self.dtype).itemsize
-        raw = 2 * RAW_SLOTS * self.block_keys if self.quantised else 0
+        raw = 2 * self.raw_slots * self.block_keys if self.quantised else 0
         return (numbers + raw) * self.head_dim
 
 
@@ -105,7 +114,7 @@ class Smem(NamedTuple):
     query: Any  # [2, WARPGROUP_ROWS, head_dim]; each warpgroup's results leave through its half
     keys: Any  # [stages, block_keys, head_dim]
     values: Any  # [stages, block_keys, head_dim]
-    raw: Any  # [2, RAW_SLOTS, block_keys, head_dim] of a quantised pool, else a dummy
+    raw: Any  # [2, raw_slots, block_keys, head_dim] of a quantised pool, else a dummy
     probs: Any  # [2, WARPGROUP_ROWS, block_keys] when interpreting, else a dummy
 
 
@@ -149,7 +158,7 @@ def smem_types(shape: Shape) -> Smem:
         query=_tiled((2, WARPGROUP_ROWS, dim), shape.dtype),
         keys=_tiled((shape.stages, block, dim), shape.dtype),
         values=_tiled((shape.stages, block, dim), shape.dtype),
-        raw=_tiled((2, RAW_SLOTS, block, dim), shape.pool_dtype) if shape.quantised else dummy,
+        raw=_tiled((2, shape.raw_slots, block, dim), shape.pool_dtype) if shape.quantised else dummy,
         probs=_tiled((2, WARPGROUP_ROWS, block), shape.dtype) if shape.interpret else dummy,
     )
 
@@ -175,7 +184,7 @@ def barrier_types(shape: Shape) -> Barriers:
         turn=plgpu.Barrier(num_barriers=2),
         last_clean=plgpu.Barrier(),
         first_clean=plgpu.Barrier(),
-        raw_ready=plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * RAW_SLOTS),
+        raw_ready=plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * shape.raw_slots),
     )
 
 
