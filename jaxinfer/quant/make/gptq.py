@@ -29,7 +29,7 @@ def gptq(
     act_order: bool = False,
     static_groups: bool = False,
 ) -> Made:
-    """Integers of a weight whose inputs have the Gram matrix ``gram``, all in float32.
+    """Integers of a weight whose inputs have the Gram matrix ``gram``: its factor in float64, all else in float32.
 
     An input that was never anything but zero is rounded to nearest.
 
