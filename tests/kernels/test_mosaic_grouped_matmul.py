@@ -1,5 +1,6 @@
 """The Mosaic GPU kernel of grouped_matmul, interpreted on the CPU. What compiles it to machine code: test_check.py."""
 
+import functools
 import inspect
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.layers import moe
 from pallas_kernels import compat
-from pallas_kernels.grouped_matmul import group, mosaic
+from pallas_kernels.choice import Choice
+from pallas_kernels.grouped_matmul import api, group, mosaic
 from pallas_kernels.grouped_matmul.mosaic import Tiles
 from tests.kernels.quant_cases import DIGITS
 
@@ -113,6 +116,27 @@ def test_units_are_each_tile_and_part_once_and_empty_tiles_come_last(occupied, p
     assert (np.diff(tiles[: occupied * parts] // mosaic.PANEL) >= 0).all()
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_by_the_kernel_equals_that_by_xla(monkeypatch):
+    """From tokens to tokens: what `run_experts` makes of the tiles of either path."""
+    rng = np.random.default_rng(0)
+    x, gate_up, down = (
+        jnp.asarray(rng.normal(size=dims) / 3, jnp.bfloat16)
+        for dims in ((13, 64), (EXPERTS, 2, 64, 64), (EXPERTS, 64, 64))
+    )
+    chosen = jnp.asarray([rng.permutation(EXPERTS + 1)[:2] for _ in range(13)], jnp.int32)
+    routing = moe.Routing(chosen, jnp.asarray(rng.uniform(size=(13, 2)), jnp.float32))
+    run_layer = jax.jit(lambda: moe.run_experts(x, routing, moe.Experts(gate_up, down), moe.GLU("silu")))
+    expected = run_layer()
+    kernel = functools.partial(mosaic.matmul, tiles=Tiles(1, 64, 2, 2), interpret=compat.interpret_params())
+    monkeypatch.setattr(api, "choose", lambda *_, **__: Choice("mosaic", ""))
+    monkeypatch.setattr(mosaic, "matmul", kernel)
+    jax.clear_caches()
+    assert "grouped_matmul" in str(jax.make_jaxpr(run_layer)())
+    assert jnp.abs(expected).max() > 1
+    np.testing.assert_allclose(compat.interpreted(run_layer), expected, rtol=0, atol=4e-2)
+
+
 # What to change, where, and what must fail then.
 MUTATIONS = {
     "wait for copies": ("plgpu.barrier_wait(barriers.ready.at[slot])", "pass"),
@@ -124,7 +148,8 @@ MUTATIONS = {
         "own = pl.ds(pl.multiple_of(0 * CHANNELS",
     ),
     "a unit's channels": ("channels = pl.ds(pl.multiple_of(unit.channel, ", "channels = pl.ds(pl.multiple_of(0, "),
-    "steps done before": ("slot = _slot(shape, done + index)", "slot = _slot(shape, index)"),
+    "a step's inputs": ("pl.ds(pl.multiple_of(index * shape.tiles.depth, ", "pl.ds(pl.multiple_of(index * 0, "),
+    "a tile of a panel": ("first + lax.rem(within, size)", "first + lax.rem(within, size) * 0"),
     "tiles that hold nothing": ("empty = number >= occupied * shape.parts", "empty = number < 0"),
 }
 FAST_MUTATIONS = ("wait for copies",)
