@@ -218,7 +218,7 @@ def resolve(
     least = chunk + config.max_num_seqs
     budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens
     _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
-    cache = _stored(config, cache)
+    cache = cache.stored_as(config.kv_cache_dtype)
     pages = _num_pages(config, cache, width, itemsize)
     return ResolvedEngine(
         max_model_len=length,
@@ -362,13 +362,6 @@ def _max_model_len(asked: int | None, max_position: int) -> int:
     _require(asked >= 2, "max_model_len", asked, "must be at least 2")
     _require(asked <= max_position, "max_model_len", asked, f"is beyond the model's context of {max_position} tokens")
     return asked
-
-
-def _stored(config: EngineConfig, cache: CacheSpec) -> CacheSpec:
-    stored = cache.stored_as(config.kv_cache_dtype)
-    what = "cannot be: the model caches latents, which every head reads and which are kept in the model's dtype"
-    _require(stored.dtype is None or not stored.latent, "kv_cache_dtype", config.kv_cache_dtype, what)
-    return stored
 
 
 def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int) -> int:

@@ -367,7 +367,8 @@ class CacheSpec:
     ``groups`` are the windows of the whole model's layers, where these are but some of them (`part`).
 
     ``dtype`` is that of 8-bit elements, "int8" or "float8_e4m3fn": then each head of each token has a float32 scale, in
-    ``[pages, 2, kv_heads, page_size]``. None: elements are of the model's dtype, and have no scales.
+    ``[pages, 2, kv_heads, page_size]``. Of a latent the first ``latent_rank`` numbers have one and the rotated key
+    behind them another, in ``[pages, page_size, 2]``. None: elements are of the model's dtype, and have no scales.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -400,7 +401,8 @@ class CacheSpec:
 
     def scales_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
         """Of the scales beside `pool_shape`. There are none, on 0 pages, where elements are of the model's dtype."""
-        return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices)[1:-1])
+        parts = (2,) if self.latent else ()
+        return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices)[1:-1], *parts)
 
     def stored_as(self, kv_cache_dtype: str) -> CacheSpec:
         """The same cache with elements of one of `KV_CACHE_DTYPES`."""

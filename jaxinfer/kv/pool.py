@@ -16,10 +16,10 @@ from pallas_kernels.choice import HOPPER, Target, Wish
 class LayerPool(NamedTuple):
     """Keys and values of one layer, or its latents; see `stored` for their dtype.
 
-    ``scales`` are what 8-bit elements are multiplied with when they are read; of size zero while there are none. Each
-    belongs to one head of one token and is computed from it alone (`pallas_kernels.kv_write.reference`). So what is
-    stored of a token depends on nothing else: not on the chunk that it came in, not on what its page held before, and
-    not on whether it is computed anew.
+    ``scales`` are what 8-bit elements are multiplied with when they are read; of size zero while there are none.
+    Each belongs to one head of one token, or to one of the two parts of its latent, and is computed from it alone
+    (`pallas_kernels.kv_write.reference`). So what is stored of a token depends on nothing else: not on the chunk
+    that it came in, not on what its page held before, and not on whether it is computed anew.
     """
 
     data: Num[Array, "pages *page"]
@@ -72,7 +72,7 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     if rank is None:
         chosen = paged_attention.explain_decode(q, pool, table, length, scales=scales, target=hopper)
     else:
-        chosen = mla_attention.explain(q, pool, table, length, rank=rank, target=hopper)
+        chosen = mla_attention.explain(q, pool, table, length, rank=rank, scales=scales, target=hopper)
     return None if chosen.path == "mosaic" else chosen.why
 
 
@@ -106,7 +106,8 @@ class DecodeAttend(NamedTuple):
         own, backend = jnp.where(self.positions >= 0, own, pages), self.backend
         options, lengths = _options(layer, scale, sinks), self.positions + 1
         if v is None:  # k's one head is a chunk of one token
-            cache = cache._replace(data=kv_write.write_latents(cache.data, k, own[:, None], at % page))
+            cache = _with_latents(cache, k, own[:, None], at % page, layer)
+            options["scales"] = cache.factors
             return mla_attention.decode(q, cache.data, table, lengths, **options, path=backend), cache
         cache = _with_written(cache, k[:, None], v[:, None], own[:, None], at % page, backend)
         options["scales"] = cache.factors
@@ -142,7 +143,8 @@ class PrefillAttend(NamedTuple):
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
         options, backend = _options(layer, scale, sinks), self.backend
         if v is None:
-            cache = cache._replace(data=kv_write.write_latents(cache.data, k[:, :, 0], pages, offsets))
+            cache = _with_latents(cache, k[:, :, 0], pages, offsets, layer)
+            options["scales"] = cache.factors
             mixed = mla_attention.prefill(q, cache.data, table, self.starts, ends, **options, path=backend)
         else:
             cache = _with_written(cache, k, self._by_lane(v), pages, offsets, backend)
@@ -170,6 +172,16 @@ def _with_written(
     """Keys and values ``[lanes, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
     done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.factors, path=backend)
     return LayerPool(done.pool, cache.scales if done.scales is None else done.scales)
+
+
+def _with_latents(
+    cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
+) -> LayerPool:
+    """Latents ``[lanes, chunk, latent]`` in their places, quantised where the pool has scales."""
+    if cache.factors is None or layer.latent_rank is None:
+        return cache._replace(data=kv_write.write_latents(cache.data, latents, pages, offsets))
+    scaled = kv_write.write_scaled_latents
+    return LayerPool(*scaled(cache.data, cache.scales, latents, pages, offsets, rank=layer.latent_rank))
 
 
 def _options(layer: LayerSpec, scale: float, sinks: jax.Array | None) -> dict[str, Any]:

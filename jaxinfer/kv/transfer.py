@@ -31,10 +31,12 @@ _SCALE = np.dtype(np.float32)
 def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
     """What ``count`` pages of all layers are on their way, ``[count, layers, *page]``, where the model has ``dtype``.
 
-    Quantised ones are one array of bytes: behind the elements of a head of a token come those of its scale.
+    Quantised ones are one array of bytes: behind the elements of a head of a token come those of its scale, behind a
+    latent's those of its two.
     """
     *page, last = spec.pool_shape(1, page_size)[1:]
-    wide, kind = (last + _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, jnp.dtype(dtype))
+    scales = math.prod(spec.scales_shape(1, page_size)) // math.prod(page)
+    wide, kind = (last + scales * _SCALE.itemsize, jnp.dtype(jnp.uint8)) if spec.dtype else (last, jnp.dtype(dtype))
     return jax.ShapeDtypeStruct((count, len(spec.layers), *page, wide), kind)
 
 
@@ -50,7 +52,8 @@ def _packed(pool: LayerPool, ids: Int[Array, " pages"]) -> Shaped[Array, "pages 
     taken = kv_copy.gather_pages(pool, ids)
     if pool.factors is None:
         return taken.data
-    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8) for x in taken], -1)
+    rows = taken.data.shape[:-1]
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(*rows, -1) for x in taken], -1)
 
 
 def import_pages(
@@ -72,6 +75,7 @@ def _unpacked(pool: LayerPool, pages: Shaped[Array, "pages *page"]) -> LayerPool
     if pool.factors is None:
         return LayerPool(pages, pool.scales)
     data, scales = jnp.split(pages, [pool.data.shape[-1]], -1)
+    scales = scales.reshape(pages.shape[0], *pool.scales.shape[1:], _SCALE.itemsize)
     own = (lax.bitcast_convert_type(part, x.dtype) for part, x in zip((data, scales), pool, strict=True))
     return LayerPool(*own)
 

@@ -100,3 +100,20 @@ def write_latents(
     Always XLA's: a scatter of rows that are several hundred numbers long.
     """
     return xla.write_latents(pool, latents, pages, offsets)
+
+
+def write_scaled_latents(
+    pool: Num[Array, "pages page latent"],
+    scales: Float[Array, "pages page 2"],
+    latents: Float[Array, "lanes chunk latent"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    rank: int,
+) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:
+    """`write_latents` into a pool of int8 or float8: the pool and its scales, see `reference.quantise_latents`.
+
+    Raises:
+        ValueError: the pool's dtype is none that is quantised.
+    """
+    return xla.write_scaled_latents(pool, scales, latents, pages, offsets, rank=rank)

@@ -103,6 +103,20 @@ def quantise(
     return bits.held((jnp.round(numbers) if jnp.issubdtype(kind, jnp.integer) else numbers).astype(kind), dtype)
 
 
+def quantise_latents(
+    latents: Float[Array, "*batch latent"], rank: int, dtype: Any
+) -> tuple[Num[Array, "*batch latent"], Float[Array, "*batch 2"]]:
+    """Latents in 8 bits and their scales: one for the first ``rank`` numbers, one for the rotated key behind them.
+
+    The two have sizes of their own: the first come out of a norm, the key is as large as its projection makes it, and
+    one scale for both would leave the smaller few bits. (vLLM's ``fp8_ds_mla`` keeps the key in 16 bits.)
+    """
+    parts = [latents[..., :rank].astype(jnp.float32), latents[..., rank:].astype(jnp.float32)]
+    scales = [token_scales(part, dtype) for part in parts]
+    numbers = [quantise(part, scale, dtype) for part, scale in zip(parts, scales, strict=True)]
+    return jnp.concatenate(numbers, axis=-1), jnp.stack(scales, axis=-1)
+
+
 def places(
     pages: Int[Array, "lanes written"], offsets: Int[Array, " lanes"], chunk: int, page: int
 ) -> tuple[Int[Array, "lanes chunk"], Int[Array, "lanes chunk"]]:

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.kv_write.reference import Rope, Written, places, quantise, rotate, token_scales
+from pallas_kernels.kv_write.reference import (
+    Rope,
+    Written,
+    places,
+    quantise,
+    quantise_latents,
+    rotate,
+    token_scales,
+)
 
 
 def write(
@@ -61,6 +69,22 @@ def write_latents(
     """See `reference`."""
     ids, slots = _places(pages, offsets, latents.shape[1], pool.shape[1])
     return pool.at[ids, slots].set(latents.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+
+
+def write_scaled_latents(
+    pool: Num[Array, "pages page latent"],
+    scales: Float[Array, "pages page 2"],
+    latents: Float[Array, "lanes chunk latent"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    rank: int,
+) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:
+    """See `reference`."""
+    at = _places(pages, offsets, latents.shape[1], pool.shape[1])
+    numbers, own = quantise_latents(latents, rank, pool.dtype)
+    pool = pool.at[at].set(numbers, mode="drop", wrap_negative_indices=False)
+    return pool, scales.at[at].set(own, mode="drop", wrap_negative_indices=False)
 
 
 def _places(

@@ -43,7 +43,7 @@ def decode(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "rows heads rank"]:
     """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
@@ -64,7 +64,7 @@ def extend(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "lanes chunk heads rank"]:
     """`prefill` of a few queries a lane (decode of several tokens): where a kernel does it, it splits the keys."""
@@ -82,7 +82,7 @@ def prefill(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "lanes chunk heads rank"]:
     """See `reference.prefill`; what padding queries give is finite and means nothing.

@@ -9,7 +9,9 @@ Everywhere: the pool of a layer is ``[pages, page, rank + rope]``; a table lists
 What a query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
 
 - ``scale`` multiplies the scores: usually ``(nope + rope) ** -0.5`` with the head's size before absorption.
-- ``scales [pages, page]`` of a pool in int8 or float8: what a token's numbers are multiplied with, float32.
+- ``scales [pages, page, 2]`` of a pool in int8 or float8, float32: what a token's numbers are multiplied with when they
+  are read: its first ``rank`` with the first, its rotated key with the second. A pool in uint8 holds the bits of
+  float8_e4m3fn (`pallas_kernels.bits`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import bits
 from pallas_kernels.paged_attention.reference import attend, visible_keys
 
 RANK = 512
@@ -27,16 +30,18 @@ RANK = 512
 
 def latents(
     pool: Num[Array, "pages page latent"],
-    scales: Float[Array, "pages page"] | None,
+    scales: Float[Array, "pages page 2"] | None,
     table: Int[Array, " width"],
+    rank: int,
     dtype: Any,
 ) -> Float[Array, "keys latent"]:
     """The numbers that one sequence's pages stand for, contiguous."""
     pages, _, latent = pool.shape
     table = jnp.clip(table, 0, pages - 1)
-    taken = pool[table].astype(dtype)
+    taken = bits.numbers(pool[table]).astype(dtype)
     if scales is not None:
-        taken = taken * scales[table].astype(dtype)[..., None]
+        own, of_key = jnp.split(scales[table].astype(dtype), 2, axis=-1)
+        taken = taken * jnp.where(jnp.arange(latent) < rank, own, of_key)
     return taken.reshape(-1, latent)
 
 
@@ -48,7 +53,7 @@ def decode(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "rows heads rank"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
@@ -69,7 +74,7 @@ def prefill(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "lanes chunk heads rank"]:
     """Chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written. Length 0: zeros.
@@ -84,7 +89,7 @@ def prefill(
     chunk = q.shape[1]
 
     def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
-        keys = latents(pool, scales, table, dtype)
+        keys = latents(pool, scales, table, rank, dtype)
         visible = visible_keys(chunk, keys.shape[0], start, length, None, None)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
         return attend(q, keys[None], keys[None, :, :rank], visible, scale=scale)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels import bits
 from pallas_kernels.mla_attention.reference import RANK
 from pallas_kernels.softmax import Softmax
 
@@ -38,6 +39,7 @@ class _Pages:
     tables: jax.Array  # [sequences, width]; the width is a multiple of count
     lengths: jax.Array  # [sequences]
     count: int
+    rank: int  # of the latents
 
     @property
     def block(self) -> int:
@@ -49,9 +51,10 @@ class _Pages:
     def read(self, index: jax.Array) -> jax.Array:
         """Block ``index``, [sequences, block, latent] float32; 0 past the ends, where anything may lie."""
         pages = lax.dynamic_slice_in_dim(self.tables, index * self.count, self.count, 1)
-        numbers = self.pool[pages].astype(jnp.float32)
+        numbers = bits.widened(self.pool[pages])
         if self.scales is not None:
-            numbers = numbers * self.scales[pages][..., None]
+            latent, key = jnp.split(self.scales[pages], 2, axis=-1)
+            numbers = numbers * jnp.where(jnp.arange(numbers.shape[-1]) < self.rank, latent, key)
         numbers = numbers.reshape(pages.shape[0], self.block, -1)
         written = self.positions(index) < self.lengths[:, None]
         return jnp.where(written[..., None], numbers, 0.0)
@@ -61,10 +64,12 @@ class _Pages:
         return (jnp.max(self.lengths) + self.block - 1) // self.block
 
 
-def _pages(pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
+def _pages(
+    pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int, rank: int
+) -> _Pages:
     """Blocks are read whole: the table's last block is filled up with page 0, whose keys lengths mask."""
     count = max(1, block // pool.shape[1])
-    return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count)
+    return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count, rank)
 
 
 def decode(
@@ -75,7 +80,7 @@ def decode(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
     together: int = ROWS_TOGETHER,
 ) -> Float[Array, "rows heads rank"]:
     """See `reference.decode`.
@@ -84,7 +89,10 @@ def decode(
         together: rows that run together, up to the longest of them; all of them is best on a GPU.
     """
     rows, together = q.shape[0], min(together, q.shape[0])
-    pages, queries = _pages(pool, scales, tables, lengths, DECODE_BLOCK), q.astype(jnp.float32) * (scale * _LOG2_E)
+    pages, queries = (
+        _pages(pool, scales, tables, lengths, DECODE_BLOCK, rank),
+        q.astype(jnp.float32) * (scale * _LOG2_E),
+    )
     if together == rows:
         return _decode_together(queries, pages, rank).astype(q.dtype)
 
@@ -128,11 +136,11 @@ def prefill(
     *,
     scale: float,
     rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
+    scales: Float[Array, "pages page 2"] | None = None,
 ) -> Float[Array, "lanes chunk heads rank"]:
     """See `reference.prefill`; what padding gives is not specified, but finite."""
     lanes, chunk, heads, latent = q.shape
-    pages = _pages(pool, scales, tables, lengths, PREFILL_BLOCK)
+    pages = _pages(pool, scales, tables, lengths, PREFILL_BLOCK, rank)
     queries = q.astype(jnp.float32).reshape(lanes, chunk * heads, latent) * (scale * _LOG2_E)
 
     def lane(index: jax.Array, results: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import client
-from jaxinfer.config import EngineConfig, EngineConfigError, resolve
+from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine import memory
 from jaxinfer.engine.engine import resolve_for
 from jaxinfer.engine.memory import Budget, plan_engine
@@ -21,12 +21,13 @@ from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.stats import bytes_per_step
-from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec, LayerSpec, SamplingParams
+from jaxinfer.types import KV_CACHE_DTYPES, LayerSpec, SamplingParams
 from pallas_kernels.kv_write.reference import quantise, token_scales
 from tests.engine.test_compiled import LOOPED, programs
-from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, alone, check_mode, make_requests
+from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, alone, check_mode, make_requests, run
 from tests.fakes import random_model
 from tests.kv.test_quantised_pool import KINDS
+from tests.models.test_deepseek import config_json
 from tests.serve.live import live
 
 MIB = 2**20
@@ -60,6 +61,42 @@ def test_every_mode_gives_the_bits_of_each_request_alone(kind, mode, model, monk
     assert any(len(each) > 2 for each in expected), "no request has several samples"
     if mode != "no prefix cache":
         assert llm.engine.stats().prefix_hits > 0
+
+
+LATENT_MODES = ("drafts, recomputed", "swapped")
+
+
+@functools.cache
+def latents_alone(kind: str) -> tuple[Model, Requests, list[Any]]:
+    model = random_model(**config_json(3))
+    requests = make_requests(24, model.config.vocab_size)
+    return model, requests, alone(model, requests, **SETTINGS, kv_cache_dtype=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", LATENT_MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_have_the_bits_of_each_request_alone(kind, mode, monkeypatch):
+    model, requests, expected = latents_alone(kind)
+    changes, happened = MODES[mode]
+    if mode == "swapped":
+        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    llm = LLM(model, **{**SETTINGS, "num_pages": ROOMY, "kv_cache_dtype": kind, **changes})
+    check_mode(llm, requests, expected, happened)
+    assert llm.engine.stats().prefix_hits > 0
+
+
+def test_latents_have_the_bits_of_each_request_alone_in_short():
+    """And in one batch, on the same engine: some prompts share a page. The pool takes what the plan says."""
+    model = random_model(**config_json(3, num_hidden_layers=1, first_k_dense_replace=1))
+    llm = LLM(model, **{**SETTINGS, "prefill_sizes": (16,)}, num_pages=ROOMY, kv_cache_dtype="int8")
+    requests = make_requests(6, model.config.vocab_size)
+    expected = [run(llm, [request])[0] for request in requests]
+    assert run(llm, requests) == expected
+    pools = llm.engine._executor.parts[-1].pools
+    assert {pool.data.dtype.name for pool in pools} == {"int8"}
+    size = sum(array.nbytes for array in jax.tree.leaves(pools))
+    assert size == ROOMY * model.with_cache("int8").cache_spec.bytes_per_page(16, 4) == ROOMY * 16 * (16 + 8)
 
 
 # ---- what the numbers are
@@ -188,10 +225,7 @@ def test_bounds_in_bytes_hold_more_pages(wide):
 def test_what_cannot_be_is_refused_in_a_sentence(model):
     with pytest.raises(EngineConfigError, match="kv_cache_dtype = int4 must be one of auto, fp8, fp8_e4m3, int8"):
         LLM(model, kv_cache_dtype="int4")
-    latents = CacheSpec((LayerSpec(latent_rank=512),), 1, 576)
     config = EngineConfig(kv_cache_dtype="fp8")
-    with pytest.raises(EngineConfigError, match="kv_cache_dtype = fp8 cannot be: the model caches latents"):
-        resolve(config, latents, max_position=128, itemsize=2)
     with pytest.raises(EngineConfigError, match=r"attention_backend = mosaic cannot be: head_dim 8"):
         resolve_for(model, dataclasses.replace(config, attention_backend="mosaic"), "gpu")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.layers.rope import rotate as layers_rotate
-from pallas_kernels import kv_write
+from pallas_kernels import bits, kv_write
 from pallas_kernels.choice import Target
 from pallas_kernels.kv_write import reference, static_scales
 from pallas_kernels.paged_attention.reference import dequantise
@@ -61,6 +61,29 @@ def test_latents_are_written_like_keys(written, dtype):
         if 0 <= (page := written[lane][at // PAGE]) < PAGES:
             want[page, at % PAGE] = latents[lane, token].astype(dtype)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "uint8"])
+def test_latents_of_8_bits_have_a_scale_for_each_part(dtype):
+    """The rotated key is a hundred times as large as the latent beside it; a cut changes no bit of a token."""
+    rank, limit = 8, 127 if dtype == "int8" else 448
+    latents = random(9, 1, 20, 12) * jnp.where(jnp.arange(12) < rank, 1.0, 100.0)
+    empty = jnp.zeros((PAGES, PAGE, 12), dtype), jnp.full((PAGES, PAGE, 2), jnp.nan)
+    scaled = kv_write.write_scaled_latents
+    whole = scaled(*empty, latents, jnp.array([[3, 5]]), jnp.array([0]), rank=rank)
+    first = scaled(*empty, latents[:, :7], jnp.array([[3]]), jnp.array([0]), rank=rank)
+    cut = scaled(*first, latents[:, 7:], jnp.array([[3, 5]]), jnp.array([7]), rank=rank)
+    for one, other in zip(whole, cut, strict=True):
+        np.testing.assert_array_equal(one, other)
+    numbers, scales = (np.asarray(x, np.float32)[[3, 5]] for x in (bits.numbers(whole[0]), whole[1]))
+    exact = np.asarray(latents[0])
+    scales = scales.reshape(-1, 2)[:20]
+    for side, part in enumerate((slice(None, rank), slice(rank, None))):
+        np.testing.assert_allclose(scales[:, side], np.abs(exact[:, part]).max(-1) / limit, rtol=1e-6)
+    numbers = numbers.reshape(-1, 12)[:20] * np.repeat(scales, (rank, 4), axis=1)
+    step = np.repeat(scales, (rank, 4), axis=1) if dtype == "int8" else np.abs(exact) / 8 + 1e-2
+    assert (np.abs(numbers - exact) <= 0.501 * step).all()
+    assert np.isnan(np.asarray(whole[1])[5, 4:]).all()  # beyond the chunk nothing is written
 
 
 def test_writes_stay_in_place():

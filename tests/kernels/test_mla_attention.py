@@ -58,7 +58,7 @@ def make_case(
     rng = np.random.default_rng(0)
     rows, width = len(lengths), width or max(1, -(-max(lengths) // page))
     numbers = rng.normal(size=(rows * width, page, rank + ROPE)).astype(np.float32)
-    scales = rng.uniform(0.5, 1.5, size=(rows * width, page)).astype(np.float32) if quantised else None
+    scales = rng.uniform(0.5, 1.5, size=(rows * width, page, 2)).astype(np.float32) if quantised else None
     pool = numbers.astype(jnp.float8_e4m3fn if quantised else dtype)
     tables = rng.permutation(rows * width).astype(np.int32).reshape(rows, width)
     for table, length in zip(tables, lengths, strict=True):
@@ -253,6 +253,13 @@ def test_xla_equals_float64(lengths, counts, options):
     case = make_case(lengths, counts, **{"heads": 4, "dtype": jnp.float32, "rank": 32} | options)
     entry = xla.decode if counts is None else xla.prefill
     assert_close(case, entry(*case.arrays, **case.options), jnp.float32)
+
+
+def test_a_cpus_bytes_are_the_bits_of_float8():
+    case = make_case((70, 300), heads=4, rank=32, dtype=jnp.float32, quantised=True)
+    bytes_alone = dataclasses.replace(case, pool=case.pool.view(np.uint8))
+    want, got = (np.asarray(xla.decode(*each.arrays, **each.options)) for each in (case, bytes_alone))
+    np.testing.assert_array_equal(got, want)
 
 
 def test_xla_neighbours_and_table_width_change_no_bit():

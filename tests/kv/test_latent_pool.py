@@ -9,6 +9,7 @@ from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, copy_pages,
 from jaxinfer.kv.transfer import HostPages, export_pages, import_pages
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.types import CacheSpec, LayerSpec
+from tests.kv.test_quantised_pool import KINDS, rounded
 
 HEADS, RANK, LATENT, PAGE, LENGTH, PAGES = 3, 8, 12, 16, 75, 14
 LAYER = LayerSpec(latent_rank=RANK)
@@ -21,15 +22,15 @@ def tokens() -> tuple[jax.Array, jax.Array]:
     return tuple(jnp.asarray(rng.standard_normal((LENGTH, heads, LATENT), np.float32)) for heads in (HEADS, 1))
 
 
-def pool() -> LayerPool:
-    return new_pools(SPEC, PAGES, PAGE, jnp.dtype("float32"))[0]
+def pool(spec: CacheSpec = SPEC) -> LayerPool:
+    return new_pools(spec, PAGES, PAGE, jnp.dtype("float32"))[0]
 
 
-def prefilled(cuts: list[int], size: int = 40) -> tuple[np.ndarray, LayerPool]:
+def prefilled(cuts: list[int], size: int = 40, spec: CacheSpec = SPEC) -> tuple[np.ndarray, LayerPool]:
     """The whole sequence in chunks that begin at ``cuts``."""
-    cache, parts, tables = pool(), [], jnp.asarray(TABLE[None, None])
+    cache, parts, tables = pool(spec), [], jnp.asarray(TABLE[None, None])
     for start, end in zip(cuts, [*cuts[1:], LENGTH], strict=True):
-        attend = PrefillAttend(SPEC, tables, jnp.array([start]), jnp.array([end - start]))
+        attend = PrefillAttend(spec, tables, jnp.array([start]), jnp.array([end - start]))
         padding = ((0, size - end + start), (0, 0), (0, 0))
         q, k = (jnp.pad(x[start:end], padding, constant_values=9) for x in tokens())
         mixed, cache = attend(q, k, None, cache, LAYER, 0.3)
@@ -156,3 +157,45 @@ def test_the_kernels_of_published_shapes_exist():
     assert no_kernel(deepseek, 64, jnp.dtype("bfloat16")) is None
     assert "float32" in (no_kernel(deepseek, 64, jnp.dtype("float32")) or "")
     assert "latent of 8" in (no_kernel(SPEC, 64, jnp.dtype("bfloat16")) or "")
+    for kind in KINDS:
+        assert "8" in (no_kernel(deepseek.stored_as(kind), 64, jnp.dtype("bfloat16")) or "")
+
+
+# ---- 8 bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_in_8_bits_is_that_to_rounded_latents(kind):
+    """Of chunks and of rows; the bytes of a token are the same from both, and whatever the cuts."""
+    spec, (q, k) = SPEC.stored_as(kind), tokens()
+    halves = [rounded(part, kind) for part in jnp.split(k, [RANK], axis=-1)]
+    want, _ = causal_attend(q, jnp.concatenate(halves, -1), None, None, LAYER, 0.3)
+    exact, _ = causal_attend(q, k, None, None, LAYER, 0.3)
+    assert np.abs(np.asarray(want) - np.asarray(exact)).max() > 1e-3
+    whole, cache = prefilled([0, 40], spec=spec)
+    cut, other = prefilled([0, 5, 45], spec=spec)
+    _, rows = prefilled([0, 40], spec=spec)
+    for got in (whole, cut):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    step = DecodeAttend(spec, jnp.asarray(TABLE[None, None]), jnp.array([70]))
+    mixed, rows = step(q[70:71], k[70:71], None, rows._replace(data=rows.data.at[5].set(0)), LAYER, 0.3)
+    assert mixed.shape == (1, HEADS, RANK)
+    for one, another in zip(cache, other, strict=True):
+        np.testing.assert_array_equal(one, another)
+    np.testing.assert_array_equal(rows.data[5, 70 % PAGE], cache.data[5, 70 % PAGE])
+    np.testing.assert_array_equal(rows.scales, cache.scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_of_8_bits_move_with_both_scales(kind):
+    spec, (_, cache) = SPEC.stored_as(kind), prefilled([0, 40], spec=SPEC.stored_as(kind))
+    pools, empty = [cache] * 2, new_pools(spec, PAGES, PAGE, jnp.dtype("float32"))
+    source, target, host = jnp.array([[3, 9]]), jnp.array([[5, PAGES]]), HostPages(spec, 9, PAGE, jnp.dtype("float32"))
+    host.put([7, 2], export_pages(spec, pools, source))
+    back = import_pages(spec, empty, jnp.asarray(host.take([7, 2], 2)), target)
+    assert host.nbytes == 2 * spec.bytes_per_page(PAGE, 4) == 2 * 2 * PAGE * (LATENT + 8)
+    assert spec.exact_per_token == 2 * 2
+    copied = copy_pages(spec, pools, source, target)
+    for own, moved in zip((*back, *copied), pools * 2, strict=True):
+        for one, before in zip(own, moved, strict=True):
+            np.testing.assert_array_equal(one[5], before[3])

@@ -166,7 +166,9 @@ def refusal(
         return f"a latent of {rank} numbers and {latent - rank} rotated ones: this kernel does {RANKS} and {ROPE}"
     if pool.shape[1] not in PAGES:
         return f"page size {pool.shape[1]}: this kernel does {PAGES}"
-    if q.dtype not in DTYPES or pool.dtype != q.dtype or scales is not None:
+    if scales is not None:
+        return f"the pool is {pool.dtype} with scales: this kernel does no latents of 8 bits"
+    if q.dtype not in DTYPES or pool.dtype != q.dtype:
         return f"queries are {q.dtype}, the pool is {pool.dtype}: this kernel does bfloat16 or float16 for both"
     return None
 
