@@ -117,7 +117,7 @@ def test_a_call_reaches_those_that_take_part_alone():
             members[0].launched()
         for place, numbers in ((1, [1, 2]), (2, [0, 2])):
             assert [frame.values["number"] for frame in answer(members[place], 2)] == numbers
-        time.sleep(2.0)
+        time.sleep(1.5)
         assert not ends.reasons
 
 
