@@ -1,5 +1,6 @@
 """grouped_matmul against its equation, on the paths of all platforms; what a row costs and what it depends on."""
 
+import functools
 import re
 
 import jax
@@ -158,20 +159,40 @@ def test_tiles_of_another_path_are_multiplied_by_it():
         explain(x, weights, few, path="mosaic")
 
 
-def test_the_kernels_path_can_be_differentiated_and_batched():
-    """Neither runs the kernel: without a GPU it could not."""
-    experts = choices(8)
-    x, weights = numbers(1, 16, 64, dtype="bfloat16"), numbers(2, EXPERTS, 64, 64, dtype="bfloat16")
+def by_path(path: str, x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     groups = group(experts, EXPERTS, 8, path="mosaic", target=GPU)
+    rows = x.at[groups.entries].get(mode="fill", fill_value=0)
+    return jnp.sin(matmul(rows, weights, groups, path=path, target=GPU).astype(jnp.float32)).sum()
 
-    def total(path: str, *operands: jax.Array) -> jax.Array:
-        rows = operands[0].at[groups.entries].get(mode="fill", fill_value=0)
-        return jnp.sin(matmul(rows, operands[1], groups, path=path, target=GPU).astype(jnp.float32)).sum()
 
-    got, expected = (jax.jit(jax.grad(lambda *a, p=p: total(p, *a), (0, 1)))(x, weights) for p in ("mosaic", "xla"))
+def products_of_experts() -> tuple[jax.Array, ...]:
+    return numbers(1, 16, 64, dtype="bfloat16"), numbers(2, EXPERTS, 64, 64, dtype="bfloat16"), choices(8)
+
+
+def test_gradients_and_batches_take_the_xla_path_all_the_way():
+    x, weights, experts = products_of_experts()
+    forced = functools.partial(by_path, "mosaic")
+    kernel, gradients, batch = (
+        str(jax.make_jaxpr(function)(*operands))
+        for function, operands in (
+            (forced, (x, weights, experts)),
+            (jax.grad(forced, (0, 1)), (x, weights, experts)),
+            (jax.vmap(forced, (0, None, None)), (x[None], weights, experts)),
+        )
+    )
+    assert "name=grouped_matmul" in kernel
+    assert "name=grouped_matmul" not in gradients
+    assert "name=grouped_matmul" not in batch
+
+
+@pytest.mark.slow
+def test_gradients_and_batches_of_the_kernels_path_are_those_of_the_xla_path():
+    x, weights, experts = products_of_experts()
+    kernel, plain = (functools.partial(by_path, path) for path in ("mosaic", "xla"))
+    got, expected = (jax.jit(jax.grad(one, (0, 1)))(x, weights, experts) for one in (kernel, plain))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    both = jax.jit(jax.vmap(lambda x: total("mosaic", x, weights)))(jnp.stack([x, -x]))
-    np.testing.assert_allclose(both, [total("xla", x, weights), total("xla", -x, weights)], rtol=1e-5)
+    both = jax.jit(jax.vmap(kernel, (0, None, None)))(jnp.stack([x, -x]), weights, experts)
+    np.testing.assert_allclose(both, [plain(x, weights, experts), plain(-x, weights, experts)], rtol=1e-5)
 
 
 def test_stacked_weights_are_never_copied_as_a_whole():

@@ -49,8 +49,8 @@ def assert_close(got, x, weights, groups):
     assert not got[occupied:].any()
 
 
-CASES = {"uneven groups": (37, {"n": 192, "k": 192}, Tiles(3, 64, 2, 3))}
-SLOW = {
+CASES = {
+    "uneven groups": (37, {"n": 192, "k": 192}, Tiles(3, 64, 2, 3)),
     "one row": (1, {}, Tiles(2, 64, 2, 2)),
     "float16, a ring longer than the work": (9, {"n": 64, "dtype": jnp.float16}, Tiles(1, 128, 4, 3)),
     "four consumers": (60, {"n": 256, "k": 256}, Tiles(4, 64, 3, 2)),
@@ -60,11 +60,10 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES | SLOW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_equals_float64(name):
-    rows, options, tiles = (CASES | SLOW)[name]
+    rows, options, tiles = CASES[name]
     x, weights, owners = operands(rows, **options)
     groups = group(owners, EXPERTS, 16 if name == "several panels" else rows, path="mosaic")
     tiled = in_tiles(x, groups)
@@ -72,7 +71,10 @@ def test_equals_float64(name):
 
 
 def test_what_belongs_to_nobody_changes_nothing():
-    """NaN in rows that hold no entry, in tiles of nothing, and in the weights of experts that nobody asked for."""
+    """NaN in rows that hold no entry, in tiles of nothing, and in the weights of experts that nobody asked for.
+
+    The groups are uneven, some end inside a tile, one has two tiles; all else of them is in float64.
+    """
     x, weights, owners = operands(21)
     groups = group(owners, EXPERTS, 8, path="mosaic")
     assert 0 < int(groups.occupied) < len(groups.entries)
@@ -108,7 +110,7 @@ def test_units_are_each_tile_and_part_once_and_empty_tiles_come_last(occupied, p
     count = 40
     shape = mosaic._Shape(count, 8, EXPERTS, 64 * parts, 128, jnp.bfloat16, Tiles(1, 64))
     numbers = jnp.arange(count * parts, dtype=jnp.int32)
-    units = jax.vmap(lambda number: jnp.stack(mosaic._unit_at(shape, occupied, number)))(numbers)
+    units = jax.jit(jax.vmap(lambda number: jnp.stack(mosaic._unit_at(shape, occupied, number))))(numbers)
     tiles, channels, steps = np.asarray(units).T
     assert sorted(zip(tiles, channels, strict=True)) == [(t, 64 * p) for t in range(count) for p in range(parts)]
     assert (tiles[: occupied * parts] < occupied).all()
@@ -152,12 +154,10 @@ MUTATIONS = {
     "a tile of a panel": ("first + lax.rem(within, size)", "first + lax.rem(within, size) * 0"),
     "tiles that hold nothing": ("empty = number >= occupied * shape.parts", "empty = number < 0"),
 }
-FAST_MUTATIONS = ("wait for copies",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST_MUTATIONS else pytest.mark.slow) for name in MUTATIONS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_caught(name):
     old, new = MUTATIONS[name]
     source = inspect.getsource(mosaic)
