@@ -72,11 +72,20 @@ def quantise(
     if recipe.calibrated and calibration is None:
         raise RecipeError(f"{recipe.method} needs samples of text")
     work = Work(files, model, recipe, calibration if recipe.calibrated else None, tell)
+    _require_foldable(work)
     with unfinished(destination, _identity(work, output_format, check_finite)) as started:
         target = TARGETS[output_format](work, started)
         _write_layers(work, started, target, progress)
         (started.folder / _HIDDEN.format(work.layers)).unlink(missing_ok=True)
         target.finish()
+
+
+def _require_foldable(work: Work) -> None:
+    for block in map(work.block, range(work.layers)):
+        if work.recipe.folded and not can_fold(block):
+            raise RecipeError(
+                f"{work.recipe.method} scales the inputs of layers, which is not known of {type(block).__name__}"
+            )
 
 
 def _identity(work: Work, output_format: str, check_finite: bool) -> dict[str, Any]:
@@ -142,10 +151,6 @@ def _quantised(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> di
         gram = work.recipe.gram
         statistics = observed(work.module, layer.block, layer.values, paths, hidden, work.calibration, gram)
     if work.recipe.folded:
-        if not can_fold(layer):
-            raise RecipeError(
-                f"{work.recipe.method} scales the inputs of layers, which is not known of {type(layer.block).__name__}"
-            )
         Folder(layer, statistics, work.recipe, work.recipe.grid(work.dtype)).fold()
     made: dict[str, np.ndarray] = {}
     done = set()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jaxinfer.layers.base import Layer
 from jaxinfer.layers.moe import GLU
 from jaxinfer.models.llama import LlamaBlock
 from jaxinfer.models.sparse import SparseBlock
@@ -47,9 +48,8 @@ _PAIRS: tuple[tuple[Path, Path], ...] = (
 )
 
 
-def can_fold(layer: LayerWeights) -> bool:
-    """Whether the block's form is one of those known here: a subclass may compute something else."""
-    block = layer.block
+def can_fold(block: Layer) -> bool:
+    """Whether a block's form is one of those known here: a subclass may compute something else."""
     plain = not isinstance(block, SparseBlock) or isinstance(block.config.glu, GLU)  # up is a factor of what follows
     return type(block) in (LlamaBlock, SparseBlock) and plain
 

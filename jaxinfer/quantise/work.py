@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.layers.base import Layer
 from jaxinfer.models.model import Model
 from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
@@ -70,9 +71,13 @@ class Work:
         """Reads one layer."""
         name = layer_name(index)
         specs = dict(walk(self.specs[name]))
-        overrides = dict(self.module.overrides)
         values = {path: np.array(self.value((name, *path)), np.float32) for path in specs}
-        return LayerWeights(self.module.block(index, overrides.get(index)), specs, values)
+        return LayerWeights(self.block(index), specs, values)
+
+    def block(self, index: int) -> Layer:
+        """What a layer computes."""
+        block: Layer = self.module.block(index, dict(self.module.overrides).get(index))
+        return block
 
     def value(self, path: Path) -> Any:
         """The parameter at a path."""

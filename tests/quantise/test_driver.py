@@ -162,6 +162,7 @@ def test_what_cannot_be_done_is_refused(source: pathlib.Path, tmp_path: pathlib.
     gemma = folder_of("gemma2-window", tmp_path / "gemma")
     with pytest.raises(RecipeError, match="is not known of Gemma"):
         quantise(str(gemma), tmp_path / "again", Recipe("awq", group_size=16), samples())
+    assert not (tmp_path / "again.unfinished").exists()
     (tmp_path / "mine.unfinished").mkdir()
     (tmp_path / "mine.unfinished" / "notes.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="is in the way"):
