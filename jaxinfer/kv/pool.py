@@ -12,6 +12,8 @@ from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention
 from pallas_kernels.choice import HOPPER, Target, Wish
 
+Rope = tuple[jax.Array, jax.Array]
+
 
 class LayerPool(NamedTuple):
     """Keys and values of one layer, or its latents; see `stored` for their dtype.
@@ -76,6 +78,18 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     return None if chosen.path == "mosaic" else chosen.why
 
 
+def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backend: Wish) -> bool:
+    """Whether one kernel rotates and writes what a fused projection of rows gives.
+
+    Where XLA writes, it had better rotate before, together with what comes first. Never a refusal: where a kernel is
+    asked for that cannot rotate such heads, it writes them rotated.
+    """
+    one_lane = jax.ShapeDtypeStruct((1, *qkv.shape), qkv.dtype)
+    options: dict[str, Any] = {"rope": rope, "scales": cache.factors, "interleaved": interleaved}
+    wish: Wish = "xla" if backend == "xla" else "auto"
+    return kv_write.explain_projected(cache.data, one_lane, **options, path=wish).path == "mosaic"
+
+
 class DecodeAttend(NamedTuple):
     """`Attend` for rows of one token each: row r stands at ``positions[r]`` of the sequence with ``tables[:, r]``.
 
@@ -100,18 +114,43 @@ class DecodeAttend(NamedTuple):
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
+        places = self._places(layer, cache)
+        if v is None:  # k's one head is a chunk of one token
+            cache = _with_latents(cache, k, *places, layer)
+        else:
+            cache = _with_written(cache, k[:, None], v[:, None], *places, self.backend)
+        return self._attended(q, cache, layer, scale, sinks), cache
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        rope: Rope,
+        interleaved: bool,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerPool] | None:
+        """See `FusedAttend`."""
+        if not fuses(cache, qkv, rope, interleaved, self.backend):
+            return None
+        angles, places = (rope[0][:, None], rope[1][:, None]), self._places(layer, cache)
+        q, cache = _projected(cache, qkv[:, None], angles, interleaved, *places, self.backend)
+        return self._attended(q[:, 0], cache, layer, scale, sinks), cache
+
+    def _places(self, layer: LayerSpec, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
+        """Each row's page, out of range for padding, as one of a list, and its slot there."""
         pages, page, table = cache.data.shape[0], cache.data.shape[-2], self.tables[self.spec.group(layer)]
         at = jnp.maximum(self.positions, 0)
         own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
-        own, backend = jnp.where(self.positions >= 0, own, pages), self.backend
-        options, lengths = _options(layer, scale, sinks), self.positions + 1
-        if v is None:  # k's one head is a chunk of one token
-            cache = _with_latents(cache, k, own[:, None], at % page, layer)
-            options["scales"] = cache.factors
-            return mla_attention.decode(q, cache.data, table, lengths, **options, path=backend), cache
-        cache = _with_written(cache, k[:, None], v[:, None], own[:, None], at % page, backend)
-        options["scales"] = cache.factors
-        return paged_attention.decode(q, cache.data, table, lengths, **options, path=backend), cache
+        return jnp.where(self.positions >= 0, own, pages)[:, None], at % page
+
+    def _attended(
+        self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
+    ) -> jax.Array:
+        options = _options(layer, scale, sinks) | {"scales": cache.factors, "path": self.backend}
+        decode = paged_attention.decode if layer.latent_rank is None else mla_attention.decode
+        return decode(q, cache.data, self.tables[self.spec.group(layer)], self.positions + 1, **options)
 
 
 class PrefillAttend(NamedTuple):
@@ -137,20 +176,41 @@ class PrefillAttend(NamedTuple):
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        table = self.tables[self.spec.group(layer)]
         q, k = self._by_lane(q), self._by_lane(k)
-        pages, offsets = self._written(table, k.shape[1], cache)
-        ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
-        options, backend = _options(layer, scale, sinks), self.backend
+        places = self._written(self.tables[self.spec.group(layer)], k.shape[1], cache)
         if v is None:
-            cache = _with_latents(cache, k[:, :, 0], pages, offsets, layer)
-            options["scales"] = cache.factors
-            mixed = mla_attention.prefill(q, cache.data, table, self.starts, ends, **options, path=backend)
+            cache = _with_latents(cache, k[:, :, 0], *places, layer)
         else:
-            cache = _with_written(cache, k, self._by_lane(v), pages, offsets, backend)
-            options["scales"] = cache.factors
-            mixed = paged_attention.prefill(q, cache.data, table, self.starts, ends, **options, path=backend)
-        return mixed.reshape(-1, *mixed.shape[2:]), cache
+            cache = _with_written(cache, k, self._by_lane(v), *places, self.backend)
+        return self._attended(q, cache, layer, scale, sinks), cache
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        rope: Rope,
+        interleaved: bool,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerPool] | None:
+        """See `FusedAttend`."""
+        if not fuses(cache, qkv, rope, interleaved, self.backend):
+            return None
+        qkv, angles = self._by_lane(qkv), (self._by_lane(rope[0]), self._by_lane(rope[1]))
+        places = self._written(self.tables[self.spec.group(layer)], qkv.shape[1], cache)
+        q, cache = _projected(cache, qkv, angles, interleaved, *places, self.backend)
+        return self._attended(q, cache, layer, scale, sinks), cache
+
+    def _attended(
+        self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
+    ) -> jax.Array:
+        """Of queries by lane; the results are rows."""
+        options = _options(layer, scale, sinks) | {"scales": cache.factors, "path": self.backend}
+        ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
+        prefill = paged_attention.prefill if layer.latent_rank is None else mla_attention.prefill
+        mixed = prefill(q, cache.data, self.tables[self.spec.group(layer)], self.starts, ends, **options)
+        return mixed.reshape(-1, *mixed.shape[2:])
 
     def _by_lane(self, x: jax.Array) -> jax.Array:
         lanes = self.tables.shape[1]
@@ -172,6 +232,16 @@ def _with_written(
     """Keys and values ``[lanes, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
     done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.factors, path=backend)
     return LayerPool(done.pool, cache.scales if done.scales is None else done.scales)
+
+
+def _projected(
+    cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, pages: jax.Array, offsets: jax.Array, backend: Wish
+) -> tuple[jax.Array, LayerPool]:
+    """Rotated queries, and the pool with the rotated keys and the values of ``qkv [lanes, chunk, ...]``."""
+    options: dict[str, Any] = {"rope": rope, "scales": cache.factors, "interleaved": interleaved, "path": backend}
+    done = kv_write.write_projected(cache.data, qkv, pages, offsets, **options)
+    assert done.q is not None
+    return done.q, LayerPool(done.pool, cache.scales if done.scales is None else done.scales)
 
 
 def _with_latents(

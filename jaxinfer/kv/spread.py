@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, copy_pages
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, Rope, copy_pages, fuses
 from jaxinfer.parallel.mesh import RULES, pool_spec, traced_size
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels.choice import Wish
@@ -47,7 +47,7 @@ class SpreadAttend(NamedTuple):
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        plan = {name: value for name, value in self.attend._asdict().items() if isinstance(value, jax.Array)}
+        plan = self._plan()
         latent = layer.latent_rank is not None
 
         def own(plan: dict[str, Any], *operands: Any) -> tuple[jax.Array, LayerPool]:
@@ -62,6 +62,36 @@ class SpreadAttend(NamedTuple):
             check_vma=False,
         )
         return run(plan, q, k, v, cache, sinks)
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        rope: Rope,
+        interleaved: bool,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerPool] | None:
+        """See `FusedAttend`."""
+        if not fuses(cache, qkv, rope, interleaved, self.attend.backend):
+            return None
+
+        def own(plan: dict[str, Any], *operands: Any) -> tuple[jax.Array, LayerPool] | None:
+            qkv, rope, cache, sinks = operands
+            return self.attend._replace(**plan).fused(qkv, rope, interleaved, cache, layer, scale, sinks)
+
+        pool = _pool(latent=False)
+        run = jax.shard_map(
+            own,
+            in_specs=(_EVERYWHERE, _HEADS, _EVERYWHERE, pool, PartitionSpec(_AXES)),
+            out_specs=(_HEADS, pool),
+            check_vma=False,
+        )
+        return run(self._plan(), qkv, rope, cache, sinks)
+
+    def _plan(self) -> dict[str, Any]:
+        return {name: value for name, value in self.attend._asdict().items() if isinstance(value, jax.Array)}
 
 
 def copy_own_pages(

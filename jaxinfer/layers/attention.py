@@ -39,6 +39,24 @@ class Attend(Protocol):
         ...
 
 
+@runtime_checkable
+class FusedAttend(Attend, Protocol):
+    """An `Attend` that may take a fused projection as it is, and rotate while it writes keys and values."""
+
+    def fused(
+        self,
+        qkv: Float[Array, "*batch kv_heads parts head_dim"],
+        rope: tuple[jax.Array, jax.Array],
+        interleaved: bool,
+        cache: Any,
+        layer: LayerSpec,
+        scale: float,
+        sinks: Float[Array, " heads"] | None = None,
+    ) -> tuple[Float[Array, "*batch heads head_dim"], Any] | None:
+        """What the other form gives for its rotated parts; None: not with these operands, and nothing was done."""
+        ...
+
+
 class Attention(Layer):
     """Multi-head attention with ``heads`` query and ``kv_heads`` key/value heads (GQA, Ainslie et al. 2023).
 
@@ -75,27 +93,34 @@ class Attention(Layer):
         self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """``rope``: cosines and sines of `rope_angles`; None where positions are told otherwise."""
-        q, k, v = self._project(all_tokens(x))
-        if self.qk_norm_eps is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = (rotate(heads, *rope, interleaved=self.interleaved) for heads in (q, k))
-        scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
-        mixed, cache = attend(q, k, v, cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
+        mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache)
         out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))
         if self.out_bias:
             out = out + self.weight("out_bias").astype(x.dtype)
         return out, cache
 
+    def _attended(
+        self, qkv: jax.Array, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+        rest = (cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
+        if rope is not None and self.qk_norm_eps is None and isinstance(attend, FusedAttend):
+            done = attend.fused(qkv, rope, self.interleaved, *rest)
+            if done is not None:
+                return done
+        q, k, v = qkv[..., :-2, :].reshape(*qkv.shape[:-3], self.heads, self.head_dim), qkv[..., -2, :], qkv[..., -1, :]
+        if self.qk_norm_eps is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = (rotate(heads, *rope, interleaved=self.interleaved) for heads in (q, k))
+        return attend(q, k, v, *rest)
+
     def _norm(self, eps: float) -> Layer:
         return LayerNorm(eps) if self.qk_layer_norm else RMSNorm(eps, self.norm_offset)
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch kv_heads parts head_dim"]:
         qkv = matmul(x, self.weight("qkv"))
-        if self.qkv_bias:
-            qkv = qkv + self.weight("qkv_bias").astype(x.dtype)
-        q = qkv[..., :-2, :].reshape(*x.shape[:-1], self.heads, self.head_dim)
-        return q, qkv[..., -2, :], qkv[..., -1, :]
+        return qkv + self.weight("qkv_bias").astype(x.dtype) if self.qkv_bias else qkv
 
 
 def causal_attend(

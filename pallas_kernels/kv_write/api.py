@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose
 from pallas_kernels.kv_write import mosaic, xla
-from pallas_kernels.kv_write.reference import Rope, Written
+from pallas_kernels.kv_write.reference import Rope, Written, projected
 
 
 def explain(
@@ -34,6 +34,25 @@ def explain(
         ValueError: the Mosaic kernel is forced and cannot do these operands.
     """
     refusal = mosaic.refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)
+    return _choice(pool, refusal, path, target)
+
+
+def explain_projected(
+    pool: Any,
+    qkv: Any,
+    *,
+    rope: tuple[Any, Any],
+    scales: Any | None = None,
+    interleaved: bool = False,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Choice:
+    """The path that `write_projected` takes, like `explain`."""
+    refusal = mosaic.projected_refusal(pool, qkv, rope=rope, scales=scales, interleaved=interleaved)
+    return _choice(pool, refusal, path, target)
+
+
+def _choice(pool: Any, refusal: str | None, path: Wish, target: Target | None) -> Choice:
     least = ADA if pool.dtype == jnp.float8_e4m3fn else AMPERE
     return choose(path, refusal, least=least, most=HOPPER, target=target)
 
@@ -58,6 +77,28 @@ def write(
     options: dict[str, Any] = {"scales": scales, "rope": rope, "interleaved": interleaved, "q": q}
     chosen = explain(pool, k, v, **options, path=path)
     return (mosaic if chosen.path == "mosaic" else xla).write(pool, k, v, pages, offsets, **options)
+
+
+def write_projected(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    qkv: Float[Array, "lanes chunk kv_heads parts head_dim"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    rope: Rope,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    interleaved: bool = False,
+    path: Wish = "auto",
+) -> Written:
+    """`write` of what a fused projection gives, its queries too, see `reference`: the kernel reads it where it lies.
+
+    In place where the pool and the scales are donated. Raises ValueError where a forced path cannot do it.
+    """
+    options: dict[str, Any] = {"rope": rope, "scales": scales, "interleaved": interleaved}
+    if explain_projected(pool, qkv, **options, path=path).path == "mosaic":
+        return mosaic.write_projected(pool, qkv, pages, offsets, **options)
+    q, k, v = projected(qkv)
+    return xla.write(pool, k, v, pages, offsets, **options, q=q)
 
 
 def write_rows(

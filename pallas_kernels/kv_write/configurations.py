@@ -31,6 +31,7 @@ class _Write:
     dtype: Any = jnp.bfloat16
     pool_dtype: Any = jnp.bfloat16
     scales: str | None = None
+    projected: bool = False  # queries, keys and values in one array
 
     def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         pool = shaped(256, 2, self.kv_heads, self.page, self.head_dim, dtype=self.pool_dtype)
@@ -48,6 +49,20 @@ class _Write:
             options: dict[str, Any] = {"scales": scales, "rope": rope, "interleaved": self.interleaved, "q": q}
             return mosaic.write(pool, k, v, pages, offsets, **options)
 
+        def write_projected(pool: jax.Array, scales: jax.Array, qkv: jax.Array, *rest: Any) -> Written:
+            pages, offsets, angles = rest
+            options: dict[str, Any] = {"scales": scales, "rope": (angles, angles), "interleaved": self.interleaved}
+            return mosaic.write_projected(pool, qkv, pages, offsets, **options)
+
+        if self.projected:
+            parts = self.heads // self.kv_heads + 2
+            return write_projected, (
+                pool,
+                scales,
+                shaped(*keys.shape[:3], parts, self.head_dim, dtype=self.dtype),
+                *places,
+                angles,
+            )
         return write, (pool, scales, keys, keys, *places, angles, queries)
 
     def configuration(self) -> Configuration:
@@ -73,6 +88,10 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         _Write("rows-token", pool_dtype=jnp.int8, scales="token"),
         _Write("rows-token", pool_dtype=jnp.float8_e4m3fn, scales="token"),
         _Write("rows-head", pool_dtype=jnp.float8_e4m3fn, scales="head"),
+        _Write("rows-projected", projected=True),
+        _Write("rows-projected", projected=True, head_dim=64, rotary=64, heads=56),
+        _Write("rows-projected-token", projected=True, pool_dtype=jnp.int8, scales="token"),
+        _Write("pages-projected", projected=True, lanes=2, chunk=1024),
         _Write("pages-token", lanes=2, chunk=1024, pool_dtype=jnp.int8, scales="token"),
     )
 )

@@ -64,9 +64,9 @@ class _Operands(NamedTuple):
 
     pages: Any  # [lanes, written]
     offsets: Any  # [lanes]
-    k: Any  # [tokens, kv_heads, *columns]
+    k: Any  # [tokens, kv_heads, *columns]; None, as v, where q holds them
     v: Any
-    q: Any  # [tokens, heads, *columns]
+    q: Any  # [tokens, heads, *columns]; [tokens, kv_heads, group + 2, *columns], each group's key and value behind it
     cos: Any  # [tokens, half]
     sin: Any
     given: Any  # [pages, 2, kv_heads]: scales per page and head
@@ -82,6 +82,8 @@ class _Shape(NamedTuple):
     half: int  # of the rotated numbers of a head; 0: nothing is rotated
     head_dim: int
     interleaved: bool
+    kv_heads: int
+    group: int  # queries of a KV head where one array holds queries, keys and values; else 0
     kv_tile: int
     q_tile: int
 
@@ -111,20 +113,71 @@ def write(
     """
     if (why := refusal(pool, k, v, scales=scales, rope=rope, interleaved=interleaved, q=q)) is not None:
         raise ValueError(why)
-    tiles = tiles or heuristic_tiles(k.shape[3])
-    shape = _shape_of(k, q, rope, interleaved, tiles)
+    shape = _shape_of(k, q, rope, interleaved, tiles or heuristic_tiles(k.shape[3]))
     if shape.tokens == 0:
         return Written(pool, scales, q)
-    flat = functools.partial(_flat, shape)
+    sources = (_flat(shape, k), _flat(shape, v), None if q is None or not shape.half else _flat(shape, q))
+    done = _launched(shape, pool, sources, pages, offsets, scales, rope, interpret)
+    return done._replace(q=q if q is None or done.q is None else done.q.reshape(q.shape))
+
+
+def write_projected(
+    pool: Num[Array, "pages 2 kv_heads page head_dim"],
+    qkv: Float[Array, "lanes chunk kv_heads parts head_dim"],
+    pages: Int[Array, "lanes written"],
+    offsets: Int[Array, " lanes"],
+    *,
+    rope: Rope,
+    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
+    interleaved: bool = False,
+    tiles: Tiles | None = None,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> Written:
+    """See `reference`, and `write` for the arguments that are the same. No bit differs from those of `write`.
+
+    Raises:
+        ValueError: a shape or dtype that this kernel does not do, see `projected_refusal`.
+    """
+    if (why := projected_refusal(pool, qkv, rope=rope, scales=scales, interleaved=interleaved)) is not None:
+        raise ValueError(why)
+    (lanes, chunk, kv_heads, parts, head_dim), half = qkv.shape, rope[0].shape[-1]
+    tiles, group = tiles or heuristic_tiles(head_dim), parts - 2
+    rows = power_of_two(kv_heads, tiles.heads), power_of_two(group, tiles.heads)
+    shape = _Shape(lanes * chunk, chunk, half, head_dim, interleaved, kv_heads, group, *rows)
+    whole = qkv.reshape(shape.tokens, kv_heads, parts, *_columns(shape))
+    done = _launched(shape, pool, (None, None, whole), pages, offsets, scales, rope, interpret)
+    assert done.q is not None
+    return done._replace(q=done.q.reshape(lanes, chunk, kv_heads * group, head_dim))
+
+
+def projected_refusal(pool: Any, qkv: Any, *, rope: Any, scales: Any | None = None, interleaved: bool) -> str | None:
+    """None, or why this kernel cannot do `write_projected`, like `refusal`."""
+    (lanes, chunk, kv_heads, parts, head_dim), dtype = qkv.shape, qkv.dtype
+    if parts < 3 or not rope[0].shape[-1] or not lanes * chunk:
+        return f"queries, keys and values {qkv.shape} with {2 * rope[0].shape[-1]} numbers rotated."
+    k = jax.ShapeDtypeStruct((lanes, chunk, kv_heads, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((lanes, chunk, kv_heads * (parts - 2), head_dim), dtype)
+    return refusal(pool, k, k, scales=scales, rope=rope, interleaved=interleaved, q=q)
+
+
+def _launched(
+    shape: _Shape,
+    pool: Array,
+    sources: tuple[Array | None, Array | None, Array | None],
+    pages: Array,
+    offsets: Array,
+    scales: Array | None,
+    rope: Rope | None,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> Written:
+    """``sources``: see `_Operands`. Of the result, ``q`` is [tokens, heads, *columns], or None."""
     by_token = scales is not None and scales.ndim == 4
     target = jax.new_ref(pool.reshape(*pool.shape[:4], *_columns(shape)))
     found = jax.new_ref(scales) if by_token else None
     operands = _Operands(
-        pages=pages.astype(jnp.int32),
-        offsets=offsets.astype(jnp.int32),
-        k=flat(k),
-        v=flat(v),
-        q=None if q is None or not shape.half else flat(q),
+        pages.astype(jnp.int32),
+        offsets.astype(jnp.int32),
+        *sources,
         cos=None if rope is None else rope[0].reshape(shape.tokens, -1).astype(jnp.float32),
         sin=None if rope is None else rope[1].reshape(shape.tokens, -1).astype(jnp.float32),
         given=None if by_token else scales,
@@ -132,11 +185,8 @@ def write(
         found=found,
     )
     turned = _launcher(shape, operands, interpret)(*jax.tree.leaves(operands))
-    return Written(
-        jax.freeze(target).reshape(pool.shape),
-        scales if found is None else jax.freeze(found),
-        q if q is None or not turned else turned[0].reshape(q.shape),
-    )
+    written = jax.freeze(target).reshape(pool.shape)
+    return Written(written, scales if found is None else jax.freeze(found), turned[0] if turned else None)
 
 
 def refusal(
@@ -171,8 +221,8 @@ def _shape_of(k: Array, q: Array | None, rope: Rope | None, interleaved: bool, t
     lanes, chunk, kv_heads, head_dim = k.shape
     half = 0 if rope is None else rope[0].shape[-1]
     q_tile = 0 if q is None or not half else power_of_two(q.shape[2], tiles.heads)
-    pairs = interleaved and half > 0
-    return _Shape(lanes * chunk, chunk, half, head_dim, pairs, power_of_two(kv_heads, tiles.heads), q_tile)
+    pairs, kv_tile = interleaved and half > 0, power_of_two(kv_heads, tiles.heads)
+    return _Shape(lanes * chunk, chunk, half, head_dim, pairs, kv_heads, 0, kv_tile, q_tile)
 
 
 def _columns(shape: _Shape) -> tuple[int, ...]:
@@ -186,11 +236,12 @@ def _flat(shape: _Shape, x: Array) -> Array:
 
 def _launcher(shape: _Shape, operands: _Operands, interpret: plgpu.InterpretGPUParams | None) -> Any:
     tree, q = jax.tree.structure(operands), operands.q
-    kv_tiles = operands.k.shape[1] // shape.kv_tile
-    q_tiles = 0 if q is None else q.shape[1] // shape.q_tile
+    heads = 0 if q is None else shape.kv_heads * shape.group or q.shape[1]
+    kv_tiles, q_tiles = shape.kv_heads // shape.kv_tile, heads // shape.q_tile if heads else 0
+    turned = () if q is None else (jax.ShapeDtypeStruct((shape.tokens, heads, *_columns(shape)), q.dtype),)
     return compat.kernel(
         functools.partial(_body, shape, tree, kv_tiles),
-        out_type=() if q is None else (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        out_type=turned,
         scratch_types=(),
         grid=(shape.tokens, 2 * kv_tiles + q_tiles),
         grid_names=("token", "part"),
@@ -218,9 +269,10 @@ def _cost(shape: _Shape, operands: _Operands) -> pl.CostEstimate:
 
 
 class _Part(NamedTuple):
-    """One tile: a token's heads ``heads`` of ``source`` (keys, values or queries)."""
+    """One tile: a token's heads ``heads`` of its keys, values or queries, at ``at`` of ``source``."""
 
     source: Any
+    at: tuple[Any, ...]
     token: Any
     heads: Any
     rows: int
@@ -235,12 +287,21 @@ def _body(shape: _Shape, tree: Any, kv_tiles: int, *refs: Any) -> None:
     for side, source in enumerate((gmem.k, gmem.v)):
         here = (part >= side * kv_tiles) & (part < (side + 1) * kv_tiles)
         heads = pl.ds((part - side * kv_tiles) * shape.kv_tile, shape.kv_tile)
-        tile = _Part(source, token, heads, shape.kv_tile, shape.half > 0 and side == KEYS)
+        source, at = (gmem.q, (token, heads, shape.group + side)) if shape.group else (source, (token, heads))
+        tile = _Part(source, at, token, heads, shape.kv_tile, shape.half > 0 and side == KEYS)
         pl.when(here)(functools.partial(_store_in_pool, shape, gmem, tile, side))
     if turned:
-        heads = pl.ds((part - 2 * kv_tiles) * shape.q_tile, shape.q_tile)
-        tile = _Part(gmem.q, token, heads, shape.q_tile, True)
+        tile = _query_tile(shape, gmem, token, (part - 2 * kv_tiles) * shape.q_tile)
         pl.when(part >= 2 * kv_tiles)(functools.partial(_turn_queries, shape, gmem, tile, turned[0]))
+
+
+def _query_tile(shape: _Shape, gmem: _Operands, token: Any, first: Any) -> _Part:
+    heads = pl.ds(first, shape.q_tile)
+    if not shape.group:
+        return _Part(gmem.q, (token, heads), token, heads, shape.q_tile, True)
+    kv_head = lax.div(first, jnp.int32(shape.group))
+    at = (token, kv_head, pl.ds(first - kv_head * shape.group, shape.q_tile))
+    return _Part(gmem.q, at, token, heads, shape.q_tile, True)
 
 
 def _turn_queries(shape: _Shape, gmem: _Operands, tile: _Part, target: Any) -> None:
@@ -292,10 +353,8 @@ def _layout(shape: _Shape, tile: _Part) -> Any:
 
 def _load(shape: _Shape, gmem: _Operands, tile: _Part, layout: Any) -> list[Any]:
     """The pieces of a tile, rotated, in the source's dtype."""
-    at = (tile.token, tile.heads)
-    pieces = [
-        plgpu.load(tile.source.at[(*at, *columns)], layout=layout, optimized=False) for columns in _pieces(shape, tile)
-    ]
+    places = [tile.source.at[(*tile.at, *columns)] for columns in _pieces(shape, tile)]
+    pieces = [plgpu.load(place, layout=layout, optimized=False) for place in places]
     if not tile.rotated:
         return pieces
     cos, sin = (

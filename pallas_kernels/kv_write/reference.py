@@ -19,6 +19,9 @@ Options, alike in every path:
   A pool in uint8 holds the bits of float8_e4m3fn (`pallas_kernels.bits`).
 - ``q [lanes, chunk, heads, head_dim]``: rotated alike and given back, not written.
 
+`write_projected` has all three in one array as a fused projection leaves them, ``[lanes, chunk, kv_heads, group + 2,
+head_dim]``: the queries of each KV head, its key and its value.
+
 Why a page's scale is given and not found from its tokens: it must be known at the page's first token, or what is
 written would depend on how a prompt was cut into chunks, and tokens written earlier would have to be quantised anew.
 Taking it from that first token would depend on no cut, but the first token of a sequence is the attention sink, whose
@@ -163,6 +166,18 @@ def write(
                 own = scales[jnp.clip(ids[lane, token], 0, pool.shape[0] - 1)].astype(dtype)
             pool = jnp.where(at[..., None], quantise(row, own, pool.dtype)[:, :, None], pool)
     return Written(pool, scales, None if q is None else turned(q))
+
+
+def projected(
+    qkv: Float[Array, "lanes chunk kv_heads parts head_dim"],
+) -> tuple[
+    Float[Array, "lanes chunk heads head_dim"],
+    Float[Array, "lanes chunk kv_heads head_dim"],
+    Float[Array, "lanes chunk kv_heads head_dim"],
+]:
+    """The queries, keys and values of a fused projection."""
+    q = qkv[..., :-2, :].reshape(*qkv.shape[:2], -1, qkv.shape[-1])
+    return q, qkv[..., -2, :], qkv[..., -1, :]
 
 
 def write_latents(

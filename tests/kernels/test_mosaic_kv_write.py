@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compat
+from pallas_kernels import compat, kv_write
+from pallas_kernels.choice import Target
 from pallas_kernels.kv_write import mosaic, reference
 
 PAGES = 6
@@ -119,6 +120,38 @@ def test_equals_float64(name):
 @pytest.mark.parametrize("name", SLOW)
 def test_equals_float64_for_every_option(name):
     SLOW[name].check()
+
+
+PROJECTED = {
+    "group of 4": Case(heads=8, half=32),
+    "group of 3, pairs, int8": Case(heads=6, half=16, interleaved=True, pool_dtype=INT8, scales="token", chunk=4),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_a_projection_is_read_where_it_lies(name):
+    """Queries, keys and values in one array give the bits of `write` of the three; XLA takes it apart."""
+    case = PROJECTED[name]
+    (pool, k, v, *places), options = case.operands()
+    q = options.pop("q")
+    groups = q.reshape(*k.shape[:3], -1, k.shape[-1])
+    qkv = jnp.concatenate([groups, k[..., None, :], v[..., None, :]], axis=-2)
+    interpret = compat.interpret_params()
+    got = compat.interpreted(lambda: mosaic.write_projected(pool, qkv, *places, **options, interpret=interpret))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(case.got()), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    apart = kv_write.write_projected(pool, qkv, *places, **options)
+    whole = kv_write.write(pool, k, v, *places, **options, q=q)
+    for one, other in zip(jax.tree.leaves(apart), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_what_is_no_projection_to_rotate_is_refused():
+    pool, qkv, half = jnp.zeros((6, 2, 2, 16, 64)), jnp.zeros((1, 1, 2, 2, 64)), jnp.zeros((1, 1, 32))
+    assert "(1, 1, 2, 2, 64)" in (mosaic.projected_refusal(pool, qkv, rope=(half, half), interleaved=False) or "")
+    whole, hopper = jnp.zeros((1, 1, 2, 6, 64)), Target("gpu", (9, 0))
+    assert kv_write.explain_projected(pool, whole, rope=(half, half), target=hopper).path == "mosaic"
+    assert "head_dim 64" in kv_write.explain_projected(pool, whole, rope=(half[..., :5],) * 2, target=hopper).why
 
 
 def a_slot_too_far(monkeypatch):
