@@ -27,7 +27,10 @@ from tests.fakes import random_model
 class FakeEngine(Engine):
     """Serves nothing: every request waits until `finish`."""
 
-    def __init__(self, model: Any, config: EngineConfig, platform: str, progress: Any, mesh: Any) -> None:
+    def __init__(
+        self, model: Any, config: EngineConfig, platform: str, progress: Any, mesh: Any, make: Any, proved: Any
+    ) -> None:
+        self.make, self.was_proved, self.proved = make, proved, proved or object()
         cache = CacheSpec((LayerSpec(None),), kv_heads=1, head_dim=8)
         self.given, self.config = config, resolve(config, cache, max_position=128, itemsize=4)
         self.requests: dict[str, Request] = {}
@@ -76,6 +79,17 @@ def make(monkeypatch: pytest.MonkeyPatch, count: int = 2, progress: Any = None, 
     monkeypatch.setattr(replicas, "replicas", lambda mesh: [mesh] * count)
     config = EngineConfig(**{"max_num_seqs": 4, "max_model_len": 64, **settings})
     return replicas.Replicas(random_model(), config, "cpu", progress, make_mesh())
+
+
+def test_what_was_proved_of_the_first_holds_for_one_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = iter([True, True, False] * 2)  # asked to share the progress, and for each
+    monkeypatch.setattr(replicas, "own_devices", lambda mesh: [mesh] if next(here) else [])
+    told: list[tuple[int, int]] = []
+    first, second, third = make(monkeypatch, 3, lambda done, total: told.append((done, total)))._engines
+    assert isinstance(first, FakeEngine)
+    assert [each.was_proved for each in (first, second)] == [None, None]
+    assert third.was_proved is first.proved
+    assert told[:2] == [(3, 8), (7, 8)], "two replicas compile here"
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Request:
