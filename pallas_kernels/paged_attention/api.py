@@ -1,4 +1,4 @@
-"""The doors of paged attention: Mosaic kernels on Hopper GPUs, plain XLA everywhere else."""
+"""The doors of paged attention: Mosaic kernels on Hopper GPUs and for decode on Ampere's, plain XLA everywhere else."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels.choice import Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose, lowering_target
 from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.mosaic import ampere
 from pallas_kernels.paged_attention.mosaic import decode as few
 from pallas_kernels.paged_attention.mosaic import prefill as many
 
@@ -26,7 +27,14 @@ def explain_decode(
         ValueError: the kernel is forced and cannot do these operands.
     """
     options.pop("scale", None)
+    if _below_hopper(target):
+        return choose(path, ampere.refusal(q, pool, tables, lengths, **options), least=AMPERE, most=ADA, target=target)
     return choose(path, few.refusal(q, pool, tables, lengths, **options), target=target)
+
+
+def _below_hopper(target: Target | None) -> bool:
+    capability = (target or lowering_target()).capability
+    return capability is not None and AMPERE <= capability < HOPPER
 
 
 def explain_prefill(
@@ -67,7 +75,8 @@ def decode(
     """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
     if explain_decode(q, pool, tables, lengths, **options, path=path).path == "mosaic":
-        return few.decode(q, pool, tables, lengths, **options)
+        kernel = ampere if _below_hopper(None) else few
+        return kernel.decode(q, pool, tables, lengths, **options)
     # A GPU has room for all rows at once, and waits for every step of a loop.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
     return xla.decode(q, pool, tables, lengths, **options, together=together)

@@ -1,0 +1,52 @@
+"""The shapes of paged decode below Hopper that ship, for `python -m pallas_kernels.check`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.check.configuration import ADA, AMPERE, Configuration, shaped
+from pallas_kernels.paged_attention.mosaic.ampere import decode
+
+_ROWS, _KV_HEADS, _PAGES, _CONTEXT = 64, 8, 256, 4096
+
+
+def _build(
+    page: int, head_dim: int, group: int, *, dtype: Any = jnp.bfloat16, sinks: bool = False, **options: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def attend(q: Any, pool: Any, tables: Any, lengths: Any, sinks: Any) -> Any:
+        return decode(q, pool, tables, lengths, scale=head_dim**-0.5, sinks=sinks, **options)
+
+    return attend, (
+        shaped(_ROWS, _KV_HEADS * group, head_dim, dtype=dtype),
+        shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=dtype),
+        shaped(_ROWS, _CONTEXT // page, dtype=jnp.int32),
+        shaped(_ROWS, dtype=jnp.int32),
+        shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
+    )
+
+
+def _configuration(page: int, head_dim: int, group: int, more: str = "bf16", **options: Any) -> Configuration:
+    return Configuration(
+        op="paged_attention.ampere",
+        name=f"page{page}-dim{head_dim}-group{group}-{more}",
+        build=functools.partial(_build, page, head_dim, group, **options),
+        targets=(AMPERE, ADA),
+    )
+
+
+CONFIGURATIONS: tuple[Configuration, ...] = (
+    _configuration(64, 128, 4),
+    _configuration(16, 128, 4),
+    _configuration(128, 128, 8),
+    _configuration(64, 128, 7),
+    _configuration(64, 128, 16),
+    _configuration(32, 128, 32),
+    _configuration(64, 64, 8, "fp16", dtype=jnp.float16),
+    _configuration(32, 64, 1),
+    _configuration(64, 64, 8, "bf16-window-sinks", window=128, sinks=True),
+    _configuration(64, 128, 2, "bf16-window-softcap", window=4096, softcap=50.0),
+)
