@@ -13,6 +13,8 @@ from pallas_kernels.kv_copy import mosaic
 
 
 def _pool(page: int, head_dim: int, dtype: Any, scales: str | None) -> tuple[Any, ...]:
+    if scales == "latent":  # two of a token, which has no heads
+        return shaped(256, page, head_dim, dtype=dtype), shaped(256, page, 2, dtype=jnp.float32)
     numbers = shaped(256, 2, 8, page, head_dim, dtype=dtype)
     rank = {None: 0, "head": 3, "token": 4}[scales]
     return (numbers, shaped(*numbers.shape[:rank], dtype=jnp.float32)) if rank else (numbers,)
@@ -43,6 +45,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         (_copy_pages, 8, 16, 80, jnp.float16, None),
         (_copy_pages, 8, 64, 128, jnp.int8, "token"),
         (_copy_pages, 64, 16, 128, jnp.float8_e4m3fn, "head"),
+        (_copy_pages, 8, 64, 576, jnp.int8, "latent"),
         (_move_rows, 8, 64, 128, jnp.bfloat16, None),
         (_move_rows, 128, 64, 128, jnp.bfloat16, None),
         (_move_rows, 64, 64, 128, jnp.int8, "token"),
