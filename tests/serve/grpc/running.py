@@ -191,6 +191,16 @@ async def failure(call: Any) -> Failure:
     return Failure(grpc.StatusCode.OK, "", {}, {})
 
 
+async def refusal(make: Callable[[], Any]) -> Failure:
+    """The server's own refusal of a stream that it may end before the request is written: gRPC's asyncio client then
+    puts an error of its own over the status (grpc/grpc#36066), and the call is made again."""
+    for _ in range(20):
+        found = await failure(make())
+        if found.message != "Internal error from Core":
+            break
+    return found
+
+
 def failure_of(error: aio.AioRpcError) -> Failure:
     trailers = dict(error.trailing_metadata() or ())
     found = unpacked(status_pb2.Status.FromString(trailers.get("grpc-status-details-bin", b"")).details)

@@ -19,7 +19,7 @@ from tests.serve.fake_engine import (
     expected_tokens,
     fake_tokenizer,
 )
-from tests.serve.grpc.running import Failure, collected, failure, failure_of, request, running
+from tests.serve.grpc.running import Failure, collected, failure, failure_of, refusal, request, running
 
 PROMPT = fake_tokenizer().encode("Hi")
 SLOW = Mischief(seconds=0.01)
@@ -200,12 +200,12 @@ def test_every_kind_of_error_has_its_status_and_details() -> None:
         async with running(frontend=lambda made: raising) as server:
             for kind, error in errors.items():
                 current[:] = [error]
-                for call in (
-                    server.inference.Generate(request()),
-                    server.inference.Tokenize(pb.TokenizeRequest(text="a")),
-                    server.inference.GenerateBatch(iter([request()])),
+                for make in (
+                    lambda: server.inference.Generate(request()),
+                    lambda: server.inference.Tokenize(pb.TokenizeRequest(text="a")),
+                    lambda: server.inference.GenerateBatch(iter([request()])),
                 ):
-                    found = await failure(call)
+                    found = await refusal(make)
                     assert (found.code, found.message) == (kind.code, error.message)
                     assert found.violations == {"a.b": error.message}
                     assert found.details["RetryInfo"].retry_delay.ToMilliseconds() == 1500
@@ -223,7 +223,7 @@ def test_a_fault_is_opaque_and_the_log_has_its_id(caplog: pytest.LogCaptureFixtu
             return [
                 await failure(server.inference.Generate(request())),
                 await failure(server.inference.Tokenize(pb.TokenizeRequest(text="a"))),
-                await failure(server.inference.GenerateBatch(iter([request()]))),
+                await refusal(lambda: server.inference.GenerateBatch(iter([request()]))),
             ]
 
     for found in asyncio.run(story()):
