@@ -31,7 +31,7 @@ from tests.models.test_deepseek import config_json
 from tests.serve.live import live
 
 MIB = 2**20
-FAST = (("int8", "drafts, recomputed"), ("fp8", "swapped"))
+FAST = (("int8", "drafts, recomputed"),)
 EVERY = [(kind, mode) for kind in KINDS for mode in MODES]
 
 
