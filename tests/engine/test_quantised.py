@@ -52,7 +52,9 @@ def test_a_request_has_the_same_bits_alone_and_among_others(name: str, tmp_path:
     assert (cold == expected, warm == expected, compilations.count) == (True, True, 0)
     stats = llm.engine.stats()
     assert stats.prefix_hits > 0
-    assert stats.draft_accepted > 0
+    assert stats.draft_tokens > 0
+    if name in FAST:  # what the others' random weights say need not repeat itself
+        assert stats.draft_accepted > 0
 
 
 @pytest.mark.parametrize("name", STORAGES)
@@ -67,7 +69,10 @@ def assert_served_as_applied(model: Model, atol: float = 2e-5, **settings: Any):
     output = llm.generate([prompt], params)[0]
     sample = output.outputs[0]
     text = prompt + sample.token_ids
-    expected = np.asarray(jax.nn.log_softmax(llm.model.apply(llm.model.params, jnp.asarray([text]))[0]))
+    whole, part = (llm.model.apply(llm.model.params, jnp.asarray([ids]))[0] for ids in (text, text[:40]))
+    expected = np.asarray(jax.nn.log_softmax(whole))
+    # Some random weights are so large that another order of sums shows: as it does in the function's own logits.
+    atol = max(atol, 10 * float(abs(whole[:40] - part).max()))
     served = [*(output.prompt_logprobs or [])[1:], *(sample.logprobs or [])]
     assert len(served) == len(text) - 1
     for at, (token, logprobs) in enumerate(zip(text[1:], served, strict=True)):
