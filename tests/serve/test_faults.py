@@ -329,7 +329,7 @@ def test_an_engine_core_that_is_killed(tmp_path, count, kills):
 
 @thousands
 def test_an_engine_that_hangs(tmp_path, count):
-    """In a step in the middle of everything, with a watchdog of a second."""
+    """In a step in the middle of everything, with a watchdog that a busy machine does not alarm."""
 
     async def main(server: ServerProcess):
         chance = random.Random(6)
@@ -342,7 +342,7 @@ def test_an_engine_that_hangs(tmp_path, count):
         assert "fake_engine.py" in server.log()  # where it stood
 
     once = ("--hang-at", str(count // 5), "--once", str(tmp_path / "once"))
-    with fake_server(tmp_path, *PACE, *once, step_timeout=1.0) as server:
+    with fake_server(tmp_path, *PACE, *once, step_timeout=4.0) as server:
         asyncio.run(main(server))
 
 
