@@ -116,12 +116,11 @@ def test_gradients_reach_every_parameter(model: Model):
     tokens = tokens_of(model)
     value, gradient = jax.jit(jax.value_and_grad(loss))(model.params)
     assert bool(jnp.isfinite(value))
-    without = [
-        jax.tree_util.keystr(path)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)
-        if not bool(jnp.isfinite(leaf).all()) or not bool((leaf != 0).any())
-    ]
-    assert without == []
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(gradient)}
+    assert [name for name, leaf in leaves.items() if not bool(jnp.isfinite(leaf).all())] == []
+    without = [name for name, leaf in leaves.items() if not bool((leaf != 0).any())]
+    # DeepSeek-V3's bias chooses experts and weighs none (arXiv:2412.19437, 2.1.2): training moves it by another rule.
+    assert [name for name in without if not name.endswith("['correction']")] == []
 
 
 def test_bfloat16_is_close_to_float32(model: Model):
