@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.layers.top_k import top_k
 from jaxinfer.parallel.mesh import RULES, traced_lanes, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition
@@ -66,13 +67,13 @@ def route(
     """
     logits = logits.astype(jnp.float32)
     if rule.scores == "softmax of chosen":
-        best, experts = lax.top_k(logits, rule.top_k)
+        best, experts = top_k(logits, rule.top_k)
         return Routing(experts, jax.nn.softmax(best, axis=-1) * rule.scale)
     scores = jax.nn.softmax(logits, axis=-1) if rule.scores == "softmax" else jax.nn.sigmoid(logits)
     choice = scores if correction is None else scores + correction.astype(jnp.float32)
     if rule.top_groups < rule.groups:
         choice = _of_best_groups(choice, rule)
-    _, experts = lax.top_k(choice, rule.top_k)
+    _, experts = top_k(choice, rule.top_k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if rule.renormalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
@@ -82,8 +83,8 @@ def route(
 def _of_best_groups(choice: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:
     """-inf for the experts of all groups but the best."""
     grouped = choice.reshape(choice.shape[0], rule.groups, -1)
-    best = lax.top_k(grouped, 1 if rule.group_score == "max" else 2)[0].sum(axis=-1)
-    _, chosen = lax.top_k(best, rule.top_groups)
+    best = top_k(grouped, 1 if rule.group_score == "max" else 2)[0].sum(axis=-1)
+    _, chosen = top_k(best, rule.top_groups)
     allowed = jnp.any(chosen[:, :, None] == jnp.arange(rule.groups), axis=1)
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
 
@@ -133,18 +134,20 @@ def run_experts(
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
     first: Int[Array, ""] | int = 0,
+    spread: int | None = None,
 ) -> Float[Array, "tokens d"]:
     """The weighted sum of what the chosen experts make of each token, float32.
 
     Args:
         routing: a pair whose expert is not among ``experts`` adds nothing: several devices' results add up.
         first: the number of the first expert that is here.
+        spread: how many experts there are everywhere; None: all are here.
     """
     (tokens, top_k), count = routing.experts.shape, experts.gate_up.shape[0]
     local = routing.experts - first
     local = jnp.where((local >= 0) & (local < count), local, count).reshape(-1)
     path = grouped_path(x, experts.gate_up, experts.down)
-    groups = group(local, count, most=tokens, path=path)
+    groups = group(local, count, most=tokens, spread=spread, path=path)
     rows = x.at[groups.entries // top_k].get(mode="fill", fill_value=0)
     hidden = grouped_matmul(rows, experts.gate_up, groups)
     if experts.gate_up_bias is not None:
@@ -206,7 +209,7 @@ def run_experts_of_lanes(
     each, weights = (jnp.broadcast_to(part, (lanes, *part.shape)) for part in (x, routing.weights))
     there = lax.all_to_all(packed(each, weights, asked), "lane", 0, 0)
     rows, weights, asked = unpacked(there.reshape(lanes * tokens, -1), x.dtype, (d, top_k, top_k))
-    parts = run_experts(rows, Routing(asked, weights), experts, glu).astype(x.dtype)
+    parts = run_experts(rows, Routing(asked, weights), experts, glu, spread=lanes * count).astype(x.dtype)
     back = lax.all_to_all(parts.reshape(lanes, tokens, d), "lane", 0, 0)
     return functools.reduce(jnp.add, back.astype(jnp.float32)).astype(x.dtype)
 
@@ -259,8 +262,9 @@ def run_spread_experts(
         if experts.down_bias is not None:  # once in the sum
             once = lax.axis_index(within) == 0
             experts = experts._replace(down_bias=jnp.where(once, experts.down_bias, 0))
-        first = lax.axis_index(dealt) * experts.gate_up.shape[0]
-        result = run_experts(x, routing, experts, glu, first)
+        count = experts.gate_up.shape[0]
+        first, spread = lax.axis_index(dealt) * count, lax.axis_size(dealt) * count
+        result = run_experts(x, routing, experts, glu, first, spread)
         if shared is not None:
             result = result + dataclasses.replace(shared, mlp=mlp, gate=gate)(x).astype(jnp.float32)
         return lax.psum(result, (*dealt, *within))

@@ -22,6 +22,7 @@ GPU_ROWS = 64  # of a tile that is read together with its expert's weights
 # Up to here a GPU multiplies all experts at once. Beyond, XLA copies the weights of each tile's expert before it reads
 # them: three times the traffic, which by an H100's rates takes as long as a product with some 700 rows.
 DENSE_ROWS = 512
+COUNTED = 4096  # entries that a GPU compares with one another instead of sorting them
 
 
 class Groups(NamedTuple):
@@ -49,6 +50,7 @@ def group(
     count: int,
     most: int,
     *,
+    spread: int | None = None,
     path: Literal["mosaic", "xla"] = "xla",
     target: Target | None = None,
 ) -> Groups:
@@ -58,32 +60,68 @@ def group(
         experts: 0 to ``count`` - 1; an entry of any other expert has no row.
         count: of experts.
         most: the entries that one expert may have at most: the tokens, where a token's experts are distinct.
+        spread: experts that the entries are spread over, those of other devices too, from which follows how many one is
+            likely to get; None: ``count``.
         path: for which tiles are made; see `explain`.
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
     entries = experts.shape[0]
-    rows, dense = _tile(entries, count, most, path, target or lowering_target())
+    rows, dense = _tile(entries, spread or count, most, path, target or lowering_target())
     used = min(count, entries)
     tiles = count if dense else used + (entries - used) // rows  # each tile but an expert's last one is full
     known = (experts >= 0) & (experts < count)
     experts = jnp.where(known, experts, count).astype(jnp.int32)
-    sizes = jnp.zeros(count + 1, jnp.int32).at[experts].add(1)
+    counted = path == "mosaic" and entries <= COUNTED
+    sizes, rank = _ranks_by_counting(experts, count) if counted else _ranks_by_sorting(experts, count)
     each = jnp.ones_like(sizes) if dense else -(-sizes // rows)
-    ends = jnp.cumsum(each.at[count].set(0))
-    order = jnp.argsort(experts, stable=True)
-    ordered = experts[order]
-    rank = jnp.arange(entries) - (jnp.cumsum(sizes) - sizes)[ordered]
-    row = jnp.where(ordered < count, (ends - each)[ordered] * rows + rank, tiles * rows)
-    held = jnp.full(tiles * rows, entries, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
-    places = jnp.zeros(entries, jnp.int32).at[order].set(row.astype(jnp.int32))
-    owners = jnp.searchsorted(ends[:count], jnp.arange(tiles), side="right", method="compare_all")
+    ends = _running_sum(each) if counted else jnp.cumsum(each)
+    first = jnp.concatenate([(ends - each) * rows, jnp.full(1, tiles * rows)]).astype(jnp.int32)
+    places = jnp.where(experts < count, first[experts] + rank, tiles * rows)
+    held = _by_row(places, tiles * rows, counted=counted)
+    owners = jnp.searchsorted(ends, jnp.arange(tiles), side="right", method="compare_all")
     owners = jnp.minimum(owners, count - 1).astype(jnp.int32)  # tiles that hold nothing
-    return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[count])
+    return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[-1])
 
 
-def _tile(entries: int, count: int, most: int, path: str, target: Target) -> tuple[int, bool]:
+def _ranks_by_sorting(
+    experts: Int[Array, " entries"], count: int
+) -> tuple[Int[Array, " count"], Int[Array, " entries"]]:
+    """How many entries each expert has, and how many of an entry's expert come before it."""
+    sizes = jnp.zeros(count + 1, jnp.int32).at[experts].add(1)
+    order = jnp.argsort(experts, stable=True)
+    at = jnp.arange(experts.shape[0], dtype=jnp.int32)
+    rank = jnp.zeros_like(at).at[order].set(at - (jnp.cumsum(sizes) - sizes)[experts[order]])
+    return sizes[:count], rank
+
+
+def _ranks_by_counting(
+    experts: Int[Array, " entries"], count: int
+) -> tuple[Int[Array, " count"], Int[Array, " entries"]]:
+    """The same by comparing all with all: two kernels, where XLA sorts in several."""
+    sizes = (experts[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+    at = jnp.arange(experts.shape[0])
+    alike = (experts[None, :] == experts[:, None]) & (at[None, :] < at[:, None])
+    return sizes, alike.sum(1, dtype=jnp.int32)
+
+
+def _running_sum(numbers: Int[Array, " n"]) -> Int[Array, " n"]:
+    """In one kernel."""
+    at = jnp.arange(numbers.shape[0])
+    return jnp.where(at[None, :] <= at[:, None], numbers[None, :], 0).sum(1, dtype=jnp.int32)
+
+
+def _by_row(places: Int[Array, " entries"], rows: int, *, counted: bool) -> Int[Array, " rows"]:
+    """The entry that lies in each row; where none does, their number."""
+    entries = places.shape[0]
+    at = jnp.arange(entries, dtype=jnp.int32)
+    if counted:
+        return jnp.where(places[None, :] == jnp.arange(rows)[:, None], at, entries).min(1)
+    return jnp.full(rows, entries, jnp.int32).at[places].set(at, mode="drop")
+
+
+def _tile(entries: int, spread: int, most: int, path: str, target: Target) -> tuple[int, bool]:
     """Rows of a tile, and whether each expert has one tile for all that it may get."""
-    likely = _power_of_two(2 * entries / count)
+    likely = _power_of_two(2 * entries / spread)
     if path == "mosaic":
         least, largest = KERNEL_ROWS
         return max(least, min(likely, largest, _power_of_two(most))), False

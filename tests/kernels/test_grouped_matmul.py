@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.choice import Target
-from pallas_kernels.grouped_matmul import Groups, explain, group, matmul, reference
+from pallas_kernels.grouped_matmul import Groups, explain, group, groups, matmul, reference
 
 CPU, GPU = Target("cpu"), Target("gpu", (9, 0))
 EXPERTS, TOP_K = 6, 2
@@ -100,6 +100,25 @@ def test_no_choice_needs_more_tiles_than_there_are(count: int, entries: int):
         assert int(groups.occupied) <= groups.entries.shape[0]
         held = np.asarray(groups.entries).reshape(-1)
         assert held[np.asarray(groups.places)].tolist() == list(range(entries))
+
+
+@pytest.mark.parametrize("entries", [1, 40, 300])
+def test_counting_and_sorting_find_the_same_rows(entries: int, monkeypatch: pytest.MonkeyPatch):
+    experts = jnp.asarray(np.random.default_rng(entries).integers(-1, 13, entries), jnp.int32)
+    counted = group(experts, 11, most=entries, spread=20, path="mosaic")
+    monkeypatch.setattr(groups, "COUNTED", 0)
+    ordered = group(experts, 11, most=entries, spread=20, path="mosaic")
+    for one, other in zip(counted, ordered, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_tiles_are_for_what_an_expert_gets_of_all_entries():
+    """A device that has 20 of 160 experts expects an eighth of the entries, and has room for all of them."""
+    experts = jnp.arange(384, dtype=jnp.int32) % 160
+    alone, spread = (group(experts, 20, most=64, spread=spread, path="mosaic") for spread in (None, 160))
+    assert alone.entries.shape == (25, 64)
+    assert spread.entries.shape == (20 + 364 // 8, 8)
+    assert int(spread.occupied) == 20
 
 
 def test_a_gpu_multiplies_all_experts_at_once_while_tokens_are_few():
