@@ -86,7 +86,7 @@ FAST = {
         {"lengths": (190,), "counts": (32,), "pool_dtype": INT8, "scales": "head", "window": 100, "kv_heads": 1},
     ),
     "int8 per token, head_dim 256": (
-        Tiles(64, 2, 2),
+        Tiles(64, 2, 1),
         {"lengths": (130,), "counts": (8,), "group": 2, "kv_heads": 1, "head_dim": 256, "pool_dtype": INT8, **TOKEN},
     ),
     "fp8 per token": (
@@ -285,6 +285,9 @@ def test_refuses_by_shapes_alone():
     assert refusal(*shapes, scale=1.0) is None
     assert "do not divide" in refusal(*shapes, scale=1.0, tiles=Tiles(heads=2))
     assert "shared memory" in refusal(*shapes, scale=1.0, tiles=Tiles(stages=9))
+    case = attention_case((8,), counts=(8,), group=2, head_dim=256, pool_dtype=INT8, scales="token", page=64)
+    for heads, why in ((1, "None"), (2, "registers would spill")):
+        assert why in str(refusal(*case.arrays, **case.options, tiles=Tiles(64, 2, heads)))
     assert "sinks" in refusal(*shapes, scale=1.0, sinks=jnp.zeros(2))
     assert "tree" in refusal(*shapes, scale=1.0, tree=jnp.zeros((1, 4, 4), bool))
     assert "scales" in refusal(*shapes, scale=1.0, scales=jnp.zeros((1, 2, 2)))
@@ -295,4 +298,4 @@ def test_tiles():
         Tiles(block_keys=96)
     assert heuristic_tiles(group=4, head_dim=128, tree=False) == Tiles(128, 2, 4)
     assert heuristic_tiles(group=7, head_dim=256, tree=False) == Tiles(64, 2, 1)
-    assert heuristic_tiles(group=8, head_dim=256, tree=False, quantised=True) == Tiles(64, 2, 2)
+    assert heuristic_tiles(group=8, head_dim=256, tree=False, quantised=True) == Tiles(64, 2, 1)

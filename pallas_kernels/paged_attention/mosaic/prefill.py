@@ -92,14 +92,14 @@ class Tiles:
 
 
 def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantised: bool = False) -> Tiles:
-    """What the registers allow (64 keys where the output, or a tree's mask, needs many; two heads where the producer
+    """What the registers allow (64 keys where the output, or a tree's mask, needs many; one head where the producer
     converts, too); slots up to some 190 KiB.
 
     Args:
         group: query heads per KV head.
         quantised: the pool is of 8 bits.
     """
-    heads = math.gcd(group, 2 if quantised and head_dim > 128 else 16)
+    heads = 1 if quantised and head_dim > 128 else math.gcd(group, 16)
     block_keys = 64 if tree or head_dim > 128 else 128
     slot_bytes = 4 * block_keys * head_dim
     return Tiles(block_keys, max(2, min(4, 160_000 // slot_bytes)), heads)
@@ -179,6 +179,8 @@ def refusal(
 def _tiles_refusal(shape: Shape) -> str | None:
     if (shape.heads // shape.kv_heads) % shape.block_heads:
         return f"{shape.block_heads} heads a tile do not divide the {shape.heads // shape.kv_heads} of a KV head"
+    if shape.quantised and shape.head_dim > 128 and shape.block_heads > 1:
+        return f"{shape.block_heads} heads a tile, an 8-bit pool and head_dim {shape.head_dim}: registers would spill"
     if shape.shared_bytes > SHARED_BYTES:
         slots = f"{shape.stages} stages of {shape.block_keys} keys"
         return f"{shape.shared_bytes} bytes of shared memory for {slots}: a block has {SHARED_BYTES}"
