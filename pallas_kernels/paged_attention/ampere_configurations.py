@@ -1,4 +1,4 @@
-"""The shapes of paged decode below Hopper that ship, for `python -m pallas_kernels.check`."""
+"""The shapes of paged attention below Hopper that ship, for `python -m pallas_kernels.check`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,37 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import ADA, AMPERE, Configuration, shaped
-from pallas_kernels.paged_attention.mosaic.ampere import decode
+from pallas_kernels.paged_attention.mosaic.ampere import decode, extend
 
 _ROWS, _KV_HEADS, _PAGES, _CONTEXT = 64, 8, 256, 4096
 
 
 def _build(
-    page: int, head_dim: int, group: int, *, dtype: Any = jnp.bfloat16, sinks: bool = False, **options: Any
+    page: int,
+    head_dim: int,
+    group: int,
+    *,
+    lanes: int = _ROWS,
+    chunk: int = 1,
+    dtype: Any = jnp.bfloat16,
+    sinks: bool = False,
+    tree: bool = False,
+    **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    def attend(q: Any, pool: Any, tables: Any, lengths: Any, sinks: Any) -> Any:
-        return decode(q, pool, tables, lengths, scale=head_dim**-0.5, sinks=sinks, **options)
+    def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, sinks: Any, tree: Any) -> Any:
+        given: dict[str, Any] = {"scale": head_dim**-0.5, "sinks": sinks, **options}
+        if chunk == 1:
+            return decode(q[:, 0], pool, tables, lengths, **given)
+        return extend(q, pool, tables, starts, lengths, **given, tree=tree)
 
     return attend, (
-        shaped(_ROWS, _KV_HEADS * group, head_dim, dtype=dtype),
+        shaped(lanes, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
         shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=dtype),
-        shaped(_ROWS, _CONTEXT // page, dtype=jnp.int32),
-        shaped(_ROWS, dtype=jnp.int32),
+        shaped(lanes, _CONTEXT // page, dtype=jnp.int32),
+        shaped(lanes, dtype=jnp.int32),
+        shaped(lanes, dtype=jnp.int32),
         shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
+        shaped(lanes, chunk, chunk, dtype=jnp.bool_) if tree else None,
     )
 
 
@@ -38,6 +52,8 @@ def _configuration(page: int, head_dim: int, group: int, more: str = "bf16", **o
     )
 
 
+_EVERY: dict[str, Any] = {"window": 1024, "softcap": 30.0, "sinks": True}
+
 CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration(64, 128, 4),
     _configuration(16, 128, 4),
@@ -49,4 +65,10 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration(32, 64, 1),
     _configuration(64, 64, 8, "bf16-window-sinks", window=128, sinks=True),
     _configuration(64, 128, 2, "bf16-window-softcap", window=4096, softcap=50.0),
+    _configuration(64, 128, 4, "bf16-chunk4", chunk=4),
+    _configuration(64, 128, 4, "bf16-chunk8-tree", chunk=8, tree=True),
+    _configuration(64, 128, 4, "bf16-chunk512", lanes=2, chunk=512),
+    _configuration(16, 128, 7, "fp16-chunk512", lanes=2, chunk=512, dtype=jnp.float16),
+    _configuration(32, 64, 8, "bf16-chunk512", lanes=2, chunk=512),
+    _configuration(64, 128, 1, "bf16-chunk512-window-softcap-sinks", lanes=2, chunk=512, **_EVERY),
 )

@@ -1,4 +1,4 @@
-"""The doors of paged attention: Mosaic kernels on Hopper GPUs and for decode on Ampere's, plain XLA everywhere else."""
+"""The doors of paged attention: Mosaic kernels on Hopper GPUs, others on Ampere's and Ada's, plain XLA elsewhere."""
 
 from __future__ import annotations
 
@@ -49,14 +49,21 @@ def explain_prefill(
     **options: Any,
 ) -> Choice:
     """The path that `prefill` takes, like `explain_decode`. Few queries to a KV head are the decode kernel's."""
-    if _few_refusal(q, pool, tables, starts, lengths, options) is None:
+    if _below_hopper(target):
+        why = _refusal(ampere, q, pool, tables, starts, lengths, options)
+        return choose(path, why, least=AMPERE, most=ADA, target=target)
+    if _refusal(few, q, pool, tables, starts, lengths, options) is None:
         return choose(path, None, target=target)
     return choose(path, many.refusal(q, pool, tables, starts, lengths, **options), target=target)
 
 
-def _few_refusal(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, options: dict[str, Any]) -> str | None:
+def _refusal(
+    kernel: Any, q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, options: dict[str, Any]
+) -> str | None:
+    """Of a kernel that takes decode's operands, too."""
     rest = {name: value for name, value in options.items() if name != "scale"}
-    return few.refusal(q, pool, tables, lengths, starts=starts, **rest)
+    why: str | None = kernel.refusal(q, pool, tables, lengths, starts=starts, **rest)
+    return why
 
 
 def decode(
@@ -105,5 +112,7 @@ def prefill(
     options["tree"] = tree
     if explain_prefill(q, pool, tables, starts, lengths, **options, path=path).path == "xla":
         return xla.prefill(q, pool, tables, starts, lengths, **options)
-    kernel = many.prefill if _few_refusal(q, pool, tables, starts, lengths, options) else few.extend
+    if _below_hopper(None):
+        return ampere.extend(q, pool, tables, starts, lengths, **options)
+    kernel = many.prefill if _refusal(few, q, pool, tables, starts, lengths, options) else few.extend
     return kernel(q, pool, tables, starts, lengths, **options)

@@ -1,6 +1,8 @@
-"""Paged decode below Hopper, interpreted on the CPU with stand-ins for `mma` and asynchronous copies."""
+"""Paged attention below Hopper, interpreted on the CPU with stand-ins for `mma` and asynchronous copies."""
 
+import dataclasses
 import inspect
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +11,17 @@ import pytest
 from pallas_kernels import compat, paged_attention
 from pallas_kernels.check.cases import attention_case
 from pallas_kernels.choice import Target
-from pallas_kernels.paged_attention.mosaic import ampere
+from pallas_kernels.paged_attention.mosaic import ampere, ampere_kernel
 from pallas_kernels.paged_attention.mosaic.ampere import Tiles
 from tests.kernels.test_mosaic_decode import assert_close
 
 TINY = Tiles(stages=2, keys_per_split=64)
 
 
-def run(case, tiles, decode=ampere.decode):
+def run(case, tiles, module=ampere):
     options = {**case.options, "tiles": tiles, "interpret": compat.interpret_params()}
-    return np.asarray(compat.interpreted(lambda: decode(*case.arrays, **options)))
+    path = module.decode if case.starts is None else module.extend
+    return np.asarray(compat.interpreted(lambda: path(*case.arrays, **options)))
 
 
 CASES = {
@@ -28,6 +31,26 @@ CASES = {
     ),
 }
 SLOW = {
+    "a chunk in parts, window, sinks": (
+        TINY,
+        {
+            "lengths": (150, 0, 37, 20),
+            "counts": (24, 0, 1, 20),
+            "chunk": 32,
+            "page": 32,
+            "window": 70,
+            "sinks": True,
+            "softcap": 9.0,
+            "kv_heads": 2,
+            "group": 3,
+        },
+    ),
+    "drafts in splits": (TINY, {"lengths": (150, 9), "counts": (5, 4), "page": 32, "kv_heads": 1, "group": 4}),
+    "a tree, window": (
+        TINY,
+        {"lengths": (150, 9), "counts": (9, 7), "page": 32, "kv_heads": 1, "group": 7, "tree": True, "window": 40},
+    ),
+    "a tree, one part": (TINY, {"lengths": (80,), "counts": (9,), "page": 32, "group": 2, "tree": True}),
     "plain": (TINY, {"lengths": (37, 0, 130), "page": 32}),
     "dim 128, page 16": (Tiles(3, 128), {"lengths": (129, 16), "head_dim": 128, "kv_heads": 1}),
     "page 128, float16, a wide group": (
@@ -56,32 +79,76 @@ def test_no_bit_of_a_row_depends_on_its_neighbours():
     assert alone[0].tobytes() == whole[1].tobytes()
 
 
-# What to change, where, and what must fail then.
+@pytest.mark.slow
+def test_no_bit_of_a_token_depends_on_how_its_text_was_cut():
+    """Parts of 16 tokens; a chunk that begins 16 tokens later has the same ones."""
+    case = attention_case((64,), counts=(64,), page=32, kv_heads=1, group=3)
+    whole, later = run(case, TINY), dataclasses.replace(case, q=case.q[:, 16:], starts=case.starts + 16)
+    assert run(later, TINY)[0].tobytes() == whole[0, 16:].tobytes()
+
+
+# Where, what to change there, and what must fail then.
 MUTATIONS = {
-    "the mask's end": ("(at < unit.high), scores", "(at <= unit.high), scores"),
-    "a window's start": ("(at >= unit.low) & (at < unit.high), scores", "(at < unit.high), scores"),
-    "values of unseen keys": ("(key < unit.low) | (key + BLOCK > unit.high)", "key < 0"),
-    "keys and values": ("enumerate((smem.keys, smem.values))", "enumerate((smem.values, smem.keys))"),
-    "a page's place": ("pl.multiple_of(lax.rem(key, jnp.int32(shape.page)), shape.piece)", "pl.multiple_of(0, 16)"),
-    "a slot": ("lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(shape.tiles.stages))", "jnp.int32(0)"),
-    "rescaling": ("mixed = sums.mixed * _across(shrink, shape.head_dim)", "mixed = sums.mixed"),
-    "a split's share": ("(sums * shares[:, :, :, None]).sum", "sums.sum"),
-    "sinks": ("total = total + jnp.exp2(sinks - top)", "pass"),
+    "the mask's end": (ampere_kernel, "return (at >= unit.low) & (at < unit.high)", "return at >= unit.low"),
+    "a window's start": (ampere_kernel, "return (at >= unit.low) & (at < unit.high)", "return at < unit.high"),
+    "values of unseen keys": (ampere_kernel, "(key < unit.low) | (key + BLOCK > unit.high)", "key < 0"),
+    "keys and values": (ampere_kernel, "enumerate((smem.keys, smem.values))", "enumerate((smem.values, smem.keys))"),
+    "a page's place": (
+        ampere_kernel,
+        "pl.multiple_of(lax.rem(key, jnp.int32(shape.page)), shape.piece)",
+        "pl.multiple_of(0, 16)",
+    ),
+    "a slot": (ampere_kernel, "lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(shape.tiles.stages))", "jnp.int32(0)"),
+    "rescaling": (ampere_kernel, "mixed = sums.mixed * _across(shrink, shape.head_dim)", "mixed = sums.mixed"),
+    "a split's share": (ampere, "(sums * shares[:, :, :, None]).sum", "sums.sum"),
+    "sinks": (ampere, "total = total + jnp.exp2(sinks - top)", "pass"),
 }
+OF_CHUNKS = {
+    "causality": (ampere, "at, at + 1, jnp.zeros_like(at)", "at, at + 2, jnp.zeros_like(at)"),
+    "a query's window": (ampere, "jnp.maximum(depth - (shape.window - 1), 0)", "jnp.maximum(depth - shape.window, 0)"),
+    "a part's first token": (
+        ampere_kernel,
+        "start + part * shape.tokens, start",
+        "start + (part + 9) * shape.tokens, start",
+    ),
+    "a part's last token": (ampere_kernel, "start + (part + 1) * shape.tokens", "start + part * shape.tokens"),
+    "a part's lane": (ampere_kernel, "for operation in (lax.div, lax.rem)", "for operation in (lax.rem, lax.div)"),
+    "a query's head": (ampere, "jnp.tile(grouped, (1, shape.tokens))", "jnp.repeat(grouped, shape.tokens, axis=1)"),
+}
+
+
+def mutant(module, old, new, monkeypatch):
+    """`ampere` with a changed line, its own or its kernel's."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, source.count(old)
+    changed = types.ModuleType(module.__name__)
+    changed.__dict__.update(module.__dict__)
+    exec(compile(source.replace(old, new), module.__file__, "exec"), changed.__dict__)
+    if module is ampere:
+        return changed
+    monkeypatch.setattr(ampere, "launcher", changed.launcher)
+    return ampere
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutation_is_caught(name):
-    old, new = MUTATIONS[name]
-    source = inspect.getsource(ampere)
-    assert source.count(old) == 1, source.count(old)
-    mutant = dict(ampere.__dict__)
-    exec(compile(source.replace(old, new), ampere.__file__, "exec"), mutant)
+def test_a_mutation_is_caught(name, monkeypatch):
     lengths, spread = ((3, 1), 1.0) if name == "sinks" else ((300, 37), 4.0)
     case = attention_case(lengths, page=128, window=240, sinks=True, kv_heads=1, spread=spread)
+    changed = mutant(*MUTATIONS[name], monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
-        assert_close(case, run(case, mutant["Tiles"](2, 128), mutant["decode"]))
+        assert_close(case, run(case, Tiles(2, 128), changed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_CHUNKS)
+def test_a_mutation_of_chunks_is_caught(name, monkeypatch):
+    sizes = {"lengths": (90, 60), "counts": (20, 16), "page": 128, "group": 5, "kv_heads": 1}
+    case = attention_case(**sizes, window=30, sinks=True, spread=2.0)
+    assert_close(case, run(case, TINY))
+    changed = mutant(*OF_CHUNKS[name], monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_close(case, run(case, TINY, changed))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +156,7 @@ def test_a_mutation_is_caught(name):
     [
         ({"head_dim": 80}, "head_dim 80"),
         ({"page": 16}, "pages of 16"),
-        ({"group": 33}, "33 heads"),
+        ({"group": 49}, "49 heads"),
         ({"dtype": jnp.float32}, "float32"),
         ({"pool_dtype": jnp.int8, "scales": "head"}, "int8"),
     ],
@@ -113,6 +180,9 @@ def test_which_kernel_a_gpu_takes():
     ):
         chosen = paged_attention.explain_decode(*case.arrays, target=Target("gpu", capability))
         assert chosen.path == path, chosen
+        chunks = attention_case((50,), counts=(40,), page=32)
+        options = {**chunks.options, "target": Target("gpu", capability)}
+        assert paged_attention.explain_prefill(*chunks.arrays, **options).path == path
 
 
 def test_tiles_of_impossible_numbers_are_refused():

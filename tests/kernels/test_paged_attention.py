@@ -133,7 +133,9 @@ H100, A100 = Target("gpu", HOPPER), Target("gpu", AMPERE)
     [
         (shapes(jnp.bfloat16), H100, "mosaic", "capability 9.0"),
         (shapes(jnp.bfloat16), A100, "mosaic", "capability 8.0"),
-        (shapes(jnp.bfloat16, chunk=3), A100, "xla", "capability is 8.0"),
+        (shapes(jnp.bfloat16, chunk=3), A100, "mosaic", "capability 8.0"),
+        (shapes(jnp.bfloat16, chunk=256), A100, "mosaic", "capability 8.0"),
+        (shapes(jnp.bfloat16, chunk=256, head_dim=96), A100, "xla", "head_dim 96"),
         (shapes(jnp.bfloat16), None, "xla", "platform cpu"),
         (shapes(jnp.float32), H100, "xla", "float32"),
         (shapes(jnp.bfloat16, head_dim=72), H100, "xla", "head_dim 72"),

@@ -124,6 +124,15 @@ _KERNELS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
         {MOSAIC: f"{_ATTENTION}.mosaic.prefill:prefill", XLA: f"{_ATTENTION}.xla:prefill"},
         {"block_keys": 64, "stages": 2, "heads": 4},
     ),
+    # For GPUs below Hopper, which has their instructions, too.
+    "ampere.decode": (
+        {MOSAIC: f"{_ATTENTION}.mosaic.ampere:decode", XLA: f"{_ATTENTION}.xla:decode"},
+        {"stages": 2, "keys_per_split": 64},
+    ),
+    "ampere.extend": (
+        {MOSAIC: f"{_ATTENTION}.mosaic.ampere:extend", XLA: f"{_ATTENTION}.xla:prefill"},
+        {"stages": 2, "keys_per_split": 64},
+    ),
 }
 _EVERY: dict[str, Any] = {"window": 300, "softcap": 20.0, "sinks": True}
 
@@ -355,6 +364,9 @@ PROBLEMS: tuple[Problem, ...] = (
     _product_problem(64, jnp.int4, 128, zeros=True),
     _product_problem(16, jnp.int8, 128),
     _product_problem(16, FP8, None),
+    _attention_problem("ampere.decode", "page 64, 4 heads of 128, bfloat16", _DECODE_LENGTHS, page=64, head_dim=128),
+    _attention_problem("ampere.extend", "chunks, 4 heads of 64, every option", _PREFILL_LENGTHS, page=32, **_EVERY),
+    _attention_problem("ampere.extend", "a tree", _TREE_LENGTHS, page=32, tree=True),
     _experts_problem(1, FP16),
     _experts_problem(600, BF16),
 )

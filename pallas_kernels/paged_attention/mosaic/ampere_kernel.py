@@ -1,0 +1,304 @@
+"""The kernel of `ampere`: its launch, and what a thread block does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+from pallas_kernels.paged_attention.mosaic.decode_schedule import span
+
+BLOCK = 64  # keys: the rows of four warps' mma
+MOST_IN_TREE = 32  # a word of bits
+LOG2_E = math.log2(math.e)
+_LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
+_ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Block sizes. ``keys_per_split`` is part of the numerics: the last bits.
+
+    Attributes:
+        stages: key blocks in shared memory, one of which is computed: 2 to 4.
+        keys_per_split: keys that one thread block goes through: a multiple of 64.
+
+    Raises:
+        ValueError: other numbers than these.
+    """
+
+    stages: int = 3
+    keys_per_split: int = 512
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.stages <= 4 or self.keys_per_split < 1 or self.keys_per_split % BLOCK:
+            raise ValueError(f"there are 2 to 4 stages, and splits of multiples of {BLOCK} keys: {self}")
+
+
+class Shape(NamedTuple):
+    """What is static about one launch."""
+
+    lanes: int
+    parts: int  # of a lane's chunk
+    tokens: int  # of a part
+    kv_heads: int
+    group: int
+    page: int
+    head_dim: int
+    splits: int
+    dtype: Any
+    scale: float
+    window: int | None
+    softcap: float | None
+    tree: bool
+    tiles: Tiles
+    interpret: bool
+
+    @property
+    def units(self) -> int:
+        return self.lanes * self.parts
+
+    @property
+    def columns(self) -> int:
+        return -(-self.tokens * self.group // 8) * 8
+
+    @property
+    def piece(self) -> int:
+        """Keys of one copy."""
+        return min(self.page, BLOCK)
+
+    @property
+    def blocks_per_split(self) -> int | None:
+        """Key blocks; None: all that there are."""
+        return self.tiles.keys_per_split // BLOCK if self.parts == 1 else None
+
+
+class Gmem(NamedTuple):
+    q: Any  # [units, kv_heads, columns, head_dim]
+    pool: Any  # [pages, 2, kv_heads, page, head_dim]
+    tables: Any  # [lanes, width]
+    starts: Any  # [lanes]: of the first token
+    lengths: Any  # [lanes]
+    low: Any  # [units, columns]: first key that a query sees
+    high: Any  # [units, columns]: one past the last, or past those before a tree
+    seen: Any  # [units, columns]: bits, which of a tree's tokens a query sees
+    sums: Any  # [units, kv_heads, splits, head_dim, columns]
+    stats: Any  # [units, kv_heads, splits, 2, columns]: maximum, total
+
+
+class Smem(NamedTuple):
+    queries: Any  # [columns, head_dim]
+    keys: Any  # [stages, 64, head_dim]
+    values: Any
+    probs: Any  # [64, columns]
+
+
+class Unit(NamedTuple):
+    """One split of what some tokens of a lane see, of one KV head. Traced scalars."""
+
+    number: Any
+    lane: Any
+    head: Any
+    split: Any
+    start: Any  # of the lane's chunk
+    low: Any  # first key that any of its queries sees
+    high: Any  # one past the last
+    first: Any  # key block
+    steps: Any  # key blocks
+
+
+class Sums(NamedTuple):
+    mixed: Any  # [head_dim, columns]
+    top: Any  # [columns]
+    total: Any  # [columns]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The launch.
+
+
+def launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
+    part = (shape.units, shape.kv_heads, shape.splits)
+    return compat.kernel(
+        functools.partial(_body, shape),
+        out_type=(
+            jax.ShapeDtypeStruct((*part, shape.head_dim, shape.columns), jnp.float32),
+            jax.ShapeDtypeStruct((*part, 2, shape.columns), jnp.float32),
+        ),
+        scratch_types={"smem": _smem(shape)},
+        grid=part,
+        grid_names=("unit", "head", "split"),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="paged_decode" if shape.parts == 1 else "paged_prefill",
+        # Barriers between what one warp writes to shared memory and others read come by themselves.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True),
+        cost_estimate=_cost(shape),
+        interpret=interpret,
+    )
+
+
+def _cost(shape: Shape) -> pl.CostEstimate:
+    """As if every row filled its table: lengths are not known when the step is compiled."""
+    keys = shape.units * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
+    moved, queries = 4 * keys * shape.head_dim, shape.tokens * shape.group
+    return pl.CostEstimate(flops=moved * queries, transcendentals=keys * queries, bytes_accessed=moved)
+
+
+def _smem(shape: Shape) -> Smem:
+    block = (shape.tiles.stages, BLOCK, shape.head_dim)
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return Smem(
+        queries=plgpu.SMEM((shape.columns, shape.head_dim), shape.dtype),
+        keys=plgpu.SMEM(block, shape.dtype, transforms=transforms),
+        values=plgpu.SMEM(block, shape.dtype, transforms=transforms),
+        probs=plgpu.SMEM((BLOCK, shape.columns), shape.dtype),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The kernel.
+
+
+def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
+    gmem = Gmem(*refs)
+    unit = _unit_at(shape, gmem)
+    smem.queries[...] = gmem.q[unit.number, unit.head]
+    sums = Sums(_zeros((shape.head_dim, shape.columns), shape), _per_column(shape, _LOWEST), _per_column(shape, 0.0))
+    ahead = shape.tiles.stages - 1
+
+    @pl.when(unit.steps > 0)
+    def _begin() -> None:
+        for index in range(ahead):
+            _copy_block(shape, unit, index, gmem, smem)
+
+    def step(index: Any, sums: Sums) -> Sums:
+        if not shape.interpret:  # until this block is there, and no thread reads the one before any more
+            plgpu.wait_gmem_to_smem((ahead - 1) * 2 * (BLOCK // shape.piece))
+        _copy_block(shape, unit, index + ahead, gmem, smem)
+        return _attend(shape, unit, index, sums, gmem, smem)
+
+    sums = lax.fori_loop(0, unit.steps, step, sums)
+    if not shape.interpret:
+        plgpu.wait_gmem_to_smem(0)
+    where = (unit.number, unit.head, unit.split)
+    compat.store(gmem.sums.at[where], sums.mixed)
+    compat.store(gmem.stats.at[(*where, 0)], sums.top)
+    compat.store(gmem.stats.at[(*where, 1)], sums.total)
+
+
+def _unit_at(shape: Shape, gmem: Gmem) -> Unit:
+    number, head, split = (lax.axis_index(name) for name in ("unit", "head", "split"))
+    lane, part = (operation(number, jnp.int32(shape.parts)) for operation in (lax.div, lax.rem))
+    start, length = gmem.starts[lane], gmem.lengths[lane]
+    begin, end = start + part * shape.tokens, start + (part + 1) * shape.tokens
+    own = (start, length) if shape.tree else (begin, jnp.minimum(length, end))
+    keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.window)
+    first, end = keys.first_block, jnp.where(begin < length, keys.end_block, 0)
+    if shape.blocks_per_split is not None:
+        first = jnp.maximum(first, split * shape.blocks_per_split)
+        end = jnp.minimum(end, (split + 1) * shape.blocks_per_split)
+    return Unit(number, lane, head, split, start, keys.low, keys.high, first, jnp.maximum(end - first, 0))
+
+
+def _slot(shape: Shape, index: Any) -> Any:
+    return lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(shape.tiles.stages))
+
+
+def _copy_block(shape: Shape, unit: Unit, index: Any, gmem: Gmem, smem: Smem) -> None:
+    """Keys and values; of pages past the row's end, or of none, any page of the pool will do."""
+    block, slot = unit.first + jnp.clip(index, 0, jnp.maximum(unit.steps - 1, 0)), _slot(shape, index)
+    for half, target in enumerate((smem.keys, smem.values)):
+        for first in range(0, BLOCK, shape.piece):
+            key = block * BLOCK + first
+            place = jnp.minimum(lax.div(key, jnp.int32(shape.page)), gmem.tables.shape[1] - 1)
+            page = jnp.clip(gmem.tables[unit.lane, place], 0, gmem.pool.shape[0] - 1)
+            rows = pl.ds(pl.multiple_of(lax.rem(key, jnp.int32(shape.page)), shape.piece), shape.piece)
+            source, to = gmem.pool.at[page, half, unit.head, rows], target.at[slot, pl.ds(first, shape.piece)]
+            if shape.interpret:  # which knows no copies without a barrier
+                to[...] = source[...]
+            else:
+                plgpu.copy_gmem_to_smem(source, to, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: Smem) -> Sums:
+    slot, dims = _slot(shape, index), (BLOCK, shape.columns)
+    key = (unit.first + index) * BLOCK
+    keys = plgpu.load(smem.keys.at[slot], layout=plgpu.Layout.MMA_LHS(shape.dtype))
+    queries = _right(shape, smem.queries.transpose((1, 0)))
+    scores = _mma(shape, _zeros(dims, shape), keys, queries) * (shape.scale * (1.0 if shape.softcap else LOG2_E))
+    if shape.softcap:
+        scores = jnp.tanh(scores * (1.0 / shape.softcap)) * (shape.softcap * LOG2_E)
+    scores = jnp.where(_visible(shape, unit, key, gmem), scores, 2 * _LOWEST)
+    top = jnp.maximum(sums.top, (scores.max(axis=0) + _ROUND) - _ROUND)
+    probs = jnp.exp2(scores - _across(top, BLOCK))
+    shrink = jnp.exp2(sums.top - top)
+    compat.store(smem.probs, probs.astype(shape.dtype))
+    values = _seen_values(shape, unit, key, smem.values.at[slot])
+    mixed = sums.mixed * _across(shrink, shape.head_dim)
+    mixed = _mma(shape, mixed, values, _right(shape, smem.probs))
+    return Sums(mixed, top, sums.total * shrink + probs.sum(axis=0))
+
+
+def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
+    """Of the keys from ``key`` on, by each column. [64, columns]"""
+    at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=_acc(shape)) + key
+    if shape.tokens == 1:
+        return (at >= unit.low) & (at < unit.high)
+
+    def of_column(values: Any) -> Any:
+        layout = _acc(shape).reduce(0)
+        return _across(plgpu.load(values.at[unit.number], layout=layout, optimized=False), BLOCK)
+
+    seen = at < of_column(gmem.high)
+    if shape.tree:
+        token = at - unit.start
+        bit = lax.shift_right_logical(of_column(gmem.seen), jnp.clip(token, 0, MOST_IN_TREE - 1)) & 1
+        seen |= (token >= 0) & (token < MOST_IN_TREE) & (bit == 1)
+    return seen if shape.window is None else seen & (at >= of_column(gmem.low))
+
+
+def _seen_values(shape: Shape, unit: Unit, key: Any, values: Any) -> Any:
+    """[head_dim, keys]; zeros where nobody sees any: a page may hold an earlier owner's NaN, and 0 times it is NaN."""
+    layout, dims = plgpu.Layout.MMA_LHS(shape.dtype), (shape.head_dim, BLOCK)
+    numbers = plgpu.load(values.transpose((1, 0)), layout=layout)
+
+    def cleared(numbers: Any) -> Any:
+        at = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=layout) + key
+        return jnp.where((at >= unit.low) & (at < unit.high), numbers, jnp.zeros_like(numbers))
+
+    return lax.cond((key < unit.low) | (key + BLOCK > unit.high), cleared, lambda numbers: numbers, numbers)
+
+
+def _right(shape: Shape, ref: Any) -> Any:
+    return plgpu.load(ref, layout=plgpu.Layout.MMA_RHS(shape.dtype), optimized=False)
+
+
+def _mma(shape: Shape, total: Any, left: Any, right: Any) -> Any:
+    if shape.interpret:  # which knows no mma
+        return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
+    return plgpu.mma(total, left, right)
+
+
+def _acc(shape: Shape) -> Any:
+    return plgpu.Layout.MMA_ACC(shape.dtype)
+
+
+def _zeros(dims: tuple[int, ...], shape: Shape) -> Any:
+    return plgpu.layout_cast(jnp.zeros(dims, jnp.float32), _acc(shape))
+
+
+def _per_column(shape: Shape, value: float) -> Any:
+    return plgpu.layout_cast(jnp.full((shape.columns,), value, jnp.float32), _acc(shape).reduce(0))
+
+
+def _across(per_column: Any, rows: int) -> Any:
+    return lax.broadcast_in_dim(per_column, (rows, per_column.shape[0]), [1])
