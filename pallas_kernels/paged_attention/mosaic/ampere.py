@@ -23,12 +23,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.paged_attention.mosaic.ampere_kernel import LOG2_E, MOST_IN_TREE, Shape, Tiles, launcher
+from pallas_kernels.paged_attention.mosaic.ampere_kernel import LOG2_E, Shape, Tiles, launcher
+from pallas_kernels.paged_attention.mosaic.trees import MOST_IN_TREE, tree_words
 
 __all__ = ["Tiles", "decode", "extend", "refusal"]
 
@@ -189,11 +189,9 @@ def _bounds(
     real, depth, high, seen = at < lengths[:, None], at, at + 1, jnp.zeros_like(at)
     if tree is not None:
         missing = ((0, 0), (0, at.shape[1] - tree.shape[1]))
-        bits = jnp.arange(tree.shape[-1], dtype=jnp.uint32)
-        words = (tree.astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
-        seen = jnp.pad(lax.bitcast_convert_type(words, jnp.int32), missing)
+        seen, depth = (jnp.pad(each, missing) for each in tree_words(tree))
         high = jnp.broadcast_to(starts[:, None], at.shape)
-        depth = high + jnp.pad(tree.sum(-1, dtype=jnp.int32) - 1, missing)
+        depth = depth + high
     low = jnp.zeros_like(at) if shape.window is None else jnp.maximum(depth - (shape.window - 1), 0)
     low, high, seen = (_of_columns(shape, jnp.where(real, each, 0)) for each in (low, high, seen))
     return low, high, seen

@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.paged_attention.mosaic.decode_schedule import span
+from pallas_kernels.paged_attention.mosaic.trees import MOST_IN_TREE
 
 BLOCK = 64  # keys: the rows of four warps' mma
-MOST_IN_TREE = 32  # a word of bits
 LOG2_E = math.log2(math.e)
 _LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
 _ROUND = 1.5 * 2**23  # added and subtracted, it rounds a float32 to the nearest integer

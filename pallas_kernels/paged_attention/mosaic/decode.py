@@ -45,6 +45,7 @@ from pallas_kernels.paged_attention.mosaic import decode_types as types
 from pallas_kernels.paged_attention.mosaic.decode_consumer import LOG2_E, consume
 from pallas_kernels.paged_attention.mosaic.decode_producer import produce
 from pallas_kernels.paged_attention.mosaic.decode_types import Gmem, Shape, Tiles
+from pallas_kernels.paged_attention.mosaic.trees import MOST_IN_TREE, tree_words
 from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
 from pallas_kernels.tiles import pick
 
@@ -55,7 +56,6 @@ PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 MOST_QUERIES = 64  # of one row and KV head
-MOST_IN_TREE = 32  # tokens of a tree: bits of a word
 CONSUMER, PRODUCER = 0, 1
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 233_472, 1024  # what several share, and what each costs beyond its own
@@ -132,7 +132,7 @@ def extend(
         "plan": plan,
         **({} if sinks is None else {"sinks": sinks.astype(jnp.float32) * LOG2_E}),
         **({} if scales is None else {"scales": _scales_of(shape, tables, scales)}),
-        **({} if tree is None else _tree_words(tree)),
+        **({} if tree is None else dict(zip(("seen", "depths"), tree_words(tree), strict=True))),
     }
     output = _launcher(shape, tuple(given), interpret)(*given.values())[0]
     return _unflat(shape, output[: shape.rows * shape.kv_heads * shape.queries])
@@ -304,12 +304,6 @@ def _scales_of(shape: Shape, tables: Int[Array, "lanes width"], scales: Array) -
     filled = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (shape.tiles.block_keys // shape.page))))
     by_key = jnp.moveaxis(jnp.take(scales, filled, axis=0, mode="clip"), 1, 3)
     return by_key.reshape(*by_key.shape[:3], -1)
-
-
-def _tree_words(tree: Bool[Array, "lanes chunk chunk"]) -> dict[str, Array]:
-    bits = jnp.arange(tree.shape[-1], dtype=jnp.uint32)
-    words = (tree.astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
-    return {"seen": lax.bitcast_convert_type(words, jnp.int32), "depths": tree.sum(-1, dtype=jnp.int32) - 1}
 
 
 def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Any:

@@ -1,0 +1,18 @@
+"""Token trees as kernels read them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+MOST_IN_TREE = 32  # tokens: the bits of a word
+
+
+def tree_words(
+    tree: Bool[Array, "lanes chunk chunk"],
+) -> tuple[Int32[Array, "lanes chunk"], Int32[Array, "lanes chunk"]]:
+    """Which tokens each token sees, as bits (the first token's is the lowest), and how deep it lies: the root 0."""
+    bits = jnp.arange(tree.shape[-1], dtype=jnp.uint32)
+    words = (tree.astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32), tree.sum(-1, dtype=jnp.int32) - 1
