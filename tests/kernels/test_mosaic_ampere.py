@@ -50,6 +50,10 @@ SLOW = {
         TINY,
         {"lengths": (150, 9), "counts": (9, 7), "page": 32, "kv_heads": 1, "group": 7, "tree": True, "window": 40},
     ),
+    "a tree, a part for each token": (
+        TINY,
+        {"lengths": (70,), "counts": (4,), "page": 32, "kv_heads": 1, "group": 25, "tree": True, "window": 60},
+    ),
     "a tree, one part": (TINY, {"lengths": (80,), "counts": (9,), "page": 32, "group": 2, "tree": True}),
     "plain": (TINY, {"lengths": (37, 0, 130), "page": 32}),
     "dim 128, page 16": (Tiles(3, 128), {"lengths": (129, 16), "head_dim": 128, "kv_heads": 1}),

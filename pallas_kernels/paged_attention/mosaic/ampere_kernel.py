@@ -251,7 +251,7 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
 def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
     """Of the keys from ``key`` on, by each column. [64, columns]"""
     at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=_acc(shape)) + key
-    if shape.tokens == 1:
+    if shape.tokens == 1 and not shape.tree:
         return (at >= unit.low) & (at < unit.high)
 
     def of_column(values: Any) -> Any:
