@@ -70,8 +70,15 @@ BLOCKS: Mapping[int, str] = MappingProxyType(
         12: "Q4_K",
         13: "Q5_K",
         14: "Q6_K",
+        16: "IQ2_XXS",
+        17: "IQ2_XS",
+        18: "IQ3_XXS",
+        19: "IQ1_S",
         20: "IQ4_NL",
+        21: "IQ3_S",
+        22: "IQ2_S",
         23: "IQ4_XS",
+        29: "IQ1_M",
         34: "TQ1_0",
         35: "TQ2_0",
         39: "MXFP4",
@@ -80,17 +87,23 @@ BLOCKS: Mapping[int, str] = MappingProxyType(
         42: "Q2_0",
     }
 )
-_UNREAD: Mapping[int, str] = MappingProxyType(
+_INTERMEDIATE = "which llama.cpp makes of a product's inputs while it runs: of as many bits, files have Q8_0"
+_REPACKED = "which llama.cpp reads from files no more: quantise the model again as {}, of which it is another order"
+_FIRST = "which llama.cpp removed in 2023: quantise the model again as a known type"
+_UNKNOWN = "which a fork of llama.cpp has, or a later one: quantise the model again as a known type"
+# What ggml's other numbers are or were, and why no tensor of theirs is read.
+_REFUSED: Mapping[int, tuple[str, str]] = MappingProxyType(
     {
-        9: "Q8_1",
-        15: "Q8_K",
-        16: "IQ2_XXS",
-        17: "IQ2_XS",
-        18: "IQ3_XXS",
-        19: "IQ1_S",
-        21: "IQ3_S",
-        22: "IQ2_S",
-        29: "IQ1_M",
+        4: ("Q4_2", _FIRST),
+        5: ("Q4_3", _FIRST),
+        9: ("Q8_1", _INTERMEDIATE),
+        15: ("Q8_K", _INTERMEDIATE),
+        31: ("Q4_0_4_4", _REPACKED.format("Q4_0")),
+        32: ("Q4_0_4_8", _REPACKED.format("Q4_0")),
+        33: ("Q4_0_8_8", _REPACKED.format("Q4_0")),
+        36: ("IQ4_NL_4_4", _REPACKED.format("IQ4_NL")),
+        37: ("IQ4_NL_4_8", _REPACKED.format("IQ4_NL")),
+        38: ("IQ4_NL_8_8", _REPACKED.format("IQ4_NL")),
     }
 )
 # Numbers and bytes of a block; a plain number is a block of its own.
@@ -116,6 +129,13 @@ SIZES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "Q4_K": (256, 144),
         "Q5_K": (256, 176),
         "Q6_K": (256, 210),
+        "IQ1_S": (256, 50),
+        "IQ1_M": (256, 56),
+        "IQ2_XXS": (256, 66),
+        "IQ2_XS": (256, 74),
+        "IQ2_S": (256, 82),
+        "IQ3_XXS": (256, 98),
+        "IQ3_S": (256, 110),
         "IQ4_NL": (32, 18),
         "IQ4_XS": (256, 136),
         "MXFP4": (32, 17),
@@ -401,9 +421,9 @@ def _tensor_entry(cursor: _Cursor) -> GgufTensor:
 def _kind(number: int, what: str) -> str:
     kind = PLAIN.get(number) or BLOCKS.get(number)
     if kind is None:
-        stored = _UNREAD.get(number, f"the unknown type {number}")
+        kind, why = _REFUSED.get(number, (f"the unknown type {number}", _UNKNOWN))
         known = ", ".join(sorted([*PLAIN.values(), *BLOCKS.values()]))
-        raise _FormatError(f"{what} is stored as {stored}, which is not supported (known: {known})")
+        raise _FormatError(f"{what} is stored as {kind}, {why} (known: {known})")
     return kind
 
 

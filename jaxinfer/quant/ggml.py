@@ -1,8 +1,8 @@
 """Blocks of ggml (llama.cpp): a few bytes that hold 32 to 256 neighbouring weights, with scales of their own.
 
 The layouts are those of ``ggml-common.h`` and the arithmetic that of ``ggml-quants.c``, in its own order, so that
-float32 results are equal to the last bit where nothing is fused (outside of jit). "Planes" are what ggml's shifts give:
-the fields of one byte do not lie side by side, but as many bytes apart as a plane has.
+float32 results are equal to the last bit where nothing is fused (outside of jit). Here are the kinds whose fields are
+numbers; those whose fields are indices into a codebook are in ``ggml_indexed.py``, common steps in ``ggml_fields.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
+
+from jaxinfer.quant import ggml_indexed
+from jaxinfer.quant.ggml_fields import above, affine, half, less, looked_up, neighbours, planes, scaled, signed
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4_NL and IQ4_XS stand for."""
@@ -39,107 +42,53 @@ class BlockKind:
     dequantise: Callable[[Array], Array]
 
 
-def _half(low_high: UInt8[Array, "*blocks 2"]) -> Float[Array, "*blocks 1"]:
-    """A little-endian float16."""
-    return lax.bitcast_convert_type(low_high, jnp.float16)[..., None].astype(jnp.float32)
-
-
-def _signed(data: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
-    return lax.bitcast_convert_type(data, jnp.int8).astype(jnp.float32)
-
-
-def _planes(data: UInt8[Array, "*blocks n"], bits: int, width: int) -> UInt8[Array, "*blocks fields"]:
-    """Fields of ``bits``: of each ``width`` bytes first all lowest ones, then those above."""
-    count = 8 // bits
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
-    groups = data.reshape(*data.shape[:-1], -1, 1, width)
-    fields = (groups >> shifts) & jnp.uint8(2**bits - 1)
-    return fields.reshape(*data.shape[:-1], data.shape[-1] * count)
-
-
-def _above(low: UInt8[Array, "*blocks n"], high: UInt8[Array, "*blocks n"], bits: int) -> UInt8[Array, "*blocks n"]:
-    """``high`` set on top of fields of so many bits."""
-    return low | (high << jnp.uint8(bits))
-
-
-def _less(fields: UInt8[Array, "*blocks n"], offset: int) -> Float[Array, "*blocks n"]:
-    return (fields.astype(jnp.int8) - jnp.int8(offset)).astype(jnp.float32)
-
-
-def _looked_up(
-    fields: UInt8[Array, "*blocks n"], table: tuple[float, ...] | tuple[int, ...]
-) -> Float[Array, "*blocks n"]:
-    return jnp.take(jnp.asarray(table, jnp.float32), fields.astype(jnp.int32), mode="clip")
-
-
-def _scaled(scales: Float[Array, "*blocks groups"], values: Float[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
-    """Neighbours times the scale that they share."""
-    groups = values.reshape(*scales.shape, -1)
-    return (scales[..., None] * groups).reshape(values.shape)
-
-
-def _affine(
-    scales: Float[Array, "*blocks groups"], fields: UInt8[Array, "*blocks n"], minima: Float[Array, "*blocks groups"]
-) -> Float[Array, "*blocks n"]:
-    groups = fields.astype(jnp.float32).reshape(*scales.shape, -1)
-    return (scales[..., None] * groups - minima[..., None]).reshape(fields.shape)
-
-
 def _q1_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 128"]:
     """float16 scale; one bit a weight, neighbours in one byte: -1 or 1."""
-    bits = (blocks[..., 2:, None] >> jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)
-    scale = _half(blocks[..., :2])
-    return jnp.where(bits.reshape(*blocks.shape[:-1], 128) == 1, scale, -scale)
+    scale = half(blocks[..., :2])
+    return jnp.where(neighbours(blocks[..., 2:], 1) == 1, scale, -scale)
 
 
 def _q2_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 64"]:
     """float16 scale; two bits a weight, neighbours in one byte: -1 to 2."""
-    fields = (blocks[..., 2:, None] >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & jnp.uint8(3)
-    return _less(fields.reshape(*blocks.shape[:-1], 64), 1) * _half(blocks[..., :2])
+    return less(neighbours(blocks[..., 2:], 2), 1) * half(blocks[..., :2])
 
 
 def _q4_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 32"]:
-    return _less(_planes(blocks[..., 2:], 4, 16), 8) * _half(blocks[..., :2])
+    return less(planes(blocks[..., 2:], 4, 16), 8) * half(blocks[..., :2])
 
 
 def _q4_1(blocks: UInt8[Array, "*blocks 20"]) -> Float[Array, "*blocks 32"]:
-    fields = _planes(blocks[..., 4:], 4, 16).astype(jnp.float32)
-    return fields * _half(blocks[..., :2]) + _half(blocks[..., 2:4])
-
-
-def _fifth_bits(data: UInt8[Array, "*blocks 4"]) -> UInt8[Array, "*blocks 32"]:
-    """Of 32 weights, in their order from the lowest bit on."""
-    bits = (data[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & jnp.uint8(1)
-    return bits.reshape(*data.shape[:-1], 32)
+    fields = planes(blocks[..., 4:], 4, 16).astype(jnp.float32)
+    return fields * half(blocks[..., :2]) + half(blocks[..., 2:4])
 
 
 def _q5_0(blocks: UInt8[Array, "*blocks 22"]) -> Float[Array, "*blocks 32"]:
-    fields = _above(_planes(blocks[..., 6:], 4, 16), _fifth_bits(blocks[..., 2:6]), 4)
-    return _less(fields, 16) * _half(blocks[..., :2])
+    fields = above(planes(blocks[..., 6:], 4, 16), neighbours(blocks[..., 2:6], 1), 4)
+    return less(fields, 16) * half(blocks[..., :2])
 
 
 def _q5_1(blocks: UInt8[Array, "*blocks 24"]) -> Float[Array, "*blocks 32"]:
-    fields = _above(_planes(blocks[..., 8:], 4, 16), _fifth_bits(blocks[..., 4:8]), 4).astype(jnp.float32)
-    return fields * _half(blocks[..., :2]) + _half(blocks[..., 2:4])
+    fields = above(planes(blocks[..., 8:], 4, 16), neighbours(blocks[..., 4:8], 1), 4).astype(jnp.float32)
+    return fields * half(blocks[..., :2]) + half(blocks[..., 2:4])
 
 
 def _q8_0(blocks: UInt8[Array, "*blocks 34"]) -> Float[Array, "*blocks 32"]:
-    return _signed(blocks[..., 2:]) * _half(blocks[..., :2])
+    return signed(blocks[..., 2:]) * half(blocks[..., :2])
 
 
 def _q2_k(blocks: UInt8[Array, "*blocks 84"]) -> Float[Array, "*blocks 256"]:
     """16 bytes (scale in the low nibble, minimum in the high one), 64 of fields, the scales of both last."""
-    scales = _half(blocks[..., 80:82]) * (blocks[..., :16] & 15).astype(jnp.float32)
-    minima = _half(blocks[..., 82:84]) * (blocks[..., :16] >> 4).astype(jnp.float32)
-    return _affine(scales, _planes(blocks[..., 16:80], 2, 32), minima)
+    scales = half(blocks[..., 80:82]) * (blocks[..., :16] & 15).astype(jnp.float32)
+    minima = half(blocks[..., 82:84]) * (blocks[..., :16] >> 4).astype(jnp.float32)
+    return affine(scales, planes(blocks[..., 16:80], 2, 32), minima)
 
 
 def _q3_k(blocks: UInt8[Array, "*blocks 110"]) -> Float[Array, "*blocks 256"]:
     """32 bytes of third bits (set: no 4 is taken away), 64 of the lower two, 16 scales of 6 bits, their scale last."""
     packed = blocks[..., 96:108]
-    scales = _above(_planes(packed[..., :8], 4, 8), _planes(packed[..., 8:], 2, 4), 4)
-    fields = _above(_planes(blocks[..., 32:96], 2, 32), _planes(blocks[..., :32], 1, 32), 2)
-    return _scaled(_half(blocks[..., 108:110]) * _less(scales, 32), _less(fields, 4))
+    scales = above(planes(packed[..., :8], 4, 8), planes(packed[..., 8:], 2, 4), 4)
+    fields = above(planes(blocks[..., 32:96], 2, 32), planes(blocks[..., :32], 1, 32), 2)
+    return scaled(half(blocks[..., 108:110]) * less(scales, 32), less(fields, 4))
 
 
 def _six_bit_pairs(packed: UInt8[Array, "*blocks 12"]) -> tuple[UInt8[Array, "*blocks 8"], UInt8[Array, "*blocks 8"]]:
@@ -158,40 +107,37 @@ def _scales_and_minima(
     """The first 16 bytes of Q4_K and Q5_K: a float16 for the scales, one for the minima, then both."""
     scales, minima = _six_bit_pairs(blocks[..., 4:16])
     return (
-        _half(blocks[..., :2]) * scales.astype(jnp.float32),
-        _half(blocks[..., 2:4]) * minima.astype(jnp.float32),
+        half(blocks[..., :2]) * scales.astype(jnp.float32),
+        half(blocks[..., 2:4]) * minima.astype(jnp.float32),
     )
 
 
 def _q4_k(blocks: UInt8[Array, "*blocks 144"]) -> Float[Array, "*blocks 256"]:
     scales, minima = _scales_and_minima(blocks)
-    return _affine(scales, _planes(blocks[..., 16:], 4, 32), minima)
+    return affine(scales, planes(blocks[..., 16:], 4, 32), minima)
 
 
 def _q5_k(blocks: UInt8[Array, "*blocks 176"]) -> Float[Array, "*blocks 256"]:
     scales, minima = _scales_and_minima(blocks)
-    fields = _above(_planes(blocks[..., 48:], 4, 32), _planes(blocks[..., 16:48], 1, 32), 4)
-    return _affine(scales, fields, minima)
+    fields = above(planes(blocks[..., 48:], 4, 32), planes(blocks[..., 16:48], 1, 32), 4)
+    return affine(scales, fields, minima)
 
 
 def _q6_k(blocks: UInt8[Array, "*blocks 210"]) -> Float[Array, "*blocks 256"]:
     """128 bytes of lower four bits, 64 of upper two, 16 scales int8, their scale last."""
-    fields = _above(_planes(blocks[..., :128], 4, 64), _planes(blocks[..., 128:192], 2, 32), 4)
-    return _scaled(_half(blocks[..., 208:210]) * _signed(blocks[..., 192:208]), _less(fields, 32))
+    fields = above(planes(blocks[..., :128], 4, 64), planes(blocks[..., 128:192], 2, 32), 4)
+    return scaled(half(blocks[..., 208:210]) * signed(blocks[..., 192:208]), less(fields, 32))
 
 
 def _iq4_nl(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 32"]:
-    return _half(blocks[..., :2]) * _looked_up(_planes(blocks[..., 2:], 4, 16), IQ4_VALUES)
+    return half(blocks[..., :2]) * looked_up(planes(blocks[..., 2:], 4, 16), IQ4_VALUES)
 
 
 def _iq4_xs(blocks: UInt8[Array, "*blocks 136"]) -> Float[Array, "*blocks 256"]:
     """Scale, 2 bytes of the eight scales' upper two bits, 4 of their lower four; each 16 bytes hold 32 weights."""
-    high = (blocks[..., 2:4, None] >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & jnp.uint8(3)
-    low = (blocks[..., 4:8, None] >> jnp.arange(0, 8, 4, dtype=jnp.uint8)) & jnp.uint8(15)
-    low, high = (part.reshape(*blocks.shape[:-1], 8) for part in (low, high))
-    scales = _above(low, high, 4)
-    values = _looked_up(_planes(blocks[..., 8:], 4, 16), IQ4_VALUES)
-    return _scaled(_half(blocks[..., :2]) * _less(scales, 32), values)
+    scales = above(neighbours(blocks[..., 4:8], 4), neighbours(blocks[..., 2:4], 2), 4)
+    values = looked_up(planes(blocks[..., 8:], 4, 16), IQ4_VALUES)
+    return scaled(half(blocks[..., :2]) * less(scales, 32), values)
 
 
 def _halved_e8m0(exponents: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
@@ -202,7 +148,7 @@ def _halved_e8m0(exponents: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks 
 
 
 def _mxfp4(blocks: UInt8[Array, "*blocks 17"]) -> Float[Array, "*blocks 32"]:
-    values = _looked_up(_planes(blocks[..., 1:], 4, 16), _DOUBLED)
+    values = looked_up(planes(blocks[..., 1:], 4, 16), _DOUBLED)
     return _halved_e8m0(blocks[..., :1]) * values
 
 
@@ -216,7 +162,7 @@ def _halved_e4m3(codes: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
 
 def _nvfp4(blocks: UInt8[Array, "*blocks 36"]) -> Float[Array, "*blocks 64"]:
     """Four scales, each of 8 bytes that hold 16 weights."""
-    return _scaled(_halved_e4m3(blocks[..., :4]), _looked_up(_planes(blocks[..., 4:], 4, 8), _DOUBLED))
+    return scaled(_halved_e4m3(blocks[..., :4]), looked_up(planes(blocks[..., 4:], 4, 8), _DOUBLED))
 
 
 def _ternary(data: UInt8[Array, "*blocks n"], digits: int, width: int) -> Int[Array, "*blocks fields"]:
@@ -230,11 +176,11 @@ def _ternary(data: UInt8[Array, "*blocks n"], digits: int, width: int) -> Int[Ar
 def _tq1_0(blocks: UInt8[Array, "*blocks 54"]) -> Float[Array, "*blocks 256"]:
     """Five weights a byte (of the last four bytes four), the scale last."""
     parts = (_ternary(blocks[..., :32], 5, 32), _ternary(blocks[..., 32:48], 5, 16), _ternary(blocks[..., 48:52], 4, 4))
-    return _half(blocks[..., 52:]) * (jnp.concatenate(parts, axis=-1) - 1).astype(jnp.float32)
+    return half(blocks[..., 52:]) * (jnp.concatenate(parts, axis=-1) - 1).astype(jnp.float32)
 
 
 def _tq2_0(blocks: UInt8[Array, "*blocks 66"]) -> Float[Array, "*blocks 256"]:
-    return _half(blocks[..., 64:]) * _less(_planes(blocks[..., :64], 2, 32), 1)
+    return half(blocks[..., 64:]) * less(planes(blocks[..., :64], 2, 32), 1)
 
 
 KINDS: Mapping[str, BlockKind] = MappingProxyType(
@@ -257,5 +203,6 @@ KINDS: Mapping[str, BlockKind] = MappingProxyType(
         "NVFP4": BlockKind(64, 36, _nvfp4),
         "TQ1_0": BlockKind(256, 54, _tq1_0),
         "TQ2_0": BlockKind(256, 66, _tq2_0),
+        **{kind: BlockKind(256, size, dequantise) for kind, (size, dequantise) in ggml_indexed.DEQUANTISE.items()},
     }
 )

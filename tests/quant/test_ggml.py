@@ -1,9 +1,11 @@
-"""Blocks of ggml against llama.cpp's own package, and against every tensor of files that llama.cpp wrote."""
+"""Blocks of ggml against llama.cpp's own code, and against every tensor of files that llama.cpp wrote."""
 
 import collections
+import functools
 import hashlib
 import json
 import pathlib
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +13,110 @@ import numpy as np
 import pytest
 
 from jaxinfer import gguf
+from jaxinfer.quant import codebooks
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.gguf import GgufFile
 
-# No reader in Python knows these two: see below.
-WITHOUT_GOLDENS = {"Q1_0", "Q2_0"}
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "ggml_blocks.npz"
+OF_CODEBOOKS = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS")
+READERS_DISAGREE = ("MXFP4", "NVFP4")  # on the sign of zero
 
 
-def golden(repo: pathlib.Path, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    with np.load(repo / "tests" / "goldens" / "ggml_blocks.npz") as file:
-        return file[f"{kind}:blocks"], file[f"{kind}:values"]
+@functools.cache
+def goldens() -> Mapping[str, np.ndarray]:
+    with np.load(GOLDENS) as file:
+        return {name: file[name] for name in file.files}
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - WITHOUT_GOLDENS))
-def test_the_values_of_llama_cpp_bit_for_bit(repo: pathlib.Path, kind: str) -> None:
-    blocks, values = golden(repo, kind)
+def bits(kind: str, values: np.ndarray) -> np.ndarray:
+    """A zero has a sign, too, where that is agreed upon."""
+    exact = np.asarray(values, np.float32)
+    return (exact + np.float32(0) if kind in READERS_DISAGREE else exact).view(np.uint32)
+
+
+def test_there_are_goldens_of_every_kind() -> None:
+    assert KINDS.keys() == {name.split(":")[0] for name in goldens()}
+    assert set(OF_CODEBOOKS) == {name.split(":")[0] for name in goldens() if name.endswith(":entries")}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_values_of_llama_cpp_bit_for_bit(kind: str) -> None:
+    blocks, values = goldens()[f"{kind}:blocks"], goldens()[f"{kind}:values"]
     assert blocks.shape[-1] == KINDS[kind].bytes
     assert values.shape[-1] == KINDS[kind].elements
-    np.testing.assert_array_equal(np.asarray(KINDS[kind].dequantise(jnp.asarray(blocks))), values)
+    ours = np.asarray(KINDS[kind].dequantise(jnp.asarray(blocks)))
+    np.testing.assert_array_equal(bits(kind, ours), bits(kind, values))
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - WITHOUT_GOLDENS))
-def test_leading_dimensions_and_jit(repo: pathlib.Path, kind: str) -> None:
-    blocks, values = golden(repo, kind)
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_leading_dimensions_and_jit(kind: str) -> None:
+    blocks, values = goldens()[f"{kind}:blocks"], goldens()[f"{kind}:values"]
     stacked = jax.jit(KINDS[kind].dequantise)(blocks.reshape(2, 3, 2, -1))
     assert stacked.dtype == jnp.float32
     # XLA may fuse a product and a sum
     np.testing.assert_allclose(stacked, values.reshape(2, 3, 2, -1), rtol=1e-6, atol=1e-6 * np.abs(values).max())
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Codebooks
+
+
+@pytest.mark.parametrize("kind", OF_CODEBOOKS)
+def test_all_entries_and_signs_bit_for_bit(kind: str) -> None:
+    """Compiled: no product of a scale and an entry is rounded, so fusing changes nothing."""
+    for blocks, values in (("entries", "entry_values"), ("blocks", "values")):
+        ours = np.asarray(jax.jit(KINDS[kind].dequantise)(goldens()[f"{kind}:{blocks}"]))
+        np.testing.assert_array_equal(bits(kind, ours), bits(kind, goldens()[f"{kind}:{values}"]))
+
+
+@pytest.mark.parametrize("kind", OF_CODEBOOKS)
+def test_the_goldens_name_every_entry(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a wrong one cannot hide: entries that hold their own number instead are all found in the result."""
+    book = codebooks.entries(kind)
+    numbered = np.broadcast_to(np.arange(len(book), dtype=np.float32)[:, None], book.shape)
+    monkeypatch.setattr(codebooks, "entries", lambda _: numbered)
+    blocks = jnp.asarray(goldens()[f"{kind}:entries"])
+    found = np.abs(np.asarray(KINDS[kind].dequantise(blocks))).reshape(-1, book.shape[1])
+    if kind in ("IQ1_S", "IQ1_M"):  # an eighth is added to them or taken away
+        found = np.round(found)
+    else:
+        found = found / found[1].max()
+    np.testing.assert_array_equal(found, numbered)
+
+
+@pytest.mark.parametrize("kind", OF_CODEBOOKS)
+def test_a_wrong_entry_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    book, rng = codebooks.entries(kind), np.random.default_rng(0)
+    for entry in (0, len(book) - 1, *rng.integers(0, len(book), 3)):
+        wrong = book.copy()
+        wrong[entry, rng.integers(book.shape[1])] += 1
+        monkeypatch.setattr(codebooks, "entries", lambda _, wrong=wrong: wrong)
+        ours = np.asarray(KINDS[kind].dequantise(jnp.asarray(goldens()[f"{kind}:entries"])))
+        assert (bits(kind, ours) != bits(kind, goldens()[f"{kind}:entry_values"])).sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "values"),
+    [
+        ("IQ2_XXS", 256, {8, 25, 43}),
+        ("IQ2_XS", 512, {8, 25, 43}),
+        ("IQ2_S", 1024, {8, 25, 43}),
+        ("IQ3_XXS", 256, {4, 12, 20, 28, 36, 44, 52, 62}),
+        ("IQ3_S", 512, set(range(1, 16, 2))),
+        ("IQ1_S", 2048, {-1, 0, 1}),
+        ("IQ1_M", 2048, {-1, 0, 1}),
+    ],
+)
+def test_a_codebook_has_so_many_different_entries(kind: str, size: int, values: set[int]) -> None:
+    book = codebooks.entries(kind)
+    assert book.shape == (size, 4 if kind.startswith("IQ3") else 8)
+    assert set(np.unique(book).tolist()) == values
+    assert len(np.unique(book, axis=0)) == size
+    assert not book.flags.writeable
+
+
+# --------------------------------------------------------------------------------------------------------------
+# All kinds
 
 
 def test_files_have_blocks_of_the_same_sizes() -> None:

@@ -5,11 +5,13 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.gguf import BLOCKS, PLAIN
 from jaxinfer.models.model import abstract
+from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.gguf import GgufCheckpoint
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.stored import StoredCheckpoint
@@ -91,6 +93,46 @@ def q8_0(values: np.ndarray) -> Blocks:
     return "Q8_0", values.shape, np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=-1).tobytes()
 
 
+# Where a block holds its float16 numbers, of kinds that files of fewer than four bits a weight mix.
+HALVES = {
+    "IQ1_S": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
+    "IQ4_XS": (0,),
+    "Q1_0": (0,),
+    "Q2_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+MIXED = ("IQ1_M", *HALVES)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Blocks:
+    """Random bytes, but for scales such that a row's product with ones of its size is about 1."""
+    elements, size = KINDS[kind].elements, KINDS[kind].bytes
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
+    _set_scales(kind, blocks, 1.0)
+    spread = float(jnp.std(jax.jit(KINDS[kind].dequantise)(blocks.reshape(-1, size)[:8])))
+    _set_scales(kind, blocks, 1.0 / (spread * shape[-1] ** 0.5))
+    return kind, shape, blocks.tobytes()
+
+
+def _set_scales(kind: str, blocks: np.ndarray, scale: float) -> None:
+    raw = np.array([scale], "<f2")
+    for at in HALVES.get(kind, ()):
+        blocks[..., at : at + 2] = raw.view(np.uint8)
+    if kind == "IQ1_M":  # four bits of it in the highest ones of each of the last four words
+        words = np.ascontiguousarray(blocks[..., 48:]).view("<u2") & 0x0FFF
+        quarters = (raw.view("<u2") >> np.arange(0, 16, 4, dtype="<u2")) << 12
+        blocks[..., 48:] = (words | quarters).astype("<u2").view(np.uint8)
+
+
 TINY = {
     "general.architecture": "llama",
     "llama.block_count": 1,
@@ -107,6 +149,9 @@ TINY = {
     "tokenizer.ggml.bos_token_id": 1,
     "tokenizer.ggml.eos_token_id": 2,
 }
+
+
+MIXED_TINY = {**TINY, "llama.embedding_length": 256, "llama.feed_forward_length": 256}
 
 
 def tiny_tensors() -> "dict[str, np.ndarray | Blocks]":
@@ -130,6 +175,32 @@ def tiny_tensors() -> "dict[str, np.ndarray | Blocks]":
         "blk.0.ffn_down.weight": q8_0(matrix(32, 64)),
         "output_norm.weight": ones,
     }
+
+
+def mixed_tensors(experts: int = 0) -> "dict[str, np.ndarray | Blocks]":
+    """Those of `MIXED_TINY`, in blocks of seven kinds with codebooks and more, as files of few bits mix them."""
+    rng, width = np.random.default_rng(3), 256
+
+    def block(kind: str, *shape: int) -> Blocks:
+        return random_blocks(kind, shape, rng)
+
+    stack, suffix = ((experts,), "_exps") if experts else ((), "")
+    ones = np.ones(width, np.float32)
+    tensors: dict[str, np.ndarray | Blocks] = {
+        "token_embd.weight": block("IQ3_S", 8, width),
+        "blk.0.attn_norm.weight": ones,
+        "blk.0.attn_q.weight": block("IQ2_XXS", width, width),
+        "blk.0.attn_k.weight": block("IQ2_XS", width // 2, width),
+        "blk.0.attn_v.weight": block("IQ2_S", width // 2, width),
+        "blk.0.attn_output.weight": block("IQ3_XXS", width, width),
+        "blk.0.ffn_norm.weight": ones,
+        f"blk.0.ffn_gate{suffix}.weight": block("IQ1_S", *stack, width, width),
+        f"blk.0.ffn_up{suffix}.weight": block("IQ1_M", *stack, width, width),
+        f"blk.0.ffn_down{suffix}.weight": block("IQ4_XS", *stack, width, width),
+        "output_norm.weight": ones,
+        "output.weight": block("Q6_K", 8, width),
+    }
+    return {**tensors, "blk.0.ffn_gate_inp.weight": np.eye(experts, width, dtype=np.float32)} if experts else tensors
 
 
 def dequantised_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:

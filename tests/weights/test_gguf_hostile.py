@@ -2,6 +2,7 @@
 
 import pathlib
 import random
+import re
 import struct
 import time
 import tracemalloc
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxinfer.gguf import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, GgufError
+from jaxinfer.gguf import BLOCKS, MAX_KEYS, MAX_STRINGS, MAX_TENSORS, PLAIN, SIZES, GgufError
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import abstract
 from jaxinfer.text import TemplateError, TokenizerError
@@ -17,7 +18,19 @@ from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.gguf import GgufFile, open_gguf
 from tests.weights.files import refused
-from tests.weights.gguf_files import TINY, entry, gguf_bytes, text, tiny_tensors, typed
+from tests.weights.gguf_files import (
+    MIXED_TINY,
+    NUMBERS,
+    TINY,
+    entry,
+    gguf_bytes,
+    mixed_tensors,
+    text,
+    tiny_tensors,
+    typed,
+)
+
+pytestmark = pytest.mark.attack
 
 ONES = bytes(4 * 64)
 
@@ -89,8 +102,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "five dimensions": (aligned(head(1, 0) + entry("x", (1,) * 5, 0, 0)) + ONES, "'x' has 5 dimensions"),
     "nothing in it": (aligned(head(1, 0) + entry("x", (4, 0), 0, 0)) + ONES, "'x' has a shape or an offset"),
     "a product that wraps around": (aligned(head(1, 0) + entry("x", (2**33, 2**33), 0, 0)), "'x' has a shape"),
-    "a type that is unknown": (aligned(head(1, 0) + entry("x", (4,), 77, 0)) + ONES, "the unknown type 77"),
-    "a type that is not read": (aligned(head(1, 0) + entry("x", (256,), 16, 0)) + ONES, "IQ2_XXS, which is not supp"),
+    "a type of no number": (aligned(head(1, 0) + entry("x", (4,), 2**32 - 1, 0)) + ONES, "unknown type 4294967295"),
     "half a block": (aligned(head(1, 0) + entry("x", (2, 16), 8, 0)) + ONES, "rows of 16, which are no whole blocks"),
     "control characters": (head(0, 2) + 2 * pair("\x1b[2J\n", 4, bytes(4)), r"the key '\\x1b\[2J\\n' twice"),
     "an endless name": (aligned(head(1, 0) + text("n" * 1000) + struct.pack("<I", 9)), r"'n{120}\.\.\.' has 9 dim"),
@@ -102,6 +114,62 @@ def test_lies(path: pathlib.Path, lie: str) -> None:
     content, pattern = LIES[lie]
     path.write_bytes(content)
     with refused(f"not a valid GGUF file: .*{pattern}"):
+        GgufFile(path)
+
+
+NO_TYPES = {
+    4: "Q4_2, which llama.cpp removed in 2023: quantise the model again",
+    5: "Q4_3, which llama.cpp removed in 2023: quantise the model again",
+    9: "Q8_1, which llama.cpp makes of a product's inputs while it runs: .* files have Q8_0",
+    15: "Q8_K, which llama.cpp makes of a product's inputs while it runs: .* files have Q8_0",
+    31: "Q4_0_4_4, which llama.cpp reads from files no more: quantise the model again as Q4_0, ",
+    32: "Q4_0_4_8, which llama.cpp reads from files no more: quantise the model again as Q4_0, ",
+    33: "Q4_0_8_8, which llama.cpp reads from files no more: quantise the model again as Q4_0, ",
+    36: "IQ4_NL_4_4, which llama.cpp reads from files no more: quantise the model again as IQ4_NL, ",
+    37: "IQ4_NL_4_8, which llama.cpp reads from files no more: quantise the model again as IQ4_NL, ",
+    38: "IQ4_NL_8_8, which llama.cpp reads from files no more: quantise the model again as IQ4_NL, ",
+    43: "the unknown type 43, which a fork of llama.cpp has, or a later one: quantise the model again",
+    138: "the unknown type 138, which a fork of llama.cpp has, or a later one: quantise the model again",
+}
+
+
+@pytest.mark.parametrize("number", NO_TYPES)
+def test_what_is_refused_says_which_and_why(path: pathlib.Path, number: int) -> None:
+    path.write_bytes(aligned(head(1, 0) + entry("x", (256,), number, 0)) + ONES)
+    with refused(rf"tensor 'x' is stored as {NO_TYPES[number]}.*\(known: BF16, .* IQ1_M, .*, TQ2_0\)"):
+        GgufFile(path)
+
+
+def test_every_other_number_of_ggml_is_read() -> None:
+    """0 to 42, as of August 2026."""
+    assert {*PLAIN, *BLOCKS} == set(range(43)) - NO_TYPES.keys()
+
+
+def test_the_docs_name_every_kind(repo: pathlib.Path) -> None:
+    told = set(re.findall(r"\w+", (repo / "docs" / "gguf.md").read_text()))
+    assert {*BLOCKS.values(), *(why.split(",")[0] for number, why in NO_TYPES.items() if number < 43)} <= told
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS.values()))
+def test_blocks_that_a_file_does_not_hold(path: pathlib.Path, kind: str) -> None:
+    """Rows of half a block; a last block short of a byte; a tensor that begins within another's last block."""
+    elements, size = SIZES[kind]
+    number = NUMBERS[kind]
+
+    def content(row: int, rows: int, nbytes: int, *more: bytes) -> bytes:
+        return aligned(head(1 + len(more), 0) + entry("x", (rows, row), number, 0) + b"".join(more)) + bytes(nbytes)
+
+    path.write_bytes(content(elements // 2, 2, size))
+    with refused(f"'x' has rows of {elements // 2}, which are no whole blocks of {kind}"):
+        GgufFile(path)
+    path.write_bytes(content(2 * elements, 3, 6 * size - 1))
+    with refused("'x' ends at byte .*: is it truncated"):
+        GgufFile(path)
+    path.write_bytes(content(2 * elements, 3, 6 * size))
+    assert GgufFile(path).read("x").shape == (3, 2, size)
+    inside = 6 * size // 32 * 32 - 32
+    path.write_bytes(content(2 * elements, 3, 6 * size + 64, entry("y", (1,), 0, inside)))
+    with refused("overlaps tensor"):
         GgufFile(path)
 
 
@@ -127,6 +195,7 @@ def test_long_arrays_are_left_in_the_file(path: pathlib.Path) -> None:
 
 
 WHOLE = gguf_bytes(TINY, tiny_tensors())
+MIXED = gguf_bytes(MIXED_TINY, mixed_tensors())
 
 
 def load(path: pathlib.Path) -> bool:
@@ -165,38 +234,44 @@ class bounded:  # noqa: N801  reads as a statement
         assert taken < self._seconds, f"{taken} s"
 
 
-def test_the_whole_file_loads(path: pathlib.Path) -> None:
-    path.write_bytes(WHOLE)
+@pytest.mark.parametrize("whole", [WHOLE, MIXED], ids=["tiny", "mixed"])
+def test_the_whole_file_loads(path: pathlib.Path, whole: bytes) -> None:
+    path.write_bytes(whole)
     assert load(path)
 
 
-def sizes() -> list[int]:
-    powers = [1 << power for power in range(len(WHOLE).bit_length())]
-    return sorted({0, len(WHOLE) - 1, *powers, *(power - 1 for power in powers), *range(0, len(WHOLE), 997)})
+def sizes(whole: bytes, step: int) -> list[int]:
+    powers = [1 << power for power in range(len(whole).bit_length())]
+    return sorted({0, len(whole) - 1, *powers, *(power - 1 for power in powers), *range(0, len(whole), step)})
 
 
-def test_truncated(path: pathlib.Path) -> None:
-    for size in sizes():
-        path.write_bytes(WHOLE[:size])
+@pytest.mark.parametrize(("whole", "step"), [(WHOLE, 997), (MIXED, 9973)], ids=["tiny", "mixed"])
+def test_truncated(path: pathlib.Path, whole: bytes, step: int) -> None:
+    for size in sizes(whole, step):
+        path.write_bytes(whole[:size])
         assert not load(path), size
 
 
-def mutants(seed: int, count: int) -> Iterator[bytes]:
+def described(whole: bytes) -> int:
+    """How many bytes of a file describe it."""
+    return whole.rindex(b"output_norm.weight") + 64
+
+
+def mutants(whole: bytes, seed: int, count: int) -> Iterator[bytes]:
     """Bytes changed, numbers made large, pieces cut, doubled or exchanged; mostly where the file describes itself."""
-    chance = random.Random(seed)
-    described = len(WHOLE) - sum(len(raw) for raw in [WHOLE[-16000:]])
+    chance, first = random.Random(seed), described(whole)
     for _ in range(count):
-        content = bytearray(WHOLE)
+        content = bytearray(whole)
         for _ in range(chance.randint(1, 4)):
-            _mutate(content, chance, described)
+            _mutate(content, chance, first)
         yield bytes(content)
 
 
 EXTREMES = (0, 1, 2, 31, 32, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**61, 2**62, 2**63, 2**64 - 1)
 
 
-def _mutate(content: bytearray, chance: random.Random, described: int) -> None:
-    at = chance.randrange(max(1, min(len(content), described if chance.random() < 0.9 else len(content))))
+def _mutate(content: bytearray, chance: random.Random, first: int) -> None:
+    at = chance.randrange(max(1, min(len(content), first if chance.random() < 0.9 else len(content))))
     size = chance.choice((1, 4, 8, 32))
     match chance.randrange(5):
         case 0:
@@ -213,9 +288,9 @@ def _mutate(content: bytearray, chance: random.Random, described: int) -> None:
             content[at : at + size] = content[other : other + size]
 
 
-def fuzz(path: pathlib.Path, seed: int, count: int) -> None:
+def fuzz(path: pathlib.Path, whole: bytes, seed: int, count: int) -> None:
     refusals = 0
-    for content in mutants(seed, count):
+    for content in mutants(whole, seed, count):
         path.write_bytes(content)
         began = time.monotonic()
         refusals += not load(path)
@@ -223,11 +298,13 @@ def fuzz(path: pathlib.Path, seed: int, count: int) -> None:
     assert count // 4 < refusals
 
 
-def test_mutated(path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("whole", "count"), [(WHOLE, 60), (MIXED, 25)], ids=["tiny", "mixed"])
+def test_mutated(path: pathlib.Path, whole: bytes, count: int) -> None:
     with bounded(megabytes=8, seconds=120):
-        fuzz(path, seed=1, count=150)
+        fuzz(path, whole, 1, count)
 
 
 @pytest.mark.slow
-def test_mutated_long(path: pathlib.Path) -> None:
-    fuzz(path, seed=2, count=20_000)
+@pytest.mark.parametrize(("whole", "count"), [(WHOLE, 20_000), (MIXED, 5_000)], ids=["tiny", "mixed"])
+def test_mutated_long(path: pathlib.Path, whole: bytes, count: int) -> None:
+    fuzz(path, whole, 2, count)

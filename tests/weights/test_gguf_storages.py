@@ -3,16 +3,28 @@
 import pathlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer import load_model
+from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
+from jaxinfer.quant.layouts import Blocks
 from jaxinfer.types import ParamSpec, map_specs
 from jaxinfer.weights.gguf import open_gguf
 from tests.weights.gguf_convert import converted
-from tests.weights.gguf_files import TINY, dequantised_logits, q8_0, write_gguf
+from tests.weights.gguf_files import (
+    MIXED,
+    MIXED_TINY,
+    TINY,
+    dequantised_logits,
+    mixed_tensors,
+    q8_0,
+    random_blocks,
+    write_gguf,
+)
 
 TOKENIZER = {key: value for key, value in TINY.items() if key.startswith("tokenizer.")}
 VOCABULARY = 64
@@ -105,3 +117,47 @@ def test_storages_compute_as_numbers_do(tmp_path: pathlib.Path, kind: str) -> No
     ours = np.asarray(model.apply(model.params, jnp.asarray(ids)))
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Files of few bits a weight, which mix many kinds of blocks
+
+
+def all_of(kind: str) -> dict[str, Any]:
+    """The tensors of `MIXED_TINY`, every matrix in blocks of one kind."""
+    rng = np.random.default_rng(8)
+    return {
+        name: random_blocks(kind, tensor[1], rng) if isinstance(tensor, tuple) else tensor
+        for name, tensor in mixed_tensors().items()
+    }
+
+
+def computes_as_numbers_do(path: pathlib.Path) -> Model:
+    ids = np.random.default_rng(6).integers(0, 8, 24)
+    expected = dequantised_logits(open_gguf(path), ids)
+    model = load_model(str(path), "float32", show_progress=False)
+    ours = np.asarray(jax.jit(model.apply)(model.params, jnp.asarray(ids)))
+    assert 0.1 < np.abs(expected).max() < 1e3
+    np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())
+    return model
+
+
+@pytest.mark.parametrize("experts", [3, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_file_of_many_kinds(tmp_path: pathlib.Path, experts: int) -> None:
+    """Tables, fused weights whose parts are of different kinds, and stacks of experts."""
+    counts = {"llama.expert_count": experts, "llama.expert_used_count": 2} if experts else {}
+    tensors = mixed_tensors(experts)
+    path = write_gguf(tmp_path / "model.gguf", {**MIXED_TINY, **counts}, tensors)
+    stored = open_gguf(path).weights.values()
+    kinds = {tensor[0] for tensor in tensors.values() if isinstance(tensor, tuple)}
+    assert {weight.layout for weight in stored} == {Blocks(kind) for kind in kinds}
+    model = computes_as_numbers_do(path)
+    in_blocks = sum(len(tensor[2]) for tensor in tensors.values() if isinstance(tensor, tuple))
+    held = [array.nbytes for array in jax.tree.leaves(model.params) if array.dtype == jnp.uint8]
+    assert sum(held) == in_blocks  # in memory, too, no byte more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_file_of_one_kind(tmp_path: pathlib.Path, kind: str) -> None:
+    computes_as_numbers_do(write_gguf(tmp_path / "model.gguf", MIXED_TINY, all_of(kind)))

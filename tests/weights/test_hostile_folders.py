@@ -23,7 +23,9 @@ from jaxinfer.weights.converted import open_model_files
 from jaxinfer.weights.load import auto_dtype
 from tests.weights.formats.checkpoints import save
 
-FAST, SLOW = 700, 100_000
+pytestmark = pytest.mark.attack
+
+FAST, SLOW = 250, 100_000
 D, VOCAB, HEADS, KV_HEADS = 64, 32, 4, 2
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
