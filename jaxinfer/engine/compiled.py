@@ -33,6 +33,11 @@ CompileProgress = Callable[[int, int], None]
 
 # Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
 _GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# Several steps are a loop, whose end the host reads unless a command buffer holds it. By default none does: this list
+# replaces the default and is the same, WHILE aside (and without collectives' kernels, which one device has not).
+_GPU_LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +67,16 @@ class CompiledStage:
 
 
 class _Job(NamedTuple):
-    """A function, the arguments that it will be called with, which of them is donated, and where its results lie."""
+    """A function, the arguments that it will be called with, which of them is donated, and where its results lie.
+
+    ``loops``: it is a loop of steps.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate: int | None
     results: Any
+    loops: bool = False
 
 
 def compile_stages(
@@ -88,15 +97,14 @@ def compile_stages(
     return [work.named(programs) for work, programs in zip(works, done, strict=True)]
 
 
-def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> list[Any]:
+def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *, several: bool = False) -> list[Any]:
     """The executables that use most memory while they run: the widest decode and prefill programs of a stage.
 
-    All arguments may be abstract.
+    All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one.
     """
     work = _Work(stage, _abstract(arrays), engine)
     size, lanes = max(work.prefills, key=math.prod)
-    # One step needs as much as several, the results aside.
-    wanted = ("decode", "prefill_logprobs", f"prefill_{size}x{lanes}")
+    wanted = ["decode", "prefill_logprobs", f"prefill_{size}x{lanes}", *(["decode_many"] if several else [])]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile([(work.mesh, jobs)])[0].values())
 
@@ -176,7 +184,7 @@ class _Work:
         jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown))}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())
-            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown))
+            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown), loops=True)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown))
@@ -259,12 +267,20 @@ def _compile(
     lowered = {
         (place, name): _lowered(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
     }
-    options = _GPU_OPTIONS if work[0][0].devices.flat[0].platform == "gpu" else None
+    options = {
+        (place, name): _options(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
+    }
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
-        running = {key: threads.submit(low.compile, compiler_options=options) for key, low in lowered.items()}
+        running = {key: threads.submit(low.compile, compiler_options=options[key]) for key, low in lowered.items()}
         for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
             tell(done, total)
         return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]
+
+
+def _options(mesh: Mesh, job: _Job) -> dict[str, str] | None:
+    if mesh.devices.flat[0].platform != "gpu":
+        return None
+    return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if job.loops and mesh.size == 1 else _GPU_OPTIONS
 
 
 def _lowered(mesh: Mesh, job: _Job) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Integer
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.buckets import group_chunks
@@ -24,6 +24,8 @@ from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
 from jaxinfer.types import CacheSpec
+
+_Column = Integer[np.ndarray, " planned"]
 
 # Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
 _CPU_OPERATIONS = 300_000_000_000
@@ -62,6 +64,10 @@ class Proved:
     costs: Costs
 
 
+class WrongTokenError(RuntimeError):
+    """A row would be fed what its slot sampled for another sequence or position: a fault of the plan, never served."""
+
+
 class Runner:
     """What plans mean to the device, and what it answers.
 
@@ -88,6 +94,8 @@ class Runner:
         self._groups, self._rows = tables.shape[0], engine.rows // engine.turns
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.turns)]
         self._shown = [slots.snapshot() for slots in self._slots]  # what is on the device
+        # Of what is on the device as `StepState.last_tokens`: by turn and row, whose token (`arrival`), which position.
+        self._sampled = np.full((engine.turns, 2, self._rows), -1, np.int64)
         self.proved = proved or self._prove(limits, spec, itemsize)
 
     def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> Proved:
@@ -241,12 +249,32 @@ class Runner:
         rows, fed, given = np.array(columns, np.int32)
         positions[rows], tokens[rows] = fed, given
         generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
+        arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
         tables = self._tables[:, turn::turns]
         if self._engine.speculative is None:
+            self._note(turn, rows, arrivals, fed, given)
             return DecodeBatch(tokens, positions, generated, tables.copy())
         owners = np.arange(self._rows, dtype=np.int32)
         owners[rows] = [sequence.slot // turns for sequence in sequences]
+        own = owners[rows] == rows
+        self._note(turn, rows[own], arrivals[own], fed[own], given[own])
         return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
+
+    def _note(self, turn: int, rows: _Column, arrivals: _Column, positions: _Column, given: _Column) -> None:
+        """Write down whose tokens these rows, each its slot's own, will sample.
+
+        Raises:
+            WrongTokenError: a row without a token asks for one that its slot did not sample (`Sequence.sampled`).
+        """
+        whose, where = self._sampled[turn]
+        wrong = (given < 0) & ((whose[rows] != arrivals) | (where[rows] != positions - 1))
+        if wrong.any():
+            row = rows[wrong][0]
+            raise WrongTokenError(
+                f"row {row} of turn {turn} asks for the token of sequence {arrivals[wrong][0]} at position "
+                f"{positions[wrong][0]}; its slot sampled that of sequence {whose[row]} at {where[row] + 1}"
+            )
+        whose[rows], where[rows] = arrivals, positions
 
 
 def _each_alone(sizes: Sequence[int]) -> dict[int, int]:

@@ -18,19 +18,15 @@ Rope = tuple[jax.Array, jax.Array]
 class LayerPool(NamedTuple):
     """Keys and values of one layer, or its latents; see `stored` for their dtype.
 
-    ``scales`` are what 8-bit elements are multiplied with when they are read; of size zero while there are none.
-    Each belongs to one head of one token, or to one of the two parts of its latent, and is computed from it alone
-    (`pallas_kernels.kv_write.reference`). So what is stored of a token depends on nothing else: not on the chunk
-    that it came in, not on what its page held before, and not on whether it is computed anew.
+    ``scales`` are what 8-bit elements are multiplied with when they are read. There are none beside others, rather than
+    empty ones: the host pays for every array that a program takes. Each belongs to one head of one token, or to one of
+    the two parts of its latent, and is computed from it alone (`pallas_kernels.kv_write.reference`). So what is stored
+    of a token depends on nothing else: not on the chunk that it came in, not on what its page held before, and not on
+    whether it is computed anew.
     """
 
     data: Num[Array, "pages *page"]
-    scales: Float[Array, "scaled *slots"]
-
-    @property
-    def factors(self) -> Float[Array, "pages *slots"] | None:
-        """``scales`` where there are some."""
-        return self.scales if self.scales.size else None
+    scales: Float[Array, "pages *slots"] | None = None
 
 
 def new_pools(
@@ -53,7 +49,7 @@ def new_pools(
 
     def zeroed() -> LayerPool:
         data = jnp.zeros(shape, kind, device=sharding)
-        return LayerPool(data, jnp.zeros(scales, jnp.float32, device=sharding))
+        return LayerPool(data, jnp.zeros(scales, jnp.float32, device=sharding) if spec.dtype else None)
 
     return [zeroed() for _ in spec.layers]
 
@@ -85,7 +81,7 @@ def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backe
     asked for that cannot rotate such heads, it writes them rotated.
     """
     one_lane = jax.ShapeDtypeStruct((1, *qkv.shape), qkv.dtype)
-    options: dict[str, Any] = {"rope": rope, "scales": cache.factors, "interleaved": interleaved}
+    options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved}
     wish: Wish = "xla" if backend == "xla" else "auto"
     return kv_write.explain_projected(cache.data, one_lane, **options, path=wish).path == "mosaic"
 
@@ -148,7 +144,7 @@ class DecodeAttend(NamedTuple):
     def _attended(
         self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
     ) -> jax.Array:
-        options = _options(layer, scale, sinks) | {"scales": cache.factors, "path": self.backend}
+        options = _options(layer, scale, sinks) | {"scales": cache.scales, "path": self.backend}
         decode = paged_attention.decode if layer.latent_rank is None else mla_attention.decode
         return decode(q, cache.data, self.tables[self.spec.group(layer)], self.positions + 1, **options)
 
@@ -206,7 +202,7 @@ class PrefillAttend(NamedTuple):
         self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
     ) -> jax.Array:
         """Of queries by lane; the results are rows."""
-        options = _options(layer, scale, sinks) | {"scales": cache.factors, "path": self.backend}
+        options = _options(layer, scale, sinks) | {"scales": cache.scales, "path": self.backend}
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
         prefill = paged_attention.prefill if layer.latent_rank is None else mla_attention.prefill
         mixed = prefill(q, cache.data, self.tables[self.spec.group(layer)], self.starts, ends, **options)
@@ -230,25 +226,25 @@ def _with_written(
     cache: LayerPool, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array, backend: Wish
 ) -> LayerPool:
     """Keys and values ``[lanes, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
-    done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.factors, path=backend)
-    return LayerPool(done.pool, cache.scales if done.scales is None else done.scales)
+    done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.scales, path=backend)
+    return LayerPool(done.pool, done.scales)
 
 
 def _projected(
     cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, pages: jax.Array, offsets: jax.Array, backend: Wish
 ) -> tuple[jax.Array, LayerPool]:
     """Rotated queries, and the pool with the rotated keys and the values of ``qkv [lanes, chunk, ...]``."""
-    options: dict[str, Any] = {"rope": rope, "scales": cache.factors, "interleaved": interleaved, "path": backend}
+    options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved, "path": backend}
     done = kv_write.write_projected(cache.data, qkv, pages, offsets, **options)
     assert done.q is not None
-    return done.q, LayerPool(done.pool, cache.scales if done.scales is None else done.scales)
+    return done.q, LayerPool(done.pool, done.scales)
 
 
 def _with_latents(
     cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
 ) -> LayerPool:
     """Latents ``[lanes, chunk, latent]`` in their places, quantised where the pool has scales."""
-    if cache.factors is None or layer.latent_rank is None:
+    if cache.scales is None or layer.latent_rank is None:
         return cache._replace(data=kv_write.write_latents(cache.data, latents, pages, offsets))
     scaled = kv_write.write_scaled_latents
     return LayerPool(*scaled(cache.data, cache.scales, latents, pages, offsets, rank=layer.latent_rank))

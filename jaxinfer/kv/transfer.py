@@ -50,10 +50,10 @@ def export_pages(
 
 def _packed(pool: LayerPool, ids: Int[Array, " pages"]) -> Shaped[Array, "pages *page"]:
     taken = kv_copy.gather_pages(pool, ids)
-    if pool.factors is None:
+    if taken.scales is None:
         return taken.data
-    rows = taken.data.shape[:-1]
-    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(*rows, -1) for x in taken], -1)
+    parts, rows = (taken.data, taken.scales), taken.data.shape[:-1]
+    return jnp.concatenate([lax.bitcast_convert_type(x, jnp.uint8).reshape(*rows, -1) for x in parts], -1)
 
 
 def import_pages(
@@ -72,12 +72,13 @@ def import_pages(
 
 
 def _unpacked(pool: LayerPool, pages: Shaped[Array, "pages *page"]) -> LayerPool:
-    if pool.factors is None:
-        return LayerPool(pages, pool.scales)
+    if pool.scales is None:
+        return LayerPool(pages)
     data, scales = jnp.split(pages, [pool.data.shape[-1]], -1)
     scales = scales.reshape(pages.shape[0], *pool.scales.shape[1:], _SCALE.itemsize)
-    own = (lax.bitcast_convert_type(part, x.dtype) for part, x in zip((data, scales), pool, strict=True))
-    return LayerPool(*own)
+    return LayerPool(
+        lax.bitcast_convert_type(data, pool.data.dtype), lax.bitcast_convert_type(scales, pool.scales.dtype)
+    )
 
 
 def slot_bytes(pages: Shaped[np.ndarray, "pages layers *page"]) -> UInt8[np.ndarray, "pages slots bytes"]:

@@ -1,6 +1,8 @@
-"""The largest of few numbers, such as a router's."""
+"""The largest of some numbers, such as a router's or a vocabulary's."""
 
 from __future__ import annotations
+
+import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,22 +10,54 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import lowering_target
 
+_FEW = 512  # numbers, which had better be compared all with all
+
 
 def top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
     """`lax.top_k` of the last axis: the numbers and their places, the largest first, of equal ones the first.
 
-    By counting on a GPU, where XLA sorts, in several launches: for some hundred numbers at most.
+    By counting on a GPU: there XLA sorts, in several launches, or by a library that no command buffer can hold.
     """
     if lowering_target().platform != "cpu":
-        return counted_top_k(x, k)
+        return counted_top_k(x, k) if x.shape[-1] <= _FEW else grouped_top_k(x, k)
     numbers, places = lax.top_k(x, k)
     return numbers, places
 
 
 def counted_top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
     """`top_k` by comparing all with all, n * n comparisons. Beside NaN, places are within bounds and mean nothing."""
-    at = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return _counted(x, jnp.arange(x.shape[-1], dtype=jnp.int32), k)
+
+
+def grouped_top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """`top_k` of many in some 2 * n * k comparisons, with NaN as in `counted_top_k`.
+
+    The k largest lie in those k groups of neighbours whose largest numbers are the largest: before any other number
+    come k of at least its size, one of each group.
+    """
+    n, size = x.shape[-1], _group_size(x.shape[-1], k)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % size)], constant_values=-jnp.inf)
+    groups = padded.reshape(*x.shape[:-1], -1, size)
+    if not 0 < k < groups.shape[-2]:
+        return counted_top_k(x, k)
+    _, best = counted_top_k(groups.max(-1), k)
+    candidates = jnp.take_along_axis(groups, best[..., None], axis=-2, mode="clip")
+    places = best[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+    flat = (*x.shape[:-1], k * size)
+    numbers, places = _counted(candidates.reshape(flat), places.reshape(flat), k)
+    return numbers, jnp.minimum(places, n - 1)
+
+
+def _group_size(n: int, k: int) -> int:
+    """A power of two for which there are about as many groups as there will be candidates."""
+    return 1 << round(math.log2(n / max(k, 1)) / 2)
+
+
+def _counted(
+    x: Float[Array, "*batch n"], places: Int[Array, "*#batch n"], k: int
+) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
+    """The k largest of numbers that lie at ``places``, in any order."""
     mine, other = x[..., :, None], x[..., None, :]
-    ahead = (other > mine) | ((other == mine) & (at[None, :] < at[:, None]))
+    ahead = (other > mine) | ((other == mine) & (places[..., None, :] < places[..., :, None]))
     chosen = ahead.sum(-1, dtype=jnp.int32)[..., None, :] == jnp.arange(k)[:, None]
-    return jnp.where(chosen, x[..., None, :], 0).sum(-1), jnp.where(chosen, at, 0).max(-1)
+    return jnp.where(chosen, x[..., None, :], 0).sum(-1), jnp.where(chosen, places[..., None, :], 0).max(-1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxinfer.layers.top_k import top_k
 from jaxinfer.sampling.lanes import count, to_lanes, total
 
 Logits = Float32[Array, "rows vocab"]
@@ -33,7 +34,7 @@ def token_logprobs(logits: Logits, tokens: Int32[Array, " rows"], top: int) -> L
     log_mass = jnp.log(total(jnp.exp(values - peak[:, :, None])))[:, None]
     rank = 1 + count(values > chosen[:, :, None]).astype(jnp.int32)
     within = min(top, logits.shape[-1])
-    best, ids = lax.top_k(logits, within)
+    best, ids = top_k(logits, within)
     padding = ((0, 0), (0, top - within))
     return Logprobs(
         logprob=(chosen - peak - log_mass)[:, 0],

@@ -60,15 +60,30 @@ class Target:
     def sharding(self) -> jax.sharding.SingleDeviceSharding:
         return jax.sharding.SingleDeviceSharding(self.topology.devices[0])
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """While it lasts, what is traced and lowered takes this device for the one it will run on."""
+    @functools.cached_property
+    def _abstract_device(self) -> jax.sharding.AbstractDevice:
         device = self.topology.devices[0]
         # Mosaic GPU reads the capability from the abstract device, whose class has no field for it.
         kind = type("Device", (jax.sharding.AbstractDevice,), {"compute_capability": self.capability})
-        abstract = kind(device_kind=device.device_kind, num_cores=device.core_count, platform="gpu")
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract)):
+        told: jax.sharding.AbstractDevice = kind(
+            device_kind=device.device_kind, num_cores=device.core_count, platform="gpu"
+        )
+        return told
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """While it lasts, what is traced and lowered takes this device for the one it will run on."""
+        mesh = jax.sharding.AbstractMesh((), (), abstract_device=self._abstract_device)
+        with jax.sharding.use_abstract_mesh(mesh):
             yield
+
+    def tell(self, mesh: jax.sharding.Mesh) -> None:
+        """A mesh of such devices knows as much of them as what is traced within `current`.
+
+        JAX 0.11 compares the mesh of an argument with that for which a program is traced.
+        """
+        # JAX makes it of the devices when it is first asked for, and keeps it here.
+        mesh.__dict__["abstract_mesh"] = mesh.abstract_mesh.update(abstract_device=self._abstract_device)
 
     def compile(
         self,

@@ -7,6 +7,7 @@ as the worst case needs, and ``occupied`` says how many hold anything.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -22,7 +23,9 @@ GPU_ROWS = 64  # of a tile that is read together with its expert's weights
 # Up to here a GPU multiplies all experts at once. Beyond, XLA copies the weights of each tile's expert before it reads
 # them: three times the traffic, which by an H100's rates takes as long as a product with some 700 rows.
 DENSE_ROWS = 512
-COUNTED = 4096  # entries that a GPU compares with one another instead of sorting them
+# A GPU compares entries with one another, where a sort would be several launches, or a library's call that no command
+# buffer can hold: up to so many all with all, more in blocks.
+COUNTED, BLOCK = 4096, 512
 
 
 class Groups(NamedTuple):
@@ -65,19 +68,19 @@ def group(
         path: for which tiles are made; see `explain`.
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
-    entries = experts.shape[0]
-    rows, dense = _tile(entries, spread or count, most, path, target or lowering_target())
+    entries, target = experts.shape[0], target or lowering_target()
+    rows, dense = _tile(entries, spread or count, most, path, target)
     used = min(count, entries)
     tiles = count if dense else used + (entries - used) // rows  # each tile but an expert's last one is full
     known = (experts >= 0) & (experts < count)
     experts = jnp.where(known, experts, count).astype(jnp.int32)
-    counted = path == "mosaic" and entries <= COUNTED
+    counted = target.platform != "cpu"
     sizes, rank = _ranks_by_counting(experts, count) if counted else _ranks_by_sorting(experts, count)
     each = jnp.ones_like(sizes) if dense else -(-sizes // rows)
     ends = _running_sum(each) if counted else jnp.cumsum(each)
     first = jnp.concatenate([(ends - each) * rows, jnp.full(1, tiles * rows)]).astype(jnp.int32)
     places = jnp.where(experts < count, first[experts] + rank, tiles * rows)
-    held = _by_row(places, tiles * rows, counted=counted)
+    held = _by_row(places, tiles * rows, counted=counted and entries <= COUNTED)
     owners = jnp.searchsorted(ends, jnp.arange(tiles), side="right", method="compare_all")
     owners = jnp.minimum(owners, count - 1).astype(jnp.int32)  # tiles that hold nothing
     return Groups(held.reshape(tiles, rows), places, None if dense else owners, ends[-1])
@@ -97,11 +100,26 @@ def _ranks_by_sorting(
 def _ranks_by_counting(
     experts: Int[Array, " entries"], count: int
 ) -> tuple[Int[Array, " count"], Int[Array, " entries"]]:
-    """The same by comparing all with all: two kernels, where XLA sorts in several."""
-    sizes = (experts[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+    """The same by comparing all with all: two kernels, where XLA sorts in several. Of many: within blocks of them."""
+    entries = experts.shape[0]
+    if entries <= COUNTED:
+        return _sizes(experts, count), _alike_before(experts)
+    blocks = jnp.pad(experts, (0, -entries % BLOCK), constant_values=count).reshape(-1, BLOCK)
+    sizes, rank = jax.vmap(functools.partial(_sizes, count=count))(blocks), jax.vmap(_alike_before)(blocks)
+    ends = jax.vmap(_running_sum, in_axes=1, out_axes=1)(sizes)
+    before = jnp.take_along_axis(ends - sizes, blocks, axis=1, mode="clip")
+    return ends[-1], (before + rank).reshape(-1)[:entries]
+
+
+def _sizes(experts: Int[Array, " entries"], count: int) -> Int[Array, " count"]:
+    return (experts[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+
+
+def _alike_before(experts: Int[Array, " entries"]) -> Int[Array, " entries"]:
+    """How many entries before each one have its expert."""
     at = jnp.arange(experts.shape[0])
     alike = (experts[None, :] == experts[:, None]) & (at[None, :] < at[:, None])
-    return sizes, alike.sum(1, dtype=jnp.int32)
+    return alike.sum(1, dtype=jnp.int32)
 
 
 def _running_sum(numbers: Int[Array, " n"]) -> Int[Array, " n"]:

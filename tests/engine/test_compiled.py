@@ -45,6 +45,12 @@ def test_no_program_copies_or_slices_a_pool(engine):
 LOOPED = {"dynamic-update-slice", "while", "tuple"}
 
 
+def test_no_program_takes_an_array_of_nothing(engine):
+    """The host would pay for it at every call."""
+    for name, program in programs(engine).items():
+        assert all(aval.size for aval in jax.tree.leaves(program.in_avals)), name
+
+
 def test_every_pool_is_aliased(engine):
     pools = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._executor.parts[-1].pools))
     for name, program in programs(engine).items():

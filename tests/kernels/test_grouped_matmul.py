@@ -102,14 +102,25 @@ def test_no_choice_needs_more_tiles_than_there_are(count: int, entries: int):
         assert held[np.asarray(groups.places)].tolist() == list(range(entries))
 
 
+@pytest.mark.parametrize("most", [groups.COUNTED, 0])
 @pytest.mark.parametrize("entries", [1, 40, 300])
-def test_counting_and_sorting_find_the_same_rows(entries: int, monkeypatch: pytest.MonkeyPatch):
+def test_counting_and_sorting_find_the_same_rows(entries: int, most: int, monkeypatch: pytest.MonkeyPatch):
+    """All with all, and in blocks."""
+    monkeypatch.setattr(groups, "COUNTED", most)
+    monkeypatch.setattr(groups, "BLOCK", 16)
     experts = jnp.asarray(np.random.default_rng(entries).integers(-1, 13, entries), jnp.int32)
-    counted = group(experts, 11, most=entries, spread=20, path="mosaic")
-    monkeypatch.setattr(groups, "COUNTED", 0)
-    ordered = group(experts, 11, most=entries, spread=20, path="mosaic")
+    ordered, counted = (group(experts, 11, entries, spread=20, path="mosaic", target=target) for target in (CPU, GPU))
     for one, other in zip(counted, ordered, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("entries", [groups.COUNTED, 3 * groups.COUNTED])
+def test_only_a_cpu_sorts(entries: int):
+    def sorts(target: Target) -> bool:
+        make = functools.partial(group, count=8, most=entries, target=target)
+        return " sort[" in str(jax.make_jaxpr(make)(jax.ShapeDtypeStruct((entries,), jnp.int32)))
+
+    assert (sorts(CPU), sorts(GPU)) == (True, False)
 
 
 def test_tiles_are_for_what_an_expert_gets_of_all_entries():

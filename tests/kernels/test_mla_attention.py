@@ -152,12 +152,10 @@ def test_neighbours_pages_and_table_width_change_no_bit():
 @pytest.mark.parametrize(
     "wait",
     [
-        "query_ready",
         "probs_ready",
-        "totals_ready",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("query_free", "barrier_wait(free)", "barriers.ready")
+            for name in ("query_ready", "totals_ready", "query_free", "barrier_wait(free)", "barriers.ready")
         ),
     ],
 )

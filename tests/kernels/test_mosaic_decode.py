@@ -155,7 +155,9 @@ def test_all_blocks_share_the_semaphores():
     assert f"tensor<{3 * 2 * 7}xi32>" not in types
 
 
-@pytest.mark.parametrize("barrier", ["keys_ready", "values_ready", "slot_free"])
+@pytest.mark.parametrize(
+    "barrier", ["keys_ready", *(pytest.param(name, marks=pytest.mark.slow) for name in ("values_ready", "slot_free"))]
+)
 def test_a_missing_wait_is_caught(monkeypatch, barrier):
     """Race detection guards these barriers. Not those of the queries: waiting for a later copy hides them."""
     wait, skipped = plgpu.barrier_wait, []

@@ -203,8 +203,8 @@ SMALL = {"counts": (8,), "group": 16, "kv_heads": 1}
     ("line", "options"),
     [
         ("keys_ready.at", {"lengths": (200,)}),
-        ("values_ready.at", {"lengths": (200,)}),
-        ("barrier_wait(free)", {"lengths": (250,)}),
+        pytest.param("values_ready.at", {"lengths": (200,)}, marks=pytest.mark.slow),
+        pytest.param("barrier_wait(free)", {"lengths": (250,)}, marks=pytest.mark.slow),
         ("barrier_wait(raw_ready)", {"lengths": (40,), "pool_dtype": FP8}),
     ],
 )

@@ -62,7 +62,8 @@ def test_a_projection_that_is_written_whole_gives_the_same(attends, kind, interl
     assert asked
     np.testing.assert_allclose(got[0], want[0], atol=1e-4)
     np.testing.assert_allclose(got[1].data, want[1].data, atol=1 if kind == "int8" else 1e-5)
-    np.testing.assert_allclose(got[1].scales, want[1].scales, rtol=1e-6)
+    if kind == "int8":
+        np.testing.assert_allclose(got[1].scales, want[1].scales, rtol=1e-6)
     assert np.asarray(want[1].data).any()
 
 

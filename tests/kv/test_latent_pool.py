@@ -143,7 +143,7 @@ def prefilled_once(pools, q, k, tables, starts):
 def test_pools_are_changed_in_place(program, shapes, dtype):
     """A donated pool is the memory of its result, and no temporary is nearly as large: none is copied or converted."""
     data = jax.ShapeDtypeStruct((4096, PAGE, LATENT), dtype)
-    pools = [LayerPool(data, jnp.zeros((0,)))] * 2
+    pools = [LayerPool(data)] * 2
     rows = [jax.ShapeDtypeStruct((8, heads, LATENT), dtype) for heads in (HEADS, 1)]
     numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     memory = jax.jit(program, donate_argnums=0).lower(pools, *rows, *numbers).compile().memory_analysis()

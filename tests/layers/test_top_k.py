@@ -1,10 +1,14 @@
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from jaxinfer.layers.top_k import counted_top_k, top_k
+from jaxinfer.layers.top_k import counted_top_k, grouped_top_k, top_k
+from tests.lowered import as_for_gpu
 
 
 @pytest.mark.parametrize("levels", [3, 40, None])
@@ -18,10 +22,23 @@ def test_counting_finds_what_sorting_finds(levels: int | None):
             np.testing.assert_array_equal(found, expected)
 
 
-def test_places_beside_nan_are_within_bounds():
-    x = jnp.full((3, 9), jnp.nan).at[1, 4].set(2.0)
-    places = counted_top_k(x, 4)[1]
-    assert bool(((places >= 0) & (places < 9)).all())
+@pytest.mark.parametrize("levels", [2, 3, 40, None])
+@pytest.mark.parametrize("n", [9, 1345, 5000])
+def test_groups_find_what_sorting_finds(levels: int | None, n: int):
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(3, n)) if levels is None else rng.integers(0, levels, (3, n))
+    x = jnp.asarray(x, jnp.float32).at[0].set(-jnp.inf).at[1, n // 3 :].set(-jnp.inf)
+    for k in (0, 6, min(n, 200)):
+        for found, expected in zip(jax.jit(grouped_top_k, static_argnums=1)(x, k), lax.top_k(x, k), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("largest", [counted_top_k, grouped_top_k])
+@pytest.mark.parametrize("n", [9, 1001])
+def test_places_beside_nan_are_within_bounds(largest: Callable[..., Any], n: int):
+    x = jnp.full((3, n), jnp.nan).at[1, 4].set(2.0).at[2, 5].set(1.0)
+    places = largest(x, 4)[1]
+    assert bool(((places >= 0) & (places < n)).all())
 
 
 def test_gradients_reach_what_was_chosen():
@@ -32,3 +49,10 @@ def test_gradients_reach_what_was_chosen():
 
 def test_a_cpu_sorts():
     assert "top_k" in str(jax.make_jaxpr(lambda x: top_k(x, 2))(jnp.zeros(8)))
+
+
+@pytest.mark.parametrize("n", [8, 2000])
+def test_a_gpu_does_not(n: int):
+    text = as_for_gpu(top_k, static_argnums=1).lower(jnp.zeros((2, n)), 2).as_text()
+    assert "chlo.top_k" not in text
+    assert "stablehlo.sort" not in text

@@ -7,6 +7,7 @@ import scipy.special
 
 from jaxinfer.sampling import prompt_logprobs, sample
 from jaxinfer.types import SamplingParams
+from tests.lowered import as_for_gpu
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 
 ROWS, VOCAB, TOP = 6, 700, LIMITS.max_logprobs
@@ -80,3 +81,14 @@ def test_sampled_rows_report_raw_logprobs_only_if_asked(temperature: float) -> N
         for row in range(ROWS):
             expected = np.asarray(want)[row] if row in (1, 5) else np.zeros_like(np.asarray(want)[row])
             np.testing.assert_array_equal(np.asarray(have)[row], expected)
+
+
+@pytest.mark.parametrize("vocab", [3, 700, 32_001])
+def test_a_gpu_reports_the_same(vocab: int) -> None:
+    """By grouping instead of sorting; half of the tokens tie."""
+    logits, tokens = make(vocab)
+    logits[:, ::2] = np.round(logits[:, ::2])
+    for have, want in zip(
+        as_for_gpu(prompt_logprobs, static_argnums=2)(logits, tokens, 20), PROMPT(logits, tokens, 20), strict=True
+    ):
+        np.testing.assert_array_equal(have, want)

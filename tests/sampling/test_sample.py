@@ -13,10 +13,12 @@ from jaxinfer.sampling import Sampled, SlotParams, SlotState, neutral_slots, new
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.select import _weights
 from jaxinfer.types import SamplingParams
+from tests.lowered import as_for_gpu
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 
 ROWS, VOCAB = 8, 3001
 SAMPLE = jax.jit(sample, static_argnames="max_logprobs")
+SAMPLE_ON_GPU = as_for_gpu(sample, static_argnums=6)
 ON = np.ones(ROWS, bool)
 
 
@@ -59,11 +61,13 @@ QUIET = asks(1, temperature=0)
 LOUD = asks(2, history=HISTORY, **EVERYTHING)
 
 
-def run(rows: list[Row], position: int = 9, active: np.ndarray = ON, **more: Any) -> tuple[Sampled, SlotState]:
+def run(
+    rows: list[Row], position: int = 9, active: np.ndarray = ON, *, by: Any = SAMPLE, **more: Any
+) -> tuple[Sampled, SlotState]:
     slots, state = slots_and_state(rows, **more)
     generated = np.array([len(row.output) for row in rows], np.int32)
     batch = np.stack([row.logits for row in rows])
-    return SAMPLE(batch, slots, state, np.full(len(rows), position, np.int32), generated, active, LIMITS.max_logprobs)
+    return by(batch, slots, state, np.full(len(rows), position, np.int32), generated, active, LIMITS.max_logprobs)
 
 
 def of(sampled: Sampled, slot: int) -> list[np.ndarray]:
@@ -222,3 +226,23 @@ def test_nothing_sorts_the_vocabulary() -> None:
     text = jax.jit(sample, static_argnums=6).lower(jnp.zeros((ROWS, VOCAB)), *arguments, 5).as_text()
     assert "stablehlo.while" in text
     assert "stablehlo.sort" not in text
+
+
+def test_on_a_gpu_nothing_sorts_or_loops() -> None:
+    now = jnp.zeros(ROWS, jnp.int32)
+    arguments = (neutral_slots(ROWS, LIMITS), new_state(ROWS, VOCAB, LIMITS), now, now, jnp.asarray(ON))
+    here, there = (
+        str(by.trace(jnp.zeros((ROWS, VOCAB)), *arguments, 5).jaxpr)
+        for by in (jax.jit(sample, static_argnums=6), SAMPLE_ON_GPU)
+    )
+    for word in ("while[", " top_k["):
+        assert (word in here, word in there) == (True, False)
+    assert " sort[" not in there
+
+
+def test_a_gpu_samples_the_same_tokens_and_logprobs() -> None:
+    """All requests together: equal bits, also of the state."""
+    rows = list(REQUESTS.values())
+    for position in range(9, 15):
+        here, there = (run(rows, position, np.ones(len(rows), bool), by=by) for by in (SAMPLE, SAMPLE_ON_GPU))
+        np.testing.assert_equal(*([np.asarray(leaf) for leaf in jax.tree.leaves(x)] for x in (there, here)))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -10,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from jaxinfer.sampling.lanes import argmax, count, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.select import _pick
+from tests.lowered import as_for_gpu
 
 ROWS, VOCAB = 3, 200
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
@@ -30,6 +32,16 @@ def keep_k(values: jax.Array, k: jax.Array, on: jax.Array) -> jax.Array:
 @jax.jit
 def find_floor(weights: jax.Array, top_p: jax.Array, on: jax.Array) -> jax.Array:
     return nucleus_floor(to_lanes(weights, 0), top_p, on)
+
+
+keep_k_on_gpu = as_for_gpu(keep_k.__wrapped__)
+find_floor_on_gpu = as_for_gpu(find_floor.__wrapped__)
+
+
+@EXAMPLES
+@given(rows_of(LOGIT), hnp.arrays(np.int32, ROWS, elements=st.integers(1, VOCAB)), hnp.arrays(np.bool_, ROWS))
+def test_a_gpu_keeps_the_same_k(values: np.ndarray, k: np.ndarray, on: np.ndarray) -> None:
+    np.testing.assert_array_equal(keep_k_on_gpu(values, k, on), keep_k(values, k, on))
 
 
 @EXAMPLES
@@ -73,6 +85,37 @@ def test_nucleus_suffices_and_is_the_smallest(weights: np.ndarray, top_p: np.nda
         assert kept.sum() >= top_p[row] * exact.sum() * (1 - 1e-5)
         if kept.sum() > 0:
             assert kept[kept > kept.min()].sum() <= top_p[row] * exact.sum() * (1 + 1e-5)
+
+
+@EXAMPLES
+@given(rows_of(WEIGHT), hnp.arrays(np.float32, ROWS, elements=TOP_P), hnp.arrays(np.bool_, ROWS))
+def test_a_gpu_keeps_the_same_nucleus(weights: np.ndarray, top_p: np.ndarray, on: np.ndarray) -> None:
+    here, there = (np.asarray(find(weights, top_p, on))[:, None] for find in (find_floor, find_floor_on_gpu))
+    positive = weights > 0
+    np.testing.assert_array_equal((weights >= there) & positive, (weights >= here) & positive)
+
+
+@pytest.mark.parametrize("k", [1, 128, 129, VOCAB - 2])
+def test_a_gpu_tells_neighbours_apart(k: int) -> None:
+    """One float from the next, between the ends of the range."""
+    values = (1 + np.arange(VOCAB) * np.float64(2**-23)).astype(np.float32)[None].repeat(ROWS, axis=0)
+    values[1, :2], values[2, :2] = (-np.inf, 3.4e38), (-3.4e38, np.inf)
+    kept = np.asarray(keep_k_on_gpu(values, np.full(ROWS, k, np.int32), np.ones(ROWS, bool)))
+    assert kept.sum(axis=1).tolist() == [k] * ROWS
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
+def test_a_gpu_keeps_the_same_of_a_large_vocabulary(scale: float) -> None:
+    """Sums of so many weights round; the same sums decide in both searches."""
+    logits = (np.random.default_rng(4).normal(size=(ROWS, 32_000)) * scale).astype(np.float32)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    on = np.ones(ROWS, bool)
+    for p in np.linspace(0.05, 0.9999, 12, dtype=np.float32):
+        here, there = (np.asarray(find(weights, np.full(ROWS, p), on)) for find in (find_floor, find_floor_on_gpu))
+        np.testing.assert_array_equal(weights >= there[:, None], weights >= here[:, None])
+    for k in (1, 40, 127, 128, 129, 31_999):
+        counts = np.full(ROWS, k, np.int32)
+        np.testing.assert_array_equal(keep_k_on_gpu(logits, counts, on), keep_k(logits, counts, on))
 
 
 @settings(max_examples=40, deadline=None)

@@ -70,7 +70,7 @@ class Expected:
 
     def scattered(self, program: str) -> bool:
         """Whether hidden states are spread over tokens."""
-        return self.norms and self.devices > 1 and program != "decode"
+        return self.norms and self.devices > 1 and not program.startswith("decode")
 
     def _sums(self, program: str) -> int:
         layers = len(self.gemms(program)[0])

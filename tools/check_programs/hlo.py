@@ -74,19 +74,32 @@ class Module:
         """The arguments that are parameters of the model: those of the function's argument ``params``."""
         return [one for one in self.parameters().values() if 'op_name="params' in one.line]
 
-    def source(self, name: str) -> str:
-        """What an operand of the entry computation is a view of."""
-        entry = {one.name: one for one in self.computations[self.entry]}
-        while name in entry and entry[name].opcode == "bitcast":
-            name = entry[name].operands[0]
+    def source(self, name: str, computation: str = "") -> str:
+        """What an operand of a computation, the entry's unless named, is a view of."""
+        body = {one.name: one for one in self.computations[computation or self.entry]}
+        while name in body and body[name].opcode == "bitcast":
+            name = body[name].operands[0]
         return name
 
     def reads_argument(self, one: Instruction, sizes: set[int]) -> bool:
-        """Whether an operand may be an argument of these sizes; what a loop is given is not looked at."""
-        if one not in self.computations[self.entry]:
-            return True
-        large = {each.name for each in self.parameters().values() if each.size in sizes}
-        return any(self.source(name) in large for name in one.operands)
+        """Whether an operand may be an argument of these sizes: in a loop or a branch, whatever that was given."""
+        place = next(name for name, body in self.computations.items() if one in body)
+        given = [each for each in self.computations[place] if each.opcode in ("parameter", "get-tuple-element")]
+        large = {each.name for each in given if each.size in sizes}
+        return any(self.source(name, place) in large for name in one.operands)
+
+    def loops(self, repeats: bool = False) -> bool:
+        """Whether the program has a loop at its top; ``repeats``: it is one, and its body is asked."""
+        top = self.computations[self.entry]
+        if repeats:
+            (outer,) = (one for one in top if one.opcode == "while")
+            top = self.computations[outer.called("body")[0]]
+        return any(one.opcode == "while" for one in top)
+
+    def sorts(self) -> list[Instruction]:
+        """XLA's own, and the library's."""
+        every = (one for body in self.computations.values() for one in body)
+        return [one for one in every if one.opcode == "sort" or "cub_sort" in one.line]
 
     def root_opcode(self, fusion: Instruction) -> str:
         """What a fusion does last, its views aside."""
@@ -139,20 +152,30 @@ class Launch:
 
 # Thunks that launch nothing themselves.
 _STRUCTURE = {"kCommandBuffer", "kConditional", "kWhile", "kSequential", "kAsyncStart", "kAsyncDone"}
+# Those of them whose predicates the host reads, and waits for the device, unless a command buffer holds them.
+_BRANCHES = {"kConditional", "kWhile"}
+_THUNK = re.compile(r"(?P<indent> *)(?P<number>\d+): (?P<kind>k\w+)\s+\[[^\]]*\]\s*(?P<name>\S*)")
 
 
 def read_launches(text: str) -> list[Launch]:
     """Everything that may be launched, in order, branches and bodies of loops once each."""
-    launches, buffers, depth = [], -1, None
+    return [Launch(kind, name, buffer) for _, kind, name, buffer in _thunks(text) if kind not in _STRUCTURE]
+
+
+def read_waits(text: str) -> list[str]:
+    """Branches and loops that no command buffer holds."""
+    return [f"{kind} {number}" for number, kind, _, buffer in _thunks(text) if kind in _BRANCHES and buffer is None]
+
+
+def _thunks(text: str) -> Iterator[tuple[str, str, str, int | None]]:
+    """Number, kind and name of each, and which of the program's command buffers holds it."""
+    buffers, depth = -1, None
     for line in text.splitlines():
-        found = re.match(r"( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(\S*)", line)
-        if found is None:
+        if (found := _THUNK.match(line)) is None:
             continue
-        indent, kind, name = len(found[1]), found[2], found[3]
+        indent, kind = len(found["indent"]), found["kind"]
         if depth is not None and indent <= depth:
             depth = None
         if kind == "kCommandBuffer" and depth is None:
             buffers, depth = buffers + 1, indent
-        if kind not in _STRUCTURE:
-            launches.append(Launch(kind, name, None if depth is None else buffers))
-    return launches
+        yield found["number"], kind, found["name"], None if depth is None else buffers

@@ -32,7 +32,7 @@ from jaxinfer.sampling import SamplingLimits
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
 from tools.check_programs.expected import Expected, expected
-from tools.check_programs.hlo import read_launches, read_module
+from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
 from tools.check_programs.stored import dequantised, stored
 from tools.check_programs.work import Part, Program, Work
@@ -51,6 +51,8 @@ def settings_of(work: Work) -> EngineConfig:
         expert_parallel_size=work.expert,
         pipeline_parallel_size=work.stages,
         sequence_parallel_norms=work.norms,
+        multi_step=work.steps,
+        speculative="ngram" if work.drafts else None,
     )
 
 
@@ -83,7 +85,7 @@ class Planned:
 
     def tokens(self, program: str) -> int:
         """That one call computes."""
-        if program == "decode":
+        if program.startswith("decode"):
             return self.engine.rows // self.engine.turns
         chunk = self.engine.prefill_sizes[-1]
         wide = [] if program == "prefill_logprobs" else map(math.prod, self.engine.wide_prefills)
@@ -91,7 +93,7 @@ class Planned:
 
     def donated(self, program: str) -> int:
         """Bytes by the planner's arithmetic, and what the slots sampled last."""
-        if program == "decode" and self.stage.last:
+        if program.startswith("decode") and self.stage.last:
             return self.pool + self.turn + device_bytes(self.arrays.last_tokens)
         return self.pool
 
@@ -102,6 +104,8 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Plann
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
     model = as_served(model_of(work), settings, "gpu", mesh)
     engine, own = resolve_for(model, settings, "gpu"), stages(mesh)[number]
+    if devices is None:
+        TARGETS[HOPPER].tell(own)
     stage = cut(model.with_cache(engine.kv_cache_dtype), work.stages)[number]
     arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=engine.max_logprobs), own)
     return Planned(stage, engine, arrays, stage_needs(stage, engine, own), expected(stage, _sizes(own), work.norms))
@@ -115,7 +119,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     """A stage compiled, and what was found. ``dumps``: the folder that XLA was told to dump to."""
     planned, start = plan(work, number), time.perf_counter()
     with TARGETS[HOPPER].current():
-        compiled = compile_largest(planned.stage, planned.arrays, planned.engine)
+        compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True)
     seconds = time.perf_counter() - start
     steps = list(_steps(planned, compiled, dumps, work.weights))
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
@@ -150,11 +154,13 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
         text, memory = executable.as_text(), executable.memory_analysis()
         name = _name(text)
         dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
-        (layers, tail), sampler = should.gemms(name), planned.turn * (name == "decode")
+        (layers, tail), sampler = should.gemms(name), planned.turn * name.startswith("decode")
         yield Step(
             name=name,
             module=read_module(text),
             launches=read_launches(dump),
+            waits=tuple(read_waits(dump)),
+            repeats=name == "decode_many",
             pool=math.prod(pool),
             tokens=planned.tokens(name),
             widest=should.widest,

@@ -1,7 +1,8 @@
 """What must hold of a compiled step. Each rule gives what it found and the limit.
 
-Two of them are asked only where attention is a kernel: XLA's own path gathers pages in loops, of many small kernels,
-and no command buffer holds a loop.
+Those on launches are asked only where attention is a kernel: XLA's own path gathers pages in loops, of many small
+kernels, and orders sequences by sorting. Of a program of several steps they ask the loop's body, and no more of the
+loop than of any branch: that a command buffer holds it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Step:
         donated, aliased: bytes of donated arguments, and how many of them results take over.
         temporaries: bytes that it needs while it runs.
         arguments, planned: bytes of all arguments, and what the engine plans with: weights, pool and sampler.
+        waits: branches and loops whose predicates the host reads while the program runs.
+        repeats: whether it is a loop of steps, whose GEMMs are in the loop.
         whole: whether it reads all of the stage's weights.
         experts: whether a layer is a mixture of them.
         devices: over which the stage is spread.
@@ -77,6 +80,8 @@ class Step:
     gathers: int = 0
     scatters: int = 0
     gathered: int = 0
+    waits: tuple[str, ...] = ()
+    repeats: bool = False
     whole: bool = True
     experts: bool = False
     devices: int = 1
@@ -111,7 +116,7 @@ def findings(step: Step) -> Iterator[Finding]:
 def _of_weights(step: Step) -> Iterator[Finding]:
     gemms, wanted = len(weight_gemms(step)), sum(step.layers) + step.tail
     asked = not step.dequantised
-    yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted, asked)
+    yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted, asked and not step.repeats)
     moved = moved_arrays(step)
     yield Finding("pools or weights copied, converted, cut", _list(moved), "none", not moved, asked)
 
@@ -129,14 +134,22 @@ def _of_collectives(step: Step) -> Iterator[Finding]:
 
 def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
-    loops = any(one.opcode == "while" for one in step.module.computations[step.module.entry])
-    asked = not loops and not step.dequantised
+    asked = not step.module.loops(step.repeats) and not step.dequantised
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
-    buffers = {launch.buffer for launch in step.launches if launch.is_gemm}
-    within = buffers != {None} and len(buffers) == 1
+    yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)
+    sorts = step.module.sorts()
+    # Where there is a GPU, XLA may leave them to a library, whose calls no command buffer holds: not seen here.
+    yield Finding("sorts", _list(sorts), "none", not sorts, asked)
+    buffers = {launch.buffer for launch in step.launches}
     # XLA's default leaves collectives out of command buffers.
-    yield Finding("command buffers with GEMMs", str(len(buffers)), "1", within, asked and not many)
+    yield Finding("command buffers", _command_buffers(step), "1", buffers == {0}, asked and not many)
+
+
+def _command_buffers(step: Step) -> str:
+    outside = sum(launch.buffer is None for launch in step.launches)
+    count = len({launch.buffer for launch in step.launches} - {None})
+    return f"{count}, {outside} launches outside" if outside else str(count)
 
 
 def of_stage(*, planned: int, compiled: int, weights: int, declared: int) -> Iterator[Finding]:

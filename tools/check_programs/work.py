@@ -27,6 +27,8 @@ class Work:
         kv_cache_dtype: of the pool's elements, see `EngineConfig`.
         weights: how the layers' are stored, one of `stored.WEIGHTS`; none: as arrays.
         norms: whether prefill programs spread hidden states over tokens, see `EngineConfig.sequence_parallel_norms`.
+        steps: most decode steps of one program, see `EngineConfig.multi_step`.
+        drafts: whether decode rows may be drafts, which it verifies.
     """
 
     model: str
@@ -39,6 +41,8 @@ class Work:
     kv_cache_dtype: str = "auto"
     weights: str = ""
     norms: bool = False
+    steps: int = 1
+    drafts: bool = False
 
     @property
     def devices(self) -> int:
@@ -49,8 +53,9 @@ class Work:
         spread = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         stored = "" if self.kv_cache_dtype == "auto" else f"KV in {self.kv_cache_dtype}"
         weights = f"weights in {self.weights}" if self.weights else ""
-        norms = "sequence-parallel norms" if self.norms else ""
-        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, norms]
+        options = {"sequence-parallel norms": self.norms, f"{self.steps} steps": self.steps > 1, "drafts": self.drafts}
+        chosen = [name for name, on in options.items() if on]
+        parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, *chosen]
         return ", ".join(filter(None, parts))
 
     def config(self) -> dict[str, Any]:
@@ -58,7 +63,9 @@ class Work:
         folder = pathlib.Path(self.model)
         path = folder / "config.json" if folder.is_dir() else MODELS / f"{self.model}.json"
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {**found, "num_hidden_layers": self.layers or found["num_hidden_layers"]}
+        layers = self.layers or found["num_hidden_layers"]
+        kinds = {"layer_types": found["layer_types"][:layers]} if "layer_types" in found else {}
+        return {**found, **kinds, "num_hidden_layers": layers}
 
 
 @dataclasses.dataclass(frozen=True)

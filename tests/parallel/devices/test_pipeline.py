@@ -18,7 +18,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, stages, traced_for
-from jaxinfer.types import SamplingParams
+from jaxinfer.types import Request, SamplingParams
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run
 from tests.models.parity import load_case
 from tests.models.test_parity import golden
@@ -92,6 +92,7 @@ def five() -> Model:
     return model_of("few KV heads", **FIVE)
 
 
+@pytest.mark.slow
 def test_tokens_of_all_axes_are_those_of_one_device(five):
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
     requests = greedy(40, five)
@@ -108,6 +109,7 @@ def test_tokens_of_all_axes_are_those_of_one_device(five):
     assert all(engine.stats().finished for engine in llm.engine._engines)
 
 
+@pytest.mark.slow
 def test_stages_work_at_the_same_time(five):
     """When a step is read, the ones behind it were launched: as many as there are other stages, with other slots."""
     llm = spread_llm(five, pipeline_parallel_size=4, num_pages=ROOMY)
@@ -124,6 +126,44 @@ def test_stages_work_at_the_same_time(five):
     engine._runner.read = watched
     llm.generate([[3, 5, 7 + i] for i in range(8)], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     assert seen[4] > 0.9 * seen.total()
+
+
+def test_who_takes_another_slot_in_flight_keeps_its_own_tokens(five, monkeypatch):
+    """Under three stages its last row still runs when it takes the slot of another, which sampled other tokens."""
+    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    settings = {"max_num_seqs": 6, "pipeline_parallel_size": 3, "scheduling_policy": "priority", "num_pages": ROOMY}
+    engine = spread_llm(five, **settings).engine
+    want = tokens_of_the_least_urgent(engine, None)
+    for when in range(6, 12):  # all parts of the slots
+        assert tokens_of_the_least_urgent(engine, when) == want
+    assert engine.stats().preemptions["swap"] == 6
+
+
+def tokens_of_the_least_urgent(engine: Any, when: int | None) -> list[int]:
+    """Of one of six requests, which gives way after ``when`` steps and comes back to the slot of an aborted one."""
+    tokens: list[int] = []
+
+    def add(name: str, priority: int) -> None:
+        params = SamplingParams(temperature=1.0, seed=len(name), max_tokens=24, ignore_eos=True)
+        engine.add(Request(name, tuple(range(3, 3 + len(name))), params, priority=priority, cache_salt=name))
+
+    def step() -> None:
+        for delta in engine.step():
+            if delta.request_id == "moves":
+                tokens.extend(delta.token_ids)
+
+    for name in ("a", "aborted", "bb", "ccc", "dddd", "moves"):
+        add(name, int(name == "moves"))
+    for _ in range(when or 0):
+        step()
+    if when is not None:
+        add("urgent", -1)
+        step()
+        engine.abort("aborted")
+    while engine.has_work:
+        step()
+    assert len(tokens) == 24
+    return tokens
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jaxinfer.engine.placement import place_params, spread_model
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, traced_for
-from jaxinfer.quant.layouts import Codebook, Grouped, Layout
+from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
 from tests.engine.test_identity import ROOMY, SETTINGS
 from tests.parallel.devices.test_tensor import COLLECTIVES, generate, greedy, model_of, same_logits, spread_llm
 from tests.quant.examples import LAYOUTS, TABLE
@@ -79,6 +79,22 @@ def test_groups_that_a_border_between_devices_would_cut(tmp_path: pathlib.Path):
     """Of 96 inputs in groups of 32, half are one and a half groups."""
     with pytest.raises(EngineConfigError, match="2 devices do not divide the 3 mlp of layers_0/mlp/down/scales"):
         spread_model(stored(tmp_path, Grouped("int4", 32)), make_mesh(2))
+
+
+def of_codebooks(folder: pathlib.Path, kind: str) -> Model:
+    """The weights whose inputs are whole blocks of 256."""
+    model = model_of("groups", hidden_size=512, intermediate_size=512)
+    return stored_and_plain(model, folder, lambda name, inputs: None if inputs % 256 else Blocks(kind))[0]
+
+
+@pytest.mark.parametrize(
+    "kind", ["IQ2_S", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("IQ1_S", "IQ3_XXS"))]
+)
+def test_blocks_of_codebooks_over_two_devices(kind: str, tmp_path: pathlib.Path):
+    model = of_codebooks(tmp_path, kind)
+    same_logits(model, make_mesh(2))
+    with pytest.raises(EngineConfigError, match=r"4 devices do not divide the 2 \w+ of layers_0/\w+/\w+/blocks"):
+        spread_model(model, make_mesh(4))
 
 
 def test_nothing_stored_is_gathered(tmp_path: pathlib.Path):

@@ -1,0 +1,32 @@
+"""Programs with the choices of another platform, which run here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import jax
+
+from jaxinfer.layers import top_k
+from jaxinfer.sampling import search
+from pallas_kernels.choice import HOPPER, Target
+from pallas_kernels.grouped_matmul import groups
+
+_CHOOSERS: tuple[ModuleType, ...] = (top_k, search, groups)  # those that XLA compiles whatever they choose
+
+
+def as_for_gpu(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``function``, which is no jitted one yet, traced as for a GPU. ``options``: of `jax.jit`."""
+
+    @functools.wraps(function)
+    def traced(*arguments: Any) -> Any:
+        with contextlib.ExitStack() as patches:
+            for module in _CHOOSERS:
+                patches.enter_context(mock.patch.object(module, "lowering_target", return_value=Target("gpu", HOPPER)))
+            return function(*arguments)
+
+    return jax.jit(traced, **options)
