@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import collections
 import concurrent.futures
 import contextlib
@@ -66,10 +67,36 @@ News = tuple[Feed, SequenceDelta | Closed]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulse:
-    """``steps`` that ended; ``busy``: seconds since the thread did something, while there is work, else 0."""
+    """``steps`` that ended; ``busy``: seconds since the thread did something, while there is work, else 0; ``p99``: the
+    99th percentile of the seconds that they took."""
 
     steps: int
     busy: float
+    p99: float = 0.0
+
+
+_BOUNDS = tuple(0.01 * 1.1**power for power in range(120))
+"""Seconds, from 10 ms to 15 minutes: what is shorter makes no difference to whoever asks whether an engine hangs."""
+
+
+class _StepTimes:
+    """How long steps take, at the cost of one search for each. One thread adds, any may ask."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS) + 1)
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
+
+    def p99(self) -> float:
+        """At most a tenth more than it is, 0 before the first step."""
+        counts = list(self._counts)
+        beyond = sum(counts) // 100
+        for place in range(len(counts) - 1, -1, -1):
+            if counts[place] > beyond:
+                return _BOUNDS[min(place, len(_BOUNDS) - 1)]
+            beyond -= counts[place]
+        return 0.0
 
 
 class AsyncEngine:
@@ -96,6 +123,7 @@ class AsyncEngine:
         self._closed: Closed | None = Closed("the engine is not started")
         self._stopping = False
         self._steps = 0
+        self._times = _StepTimes()
         self._joining = 0  # requests in the inbox
         self._counting = threading.Lock()
         self._since: float | None = None  # when the thread began what it does; None: it waits for a call
@@ -219,7 +247,7 @@ class AsyncEngine:
     def pulse(self) -> Pulse:
         """Whether the thread gets on, from any thread and without waiting for it."""
         since = self._since
-        return Pulse(self._steps, 0.0 if since is None else time.monotonic() - since)
+        return Pulse(self._steps, 0.0 if since is None else time.monotonic() - since, self._times.p99())
 
     # ---- the way to the thread
 
@@ -264,10 +292,13 @@ class AsyncEngine:
                 self._since = time.monotonic()
                 call.run()
             self._answer()
-            if self._engine.has_work:
+            stepped = self._engine.has_work
+            if stepped:
                 self._deliver(self._engine.step())
                 self._steps += 1
-            self._since = time.monotonic()
+            before, self._since = self._since, time.monotonic()
+            if stepped and before is not None:
+                self._times.add(self._since - before)
 
     def _answer(self) -> None:
         """The calls that are there now. Later ones come after the next step."""

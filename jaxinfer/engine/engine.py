@@ -19,6 +19,7 @@ from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.compiled import CompileProgress
 from jaxinfer.engine.executor import Executor, MakeExecutor
 from jaxinfer.engine.placement import spread_model
+from jaxinfer.engine.queues import Queued
 from jaxinfer.engine.runner import Launched, Proved, Runner
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.stats import EngineStats
@@ -118,8 +119,8 @@ class Engine:
         return self._scheduler.running + sum(self._scheduler.waiting.values())
 
     @property
-    def queued(self) -> tuple[int, int]:
-        """Requests that wait, and their prompt tokens. From any thread."""
+    def queued(self) -> Queued:
+        """What waits. From any thread."""
         return self._scheduler.queued
 
     def cached(self, request: Request) -> int:

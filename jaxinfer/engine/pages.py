@@ -27,8 +27,9 @@ class SequencePages:
         wants = sequence.params.prompt_logprobs is not None
         return next_chunk(start, sequence.prefill_end, self._sizes, self._classes, largest_only=wants)
 
-    def extend(self, sequence: Sequence, length: int, *, slide: bool = False) -> bool:
-        """Pages for the first ``length`` tokens, never more than the sequence can need. False: there is no room.
+    def extend(self, sequence: Sequence, length: int, *, slide: bool = False, spare: int = 0) -> bool:
+        """Pages for the first ``length`` tokens, never more than the sequence can need. False: there is no room, or
+        ``spare`` pages would not be left.
 
         ``slide`` lets go of what no window shows any more. Not in a step that computes several prompt chunks or known
         tokens of the sequence already: their queries are still to be launched. A row that is launched and not read may
@@ -39,7 +40,8 @@ class SequencePages:
             return True
         if slide:
             self._kv.slide(sequence.slot, min(sequence.scheduled, len(sequence.tokens) - 1))
-        if not self._kv.extend(sequence.slot, length):
+        fresh = self._kv.pages_for(length) - sequence.capacity // self._page
+        if (spare and self._kv.available < fresh + spare) or not self._kv.extend(sequence.slot, length):
             return False
         sequence.capacity = self._kv.pages_for(length) * self._page
         return True

@@ -19,7 +19,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.executor import Executor, MakeExecutor
 from jaxinfer.engine.group import Group
 from jaxinfer.engine.leading import LeadingExecutor
-from jaxinfer.engine.queues import require_room
+from jaxinfer.engine.queues import Queued, require_room
 from jaxinfer.engine.stats import EngineStats, merged
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas
@@ -65,6 +65,7 @@ class Replicas:
             engines[0].config,
             data_parallel_size=copies,
             max_waiting_requests=config.max_waiting_requests,
+            max_waiting_sequences=config.max_waiting_sequences,
             max_waiting_tokens=config.max_waiting_tokens,
         )
         self._owners: dict[str, tuple[Engine, set[int]]] = {}  # who serves a request, and which samples have not ended
@@ -105,8 +106,8 @@ class Replicas:
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
         """See `Engine.check_room`."""
-        waiting, tokens = map(sum, zip(*(engine.queued for engine in self._engines), strict=True))
-        require_room(self.config, waiting + ahead, tokens + len(request.prompt_token_ids))
+        queued = Queued(*map(sum, zip(*(engine.queued for engine in self._engines), strict=True)))
+        require_room(self.config, queued, request, ahead)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """See `Engine.abort`."""
@@ -159,7 +160,10 @@ def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
 def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
     """The settings of one of several engines: what is there for all together is shared or theirs to watch."""
     share = config.swap_space_gib / count
-    return dataclasses.replace(config, swap_space_gib=share, max_waiting_requests=None, max_waiting_tokens=None)
+    unbounded = dataclasses.replace(
+        config, max_waiting_requests=None, max_waiting_sequences=None, max_waiting_tokens=None
+    )
+    return dataclasses.replace(unbounded, swap_space_gib=share)
 
 
 def share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:

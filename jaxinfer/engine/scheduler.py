@@ -18,9 +18,10 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.pages import SequencePages
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.preemption import Costs, prefer_swap
-from jaxinfer.engine.queues import Deadlines, make_queue, require_room
+from jaxinfer.engine.queues import Deadlines, Queued, make_queue, require_room
 from jaxinfer.engine.sequence import Sequence, Status
 from jaxinfer.engine.stats import StatsRecorder
+from jaxinfer.kv.identity import cache_identity
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.spec import Drafter
@@ -57,7 +58,7 @@ class Scheduler:
         self._engine, self._kv, self._drafter, self._clock = engine, kv, drafter, clock
         self._costs = costs or Costs()
         self._pages = SequencePages(engine, kv, classes)
-        self._queue = make_queue(engine.scheduling_policy)
+        self._queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
         self._deadlines = Deadlines()
         self.stats = stats or StatsRecorder(clock)
         self._running: dict[int, Sequence] = {}
@@ -68,8 +69,8 @@ class Scheduler:
         self._preempted: set[Sequence] = set()  # of those that wait
         self._arrivals = itertools.count(1)
         self._held = 0
-        self._several = False  # the last plan runs several steps on the device
         self._turn = 0  # whose slots decode in the plan that is being made
+        self._gave_way: Sequence | None = None  # in the plan that is being made, to the next one of the queue
         self._batch_runs = False  # static batching: nobody is admitted until all have ended
 
     # ---- requests
@@ -89,9 +90,9 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def queued(self) -> tuple[int, int]:
-        """Requests that wait, and their prompt tokens. From any thread."""
-        return len(self._queue), self._queue.tokens
+    def queued(self) -> Queued:
+        """What waits. From any thread."""
+        return Queued(len(self._queue), len(self._queue) + self._held, self._queue.tokens)
 
     def cached(self, request: Request) -> int:
         """Tokens of a prompt that would be found in the prefix cache now."""
@@ -134,7 +135,7 @@ class Scheduler:
             index,
             next(self._arrivals),
             tokens=array("i", prompt),
-            keys=PageKeys(request.cache_salt.encode(), self._engine.page_size),
+            keys=PageKeys(cache_identity(request), self._engine.page_size),
             prefill_end=len(prompt) - 1,
             final_length=len(prompt) + request.params.max_tokens - 1,
             stateful=needs_sampler_state(request),
@@ -158,8 +159,7 @@ class Scheduler:
         Raises:
             QueueFullError: too much is waiting.
         """
-        waiting, tokens = self.queued
-        require_room(self._engine, waiting + ahead, tokens + len(request.prompt_token_ids))
+        require_room(self._engine, self.queued, request, ahead)
 
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -174,10 +174,13 @@ class Scheduler:
         self._batch_runs = self._batch_runs and bool(self._running)
         self._turn = self._next_turn()
         parked = self._grow()
+        prefills, admitted = list[PrefillPlan](), list[Sequence]()
         outranked = [] if parked or self._batch_runs else self._outrank()
-        prefills, budget = self._prompts(parked)
-        # Not in a step that throws somebody out: what was freed is for those that run.
-        admitted = [] if parked or self._batch_runs else self._admit(budget, prefills)
+        budget, started = self._engine.max_num_batched_tokens - self._engine.max_num_seqs, self._started()
+        if started:
+            budget = self._admit(parked, admitted, budget, prefills, started)
+        budget = self._prompts(started, parked, budget, prefills)
+        self._admit(parked, admitted, budget, prefills)
         decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
         self._release_followers([*(plan.sequence for plan in prefills), *admitted])
         return StepPlan(*self._kv.take_moves(), [*parked, *outranked], admitted, prefills, decodes, steps, self._turn)
@@ -264,57 +267,78 @@ class Scheduler:
         swapped = self._pages.park(sequence, swap=swap)
         self.stats.preempted("swap" if swapped else "recompute")
         self._preempted.add(sequence)
+        self._enqueue(sequence)  # before it leaves: its tenant is here all the time
         self._vacate(sequence)
-        self._enqueue(sequence)
         return parked
 
-    def _prompts(self, parked: list[Parked]) -> tuple[list[PrefillPlan], int]:
-        """Chunks of the prompts that run, and the budget that is left."""
-        plans: list[PrefillPlan] = []
-        budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
-        started = [sequence for sequence in self._running.values() if sequence.prefilling]
-        for sequence in sorted(started, key=self._queue.rank):
+    def _started(self) -> list[Sequence]:
+        """Those whose prompts are being computed, in the order in which they get on."""
+        return sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
+
+    def _prompts(self, started: list[Sequence], parked: list[Parked], budget: int, plans: list[PrefillPlan]) -> int:
+        """Chunks of the prompts that run; the budget that is left."""
+        for sequence in started:
             budget = self._prefill(sequence, budget, plans)
         if started and not plans and 1 < len(started) == len(self._running):
             parked.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
-        return plans, budget
+        return budget
 
-    def _prefill(self, sequence: Sequence, budget: int, plans: list[PrefillPlan]) -> int:
-        """Chunks of one prompt as far as budget and pages reach; the budget that is left."""
+    def _prefill(self, sequence: Sequence, budget: int, plans: list[PrefillPlan], spare: int = 0) -> int:
+        """Chunks of one prompt as far as budget and pages reach, less ``spare``; the budget that is left."""
         before = len(plans)
         while sequence.prefilling:
             chunk = self._pages.next_chunk(sequence, sequence.scheduled)
             end, first = sequence.scheduled + chunk.length, len(plans) == before
-            if chunk.size > budget or not self._pages.extend(sequence, end, slide=first):
+            if chunk.size > budget or not self._pages.extend(sequence, end, slide=first, spare=spare):
                 break
             budget -= chunk.size
             sequence.scheduled += chunk.length
             plans.append(PrefillPlan(sequence, chunk, sequence.params.prompt_logprobs is not None))
         if len(plans) > before:
             self._filled.append(sequence)
+            self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
+            sequence.charged = max(sequence.charged, sequence.scheduled)
         return budget
 
     def _outrank(self) -> list[Parked]:
-        """Under the priority policy a waiting request takes the slot of one of lower priority."""
-        first = self._queue.peek()
-        if self._engine.scheduling_policy != "priority" or first is None or self._free_slots:
+        """Who waits takes the slot of one that the policy puts behind it."""
+        first, self._gave_way = self._queue.peek(), None
+        if first is None or self._free_slots:
             return []
-        last = self._last()
-        return [self._preempt(last)] if first.request.priority < last.request.priority else []
+        self._gave_way = self._queue.gives_way()
+        return [] if self._gave_way is None else [self._preempt(self._gave_way)]
 
-    def _admit(self, budget: int, plans: list[PrefillPlan]) -> list[Sequence]:
-        admitted: list[Sequence] = []
-        if not self._free_slots or not len(self._queue):
-            return admitted
+    def _admit(
+        self,
+        parked: list[Parked],
+        admitted: list[Sequence],
+        budget: int,
+        plans: list[PrefillPlan],
+        started: Row[Sequence] = (),
+    ) -> int:
+        """Slots, and first chunks, for those whose turn it is; the budget that is left.
+
+        Args:
+            started: those alone that come before these prompts, which are being computed.
+        """
+        # Not in a step that throws somebody out: what was freed is for those that run.
+        if parked or self._batch_runs or not self._free_slots or not len(self._queue):
+            return budget
         # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
         spare = sum(other.capacity < other.final_length for other in self._running.values())
+        # And what lets the prompts end that were begun: else they would take turns for ever.
+        ends = (self._kv.pages_for(other.prefill_end) - other.capacity // self._engine.page_size for other in started)
+        theirs = sum(max(0, pages) for pages in ends)
         while self._free_slots and (sequence := self._queue.peek()) is not None:
             if sequence.leader in self._filled:
                 break  # what it will share is computed in this very step
+            if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
+                break
             slot, swapped = self._free_slots[0], sequence.swapped is not None
-            cached = self._pages.place(sequence, slot, budget, spare)
+            cached = self._pages.place(sequence, slot, budget, spare + theirs)
             if cached is None:
                 break
+            sequence.charged = max(sequence.charged, cached)
             self._queue.pop()
             self._preempted.discard(sequence)
             if not swapped:
@@ -325,28 +349,27 @@ class Scheduler:
             sequence.slot, sequence.status = heapq.heappop(self._free_slots), Status.RUNNING
             self._running[slot] = sequence
             admitted.append(sequence)
-            budget = self._prefill(sequence, budget, plans)
+            budget = self._prefill(sequence, budget, plans, theirs)
             spare += sequence.capacity < sequence.final_length
-        return admitted
+        return budget
 
     def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
         """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
         rows: list[DecodePlan] = []
-        host, turns = self._drafter is not None or self._engine.multi_step > 1, self._engine.turns
+        turns = self._engine.turns
         for slot, sequence in self._mine().items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
                 continue
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
-            if host and sequence.in_flight and self._waits_for_host(sequence):
+            token = sequence.token_at(position)
+            if token is None or (sequence.in_flight and self._drafts_next(sequence)):
                 continue
-            tokens = sequence.tokens
-            token = tokens[position] if position < len(tokens) else -1
             rows.append(DecodePlan(sequence, slot // turns, position, token))
-            sequence.scheduled = position + 1
+            sequence.scheduled, sequence.sampled = position + 1, position
             sequence.in_flight += 1
-        steps = self._steps(rows, prefills) if host else 1
+        steps = self._steps(rows, prefills) if self._engine.multi_step > 1 else 1
         if self._drafter is not None:
             rows = self._with_drafts(rows)
         return rows, steps
@@ -358,9 +381,9 @@ class Scheduler:
             return self._batch_runs
         return True
 
-    def _waits_for_host(self, sequence: Sequence) -> bool:
-        """Its next input is the host's to choose: a draft needs the last token, and a run of steps may stop early."""
-        return self._several or (self._drafter is not None and not sequence.stateful)
+    def _drafts_next(self, sequence: Sequence) -> bool:
+        """Its next row waits for what is in flight: a draft needs the last token."""
+        return self._drafter is not None and not sequence.stateful
 
     def _steps(self, rows: list[DecodePlan], prefills: bool) -> int:
         """How many steps the device may run alone: nobody waits, nothing ends by length, and pages are there."""
@@ -371,8 +394,7 @@ class Scheduler:
         if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
             steps = 1
         for row in rows:
-            row.sequence.scheduled += steps - 1
-        self._several = steps > 1
+            row.sequence.scheduled += steps - 1  # not `sampled`: a run may stop early, so the host feeds the next one
         return steps
 
     def _with_drafts(self, rows: list[DecodePlan]) -> list[DecodePlan]:
@@ -432,6 +454,8 @@ class Scheduler:
         if delta is not None:  # what an earlier row gave is what this one was fed
             self.stats.accepted()
         again = len(known) - 1 - at
+        if again < 0:
+            raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
         if again:
             for have, token in zip(known[at + 1 :], tokens, strict=False):
                 self.stats.replayed(have == token)
@@ -439,6 +463,7 @@ class Scheduler:
             if not tokens:
                 return delta
         taken = sequence.take(tokens)
+        self._queue.charge(sequence, output=taken)
         if taken < len(tokens):
             tokens, logprobs = tokens[:taken], logprobs[:taken]
         delta = _added(sequence, delta, tokens, logprobs)
@@ -472,9 +497,10 @@ class Scheduler:
             self._deadlines.discard(sequence.request.request_id)
 
     def _vacate(self, sequence: Sequence) -> None:
+        self._queue.left(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         del self._running[sequence.slot]
-        sequence.slot = -1
+        sequence.slot = sequence.sampled = -1
 
     def check(self) -> None:
         """Slots, pages and sequences are all accounted for."""

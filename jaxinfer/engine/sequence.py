@@ -32,6 +32,10 @@ class Sequence:
     launched and not read.
 
     After a preemption by recomputing, ``scheduled`` falls behind ``tokens``: known tokens are fed again.
+
+    The device keeps, for each slot, the token that the slot's row sampled last. ``sampled`` is the position which that
+    row of this sequence had since it took its slot; -1: none yet. So the token at ``position`` is the host's to feed
+    (`token_at`) unless ``sampled == position - 1``: a slot has nothing of what its sequence sampled in another one.
     """
 
     request: Request
@@ -45,6 +49,8 @@ class Sequence:
     slot: int = -1
     scheduled: int = 0
     in_flight: int = 0
+    sampled: int = -1
+    charged: int = 0  # prompt tokens that its tenant was charged for
     capacity: int = 0  # tokens that its pages hold
     cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
     codes: list[int] = dataclasses.field(default_factory=list)
@@ -73,6 +79,13 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.scheduled < self.prefill_end
+
+    def token_at(self, position: int) -> int | None:
+        """What a row at ``position`` is fed: a known token; -1: what its slot sampled last; None: neither is at hand,
+        and the host will know it when the row before has been read."""
+        if position < len(self.tokens):
+            return self.tokens[position]
+        return -1 if self.sampled == position - 1 else None
 
     @property
     def finished(self) -> bool:

@@ -24,7 +24,7 @@ class PageKeys:
     """The tokens of one sequence and the keys of its full pages, each cut once.
 
     Args:
-        namespace: sequences of different namespaces share nothing (tenant salt, adapter, image).
+        namespace: sequences of different namespaces share nothing (`jaxinfer.kv.identity.cache_identity`).
         page_size: tokens per page.
     """
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError, _StepTimes
 from jaxinfer.engine.streams import merged as merge
 from jaxinfer.llm import LLM
 from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SamplingParams, SequenceDelta
 from tests.engine.gated_engine import QUEUE, FakeEngine, Sample, expected, make_request
 from tests.fakes import random_model
+from tests.serve import fake_engine as paced
 
 
 async def collect(served: AsyncEngine, request: Request, deltas: int | None = None) -> dict[int, list[int]]:
@@ -564,3 +565,31 @@ def test_a_model_serves_clients_as_llm_does():
     assert got == [{sample.index: sample.token_ids for sample in output.outputs} for output in want]
     assert (stats.running, sum(stats.waiting.values()), stats.kv.held) == (0, 0, 0)
     assert not llm.engine.has_work
+
+
+# ---- how long steps take
+
+
+def test_the_99th_percentile_of_steps_is_theirs_within_a_tenth():
+    times = _StepTimes()
+    assert times.p99() == 0.0
+    times.add(2.0)
+    assert 2.0 <= times.p99() <= 2.2
+    for _ in range(98):
+        times.add(0.02)
+    assert 2.0 <= times.p99() <= 2.2, "one of 99 is within the last hundredth"
+    times.add(0.02)
+    assert 0.02 <= times.p99() <= 0.022
+    for _ in range(10):
+        times.add(1e6)
+    assert times.p99() > 800, "beyond all bounds"
+
+
+def test_a_pulse_tells_what_steps_take():
+    async def story():
+        async with AsyncEngine(paced.FakeEngine(paced.Mischief(seconds=0.05))) as engine:
+            assert engine.pulse().p99 == 0.0
+            _ = [delta async for delta in engine.generate(Request("a", (5, 6), SamplingParams(seed=1, max_tokens=5)))]
+            assert engine.pulse().p99 >= 0.05
+
+    asyncio.run(story())

@@ -11,7 +11,7 @@ from jaxinfer.engine.preemption import Costs, prefer_swap
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.types import FinishReason
-from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
+from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, ids, make_loop, make_request
 
 WAYS = {"swap": SWAP, "recompute": RECOMPUTE}
 
@@ -261,3 +261,37 @@ def test_evicted_prefixes_live_on_the_host_and_come_back():
     loop.run(make_request("again", 33, 2, cache_salt="a"))
     assert loop.device.moved["imports"] > 0
     assert loop.device.computed["prefill"] == 64
+
+
+# ---- what its slot sampled
+
+
+def moved_in_flight(costs: Costs, when: int) -> Loop:
+    """Three stages; a sequence gives its slot to a more urgent one after ``when`` steps, and takes that of an aborted
+    one while what it sampled in the first one is in flight."""
+    loop = make_loop(
+        costs=costs,
+        host_pages=8,
+        max_num_seqs=6,
+        max_num_batched_tokens=22,
+        num_pages=48,
+        pipeline_parallel_size=3,
+        scheduling_policy="priority",
+    )
+    for name in ("a", "aborted", "b", "c", "d", "moves"):
+        loop.add(make_request(name, 5, 30, seed=len(name), priority=int(name == "moves"), cache_salt=name))
+    for _ in range(when):
+        loop.step()
+    loop.add(make_request("urgent", 5, 30, seed=7, priority=-1, cache_salt="urgent"))
+    assert ids(parked.sequence for parked in loop.step().parked) == ["moves"]
+    loop.abort("aborted")
+    assert ids(loop.step().admitted) == ["moves"]
+    return loop
+
+
+@pytest.mark.parametrize("when", [8, 9, 10])
+@pytest.mark.parametrize("way", WAYS)
+def test_another_slot_has_nothing_of_what_is_in_flight(way, when):
+    loop = moved_in_flight(WAYS[way], when)
+    loop.drain()
+    assert preemptions(loop) == {way: 1}

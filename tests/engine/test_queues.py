@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import tracemalloc
 from array import array
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.queues import Deadlines, FairQueue, Queue, RankQueue, make_queue
+from jaxinfer.engine import queues
+from jaxinfer.engine.queues import Deadlines, Queue, RankQueue
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.types import Request, SamplingParams
@@ -39,8 +38,8 @@ def make_sequence(arrival: int, *, tenant: str = "", priority: int = 0, prompt: 
     )
 
 
-def cost(sequence: Sequence) -> int:
-    return len(sequence.prompt) + (sequence.params.max_tokens or 0)
+def make_queue(policy: str, slots: int = 8, **changes: int) -> Queue:
+    return queues.make_queue(policy, slots, **changes)
 
 
 def drain(queue: Queue) -> list[int]:
@@ -89,7 +88,7 @@ def test_unknown_policies_are_refused() -> None:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["push", "push", "pop", "remove", "return"]),
+        st.sampled_from(["push", "push", "pop", "remove", "return", "charge"]),
         st.integers(0, 50),  # which one is removed or returns
         st.integers(0, 3),  # tenant and priority
         st.integers(1, 30),  # prompt tokens
@@ -102,7 +101,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(operations=OPERATIONS)
 def test_order_is_that_of_a_naive_queue(policy: str, operations: list[tuple[str, int, int, int]]) -> None:
-    queue, naive = make_queue(policy, quantum=10), NAIVE[policy]()
+    queue, naive = make_queue(policy), NAIVE[policy]()
     waiting: list[Sequence] = []
     served: list[Sequence] = []
     for arrival, (operation, which, kind, prompt) in enumerate(operations):
@@ -122,8 +121,12 @@ def test_order_is_that_of_a_naive_queue(policy: str, operations: list[tuple[str,
             naive.remove(removed)
         elif operation == "return" and served:
             waiting.append(served.pop(which % len(served)))
-            queue.push(waiting[-1])
-            naive.push(waiting[-1])
+            for each in (queue, naive):
+                each.push(waiting[-1])
+                each.left(waiting[-1])
+        elif operation == "charge" and served:
+            for each in (queue, naive):
+                each.charge(served[which % len(served)], prompt=prompt, output=kind)
     while waiting:
         waiting.remove(sequence := queue.pop())
         assert sequence is naive.pop()
@@ -143,47 +146,60 @@ class NaiveRanks:
     def remove(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
 
+    def left(self, sequence: Sequence) -> None:
+        pass
 
-class NaiveRounds:
-    """Deficit round robin, turn by turn. ``ring``: [tenant, round in which it came, tokens saved, who waits]."""
+    def charge(self, sequence: Sequence, prompt: int, output: int) -> None:
+        pass
 
-    def __init__(self, quantum: int = 10) -> None:
-        self.quantum, self.round, self.turn, self.places = quantum, 0, 0, 0
-        self.ring: dict[int, list] = {}
+
+class NaiveCounters:
+    """Virtual token counters, all looked at each time.
+
+    Tenants: [tokens used, when it came, who waits, how many run, what it is ahead until its first tokens].
+    """
+
+    def __init__(self) -> None:
+        self.here: dict[str, list] = {}
+        self.debts: dict[str, float] = {}
+        self.floor, self.places = 0.0, 0
 
     def push(self, sequence: Sequence) -> None:
-        tenant = next((t for t in self.ring.values() if t[0] == sequence.request.tenant), None)
-        if tenant is None:
+        name = sequence.request.tenant
+        if name not in self.here:
+            self.debts = self.debts if self.here else {}
             self.places += 1
-            tenant = self.ring[self.places] = [sequence.request.tenant, self.round, 0, []]
-        tenant[3] = sorted([*tenant[3], sequence], key=lambda s: s.arrival)
+            self.here[name] = [max(self._least(), self.debts.get(name, 0.0)), self.places, [], 0, 512]
+        self.here[name][2] = sorted([*self.here[name][2], sequence], key=lambda s: s.arrival)
 
     def pop(self) -> Sequence:
-        while not (self.turn in self.ring and cost(self.ring[self.turn][3][0]) <= self.ring[self.turn][2]):
-            self._next_turn()
-        tenant = self.ring[self.turn]
-        sequence = tenant[3][0]
-        tenant[2] -= cost(sequence)
-        self.remove(sequence)
-        return sequence
+        tenant = min((t for t in self.here.values() if t[2]), key=lambda t: (t[0] - t[4], t[3], t[1]))
+        tenant[3] += 1
+        return tenant[2].pop(0)
+
+    def left(self, sequence: Sequence) -> None:
+        self.here[sequence.request.tenant][3] -= 1
+        self._forget(sequence.request.tenant)
 
     def remove(self, sequence: Sequence) -> None:
-        for place, (_, _, _, waiting) in list(self.ring.items()):
-            if sequence in waiting:
-                waiting.remove(sequence)
-                if not waiting:
-                    del self.ring[place]
+        self.here[sequence.request.tenant][2].remove(sequence)
+        self._forget(sequence.request.tenant)
 
-    def _next_turn(self) -> None:
-        left = [p for p in self.ring if p > self.turn and self.ring[p][1] < self.round]
-        if not left:
-            self.round, self.turn = self.round + 1, 0
-        else:
-            self.turn = min(left)
-            self.ring[self.turn][2] += self.quantum
+    def charge(self, sequence: Sequence, prompt: int, output: int) -> None:
+        self.here[sequence.request.tenant][0] += prompt + 2 * output
+        self.here[sequence.request.tenant][4] = 0
+
+    def _forget(self, name: str) -> None:
+        if not self.here[name][2] and not self.here[name][3]:
+            self.debts[name] = self.here.pop(name)[0]
+            self._least()
+
+    def _least(self) -> float:
+        self.floor = max(self.floor, min((t[0] for t in self.here.values()), default=0.0))
+        return self.floor
 
 
-NAIVE = {"fcfs": NaiveRanks, "priority": functools.partial(NaiveRanks, "priority"), "fair": NaiveRounds}
+NAIVE = {"fcfs": NaiveRanks, "priority": functools.partial(NaiveRanks, "priority"), "fair": NaiveCounters}
 
 
 # ---- ranks
@@ -196,8 +212,9 @@ def test_a_preempted_sequence_returns_to_its_old_place() -> None:
         for sequence in sequences:
             queue.push(sequence)
         first, second = queue.pop(), queue.pop()
-        queue.push(second)
-        queue.push(first)
+        for sequence in (second, first):
+            queue.push(sequence)
+            queue.left(sequence)
         assert drain(queue) == [0, 1, 2, 3]
 
 
@@ -268,107 +285,6 @@ def test_removed_sequences_leave_no_trace_behind_one_that_waits_for_ever(policy:
         tracemalloc.stop()
     assert len(queue) == 1
     assert grown < 60_000  # 30 bytes for each that came and went: less than an entry of its heap
-
-
-# ---- fair shares
-
-
-def serve(queue: FairQueue, count: int) -> list[Sequence]:
-    return [queue.pop() for _ in range(count)]
-
-
-def test_a_flood_of_long_prompts_does_not_starve_another_tenant() -> None:
-    queue = FairQueue(quantum=512)
-    for arrival in range(1_000):
-        queue.push(make_sequence(arrival, tenant="flood", prompt=4_000, most=96))
-    flood = sum(map(cost, serve(queue, 50)))
-    assert flood == 50 * 4_096
-    queue.push(make_sequence(1_000, tenant="other", prompt=100, most=28))
-    before = [s.request.tenant for s in serve(queue, 2)]
-    assert "other" in before
-
-
-def test_shares_are_of_tokens_not_of_requests() -> None:
-    queue = FairQueue(quantum=100)
-    for arrival in range(400):
-        queue.push(make_sequence(2 * arrival, tenant="long", prompt=390, most=10))
-        queue.push(make_sequence(2 * arrival + 1, tenant="short", prompt=40, most=10))
-    served = serve(queue, 360)
-    tokens = {t: sum(cost(s) for s in served if s.request.tenant == t) for t in ("long", "short")}
-    assert abs(tokens["long"] - tokens["short"]) <= 400 + 100
-
-
-def test_the_cost_is_that_at_the_push() -> None:
-    queue = FairQueue(quantum=10)
-    half = make_sequence(0, tenant="a", prompt=30, most=10)
-    half.scheduled = 35  # preempted and swapped out: 5 tokens to go
-    queue.push(half)
-    queue.push(make_sequence(1, tenant="b", prompt=5, most=6))
-    assert queue.peek() is half
-    half.scheduled = 0  # what happens to it while it waits changes nothing
-    assert queue.pop() is half
-
-
-def test_a_turn_that_is_over_is_not_given_again() -> None:
-    """A tenant whose dear head gives up has the tokens for its next one, but its turn of this round may be past."""
-    queue = FairQueue(quantum=10)
-    dear = make_sequence(0, tenant="a", prompt=96)
-    queue.push(dear)
-    for arrival, tenant in enumerate("abbbccc", 1):
-        queue.push(make_sequence(arrival, tenant=tenant, prompt=6))
-    assert [s.request.tenant for s in serve(queue, 3)] == ["b", "c", "b"]
-    queue.remove(dear)
-    assert [s.request.tenant for s in serve(queue, 4)] == ["c", "a", "b", "c"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    quantum=st.integers(1, 60),
-    pushes=st.lists(
-        st.lists(st.tuples(st.integers(0, 4), st.integers(1, 80)), max_size=4),  # tenant, prompt; then one is served
-        min_size=1,
-        max_size=40,
-    ),
-)
-def test_the_wait_of_a_head_is_bounded(quantum: int, pushes: list[list[tuple[int, int]]]) -> None:
-    """While a head that costs c waits, each other tenant gets less than c + 2 quanta + its own dearest sequence."""
-    queue, arrivals = FairQueue(quantum), itertools.count()
-    dearest: dict[str, int] = {}
-    got: dict[str, dict[str, int]] = {}  # tenant -> what the others got since its head became that
-    waiting: dict[str, list[Sequence]] = {}
-    for batch in [*pushes, *([[]] * sum(map(len, pushes)))]:
-        for tenant, prompt in batch:
-            sequence = make_sequence(next(arrivals), tenant=str(tenant), prompt=prompt, most=2)
-            name = sequence.request.tenant
-            dearest[name] = max(dearest.get(name, 0), cost(sequence))
-            if not waiting.setdefault(name, []):
-                got[name] = {}
-            waiting[name].append(sequence)
-            queue.push(sequence)
-        if len(queue):
-            _check_served(queue.pop(), waiting, got, dearest, quantum)
-    assert not any(waiting.values())
-
-
-def _check_served(
-    sequence: Sequence,
-    waiting: dict[str, list[Sequence]],
-    got: dict[str, dict[str, int]],
-    dearest: dict[str, int],
-    quantum: int,
-) -> None:
-    name = sequence.request.tenant
-    assert waiting[name].pop(0) is sequence
-    for other, tokens in got[name].items():
-        assert tokens < cost(sequence) + 2 * quantum + dearest[other]
-    got[name] = {}
-    for other in _but(name, waiting):
-        if waiting[other]:
-            got[other][name] = got[other].get(name, 0) + cost(sequence)
-
-
-def _but(name: str, names: Iterable[str]) -> list[str]:
-    return [other for other in names if other != name]
 
 
 # ---- deadlines

@@ -8,6 +8,7 @@ import pytest
 from jaxinfer.config import EngineConfig, resolve
 from jaxinfer.engine import replicas
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.queues import Queued
 from jaxinfer.engine.stats import StatsRecorder, merged
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.parallel.mesh import make_mesh
@@ -45,8 +46,9 @@ class FakeEngine(Engine):
         return sum(request.params.n for request in self.requests.values())
 
     @property
-    def queued(self) -> tuple[int, int]:
-        return len(self.requests), sum(len(request.prompt_token_ids) for request in self.requests.values())
+    def queued(self) -> Queued:
+        tokens = sum(len(request.prompt_token_ids) for request in self.requests.values())
+        return Queued(len(self.requests), self.alive, tokens)
 
     @property
     def has_work(self) -> bool:

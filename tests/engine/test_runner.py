@@ -15,7 +15,7 @@ from jaxinfer.engine.buckets import Chunk
 from jaxinfer.engine.compilations import count_compilations
 from jaxinfer.engine.executor import Executor
 from jaxinfer.engine.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.runner import Runner, WrongTokenError
 from jaxinfer.engine.sequence import Sequence
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
@@ -174,7 +174,8 @@ def test_several_steps_at_once_are_single_steps(bench, params):
     bench.start(sequence)
     (first,) = bench.run(decodes=[DecodePlan(sequence, 3, 37, PROMPT[-1])], steps=1)
     (more,) = bench.run(decodes=[DecodePlan(sequence, 3, 38, -1)], steps=3)
-    (last,) = bench.run(decodes=[DecodePlan(sequence, 3, 41, -1)], steps=1)
+    token = more[-1][0]  # a run may stop early: what comes behind it is the host's to feed
+    (last,) = bench.run(decodes=[DecodePlan(sequence, 3, 41, token)], steps=1)
     assert [first + more + last] == singly
     sequence.tokens = want.tokens
     assert equal(bench.kept(sequence), bits)
@@ -348,3 +349,18 @@ def test_costs_are_measured(bench):
     costs = bench.runner.proved.costs
     assert 0 < costs.prefill_token < costs.decode_step < 1
     assert 0 < costs.swap_page < 1
+
+
+@pytest.mark.parametrize(
+    ("slot", "arrival", "position"),
+    [(1, 1, len(PROMPT)), (0, 2, len(PROMPT)), (0, 1, len(PROMPT) + 1)],
+    ids=["another slot", "another sequence", "another position"],
+)
+def test_a_token_is_asked_of_the_slot_that_sampled_it(bench, slot, arrival, position):
+    sequence = bench.sequence(0)
+    bench.start(sequence)
+    bench.run(decodes=[DecodePlan(sequence, 0, len(PROMPT) - 1, PROMPT[-1])])
+    asking = dataclasses.replace(sequence, slot=slot, arrival=arrival)
+    with pytest.raises(WrongTokenError, match=rf"of sequence {arrival} at position {position}; its slot sampled"):
+        bench.run(decodes=[DecodePlan(asking, slot, position, -1)])
+    bench.run(decodes=[DecodePlan(sequence, 0, len(PROMPT), -1)])

@@ -269,6 +269,17 @@ def test_too_many_waiting_tokens_are_refused():
         loop.add(make_request("b", 21))
     loop.add(make_request("b", 20))
     loop.drain()
+    loop.run(make_request("longer than all that may wait", 60))
+
+
+def test_too_many_waiting_sequences_are_refused():
+    loop = make_loop(max_num_seqs=2, max_num_batched_tokens=18, max_waiting_sequences=5)
+    loop.add(make_request("a", 5, n=4))  # three of them are held until the prompt is there
+    with pytest.raises(QueueFullError, match="6 sequences would wait, max_waiting_sequences = 5"):
+        loop.add(make_request("b", 5, n=2))
+    loop.add(make_request("b", 5))
+    loop.drain()
+    loop.run(make_request("more than may wait", 5, n=7))
 
 
 # ---- deadlines and aborts

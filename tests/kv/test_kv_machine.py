@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jaxinfer.kv.manager import KVConfig, KVManager
 from tests.kv.fake_device import FakeDevice, FakeSequence, check_order
 
+pytestmark = pytest.mark.attack
+
 PAGE, PAGES, SLOTS, WIDTH = 4, 14, 4, 8
 # Few beginnings, so that most prompts meet pages of others, whole or in part.
 BEGINNINGS = [(1,) * 9, (1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 3), (1, 1, 2), (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7, 8, 5, 6)]
