@@ -24,7 +24,7 @@ DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo serve bench-serve test test-fast test-slow test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-slow attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,15 @@ test-fast: $(DEV) ## the same, last failures first, stopping at the first
 
 test-slow: $(DEV) ## the tests that take minutes
 	@tools/test.sh $(RUN) -m slow $(ARGS)
+
+attack: $(DEV) ## the attacks on the server, with fresh seeds (docs/security.md; ARGS="--seed 7")
+	@$(RUN) -m pytest -n 2 --dist loadfile --fresh -m "attack and not slow" $(ARGS)
+
+fuzz: $(DEV) ## wrong requests at every door of a server; the corpus grows (ARGS="--cases 1000000")
+	@$(RUN) -m tests.serve.attack fuzz $(ARGS)
+
+chaos: $(DEV) ## faults at random under load, and what became of each stream (ARGS="--seconds 600 --model demo")
+	@$(RUN) -m tests.serve.attack chaos $(ARGS)
 
 test-parity: $(DEV) ## compare live with transformers, in an environment of its own (PARITY="-k ...")
 	@$(RUN) -m pytest -m parity $(PARITY)

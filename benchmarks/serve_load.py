@@ -1,6 +1,7 @@
-"""What the front end costs: 500 streams at 5,000 tokens a second, and twice the requests that can be served.
+"""What the front end costs: 500 streams at 5,000 tokens a second, twice and ten times the requests that can be served,
+and refusals by a full queue, one at a time and in bursts.
 
-    python benchmarks/serve_load.py                   both doors: a minute and a half
+    python benchmarks/serve_load.py                   both doors: two minutes and a half
     python benchmarks/serve_load.py --doors grpc --seconds 20
     python benchmarks/serve_load.py --profile FILE    cProfile of the front end under gRPC streams, no figures
 
@@ -81,8 +82,12 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     for door in options.doors:
         runs[f"{door} even"] = await load.deliver(delivery(options, door, options.groups))
         runs[f"{door} at once"] = await load.deliver(delivery(options, door, 1))
-        crowd = load.Overload(door, seconds=options.seconds, connections=options.connections)
-        runs[f"{door} overload"] = await load.overload(crowd)
+        for name, factor in (("overload", 2.0), ("overload x10", 10.0)):
+            crowd = load.Overload(door, factor=factor, seconds=options.seconds, connections=options.connections)
+            runs[f"{door} {name}"] = await load.overload(crowd)
+        for name, at_once in (("full", 1), ("full, bursts", 64)):
+            full = load.Refusals(door, at_once, connections=options.connections)
+            runs[f"{door} {name}"] = await load.refuse(full)
     return {"runs": runs, "verdicts": report.verdicts(runs)}
 
 

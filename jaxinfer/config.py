@@ -47,9 +47,10 @@ class EngineConfig:
         max_logprobs: most top logprobs that a request may ask for.
         enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
         swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
-        scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (deficit round robin over
-            `Request.tenant`).
-        max_waiting_requests, max_waiting_tokens: a request beyond them is refused (default: no limit).
+        scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
+            least, by weight; see `jaxinfer.engine.fair`).
+        max_waiting_requests, max_waiting_sequences, max_waiting_tokens: a request is refused if with it more requests,
+            outputs or prompt tokens would wait (default: no limit, but for servers).
         async_scheduling: launch a step before the one before it is read. Off: for debugging.
         batching: "continuous", or "static": a batch runs until all its sequences have ended. For comparison.
         multi_step: most decode steps that run on the device without the host, when nobody waits.
@@ -89,6 +90,7 @@ class EngineConfig:
     swap_space_gib: float = 4.0
     scheduling_policy: str = "fcfs"
     max_waiting_requests: int | None = None
+    max_waiting_sequences: int | None = None
     max_waiting_tokens: int | None = None
     async_scheduling: bool = True
     batching: str = "continuous"
@@ -144,6 +146,7 @@ class ResolvedEngine:
     host_pages: int
     scheduling_policy: str
     max_waiting_requests: int | None
+    max_waiting_sequences: int | None
     max_waiting_tokens: int | None
     async_scheduling: bool
     batching: str
@@ -237,6 +240,7 @@ def resolve(
         host_pages=int(config.swap_space_gib * 2**30 / cache.bytes_per_page(config.page_size, itemsize)),
         scheduling_policy=config.scheduling_policy,
         max_waiting_requests=config.max_waiting_requests,
+        max_waiting_sequences=config.max_waiting_sequences,
         max_waiting_tokens=config.max_waiting_tokens,
         async_scheduling=config.async_scheduling,
         batching=config.batching,
@@ -285,7 +289,7 @@ def _require_simple(config: EngineConfig) -> None:
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
     for name in _AT_LEAST_ONE:
         _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
-    for name in ("max_waiting_requests", "max_waiting_tokens"):
+    for name in ("max_waiting_requests", "max_waiting_sequences", "max_waiting_tokens"):
         limit = getattr(config, name)
         _require(limit is None or limit >= 1, name, limit, "must be at least 1")
     least = f"must be at least prompt_lookup_min ({config.prompt_lookup_min})"
@@ -294,7 +298,8 @@ def _require_simple(config: EngineConfig) -> None:
     _require(config.speculative is None or config.multi_step == 1, "multi_step", config.multi_step, both)
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: steps pass through stages"
     _require(config.pipeline_parallel_size == 1 or config.multi_step == 1, "multi_step", config.multi_step, both)
-    _require(config.swap_space_gib >= 0, "swap_space_gib", config.swap_space_gib, "must not be negative")
+    swap = config.swap_space_gib
+    _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")

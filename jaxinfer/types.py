@@ -197,7 +197,9 @@ class Request:
         bad_words_ids: token sequences that must not appear in the output.
         priority: lower is served earlier, under the priority policy.
         tenant: whose request it is, under the fair policy.
-        cache_salt: requests of different salts never share cached pages.
+        weight: the tenant's, which decides its share.
+        cache_scope: who may share cached pages with it, in the front end's words; see `jaxinfer.kv.identity`.
+        cache_salt: within a scope, requests of different salts never share cached pages.
         deadline: in seconds of ``time.monotonic``; a request that is not done by then ends.
     """
 
@@ -208,6 +210,8 @@ class Request:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     tenant: str = ""
+    weight: float = 1.0
+    cache_scope: str = ""
     cache_salt: str = ""
     deadline: float | None = None
 

@@ -74,14 +74,23 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) -> None:
-    if len(prompt) == 0:
+    check_prompt_length(len(prompt), max_model_len)
+    check_token_ids("prompt_token_ids", prompt, vocab_size)
+
+
+def check_prompt_length(count: int, max_model_len: int) -> None:
+    """Refuses a prompt of so many tokens, if it is empty or leaves no room.
+
+    Raises:
+        RequestError: the message names the number.
+    """
+    if count == 0:
         _refuse("prompt_token_ids is empty: a prompt has at least one token")
-    if len(prompt) + 1 > max_model_len:
+    if count + 1 > max_model_len:
         _refuse(
-            f"prompt_token_ids has {len(prompt)} tokens, which leaves no room to generate: "
+            f"prompt_token_ids has {count} tokens, which leaves no room to generate: "
             f"prompt and output together have at most {max_model_len} (max_model_len)"
         )
-    check_token_ids("prompt_token_ids", prompt, vocab_size)
 
 
 def check_token_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:

@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import secrets
 import subprocess
 
 import pytest
+from hypothesis import settings
 
 import tests.typecheck  # noqa: F401  jaxtyping imports `tests` alone and then looks the checker up in it
 
@@ -17,12 +19,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--oracle-python", help="interpreter with torch and transformers (default: .venv-oracle, made here)"
     )
     group.addoption("--oracle-seed", type=int, help="first seed of the live comparison (default: a fresh one)")
+    group = parser.getgroup("random tests")
+    group.addoption("--fresh", action="store_true", help="draw anew what is drawn alike in each run otherwise")
+    group.addoption("--seed", type=int, help="of the tests that draw anew: what a failure printed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Random tests are the same in each run; `make attack` and the slow tier draw anew, and print what repeats them."""
+    settings.register_profile("fixed", derandomize=True)
+    settings.register_profile("fresh", print_blob=True)
+    settings.load_profile("fresh" if config.getoption("--fresh") else "fixed")
 
 
 @pytest.fixture(scope="session")
 def repo() -> pathlib.Path:
     """The root of the source tree."""
     return REPO
+
+
+@pytest.fixture
+def fresh_seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this run alone, printed when the test fails; ``--seed`` names one."""
+    named: int | None = request.config.getoption("--seed")
+    seed = secrets.randbelow(10**9) if named is None else named
+    print(f"repeat with --seed {seed}")
+    return seed
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The same in each run, unless ``--fresh`` asks for another one."""
+    fresh: int = request.getfixturevalue("fresh_seed") if request.config.getoption("--fresh") else 0
+    return fresh
 
 
 @pytest.fixture(scope="session")

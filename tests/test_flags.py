@@ -39,6 +39,7 @@ EVERY = {
     "swap_space_gib": (["--swap-space-gib", "0"], 0.0),
     "scheduling_policy": (["--scheduling-policy", "fair"], "fair"),
     "max_waiting_requests": (["--max-waiting-requests", "7"], 7),
+    "max_waiting_sequences": (["--max-waiting-sequences", "17"], 17),
     "max_waiting_tokens": (["--max-waiting-tokens", "70"], 70),
     "async_scheduling": (["--async-scheduling", "off"], False),
     "batching": (["--batching", "static"], "static"),
@@ -96,7 +97,7 @@ def test_every_flag_is_explained(capsys):
     docs = attribute_docs(EngineConfig)
     assert sorted(docs) == sorted(FIELDS)
     assert all(docs.values())
-    assert docs["max_waiting_tokens"] == docs["max_waiting_requests"]
+    assert docs["max_waiting_tokens"] == docs["max_waiting_sequences"] == docs["max_waiting_requests"]
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     shown = " ".join(parser.format_help().split())

@@ -23,6 +23,7 @@ from benchmarks.serving.server import Asked, Running, running
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 30.0
+_HELD_STEP_SECONDS, _HELD_TOKENS = 0.25, 1500  # of what keeps a queue full: longer than any run
 _QUIET_SECONDS = 1.0  # between the last stream's start and the first figure
 
 
@@ -73,6 +74,16 @@ class Overload:
     def queue_bound(self) -> float:
         """Seconds to the first token of who is accepted last: all before it must have got a slot, and a step more."""
         return self.waiting / self.service_rate + self.step_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusals:
+    """``count`` requests to a server whose queue is full, ``at_once`` of them, and the next when all are answered."""
+
+    door: str
+    at_once: int = 1
+    count: int = 1024
+    connections: int = 8
 
 
 @dataclasses.dataclass
@@ -180,6 +191,35 @@ async def overload(load: Overload) -> dict[str, Any]:
         await client.close()
     return _overloaded(load, heards) | {
         "cpu_per_request": used.each(len(heards)),
+        "used_by_others": used.share_of_others(seconds),
+    }
+
+
+async def refuse(load: Refusals) -> dict[str, Any]:
+    """One request has the only slot, another the only place in the queue; both outlast the run."""
+    async with _served(Pace(_HELD_STEP_SECONDS, 1, core.TOKEN), load.count + 2, _HELD_TOKENS, 1, 1, None) as (
+        server,
+        _,
+    ):
+        client = _client(load.door, server, load.connections)
+        held = [asyncio.ensure_future(client.generate(row, _HELD_TOKENS)) for row in range(2)]
+        await asyncio.sleep(4 * _HELD_STEP_SECONDS)
+        heards: list[Heard] = []
+        with _no_collections():
+            before, start = Cpu.now(server), time.monotonic()
+            for first in range(2, load.count + 2, load.at_once):
+                rows = range(first, min(first + load.at_once, load.count + 2))
+                heards += await asyncio.gather(*(client.generate(row, 1) for row in rows))
+            used, seconds = Cpu.now(server).since(before), time.monotonic() - start
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        await client.close()
+    return {
+        "load": dataclasses.asdict(load),
+        "errors": [f"{heard.row}: {heard.error or 'accepted'}" for heard in heards if not heard.refused],
+        "refusal": spread(np.asarray([heard.ended - heard.sent for heard in heards])),
+        "cpu_per_refusal": used.each(load.count),
         "used_by_others": used.share_of_others(seconds),
     }
 

@@ -60,7 +60,8 @@ class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):
     """Keyword arguments of a generation.
 
     ``request_id``: default is one that the server makes. ``priority``: lower is served earlier. ``cache_salt``:
-    requests of different salts never share cached prompts. ``add_special_tokens``: whether a text prompt gets BOS.
+    requests of different salts never share cached prompts, nor do tenants. ``add_special_tokens``: whether a text
+    prompt gets BOS.
     """
 
     request_id: str | None

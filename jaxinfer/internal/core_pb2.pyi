@@ -82,7 +82,7 @@ class Stop(_message.Message):
     def __init__(self) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "stop_token_ids", "bad_words_ids", "priority", "tenant", "cache_salt", "seconds_left")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "stop_token_ids", "bad_words_ids", "priority", "tenant", "cache_scope", "cache_salt", "seconds_left", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -90,8 +90,10 @@ class Request(_message.Message):
     BAD_WORDS_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: Sampling
@@ -99,9 +101,11 @@ class Request(_message.Message):
     bad_words_ids: _containers.RepeatedCompositeFieldContainer[TokenIds]
     priority: int
     tenant: str
+    cache_scope: str
     cache_salt: str
     seconds_left: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+    weight: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_scope: _Optional[str] = ..., cache_salt: _Optional[str] = ..., seconds_left: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "seed", "large_seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "skip_special_tokens")
@@ -447,9 +451,11 @@ class Histogram(_message.Message):
     def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("steps", "busy_seconds")
+    __slots__ = ("steps", "busy_seconds", "p99_step_seconds")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    P99_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     busy_seconds: float
-    def __init__(self, steps: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+    p99_step_seconds: float
+    def __init__(self, steps: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., p99_step_seconds: _Optional[float] = ...) -> None: ...

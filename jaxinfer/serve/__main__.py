@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follows = config.process_id > 0
         return event_loop.run(serve(Follower(config) if follows else Server(config, opened=heap.settle)))
     except (ServeConfigError, KeysError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        logs.say(f"error: {error}")
         return 2
 
 
@@ -73,7 +73,7 @@ async def serve(server: Server | Follower) -> int:
         asked, failed = asyncio.create_task(signals.get()), asyncio.create_task(server.until_failed())
         await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
-            print(f"error: {failed.result()}", file=sys.stderr)
+            logs.say(f"error: {failed.result()}")
             return 1
         tidying.cancel()
         await _until_drained(server, signals)

@@ -81,14 +81,16 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
     """
     match prompt:
         case str():
-            _check_characters("prompt", len(prompt), limits)
+            check_characters("prompt", len(prompt), limits)
         case Conversation():
             if prompt.template is not None and not allow_templates:
                 raise RequestError("template: this server uses no chat templates of requests")
             if taken := TEMPLATE_ARGUMENTS & prompt.variables.keys():
                 raise RequestError(f"variables: {min(taken)} is set by its own field")
+            if len(prompt.messages) > limits.messages:
+                raise RequestError(f"messages must be at most {limits.messages}, not {len(prompt.messages)}")
             parts = (prompt.messages, prompt.tools, dict(prompt.variables), prompt.template)
-            _check_characters("messages", sum(map(len, _strings_in(parts))), limits)
+            check_characters("messages", sum(map(len, _strings_in(parts))), limits)
         case bytes() | bytearray():
             raise RequestError("prompt must be text, token ids or messages, not bytes")
         case Sequence():
@@ -117,7 +119,8 @@ def _check_sizes(given: Mapping[str, Any], card: ModelCard, limits: ServeLimits)
                 raise RequestError(f"{field} must have at most {limits.stop_characters} characters, not {len(text)}")
 
 
-def _check_characters(field: str, characters: int, limits: ServeLimits) -> None:
+def check_characters(field: str, characters: int, limits: ServeLimits) -> None:
+    """Raises `RequestError`: a text has more than it may have."""
     if characters > limits.prompt_characters:
         raise RequestError(f"{field} must have at most {limits.prompt_characters} characters, not {characters}")
 

@@ -6,6 +6,8 @@ The file is a YAML list, `python -m jaxinfer.serve.keys` writes its entries:
 - name: alice
   sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
   scopes: [infer, observe]
+  cache_group: team-a  # optional: names of the same group share cached prefixes
+  weight: 2            # optional: its share under the fair policy, in that of a key without one
 ```
 
 A plain SHA-256 is enough, and a slow hash would be worse: keys are 256 random bits, which nobody guesses from a hash
@@ -14,6 +16,8 @@ however fast it is, and a hash that costs milliseconds would let anyone keep the
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -23,12 +27,13 @@ import re
 import reprlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.tenants import tenant_of_certificate
 
 SCOPES = ("infer", "observe", "admin")
 """Use the model; see figures and states; control the server. None of them implies another."""
@@ -36,8 +41,9 @@ SCOPES = ("infer", "observe", "admin")
 MAX_KEYS = 1000
 MAX_FILE_BYTES = 1 << 20
 MAX_NAME_CHARACTERS = 64
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 _MAX_TOKEN_CHARACTERS = 512
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 
 _log = logging.getLogger("jaxinfer.serve")
 
@@ -48,10 +54,29 @@ class KeysError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Whoever has shown a key. Without a keys file everybody is the nameless caller with all scopes."""
+    """Whoever has shown a key. Without a keys file everybody has all scopes, and the name that a certificate gives.
+
+    Attributes:
+        name: the tenant, see `jaxinfer.serve.tenants`.
+        cache_group: the tenants with which it shares cached prefixes; None: with none.
+        weight: its share under the fair policy, in that of others.
+        digest: of the key. Several may have one name.
+    """
 
     name: str
     scopes: frozenset[str]
+    cache_group: str | None = None
+    weight: float = 1.0
+    digest: bytes = dataclasses.field(default=b"", repr=False, compare=False)
+
+
+@dataclasses.dataclass(eq=False)
+class _Open:
+    """A call that has begun, and what ends it."""
+
+    digest: bytes
+    scope: str
+    cut: Callable[[ServeError], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +86,11 @@ class _Key:
 
 
 class Authoriser:
-    """Checks keys against a file, which is read again when it changes.
+    """Checks keys against a file, which is read again when it changes. Calls of keys that are taken away are ended.
 
     Args:
         path: None: everybody may do everything, which the settings allow on loopback only.
-        clock: in seconds; the file is looked at once a second at most.
+        clock: in seconds; the file is looked at twice a second at most.
 
     Raises:
         KeysError: the file cannot be read or understood. A later version that is bad is logged, and the keys that were
@@ -76,17 +101,25 @@ class Authoriser:
         self._path = None if path is None else pathlib.Path(path)
         self._clock, self._looked = clock, clock()
         self._seen = _version(self._path) if self._path is not None else None
-        self._keys = read_keys(self._path) if self._path is not None else ()
+        self._keys: tuple[_Key, ...] = ()
+        self._tenants: dict[str, Caller] = {}
+        if self._path is not None:
+            self._use(read_keys(self._path))
+        self._open: set[_Open] = set()
 
-    def authorise(self, token: str | None, scope: str) -> Caller:
-        """The caller whose key ``token`` is.
+    def authorise(
+        self, token: str | None, scope: str, certificate: Callable[[], bytes | None] = lambda: None
+    ) -> Caller:
+        """The caller whose key ``token`` is; without a keys file, whose ``certificate`` (DER, verified) was shown.
 
         Raises:
             ServeError: UNAUTHENTICATED: there is no such key; FORBIDDEN: it lacks ``scope``.
         """
         if self._path is None:
-            return Caller("", frozenset(SCOPES))
-        self._refresh(self._path)
+            shown = certificate()
+            return Caller("" if shown is None else tenant_of_certificate(shown), frozenset(SCOPES))
+        if self._clock() - self._looked >= _LOOK_SECONDS:
+            self.look()
         if not token:
             raise ServeError(Kind.UNAUTHENTICATED, "an API key is needed: authorization: Bearer KEY")
         caller = self._find(token[: _MAX_TOKEN_CHARACTERS + 1])
@@ -96,6 +129,55 @@ class Authoriser:
             raise ServeError(Kind.FORBIDDEN, f"the API key of {caller.name!r} lacks the scope {scope!r}")
         return caller
 
+    def cache_group(self, name: str) -> str | None:
+        """That of the keys of this name, now."""
+        return self._tenants[name].cache_group if name in self._tenants else None
+
+    def weight(self, name: str) -> float:
+        """That of the keys of this name, now."""
+        return self._tenants[name].weight if name in self._tenants else 1.0
+
+    @contextlib.contextmanager
+    def during(self, caller: Caller, scope: str, cut: Callable[[ServeError], None]) -> Iterator[None]:
+        """While a call runs that was authorised: ``cut`` is called if its caller's key is taken away, or its scope."""
+        call = _Open(caller.digest, scope, cut)
+        self._open.add(call)
+        try:
+            yield
+        finally:
+            self._open.discard(call)
+
+    async def run(self) -> None:
+        """Look at the file also while nobody calls, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Read the file again if it has changed, and end the calls of keys that are gone."""
+        if self._path is None:
+            return
+        self._looked = self._clock()
+        version = _version(self._path)
+        if version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._use(read_keys(self._path))
+        except KeysError as error:
+            _log.error("the API keys of before stay in use: %s", error)
+        else:
+            _log.info("%d API keys were read again from %s", len(self._keys), self._path)
+            self._end_revoked()
+
+    def _end_revoked(self) -> None:
+        scopes = {key.digest: key.caller.scopes for key in self._keys}
+        for call in list(self._open):
+            if call.digest not in scopes:
+                call.cut(ServeError(Kind.UNAUTHENTICATED, "the API key was taken away"))
+            elif call.scope not in scopes[call.digest]:
+                call.cut(ServeError(Kind.FORBIDDEN, f"the scope {call.scope!r} of the API key was taken away"))
+
     def _find(self, token: str) -> Caller | None:
         """Compares with every key, so that the time tells nothing about any of them."""
         digest, found = _digest(token), None
@@ -104,28 +186,16 @@ class Authoriser:
                 found = key.caller
         return found
 
-    def _refresh(self, path: pathlib.Path) -> None:
-        now = self._clock()
-        if now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
-        version = _version(path)
-        if version == self._seen:
-            return
-        self._seen = version
-        try:
-            self._keys = read_keys(path)
-        except KeysError as error:
-            _log.error("the API keys of before stay in use: %s", error)
-        else:
-            _log.info("%d API keys were read again from %s", len(self._keys), path)
+    def _use(self, keys: tuple[_Key, ...]) -> None:
+        self._keys, self._tenants = keys, {key.caller.name: key.caller for key in keys}
 
 
 def read_keys(path: pathlib.Path) -> tuple[_Key, ...]:
     """The entries of a keys file; an empty file has none, so that nobody may do anything.
 
     Raises:
-        KeysError: it cannot be read, is too large, or has an entry that is not as it should be.
+        KeysError: it cannot be read, is too large, or has an entry that is not as it should be, or keys of one name
+            have different groups or weights.
     """
     try:
         with path.open("rb") as file:
@@ -138,7 +208,9 @@ def read_keys(path: pathlib.Path) -> tuple[_Key, ...]:
     entries = [] if entries is None else entries
     if not isinstance(entries, list) or len(entries) > MAX_KEYS:
         raise KeysError(f"{path} must be a list of at most {MAX_KEYS} API keys")
-    return tuple(_key(entry, f"API key {rank + 1} in {path}") for rank, entry in enumerate(entries))
+    keys = tuple(_key(entry, f"API key {rank + 1} in {path}") for rank, entry in enumerate(entries))
+    _check_tenants(keys, path)
+    return keys
 
 
 def new_key() -> str:
@@ -146,29 +218,54 @@ def new_key() -> str:
     return f"jaxinfer-{secrets.token_urlsafe(32)}"
 
 
-def key_entry(key: str, name: str, scopes: Sequence[str]) -> str:
+def key_entry(
+    key: str, name: str, scopes: Sequence[str], cache_group: str | None = None, weight: float | None = None
+) -> str:
     """What the file says of a key, as YAML.
 
     Raises:
-        KeysError: the name or a scope is not allowed.
+        KeysError: the name, a scope, the group or the weight is not allowed.
     """
-    fields = {"name": name, "sha256": _digest(key).hex(), "scopes": list(scopes)}
+    fields: dict[str, Any] = {"name": name, "sha256": _digest(key).hex(), "scopes": list(scopes)}
+    if cache_group is not None:
+        fields["cache_group"] = cache_group
+    if weight is not None:
+        fields["weight"] = weight
     _key(fields, f"key of {name!r}")
     return yaml.safe_dump([fields], sort_keys=False, allow_unicode=True)
 
 
 def _key(entry: Any, where: str) -> _Key:
-    fields = {"name", "sha256", "scopes"}
-    if not isinstance(entry, dict) or entry.keys() != fields:
-        raise KeysError(f"{where} must have the fields {', '.join(sorted(fields))}")
-    name, digest, scopes = entry["name"], entry["sha256"], entry["scopes"]
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
-        raise KeysError(f"{where}: name={reprlib.repr(name)} must be 1 to {MAX_NAME_CHARACTERS} printable characters")
+    needed, known = {"name", "sha256", "scopes"}, {"name", "sha256", "scopes", "cache_group", "weight"}
+    if not isinstance(entry, dict) or not needed <= entry.keys() <= known:
+        optional = ", ".join(sorted(known - needed))
+        raise KeysError(f"{where} must have the fields {', '.join(sorted(needed))}, and may have {optional}")
+    name, digest, scopes, group = entry["name"], entry["sha256"], entry["scopes"], entry.get("cache_group")
+    for field, value in {"name": name, **({} if group is None else {"cache_group": group})}.items():
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARACTERS or not value.isprintable():
+            most = f"must be 1 to {MAX_NAME_CHARACTERS} printable characters"
+            raise KeysError(f"{where}: {field}={reprlib.repr(value)} {most}")
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
         raise KeysError(f"{where}: sha256 must be 64 hexadecimal digits in lower case")
     if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
         raise KeysError(f"{where}: scopes={reprlib.repr(scopes)} must be some of {', '.join(SCOPES)}")
-    return _Key(bytes.fromhex(digest), Caller(name, frozenset(scopes)))
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise KeysError(f"{where}: weight={reprlib.repr(weight)} must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    key = bytes.fromhex(digest)
+    return _Key(key, Caller(name, frozenset(scopes), group, float(weight), key))
+
+
+def _check_tenants(keys: Sequence[_Key], path: pathlib.Path) -> None:
+    """A tenant may have several keys, but is in one group and has one weight."""
+    tenants: dict[str, Caller] = {}
+    for caller in (key.caller for key in keys):
+        first = tenants.setdefault(caller.name, caller)
+        for field in ("cache_group", "weight"):
+            told, other = getattr(first, field), getattr(caller, field)
+            if told != other:
+                what = f"{field}={told!r} and {field}={other!r}"
+                raise KeysError(f"{path}: API keys of the name {caller.name!r} have {what}")
 
 
 def _digest(token: str) -> bytes:

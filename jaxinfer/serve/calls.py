@@ -39,7 +39,7 @@ class Call:
             the context leaves.
         request_id: None: the front end makes one.
         timeout: seconds that the client waits from now on, the queue included; None: for ever.
-        tenant: whose request it is, for the fair policy: the name of the API key.
+        tenant: whose request it is, see `jaxinfer.serve.tenants`: ids, cached prefixes and turns are its own.
         trace: the W3C headers ``traceparent`` and ``tracestate``, where the client sent them.
     """
 
@@ -112,7 +112,9 @@ class ServeLimits:
         stop_token_ids: how many, EOS included.
         bad_words: how many.
         logit_bias: entries.
-        prompt_characters: of a text, or of all messages together.
+        prompt_characters: of a text, or of all messages or all prompts together.
+        messages: of one conversation.
+        values: of one JSON body or gRPC message, names, texts, lists and objects alike; token ids are not counted.
         message_bytes: of one gRPC message or HTTP body.
         score_continuations: of one Score call.
     """
@@ -125,6 +127,8 @@ class ServeLimits:
     bad_words: int = 32
     logit_bias: int = 1024
     prompt_characters: int = 4 << 20
+    messages: int = 4096
+    values: int = 32768
     message_bytes: int = 16 << 20
     score_continuations: int = 64
 

@@ -6,19 +6,24 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import pathlib
 import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.engine.stats import EngineStats
-from jaxinfer.serve.admission import check_prompt, check_terms, request_id_of, sampling_of
+from jaxinfer.serve.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answered, unavailable
 from jaxinfer.serve.generation import Generation, expired, gone
+from jaxinfer.serve.reading import LONG_CHARACTERS, LongTexts
+from jaxinfer.serve.room import Load, Place, Room
 from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
 from jaxinfer.serve.templates import Renderer
+from jaxinfer.serve.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
@@ -29,6 +34,8 @@ from jaxinfer.validate import SamplingLimits, check_token_ids
 _LIMITS = ServeLimits()
 _INLINE = 1000
 """Characters or ids that are worked on in the event loop: half a millisecond. More goes to a thread."""
+_FEW_MESSAGES = 64
+_MOST_IDS = 1 << 18  # that become text at once, if the context is no longer
 _TEXT_THREADS = 2
 
 
@@ -43,9 +50,14 @@ class Frontend:
         template_seconds: a template that runs longer is stopped.
         clock: the engine's, for deadlines, in seconds.
         tracing: is told of every generation.
+        scope: of a tenant, the `Request.cache_scope`; default: each has its own.
+        weight: of a tenant, the `Request.weight`; default: all are alike.
+        folder: where the tokenizer was loaded from: long texts are tokenised by processes that load it, too (None: by
+            threads, as short ones).
 
     Attributes:
         draining: new calls are refused.
+        room: who waits for the engine.
     """
 
     def __init__(
@@ -60,19 +72,28 @@ class Frontend:
         template_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        scope: Callable[[str], str] = cache_scope,
+        weight: Callable[[str], float] = lambda tenant: 1.0,
+        folder: pathlib.Path | None = None,
     ) -> None:
         most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
         self.tokenizer, self.template = tokenizer, template
         self.draining = False
+        self.room = Room(card.engine)
         self._backend, self._clock = backend, clock
         self._tracing = tracing or Tracing()
+        self._scope, self._weight = scope, weight
         self._allow_templates = allow_request_templates
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, SamplingLimits(max_logprobs=most))
         self._renderer = Renderer(template, template_seconds)
-        self._threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "jaxinfer-text")
+        self._long = None if folder is None or tokenizer is None else LongTexts(folder)
+        # What is long has threads of its own: nobody who asks for little waits for it.
+        self._threads, self._long_threads = (
+            concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, name) for name in ("jaxinfer-text", "jaxinfer-long")
+        )
         self._stopped = False
-        self._active: dict[str, Generation | None] = {}  # None: being prepared
+        self._active: dict[str, Generation | None] = {}  # by `engine_id`; None: being prepared
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -101,7 +122,10 @@ class Frontend:
         """End everything that still runs, and what was started to render and to tokenise."""
         await self.drain(0.0)
         self._renderer.close()
-        self._threads.shutdown(wait=False)
+        if self._long is not None:
+            self._long.close()
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False)
 
     @property
     def active(self) -> int:
@@ -110,11 +134,23 @@ class Frontend:
 
     # ---- generation
 
-    async def generate(self, call: Call) -> Generation:
-        """Raises `ServeError` for what is refused, before the first piece."""
+    def reserve(self, calls: Sequence[Call]) -> list[Place]:
+        """Places for what comes together: calls that differ in their prompts alone. All of them or none: they are
+        refused before any of them is worked on. Who asks for them lets them go."""
+        with answered():
+            self._check_open()
+            n = sampling_of(calls[0], self.card, self.limits).n
+            return self.room.enter(calls[0].tenant, [_load(call.prompt, n) for call in calls])
+
+    async def generate(self, call: Call, place: Place | None = None) -> Generation:
+        """Raises `ServeError` for what is refused, before the first piece.
+
+        Args:
+            place: from `reserve`.
+        """
         trace = self._tracing.begin(call, self.card.name)
         try:
-            generation = await self._generate(call)
+            generation = await self._generate(call, place)
         except asyncio.CancelledError:
             trace.failed(gone())
             raise
@@ -124,30 +160,52 @@ class Frontend:
         generation.trace = trace
         return generation
 
-    async def _generate(self, call: Call) -> Generation:
+    async def _generate(self, call: Call, place: Place | None) -> Generation:
         with answered():
             self._check_open()
             self.check_model(call.model)
-            request_id = request_id_of(call)
+            request_id = engine_id(call.tenant, request_id_of(call))
             check_terms(call)
             params = sampling_of(call, self.card, self.limits)
-            check_prompt(call.prompt, self.limits, allow_templates=self._allow_templates)
-            deadline = None if call.timeout is None else self._clock() + call.timeout
-            self._enter(request_id)
+            if place is None:  # before anything that costs as much as the prompt is long
+                (place,) = self.room.enter(call.tenant, [_load(call.prompt, params.n)])
             try:
-                async with _within(call.timeout):
-                    request = await self._request(call, request_id, params)
-                    return await self._start(dataclasses.replace(request, deadline=deadline))
-            finally:
-                if self._active.get(request_id) is None:
-                    self._leave(request_id)
+                await self._check_prompt(call.prompt)
+                return await self._prepared(call, request_id, params, place)
+            except BaseException:
+                place.leave()
+                raise
 
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its outputs: its reader gets a last piece with "abort". Unknown ids are ignored."""
+    async def _prepared(self, call: Call, request_id: str, params: SamplingParams, place: Place) -> Generation:
+        deadline = None if call.timeout is None else self._clock() + call.timeout
+        self._enter(request_id)
+        try:
+            async with _within(call.timeout):
+                request = await self._request(call, request_id, params)
+                place.measure(len(request.prompt_token_ids))
+                return await self._start(dataclasses.replace(request, deadline=deadline), place)
+        finally:
+            if self._active.get(request_id) is None:
+                self._leave(request_id)
+
+    async def abort(self, request_id: str, index: int | None = None, tenant: str | None = None) -> None:
+        """End a request, or one of its outputs: its reader gets a last piece with "abort". Unknown ids are ignored.
+
+        Args:
+            request_id: as its client named it.
+            tenant: whose it is; None: those of all tenants that have this id.
+        """
         with answered():
             if index is not None and index < 0:
                 raise RequestError(f"output_index={index} must be at least 0")
-            await self._backend.abort(request_id, index)
+            for name in self._named(request_id, tenant):
+                await self._backend.abort(name, index)
+
+    def _named(self, request_id: str, tenant: str | None) -> list[str]:
+        """The engine's ids; of what is not known here one more that it does not know, so that a dead one says so."""
+        if tenant is not None:
+            return [engine_id(tenant, request_id)]
+        return [name for name in self._active if own_id(name) == request_id] or [request_id]
 
     async def score(
         self,
@@ -168,19 +226,27 @@ class Frontend:
             check_prompt(prompt, self.limits, allow_templates=False)
             check_continuations(continuations, self.limits)
             async with _within(timeout):
-                context = await self._ids(prompt, add_special_tokens)
-                if not context:
+                if isinstance(prompt, str):
+                    self._intake.check_text("prompt", prompt)
+                context = await self._ids(prompt, add_special_tokens, tenant)
+                if not len(context):
                     raise RequestError("prompt is empty: a score needs at least one token to stand behind")
+                check_lengths(context, (), self.card.max_model_len)
                 await self._off_loop(len(context), check_token_ids, "prompt_token_ids", context, self.card.vocab_size)
-                ids = [await self._continuation(rank, each) for rank, each in enumerate(continuations)]
+                ids = [await self._continuation(rank, each, tenant) for rank, each in enumerate(continuations)]
                 check_lengths(context, ids, self.card.max_model_len)
                 return await score_all(self.generate, call, context, ids)
 
     # ---- text
 
     async def tokenize(
-        self, text: str | Conversation, *, model: str | None = None, add_special_tokens: bool | None = None
-    ) -> list[int]:
+        self,
+        text: str | Conversation,
+        *,
+        model: str | None = None,
+        add_special_tokens: bool | None = None,
+        tenant: str = "",
+    ) -> Sequence[int]:
         """The ids of a text, or of what the template makes of a conversation.
 
         Args:
@@ -188,8 +254,8 @@ class Frontend:
         """
         with answered():
             self.check_model(model)
-            check_prompt(text, self.limits, allow_templates=self._allow_templates)
-            return await self._ids(text, add_special_tokens)
+            await self._check_prompt(text)
+            return await self._ids(text, add_special_tokens, tenant)
 
     async def detokenize(
         self, ids: Sequence[int], *, model: str | None = None, skip_special_tokens: bool = False
@@ -199,8 +265,9 @@ class Frontend:
             self.check_model(model)
             if self.tokenizer is None:
                 raise RequestError("token_ids cannot become text: the model has no tokenizer")
-            if len(ids) > self.limits.prompt_characters:
-                raise RequestError(f"token_ids must hold at most {self.limits.prompt_characters} ids, not {len(ids)}")
+            most = min(self.limits.prompt_characters, max(self.card.max_model_len, _MOST_IDS))
+            if len(ids) > most:
+                raise RequestError(f"token_ids must hold at most {most} ids, not {len(ids)}")
             return await self._off_loop(len(ids), self._text_of, self.tokenizer, ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
@@ -237,7 +304,7 @@ class Frontend:
 
     def _enter(self, request_id: str) -> None:
         if request_id in self._active:
-            raise DuplicateIdError(f"request_id={request_id!r} is in use")
+            raise DuplicateIdError(f"request_id={own_id(request_id)!r} is in use")
         self._active[request_id] = None
         self._idle.clear()
 
@@ -249,51 +316,82 @@ class Frontend:
     async def _request(self, call: Call, request_id: str, params: SamplingParams) -> Request:
         prompt, special = call.prompt, call.add_special_tokens
         if isinstance(prompt, Conversation):
-            prompt, special = await self._rendered(prompt), False  # the template writes them itself
+            prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes them itself
+        if isinstance(prompt, str):
+            self._intake.check_text("prompt", prompt)
+            if len(prompt) > LONG_CHARACTERS:
+                prompt = await self._encoded("prompt", prompt, special, call.tenant)
         words = sum(map(len, params.bad_words or ()))
         work = len(prompt) + words + len(params.allowed_token_ids or ())
         request = await self._off_loop(work, self._intake.request, request_id, prompt, params, special)
-        return dataclasses.replace(request, priority=call.priority, tenant=call.tenant, cache_salt=call.cache_salt)
+        return dataclasses.replace(
+            request,
+            priority=call.priority,
+            tenant=call.tenant,
+            weight=self._weight(call.tenant),
+            cache_scope=self._scope(call.tenant),
+            cache_salt=call.cache_salt,
+        )
 
-    async def _start(self, request: Request) -> Generation:
+    async def _start(self, request: Request, place: Place) -> Generation:
         stream = await self._backend.submit(request)
         seconds = None if request.deadline is None else request.deadline - self._clock()
-        generation = Generation(self._backend, stream, self.tokenizer, self._leave, seconds)
+        generation = Generation(self._backend, stream, self.tokenizer, self._leave, seconds, place)
         self._active[request.request_id] = generation
         if self._stopped:
             generation.cut(_stopping())
         return generation
 
-    async def _ids(self, prompt: Input, add_special_tokens: bool | None) -> list[int]:
+    async def _ids(self, prompt: Input, add_special_tokens: bool | None, tenant: str) -> Sequence[int]:
         if isinstance(prompt, Conversation):
-            prompt, add_special_tokens = await self._rendered(prompt), bool(add_special_tokens)
+            prompt, add_special_tokens = await self._rendered(prompt, tenant), bool(add_special_tokens)
         if not isinstance(prompt, str):
-            return list(prompt)
-        return await self._off_loop(len(prompt), self._intake.encode, "prompt", prompt, add_special_tokens is not False)
+            return prompt
+        return await self._encoded("prompt", prompt, add_special_tokens is not False, tenant)
 
-    async def _continuation(self, rank: int, continuation: str | Sequence[int]) -> Sequence[int]:
+    async def _encoded(self, field: str, text: str, special: bool, tenant: str) -> Sequence[int]:
+        if self._long is not None and len(text) > LONG_CHARACTERS:
+            return await self._long.encode(field, text, special, tenant)
+        return await self._off_loop(len(text), self._intake.encode, field, text, special)
+
+    async def _continuation(self, rank: int, continuation: str | Sequence[int], tenant: str) -> Sequence[int]:
         field = f"continuations[{rank}]"
         if isinstance(continuation, str):
-            return await self._off_loop(len(continuation), self._intake.encode, field, continuation, False)
+            check_characters(field, len(continuation), self.limits)
+            self._intake.check_text(field, continuation)
+            return await self._encoded(field, continuation, False, tenant)
+        check_lengths((), (continuation,), self.card.max_model_len)
         await self._off_loop(len(continuation), check_token_ids, field, continuation, self.card.vocab_size)
         return continuation
 
-    async def _rendered(self, conversation: Conversation) -> str:
+    async def _check_prompt(self, prompt: Input) -> None:
+        """What a conversation holds is counted by a thread if it may be much."""
+        work = len(prompt.messages) + len(prompt.tools or ()) if isinstance(prompt, Conversation) else 0
+        check = functools.partial(check_prompt, prompt, self.limits, allow_templates=self._allow_templates)
+        await self._off_loop(work * _INLINE // _FEW_MESSAGES, check)
+
+    async def _rendered(self, conversation: Conversation, tenant: str) -> str:
         if self.tokenizer is None or (self.template is None and conversation.template is None):
             raise RequestError(f"messages: the model {self.card.name!r} has no chat template")
-        text = await self._renderer.render(conversation)
+        text = await self._renderer.render(conversation, tenant)
         check_prompt(text, self.limits, allow_templates=False)
         return text
 
     def _text_of(self, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
         check_token_ids("token_ids", ids, self.card.vocab_size)
-        return tokenizer.decode(ids, skip_special_tokens)
+        pieces, characters = [], 0
+        for piece in tokenizer.decoded(ids, skip_special_tokens):
+            pieces.append(piece)
+            characters += len(piece)
+            check_characters("token_ids: their text", characters, self.limits)
+        return "".join(pieces)
 
     async def _off_loop[*A, T](self, work: int, function: Callable[[*A], T], *args: *A) -> T:
         """``function(*args)``, in a thread if there are more than a few characters or ids to ``work`` on."""
         if work <= _INLINE:
             return function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        threads = self._threads if work <= LONG_CHARACTERS else self._long_threads
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
 
 
 @contextlib.asynccontextmanager
@@ -307,6 +405,12 @@ async def _within(seconds: float | None) -> AsyncIterator[None]:
         if not scope.expired():
             raise
         raise expired() from error
+
+
+def _load(prompt: Input, n: int) -> Load:
+    """What a request brings, as far as it is known before any work: the tokens of a text are not."""
+    tokens = len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray) else 0
+    return Load(1, n, tokens)
 
 
 def _stopping() -> ServeError:

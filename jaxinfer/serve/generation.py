@@ -11,6 +11,8 @@ from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import OutputDelta, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to
+from jaxinfer.serve.room import Place, nowhere
+from jaxinfer.serve.tenants import own_id
 from jaxinfer.serve.tracing import NOTHING, Trace
 from jaxinfer.text.output import Output
 from jaxinfer.text.tokenizer import Tokenizer
@@ -28,11 +30,13 @@ class Generation:
     Leaving it early aborts the request. A slow reader costs the others nothing: what it has not fetched is merged.
 
     Args:
-        left: called once, with the id, which is free then: nothing more will come.
+        left: called once, with the engine's id, which is free then: nothing more will come.
         seconds: until the deadline (None: there is none). The engine knows it too, but may be stuck.
+        place: where it waits until its first token.
 
     Attributes:
-        request_id, seed, prompt_token_ids, n: as the engine accepted them.
+        request_id: the client's.
+        seed, prompt_token_ids, n: as the engine accepted them.
         trace: is told how it went, once it has ended.
     """
 
@@ -43,12 +47,15 @@ class Generation:
         tokenizer: Tokenizer | None,
         left: Callable[[str], None],
         seconds: float | None,
+        place: Place | None = None,
     ) -> None:
         request = stream.request
         assert request.params.seed is not None  # resolved by the engine
-        self.request_id, self.seed, self.n = request.request_id, request.params.seed, request.params.n
+        self.request_id, self.seed, self.n = own_id(request.request_id), request.params.seed, request.params.n
+        self._engine_id = request.request_id
         self.prompt_token_ids: Sequence[int] = request.prompt_token_ids
         self._backend, self._stream, self._left = backend, stream, left
+        self._place = place or nowhere()
         self._deltas = aiter(stream)
         self._outputs = [Output(tokenizer, request) for _ in range(self.n)]
         self._running = self.n
@@ -120,7 +127,8 @@ class Generation:
             self._closed = True
             if self._deadline is not None:
                 self._deadline.cancel()
-            self._left(self.request_id)
+            self._left(self._engine_id)
+            self._place.leave()
             self._tell()
             await self._stream.aclose()
 
@@ -152,6 +160,7 @@ class Generation:
         tokens, prompt_logprobs = delta.token_ids, None
         if not self._completion:
             self.trace.token()
+            self._place.begin()
         self._completion += len(tokens)
         if index == 0:
             prompt_logprobs = delta.prompt_logprobs
@@ -162,6 +171,7 @@ class Generation:
             self._cut = expired()
             return OutputDelta(index, text, tokens, delta.logprobs, None, None, prompt_logprobs) if tokens else None
         self._running -= 1
+        self._place.ended()
         self._reasons[index] = reason.value
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
@@ -169,7 +179,7 @@ class Generation:
 
     async def _abort(self, index: int) -> None:
         with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams
-            await self._backend.abort(self.request_id, index)
+            await self._backend.abort(self._engine_id, index)
 
 
 def gone() -> ServeError:

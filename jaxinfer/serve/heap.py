@@ -44,7 +44,7 @@ async def tidy(active: Callable[[], int]) -> None:
             quiet = True
         elif _has_grown():
             gc.collect()
-            await asyncio.to_thread(_trim)
+            await asyncio.to_thread(trim)
 
 
 def _has_grown() -> bool:
@@ -52,8 +52,11 @@ def _has_grown() -> bool:
     return young > _FEW or any(older)
 
 
-def _trim() -> None:
-    """glibc keeps what was freed below something that is in use; others have no such call, nor the need."""
+def trim() -> None:
+    """Give back to the system what is free.
+
+    glibc keeps what was freed below something that is in use; others have no such call, nor the need.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,7 +1,7 @@
 """Makes API keys: `python -m jaxinfer.serve.keys new alice --scopes infer,observe >> keys.yaml`. No jax.
 
 The entry for the file, which has only the key's hash, goes to stdout. The key itself is shown once, on stderr. To take
-a key away, delete its entry: servers notice within a second.
+a key away, delete its entry: servers notice within a second, and end what it has begun.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxinfer.serve.keys", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="make a key; append what is printed to the file of keys")
-    new.add_argument("name", help="whose key it is: the tenant under the fair policy, and in logs")
+    new.add_argument("name", help="whose key it is: the tenant, whose ids, cached prefixes and turns are its own")
     new.add_argument("--scopes", default="infer", help=f"some of {','.join(SCOPES)} (default: infer)")
+    new.add_argument("--cache-group", help="names of the same group share cached prefixes (default: with nobody)")
+    new.add_argument("--weight", type=float, help="its share under the fair policy (default: 1)")
     asked = parser.parse_args(arguments)
     key = new_key()
     try:
-        entry = key_entry(key, asked.name, asked.scopes.split(","))
+        entry = key_entry(key, asked.name, asked.scopes.split(","), asked.cache_group, asked.weight)
     except KeysError as error:
         parser.error(str(error))
     sys.stdout.write(entry)

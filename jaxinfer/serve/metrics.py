@@ -3,6 +3,7 @@ replacement. No jax."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -15,8 +16,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from jaxinfer.engine.stats import SECONDS, EngineStats, Histogram
+from jaxinfer.serve import logs
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.event_loop import LONG_HOLD_SECONDS, Loop
 
 PREFIX = "jaxinfer:"
 
@@ -43,6 +46,7 @@ class ServerMetrics:
         http_errors: by kind, those in started streams included.
         http_cut: connections that were closed on their clients, by reason.
         http_seconds: from a request's head to the end of its answer, by route.
+        grpc_cut: gRPC connections that had to give way to others.
         ready: whether generations are accepted, 0 or 1.
     """
 
@@ -50,7 +54,9 @@ class ServerMetrics:
         self._registry = of = CollectorRegistry()
         if engine is not None:
             of.register(_LifeCollector(engine))
+        of.register(_LogCollector())
         ProcessCollector(registry=of)
+        of.register(_LoopCollector())
         self.ready = Gauge(f"{PREFIX}ready", "Whether generations are accepted.", registry=of)
         what = "Generations that were refused or ended by an error, by kind; every door's."
         self._failed = Counter(f"{PREFIX}request_errors", what, ["kind"], registry=of)
@@ -62,6 +68,8 @@ class ServerMetrics:
         self.http_errors = Counter(f"{PREFIX}http_errors", "Errors told to HTTP clients.", ["kind"], registry=of)
         self.http_cut = Counter(f"{PREFIX}http_connections_cut", "Connections cut, by reason.", ["reason"], registry=of)
         self.http_seconds = _seconds("http_request_duration_seconds", "HTTP requests, to their end.", "route", of)
+        what = "gRPC connections cut, idle longest while others came."
+        self.grpc_cut = Counter(f"{PREFIX}grpc_connections_cut", what, registry=of)
         self._grpc_requests = Counter(f"{PREFIX}grpc_requests", "RPCs that ended.", ["method", "code"], registry=of)
         self._grpc_seconds = _seconds("grpc_request_duration_seconds", "RPCs, to their end.", "method", of)
 
@@ -92,6 +100,11 @@ class _WithoutBirths(Collector):
             yield family
 
 
+class _LogCollector(Collector):
+    def collect(self) -> Iterator[Metric]:
+        yield _counter("log_lines_dropped", "Lines left out of the log, by reason.", {}, _by("reason", logs.dropped()))
+
+
 class _LifeCollector(Collector):
     def __init__(self, engine: Life) -> None:
         self._engine = engine
@@ -104,6 +117,26 @@ class _LifeCollector(Collector):
 
     def describe(self) -> list[Metric]:
         """Nothing: the engine's supervisor may not be there yet."""
+        return []
+
+
+class _LoopCollector(Collector):
+    """Of the event loop in which it is asked, if that knows."""
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if isinstance(loop, Loop):
+            longest, many = loop.holds.longest(), loop.holds.long
+            what = "The longest time of the last minute in which the event loop looked for nothing new."
+            yield _gauge("event_loop_hold_seconds", what, {}, _one(longest))
+            what = f"Times longer than {LONG_HOLD_SECONDS * 1000:g} ms in which the event loop looked for nothing new."
+            yield _counter("event_loop_long_holds", what, {}, _one(many))
+
+    def describe(self) -> list[Metric]:
+        """Nothing: there may be no loop yet."""
         return []
 
 

@@ -8,6 +8,7 @@ import logging
 import pathlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from jaxinfer.serve import descriptors
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
 from jaxinfer.serve.faults import unavailable
@@ -18,6 +19,7 @@ from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.serve.tenants import ALL, cache_scope
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.load import load_template, load_tokenizer
 
@@ -50,17 +52,26 @@ class Server:
         *,
         opened: Callable[[], None] | None = None,
     ) -> None:
-        self.config, self._opened = config, opened
+        self.config = config = descriptors.within(config, descriptors.raise_limit())
+        self._opened = opened
         self.frontend: Frontend | None = None
         self._supervisor = Supervisor(config, command)
         metrics = ServerMetrics(self)
         self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed)
-        authoriser = Authoriser(config.api_keys)
+        self._authoriser = authoriser = Authoriser(config.api_keys)
         version = importlib.metadata.version("jaxinfer")
-        self._door = Door(version, config.limits, authoriser, ready=lambda: self.state == READY, metrics=metrics)
+        self._door = Door(
+            version, config.limits, authoriser, engine=lambda: self._supervisor.condition, metrics=metrics
+        )
         open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(
-            config, self._serving, self, authoriser, more=[(oip.SERVICE, open_inference)], observer=metrics.called
+            config,
+            self._serving,
+            self,
+            authoriser,
+            more=[(oip.SERVICE, open_inference)],
+            observer=metrics.called,
+            cut=metrics.grpc_cut.inc,
         )
         self._http = HttpServer(config, self._door) if config.http_port is not None else None
         self._metrics = HttpServer(config, self._door, metrics=True) if config.metrics_port is not None else None
@@ -143,6 +154,7 @@ class Server:
         self._supervisor.subscribe(self._tell)
         await self._supervisor.start()
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
+        self._tasks.append(asyncio.create_task(self._authoriser.run()))
 
     async def until_ready(self) -> None:
         """Raises:
@@ -177,6 +189,7 @@ class Server:
         await self._supervisor.stop()
         if self.frontend is not None:
             await self.frontend.aclose()
+        self._door.long.close()
         await asyncio.to_thread(self._tracing.close)
 
     # ---- the front end
@@ -191,6 +204,8 @@ class Server:
         config, card = self.config, await self._supervisor.until_ready()
         folder = pathlib.Path(self._supervisor.folder)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        if tokenizer is not None and self._parted:
+            await asyncio.to_thread(tokenizer.forget)
         template = await asyncio.to_thread(load_template, folder)
         frontend = Frontend(
             self._supervisor.backend,
@@ -201,12 +216,27 @@ class Server:
             allow_request_templates=config.allow_request_templates,
             template_seconds=config.template_seconds,
             tracing=self._tracing,
+            scope=self._scope,
+            weight=self._authoriser.weight,
+            folder=folder,
         )
         await frontend.warm()
         if self._opened is not None:
             self._opened()
         self.frontend = self._door.frontend = frontend
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
+
+    @property
+    def _parted(self) -> bool:
+        """There are tenants, and they shall not learn of each other."""
+        config = self.config
+        return config.prefix_cache_sharing != ALL and (config.api_keys or config.tls_client_ca) is not None
+
+    def _scope(self, tenant: str) -> str:
+        """Who shares cached prefixes with it."""
+        if self.config.prefix_cache_sharing == ALL:
+            return ""
+        return cache_scope(tenant, self._authoriser.cache_group(tenant))
 
     # ---- what the log is told
 

@@ -16,9 +16,17 @@ import yaml
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.logs import FORMATS, LEVELS
+from jaxinfer.serve.tenants import SHARING, TENANT
+
+QUEUE: Mapping[str, Any] = {
+    "max_waiting_requests": 2048,
+    "max_waiting_sequences": 4096,
+    "max_waiting_tokens": 1 << 21,
+}
+"""What may wait for a server's engine unless its settings say otherwise: a program may queue what it likes."""
 
 _MAX_FILE_BYTES = 1 << 20
-_SECONDS = ("template", "drain", "slow_reader", "keepalive", "header")
+_MOST_SECONDS = 2_000_000  # 23 days: gRPC counts milliseconds in 31 bits
 _PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
 
 
@@ -43,6 +51,8 @@ class ServeConfig:
         control_port: of Control (default: none); 0: any free one.
         control_host: address of Control.
         api_keys: file of hashed keys with their scopes (python -m jaxinfer.serve.keys makes them).
+        prefix_cache_sharing: who finds whose cached prefixes: "tenant": a key its own, and those of its cache_group;
+            "all": everybody everybody's, which tells clients what others have asked.
         insecure: allow an address beyond loopback without keys.
         tls_cert: PEM file of the certificate with its chain; read again when it changes, as the other two.
         tls_key: PEM file of its private key.
@@ -50,7 +60,8 @@ class ServeConfig:
         allow_request_templates: requests may bring chat templates of their own (they run in the sandbox).
         template_seconds: a chat template that runs longer is stopped.
         drain_seconds: what SIGTERM leaves running requests; a second one aborts them.
-        step_timeout: seconds without progress in a step after which the engine counts as hung.
+        step_timeout: seconds without progress in a step after which the engine counts as hung (default: 10, or 20 times
+            the 99th percentile of the steps so far, if that is more).
         startup_timeout: seconds without progress until READY after which it does.
         num_processes: over which the engine's devices are spread; each is started by itself (docs/multi_host.md).
         process_id: which of them this is: 0 has the doors, the others follow it.
@@ -60,8 +71,10 @@ class ServeConfig:
             processes of the group end; with several it takes the place of step_timeout.
         slow_reader_seconds: a client that reads nothing for so long is cut off.
         keepalive_seconds: between pings on idle connections.
-        max_connections: of HTTP clients at once; those beyond are told 503.
-        header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet.
+        max_connections: of HTTP clients at once, and again of gRPC clients; where all are in use, idle ones give way.
+        max_receive_bytes: of a gRPC client's messages that are under way at once; half as much for all without a key.
+        header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet,
+            and again to send a call's request.
         log_format: "text" or "json".
         log_level: "debug", "info", "warning" or "error".
         otlp_endpoint: where OpenTelemetry traces go (default: nowhere).
@@ -81,6 +94,7 @@ class ServeConfig:
     control_port: int | None = None
     control_host: str = "127.0.0.1"
     api_keys: str | None = None
+    prefix_cache_sharing: str = TENANT
     insecure: bool = False
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -88,7 +102,7 @@ class ServeConfig:
     allow_request_templates: bool = False
     template_seconds: float = 1.0
     drain_seconds: float = 30.0
-    step_timeout: float = 60.0
+    step_timeout: float | None = None
     startup_timeout: float = 600.0
     num_processes: int = 1
     process_id: int = 0
@@ -98,6 +112,7 @@ class ServeConfig:
     slow_reader_seconds: float = 30.0
     keepalive_seconds: float = 30.0
     max_connections: int = 1024
+    max_receive_bytes: int = 268435456
     header_seconds: float = 10.0
     log_format: str = "text"
     log_level: str = "info"
@@ -106,8 +121,11 @@ class ServeConfig:
     compilation_cache_dir: str | None = None
     check_finite: bool = False
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**QUEUE))
 
+
+TIMES = tuple(field.name for field in dataclasses.fields(ServeConfig) if field.name.endswith(("_seconds", "_timeout")))
+"""The settings that are seconds. None of them may be infinite: a bound that is none is no setting."""
 
 Settings = Mapping[str, Any]
 
@@ -137,7 +155,7 @@ def make_config(*layers: Settings) -> ServeConfig:
     Raises:
         ServeConfigError: an unknown name, a value of the wrong type, or one that cannot be served.
     """
-    merged = _merged(ServeConfig, layers, "")
+    merged = _merged(ServeConfig, ({"engine": QUEUE}, *layers), "")
     try:
         config = pydantic.TypeAdapter(ServeConfig).validate_python(merged)
     except pydantic.ValidationError as error:
@@ -167,13 +185,18 @@ def _check(config: ServeConfig) -> None:
     for name in _PORTS:
         port = getattr(config, name)
         _require(port is None or 0 <= port < 65536, name, port, "must be a port from 0 to 65535")
-    for name in (*(f"{word}_seconds" for word in _SECONDS), "step_timeout", "startup_timeout", "group_timeout"):
-        _require(getattr(config, name) > 0, name, getattr(config, name), "must be positive")
-    _require(config.max_connections >= 1, "max_connections", config.max_connections, "must be at least 1")
+    for name in TIMES:
+        seconds = getattr(config, name)
+        what = f"must be a number of seconds above 0 and at most {_MOST_SECONDS}"
+        _require(seconds is None or 0 < seconds <= _MOST_SECONDS, name, seconds, what)
+    for name in ("max_connections", "max_receive_bytes"):
+        _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
     for name, value in dataclasses.asdict(config.limits).items():
         _require(value >= 1, f"limits.{name}", value, "must be at least 1")
     _require(config.log_format in FORMATS, "log_format", config.log_format, f"must be one of {', '.join(FORMATS)}")
     _require(config.log_level in LEVELS, "log_level", config.log_level, f"must be one of {', '.join(LEVELS)}")
+    sharing = config.prefix_cache_sharing
+    _require(sharing in SHARING, "prefix_cache_sharing", sharing, f"must be one of {', '.join(SHARING)}")
     both = (config.tls_cert is None) == (config.tls_key is None)
     _require(both, "tls_cert", config.tls_cert, f"and tls_key = {config.tls_key!r} belong together")
     has_ca = config.tls_client_ca is not None

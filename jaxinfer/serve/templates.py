@@ -3,7 +3,8 @@
 Jinja compiles templates to Python, so a loop in one holds a thread, and the interpreter's lock, until it ends. They
 are rendered in helper processes instead (`jaxinfer.serve.template_helper`): the kernel shares out the processor, a
 limit bounds the memory, and killing works at any time, in the midst of a C function too. Templates of requests have
-helpers of their own, so that bad ones keep nobody waiting who uses the checkpoint's.
+helpers of their own, so that bad ones keep nobody waiting who uses the checkpoint's. And tenants take turns: none has
+all helpers of a kind, however many of its conversations take however long.
 """
 
 from __future__ import annotations
@@ -11,26 +12,44 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import json
+import dataclasses
 import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.template_helper import read_frame, write_frame
+from jaxinfer.serve.packing import pack
+from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
+from jaxinfer.serve.turns import Turns
 from jaxinfer.text.chat_template import ChatTemplate
-from jaxinfer.types import QueueFullError, RequestError
+from jaxinfer.types import RequestError
 
 MAX_WAITING, MAX_WAITING_OWN = 4096, 256
 """Conversations that wait for a helper, with the checkpoint's template and with their own; more are refused. The
 checkpoint's takes a millisecond or so, one of a request's own may take all the seconds that there are."""
 
 _START_SECONDS = 30.0
-_COMMAND = (sys.executable, "-m", "jaxinfer.serve.template_helper")
-_OWN_HELPERS, _REQUEST_HELPERS = 2, 1
+_MODULE = "jaxinfer.serve.template_helper"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a pool.
+
+    Attributes:
+        share: the helpers of one tenant at once; those beyond are started for others only.
+        waiting: questions that may wait.
+    """
+
+    helpers: int
+    share: int
+    waiting: int
+
+
+_OWN, _REQUESTS = Sizes(4, 2, MAX_WAITING), Sizes(4, 1, MAX_WAITING_OWN)
 
 
 class Renderer:
@@ -44,27 +63,33 @@ class Renderer:
     def __init__(self, template: ChatTemplate | None, seconds: float) -> None:
         sources, tokens = (template.sources, template.tokens) if template is not None else ({}, {})
         self.has_template = template is not None
-        setup = json.dumps({"sources": sources, "tokens": tokens}).encode()
-        self._own = _Pool(_OWN_HELPERS, setup, seconds, MAX_WAITING)
-        self._requests = _Pool(_REQUEST_HELPERS, setup, seconds, MAX_WAITING_OWN)
+        setup, what = pack({"sources": sources, "tokens": tokens, "seconds": seconds}), "conversations"
+        self._own, self._requests = (Pool(_MODULE, sizes, setup, seconds, what) for sizes in (_OWN, _REQUESTS))
 
     async def warm(self) -> None:
         """Start the helpers of the checkpoint's template, if it has one."""
         if self.has_template:
             await self._own.warm()
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, conversation: Conversation, tenant: str = "") -> str:
         """The prompt's text.
+
+        Args:
+            tenant: whose it is: tenants take turns.
 
         Raises:
             RequestError: the template refuses the messages, fails on them, or takes too long.
             QueueFullError: too many wait.
         """
         pool = self._own if conversation.template is None else self._requests
-        answer = await pool.ask(_as_json(conversation))
-        if "text" not in answer:
-            raise RequestError(f"messages: {answer['refused']}")
-        return answer["text"]
+        answer = await pool.ask(tenant, _packed(conversation))
+        if answer is None:
+            stopped = f"it ran for {pool.seconds:g} s, or wanted too much memory"
+            raise RequestError(f"messages: the chat template was stopped: {stopped}")
+        kind, text = answer[:1], str(memoryview(answer)[1:], "utf-8", "surrogatepass")
+        if kind != GOOD:
+            raise RequestError(f"messages: {text}")
+        return text
 
     def close(self) -> None:
         """End the helpers."""
@@ -72,42 +97,51 @@ class Renderer:
         self._requests.close()
 
 
-class _Pool:
-    """Some helpers, each busy with one conversation at a time."""
+class Pool:
+    """Some helper processes, each busy with one question at a time. They are started when they are needed.
 
-    def __init__(self, size: int, setup: bytes, seconds: float, most: int) -> None:
-        self._most = most
-        self._helpers = [_Helper(setup) for _ in range(size)]
-        self._free = list(self._helpers)
-        self._places = asyncio.Semaphore(size)
-        self._threads = concurrent.futures.ThreadPoolExecutor(size, "jaxinfer-template")
-        self._seconds = seconds
-        self._waiting = 0
+    Args:
+        module: what they run.
+        setup: the first frame that each of them is sent.
+        what: is asked, in words, for whoever has to wait too long.
+
+    Attributes:
+        seconds: for one question, without the wait for a free helper; the helper is killed then.
+    """
+
+    def __init__(self, module: str, sizes: Sizes, setup: bytes, seconds: float, what: str) -> None:
+        self._helpers = [_Helper(module, setup) for _ in range(sizes.helpers)]
+        self._share = sizes.share
+        self._turns = Turns(self._helpers, sizes.share, sizes.waiting, f"{what} wait for a helper")
+        self._threads = concurrent.futures.ThreadPoolExecutor(sizes.helpers, "jaxinfer-helper")
+        self.seconds = seconds
+
+    @property
+    def busy(self) -> int:
+        """Helpers that have a question."""
+        return self._turns.held
 
     async def warm(self) -> None:
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(*(loop.run_in_executor(self._threads, helper.start) for helper in self._helpers))
+        """Start those that a tenant has at once."""
+        loop, first = asyncio.get_running_loop(), self._helpers[-self._share :]
+        await asyncio.gather(*(loop.run_in_executor(self._threads, helper.start) for helper in first))
 
-    async def ask(self, question: bytes) -> Mapping[str, str]:
-        if self._waiting >= self._most:
-            raise QueueFullError(f"{self._waiting} conversations wait for their chat template already")
-        self._waiting += 1
-        try:
-            await self._places.acquire()
-        finally:
-            self._waiting -= 1
+    async def ask(self, tenant: str, question: bytes) -> bytes | None:
+        """The answer; None: the helper was killed, or died.
+
+        Raises:
+            QueueFullError: too many wait.
+        """
+        helper = await self._turns.take(tenant)
         # A client that leaves does not take the helper away in the midst of an answer.
-        return await asyncio.shield(self._ask(self._free.pop(), question))
+        return await asyncio.shield(self._ask(tenant, helper, question))
 
-    async def _ask(self, helper: _Helper, question: bytes) -> Mapping[str, str]:
+    async def _ask(self, tenant: str, helper: _Helper, question: bytes) -> bytes | None:
         try:
             await self._within(_START_SECONDS, helper, helper.start)
-            answer = await self._within(self._seconds, helper, helper.ask, question)
+            return await self._within(self.seconds, helper, helper.ask, question)
         finally:
-            self._free.append(helper)
-            self._places.release()
-        stopped = f"the chat template was stopped: it ran for {self._seconds:g} s, or wanted too much memory"
-        return {"refused": stopped} if answer is None else answer
+            self._turns.give(tenant, helper)
 
     async def _within[*A, T](self, seconds: float, helper: _Helper, function: Callable[[*A], T], *args: *A) -> T:
         """``function`` in a thread; the helper is killed after ``seconds``, which ends it."""
@@ -127,8 +161,8 @@ class _Pool:
 class _Helper:
     """A helper process and the pipes to it. Methods but `kill` belong to whoever took it out of the pool."""
 
-    def __init__(self, setup: bytes) -> None:
-        self._setup = setup
+    def __init__(self, module: str, setup: bytes) -> None:
+        self._command, self._setup = (sys.executable, "-m", module, str(os.getpid())), setup
         self._process: subprocess.Popen[bytes] | None = None
         self._reap: weakref.finalize[..., _Helper] | None = None
         self._killed = False
@@ -145,17 +179,17 @@ class _Helper:
             self._reap()
         # In a session of its own: a Ctrl-C in the terminal is the server's business.
         self._process = subprocess.Popen(
-            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), start_new_session=True
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), start_new_session=True
         )
         self._reap, self._killed = weakref.finalize(self, _end, self._process), False
         if self._exchange(self._setup) is None:
-            raise RuntimeError("the process for chat templates does not start")
+            raise RuntimeError(f"{self._command[2]} does not start")
 
-    def ask(self, question: bytes) -> Mapping[str, str] | None:
+    def ask(self, question: bytes) -> bytes | None:
         """None: it was killed, or died."""
         answer = self._exchange(question)
         self._killed = self._killed or answer is None
-        return None if answer is None else json.loads(answer)
+        return answer
 
     def kill(self) -> None:
         """From any thread. Whoever waits for an answer gets none."""
@@ -190,7 +224,7 @@ def _environment() -> dict[str, str]:
     return {**own, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
-def _as_json(conversation: Conversation) -> bytes:
+def _packed(conversation: Conversation) -> bytes:
     asked: dict[str, Any] = {
         "messages": list(conversation.messages),
         "tools": None if conversation.tools is None else list(conversation.tools),
@@ -199,6 +233,6 @@ def _as_json(conversation: Conversation) -> bytes:
         "template": conversation.template,
     }
     try:
-        return json.dumps(asked).encode()
+        return pack(asked)
     except (TypeError, ValueError, RecursionError) as cause:
         raise RequestError(f"messages must be JSON-like data: {cause}") from cause

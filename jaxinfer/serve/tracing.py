@@ -18,6 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from jaxinfer.serve.calls import Call, Conversation, Usage
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import Request
 
 HEADERS = ("traceparent", "tracestate")
@@ -91,7 +92,7 @@ class _Recorded:
         self._failed = failed
 
     def accepted(self, request: Request) -> None:
-        self._span.set_attribute("gen_ai.response.id", request.request_id)
+        self._span.set_attribute("gen_ai.response.id", own_id(request.request_id))
         for name in _SAMPLING:
             if (value := getattr(request.params, name)) is not None:
                 self._span.set_attribute(f"gen_ai.request.{name}", value)

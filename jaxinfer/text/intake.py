@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import Request, RequestError, SamplingParams
-from jaxinfer.validate import SamplingLimits, validate_request
+from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_request
 
 Prompt = str | Sequence[int]
 
@@ -33,7 +34,11 @@ class Intake:
         """
         if params.stop:
             self._need_tokenizer("stop")
-        ids = tuple(self.encode("prompt", prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            self.check_text("prompt", prompt)
+            prompt = self.encode("prompt", prompt, add_special_tokens)
+        check_prompt_length(len(prompt), self.max_model_len)  # before they are copied
+        ids = tuple(prompt)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
         bad_words = self._bad_words(params)
         validate_request(
@@ -50,6 +55,22 @@ class Intake:
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
         return Request(request_id, ids, params, stops, bad_words)
+
+    def check_text(self, field: str, text: str) -> None:
+        """Whether a text can fit into the context, without looking for its tokens.
+
+        Raises:
+            RequestError: it cannot, however it is tokenised.
+        """
+        most = None if self.tokenizer is None else self.tokenizer.most_bytes
+        if most is None or len(text) < self.max_model_len:
+            return
+        least = -(-utf8_length(text) // most)
+        if least >= self.max_model_len:
+            raise RequestError(
+                f"{field} has {len(text)} characters, which are at least {least} tokens and leave no room to generate: "
+                f"prompt and output together have at most {self.max_model_len} (max_model_len)"
+            )
 
     def encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of the text in ``field`` of a request.

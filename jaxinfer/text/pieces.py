@@ -49,20 +49,21 @@ class TextStream:
 
     def __init__(self, rule: DecodeRule, at_start: bool = True) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(rule.errors)
-        self._escapes = rule.errors == "surrogateescape"
+        self._errors = rule.errors
         self._strip = rule.strip if at_start else ""
 
     def feed(self, data: bytes, final: bool = False) -> str:
         """The text that ``data`` completes; with ``final`` an incomplete character becomes U+FFFD."""
-        text = self._decoder.decode(data, final)
-        if self._escapes:
-            text = _ESCAPED_BYTE.sub(REPLACEMENT, text)
+        text = self._shown(self._decoder.decode(data, final))
         return self._stripped(text) if self._strip and text else text
 
     def pending(self) -> str:
         """What ``feed(b"", final=True)`` would return now, without ending the stream."""
-        count = len(self._decoder.getstate()[0])
-        return REPLACEMENT * (count if self._escapes else min(count, 1))
+        # Not one U+FFFD always: half a surrogate (ED A0) is kept back as if more could complete it, and is two.
+        return self._shown(self._decoder.getstate()[0].decode(errors=self._errors))
+
+    def _shown(self, text: str) -> str:
+        return _ESCAPED_BYTE.sub(REPLACEMENT, text) if self._errors == "surrogateescape" else text
 
     def _stripped(self, text: str) -> str:
         while text and self._strip and text[0] == self._strip[0]:

@@ -37,6 +37,7 @@ class SentencePieceBackend:
         self.vocab_size = max([self._model.get_piece_size(), *(token_id + 1 for token_id in self._added.values())])
         longest_first = sorted(self._ids_in_text, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else r"(?!)()")
+        self.most_bytes: int | None = None  # its own normalisation may shorten a text without bound
         prefixed = self._model.normalize("a").startswith(_SPACE)
         self.rule = DecodeRule(_piece, "surrogateescape", " " if prefixed else "")
 
@@ -47,6 +48,9 @@ class SentencePieceBackend:
             if part:
                 ids.extend([self._ids_in_text[part]] if rank % 2 else self._model.encode(part))
         return ids
+
+    def forget(self) -> None:
+        """The library keeps nothing of texts."""
 
     def id_to_token(self, token_id: int) -> str | None:
         added = self._text_of_added.get(token_id)

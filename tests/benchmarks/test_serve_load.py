@@ -39,16 +39,25 @@ def run(**changes: object) -> dict:
             "used_by_others": 0.0} | changes  # fmt: skip
 
 
-def crowd(rejection: float, ttft: float) -> dict:
+def crowd(rejection: float, ttft: float, factor: float = 2.0) -> dict:
     spreads = {
         name: {"median": p99, "p99": p99, "max": p99} for name, p99 in (("rejection", rejection), ("ttft", ttft))
     }
-    return {"errors": ["1: x"], "queue_bound": 1.0, "requests": 4, "refused": 2, "used_by_others": 0.2} | spreads
+    told = {"errors": ["1: x"], "queue_bound": 1.0, "requests": 4, "refused": 2, "used_by_others": 0.2}
+    return told | spreads | {"load": {"factor": factor}}
+
+
+def full(refusal: float, at_once: int) -> dict:
+    costs = {"front": 80e-5, "engine": 1e-5, "client": 1e-5}
+    spread = {"median": refusal, "p99": refusal, "max": refusal}
+    loaded = {"errors": [], "load": {"at_once": at_once}, "used_by_others": 0.0}
+    return loaded | {"refusal": spread, "cpu_per_refusal": costs}
 
 
 def test_verdicts() -> None:
     costly = run(cpu_per_token={"front": 61e-6, "engine": 0.0, "client": 0.0}, load={"groups": 1})
     runs = {"even": run(), "at once": costly, "overload": crowd(0.011, 1.4)}
+    runs |= {"x10": crowd(0.011, 1.4, 10.0), "full": full(0.011, 1), "bursts": full(0.011, 64)}
     found = {name: item["reached"] for name, item in report.verdicts(runs).items()}
     assert found == {
         "even: errors": True,
@@ -59,9 +68,18 @@ def test_verdicts() -> None:
         "overload: errors": False,
         "overload: rejection p99, ms": False,
         "overload: TTFT p99 over the bound": True,
+        "x10: errors": False,
+        "x10: rejection p99, ms": True,
+        "x10: TTFT p99 over the bound": True,
+        "full: errors": True,
+        "full: refusal p99, ms": False,
+        "bursts: errors": True,
+        "bursts: refusal p99, ms": True,
     }
-    assert report.doubts(runs) == ["NOT QUIET: other programs used 20% of the machine during overload"]
+    quiet = [f"NOT QUIET: other programs used 20% of the machine during {name}" for name in ("overload", "x10")]
+    assert report.doubts(runs) == quiet
     assert "| even | 1 | 50.0 |" in report.table(runs)
+    assert "| bursts | 64 | 800 |" in report.table(runs)
 
 
 def test_the_bound_of_a_queue() -> None:
@@ -88,15 +106,17 @@ def test_the_engine_keeps_its_pace_and_stamps(tmp_path: pathlib.Path) -> None:
     assert (again[0] == again[2]).all()
 
 
-@pytest.mark.parametrize("door", ["grpc", pytest.param("http", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["grpc", "http"])
 def test_the_command(door: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "record.json"
     arguments = ["--doors", door, "--streams", "6", "--rate", "120", "--groups", "3", "--seconds", "1"]
     assert serve_load.main([*arguments, "--connections", "2", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert [item["figure"] for name, item in result["verdicts"].items() if name.endswith("errors")] == [0, 0, 0]
+    assert [item["figure"] for name, item in result["verdicts"].items() if name.endswith("errors")] == [0] * 6
     even, burst, crowd = (result["runs"][f"{door} {kind}"] for kind in ("even", "at once", "overload"))
     assert 60 < even["tokens_per_second"] < 180
     assert 0 < even["delivery"]["median"] <= burst["delivery"]["max"] + even["delivery"]["max"]
     assert crowd["refused"] > 0
+    assert result["runs"][f"{door} full"]["cpu_per_refusal"]["front"] > 0
     assert "delivery p99" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def wheel(repo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathl
 @pytest.mark.slow
 def test_the_wheel_holds_what_is_served_and_its_types(wheel: pathlib.Path, repo: pathlib.Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert "jaxinfer/py.typed" in names
+    assert {"jaxinfer/py.typed", "jaxinfer/quant/codebooks.npz"} <= names
     missing = [
         path
         for package in PACKAGES

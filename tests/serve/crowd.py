@@ -24,6 +24,9 @@ GRPC, HTTP = "grpc", "http"
 OK, LEFT, CUT = "OK", "LEFT", "CUT"
 """Whole; the client went; the connection broke, as everybody can see."""
 
+WRONG, DOUBLED, SILENT = "wrong", "doubled", "silent"
+"""Tokens that are others'; what came twice, or after the end; an end like a good one of what is not whole."""
+
 HANGS = 90.0  # seconds after which a client has waited for nothing
 RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: close by RST
 _NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
@@ -37,6 +40,14 @@ _OPTIONS = (
 )
 
 
+class WrongAnswerError(AssertionError):
+    """What came is not what was asked for. ``kind``: `WRONG`, `DOUBLED` or `SILENT`."""
+
+    def __init__(self, kind: str, outcome: Outcome) -> None:
+        super().__init__(f"{kind}: {outcome}")
+        self.kind = kind
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
     """One request.
@@ -46,6 +57,7 @@ class Job:
         leave_after: the client goes after so many events; 0: as soon as it has asked.
         reset: it goes by a TCP reset, and with 0 in the middle of asking (HTTP).
         lingers: it reads nothing after so many events until ``released`` of the crowd.
+        pause: seconds that it takes for each event.
         logprobs: asked for, to make it large.
     """
 
@@ -58,6 +70,7 @@ class Job:
     leave_after: int | None = None
     reset: bool = False
     lingers: bool = False
+    pause: float = 0.0
     logprobs: int | None = None
 
 
@@ -79,22 +92,44 @@ class Outcome:
         self.tokens, self.texts, self.reasons = [[] for _ in range(n)], [""] * n, [None] * n
 
     def take(self, index: int, tokens: Iterable[int], text: str, reason: str | None) -> None:
-        assert self.reasons[index] is None, f"more after the end: {self}"
+        if self.reasons[index] is not None:
+            raise WrongAnswerError(DOUBLED, self)
         self.tokens[index] += tokens
         self.texts[index] += text
         self.reasons[index] = reason
 
-    def check(self) -> None:
-        """Whatever came is right, and what is called whole is."""
-        job = self.job
+    def check(self, oracle: Oracle) -> None:
+        """Whatever came is right, and what is called whole is.
+
+        Raises:
+            WrongAnswerError: it is not.
+        """
+        if self.status == "TRUNCATED":
+            raise WrongAnswerError(SILENT, self)
         for index, (tokens, text, reason) in enumerate(zip(self.tokens, self.texts, self.reasons, strict=True)):
-            want = fake.expected_tokens(job.prompt, job.seed, index, job.tokens)
-            whole = fake.expected_text(job.prompt, job.seed, index, job.tokens)
-            assert tokens == want[: len(tokens)], self
-            assert whole.startswith(text), self
-            assert reason in (None, "length"), self
-            if self.status == OK or reason is not None:
-                assert (tokens, text, reason) == (want, whole, "length"), self
+            want, whole = oracle(self.job, index)
+            if len(tokens) > len(want) or (tokens and tokens != want[: len(tokens)] and _is_doubled(tokens, want)):
+                raise WrongAnswerError(DOUBLED, self)
+            if tokens != want[: len(tokens)] or not whole.startswith(text) or reason not in (None, "length"):
+                raise WrongAnswerError(WRONG, self)
+            if (self.status == OK or reason is not None) and (tokens, text, reason) != (want, whole, "length"):
+                raise WrongAnswerError(SILENT, self)
+
+
+def _is_doubled(tokens: list[int], want: list[int]) -> bool:
+    """Whether it goes on with something that it has said already."""
+    right = next(at for at, token in enumerate(tokens) if token != want[at])
+    return any(tokens[right:] == want[at:][: len(tokens) - right] for at in range(right))
+
+
+Oracle = Callable[[Job, int], tuple[list[int], str]]
+"""Tokens and text of an output, by its index."""
+
+
+def by_rule(job: Job, index: int) -> tuple[list[int], str]:
+    """What the fake engine says."""
+    asked = job.prompt, job.seed, index, job.tokens
+    return fake.expected_tokens(*asked), fake.expected_text(*asked)
 
 
 class Crowd:
@@ -102,14 +137,17 @@ class Crowd:
 
     Args:
         narrow: gRPC's buffers are as small as can be.
+        oracle: what must come; None: nobody knows.
 
     Attributes:
         released: set it, and those that linger read on.
         begun: those that linger.
     """
 
-    def __init__(self, grpc_port: int, http_port: int, *, narrow: bool = False) -> None:
-        self._grpc_port, self._http_port = grpc_port, http_port
+    def __init__(
+        self, grpc_port: int, http_port: int, *, narrow: bool = False, oracle: Oracle | None = by_rule
+    ) -> None:
+        self._grpc_port, self._http_port, self._oracle = grpc_port, http_port, oracle
         self._options = (*_OPTIONS, *(_NARROW if narrow else ()))
         self._connections = _NARROW_CHANNELS if narrow else _CHANNELS
         self._stubs: Iterable[Any] = ()
@@ -150,7 +188,8 @@ class Crowd:
         except TimeoutError as error:
             raise TimeoutError(f"{outcome}") from error
         outcome.seconds = asyncio.get_running_loop().time() - start
-        outcome.check()
+        if self._oracle is not None:
+            outcome.check(self._oracle)
         self.outcomes.append(outcome)
         return outcome
 
@@ -158,6 +197,8 @@ class Crowd:
         if job.lingers and outcome.events == 1:
             self.begun.add(job)
             await self.released.wait()
+        if job.pause:
+            await asyncio.sleep(job.pause)
 
     # ---- gRPC
 
@@ -171,7 +212,8 @@ class Crowd:
                 if response is aio.EOF:
                     return OK if finished else "TRUNCATED"
                 outcome.events += 1
-                assert not finished, outcome
+                if finished:
+                    raise WrongAnswerError(DOUBLED, outcome)
                 finished = response.WhichOneof("event") == "finished"
                 if response.WhichOneof("event") == "delta":
                     _take_delta(response.delta, outcome)
@@ -197,9 +239,7 @@ class Crowd:
         except (asyncio.IncompleteReadError, ConnectionError):
             return CUT
         finally:
-            if job.reset:
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-            writer.transport.abort() if job.reset else writer.close()
+            _reset(writer) if job.reset else writer.close()
 
     async def _connect(self, job: Job) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         plain = socket.socket()
@@ -235,7 +275,8 @@ class Crowd:
     async def _read_events(self, job: Job, outcome: Outcome, reader: asyncio.StreamReader) -> str:
         said: str | None = None
         async for event in _events(reader):
-            assert said is None, (event, outcome)
+            if said is not None:
+                raise WrongAnswerError(DOUBLED, outcome)
             outcome.events += 1
             if event == "data: [DONE]":
                 said = OK
@@ -253,7 +294,12 @@ class Crowd:
 
 def _message(job: Job) -> pb.GenerateRequest:
     sampling = pb.SamplingParams(
-        max_tokens=job.tokens, seed=job.seed, n=job.n, temperature=0.0 if job.n == 1 else 1.0, logprobs=job.logprobs
+        max_tokens=job.tokens,
+        ignore_eos=True,
+        seed=job.seed,
+        n=job.n,
+        temperature=0.0 if job.n == 1 else 1.0,
+        logprobs=job.logprobs,
     )
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=job.prompt), sampling=sampling)
 
@@ -267,6 +313,7 @@ def _request(job: Job) -> bytes:
     asked = {
         "prompt": list(job.prompt),
         "max_tokens": job.tokens,
+        "ignore_eos": True,
         "seed": job.seed,
         "n": job.n,
         "temperature": 0.0 if job.n == 1 else 1.0,
@@ -320,13 +367,14 @@ class BreakingProxy:
 
     def _break(self, pair: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         for writer in pair:
-            sock = writer.get_extra_info("socket")
-            if sock.fileno() >= 0:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-            writer.transport.abort()
+            _reset(writer)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            _reset(writer)
+            return
         pair = (writer, back)
         self._pairs.append(pair)
         await asyncio.gather(_pump(reader, back), _pump(there, writer))
@@ -334,12 +382,19 @@ class BreakingProxy:
             self._pairs.remove(pair)
 
 
+def _reset(writer: asyncio.StreamWriter) -> None:
+    sock = writer.get_extra_info("socket")
+    if sock.fileno() >= 0:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    writer.transport.abort()
+
+
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
+    with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
         writer.write_eof()
-    with contextlib.suppress(ConnectionError, OSError):
+    with contextlib.suppress(OSError):
         writer.close()
         await writer.wait_closed()

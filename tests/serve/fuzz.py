@@ -2,6 +2,7 @@
 
 `requests(seed, count)` mixes three ways to go wrong: a valid request in which values are replaced, removed, added and
 nested; messages made of their descriptors with no regard to sense; and bytes that are damaged after all that.
+`mutated` makes another request of two.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.serve.doors import METHODS, request_class
@@ -47,10 +48,60 @@ class HttpRequest:
     raw: bytes | None = None
 
 
-def requests(seed: int, count: int) -> Iterator[RpcRequest | HttpRequest]:
+Request = RpcRequest | HttpRequest
+
+
+def requests(seed: int, count: int) -> Iterator[Request]:
     for number in range(count):
-        chance = random.Random(f"{seed}/{number}")
-        yield _rpc(chance) if chance.random() < 0.5 else _http(chance)
+        yield made(random.Random(f"{seed}/{number}"))
+
+
+def made(chance: random.Random) -> Request:
+    """A new one."""
+    return _rpc(chance) if chance.random() < 0.5 else _http(chance)
+
+
+def mutated(chance: random.Random, request: Request, other: Request) -> Request:
+    """``request`` changed a little, with a part of ``other`` where they are of a kind."""
+    if isinstance(request, RpcRequest):
+        given = other.messages if isinstance(other, RpcRequest) and other.path == request.path else ()
+        return _mutated_rpc(chance, request, given)
+    return _mutated_http(chance, request, other.body if isinstance(other, HttpRequest) else b"")
+
+
+def _mutated_rpc(chance: random.Random, request: RpcRequest, other: tuple[bytes, ...]) -> RpcRequest:
+    if not request.whole or chance.random() < 0.1:
+        damaged = tuple(_damaged(chance, message) for message in request.messages)
+        return dataclasses.replace(request, messages=damaged, whole=False)
+    kind, found = request_class(request.path), list[bytes]()
+    for raw in request.messages:
+        try:
+            message = kind.FromString(raw)
+            if other and chance.random() < 0.3:
+                message.MergeFromString(chance.choice(other))
+        except DecodeError:
+            return dataclasses.replace(request, whole=False)
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            _disturb(chance, message)
+        found.append(message.SerializeToString(deterministic=True))
+    return dataclasses.replace(request, messages=tuple(found))
+
+
+def _mutated_http(chance: random.Random, request: HttpRequest, other: bytes) -> HttpRequest:
+    if request.raw is not None:
+        return dataclasses.replace(request, raw=_damaged(chance, request.raw))
+    if chance.random() < 0.05:
+        request = dataclasses.replace(request, headers={**request.headers, **_header(chance)})
+    try:
+        value, given = json.loads(request.body), json.loads(other or b"null")
+    except (ValueError, RecursionError):
+        return dataclasses.replace(request, body=_damaged(chance, request.body))
+    if isinstance(value, dict) and isinstance(given, dict) and given and chance.random() < 0.4:
+        name = chance.choice(list(given))
+        value[name] = given[name]
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        value = _mutated(chance, value)
+    return dataclasses.replace(request, body=json.dumps(value).encode(errors="surrogatepass"))
 
 
 # ---- values
@@ -63,6 +114,7 @@ _TEXTS = (
     "a" * 129, "x" * 1025, "</s>", "<s>", "{{ 1 }}", "{% for", "null", "true", "NaN", "-1", "1e999", "../etc/passwd",
     "%n%s", "fake", "x" * 5000, "user", "system", "assistant", "́" * 300, "a\x7f\x80b",
 )  # fmt: skip
+_CHARACTERS = (*range(32, 127), *range(1, 0xD7FF, 500))
 _SURROGATES = ("\ud800", "a\udfff", "\udc00\ud800")
 _KEYS = (
     "prompt", "messages", "model", "stream", "stop", "logit_bias", "tools", "content", "role", "n", "", "💥",
@@ -78,7 +130,7 @@ def _integer(chance: random.Random) -> int:
 
 def _text(chance: random.Random) -> str:
     if chance.random() < 0.3:
-        return "".join(chr(chance.choice((chance.randrange(32, 127), chance.randrange(1, 0xD7FF)))) for _ in range(12))
+        return "".join(map(chr, chance.sample(_CHARACTERS, 12)))
     return chance.choice(_TEXTS)
 
 
@@ -97,7 +149,7 @@ def _junk(chance: random.Random, depth: int = 0) -> Any:
         case 6:
             return chance.choice(([], {}, [[]], [None], [{}], [""], {"": ""}))
         case 7 | 8:
-            return [_junk(chance, depth + 1) for _ in range(chance.choice((1, 2, 3, 70)))]
+            return [_junk(chance, depth + 1) for _ in range(chance.choice((1, 2, 3, 3 if depth else 70)))]
         case _:
             return {chance.choice(_KEYS): _junk(chance, depth + 1) for _ in range(3)}
 
@@ -141,8 +193,7 @@ _HEADERS = ("X-Request-Id", "X-Request-Timeout", "Content-Type", "Accept-Encodin
 def _http(chance: random.Random) -> HttpRequest:
     headers = {"Content-Type": "application/json"}
     if chance.random() < 0.1:
-        value = chance.choice(("", "0", "-1", "1e999", "nan", "0.001", "5", "é", "x" * 300, "00-" + "a" * 32 + "-b-01"))
-        headers[chance.choice(_HEADERS)] = value
+        headers |= _header(chance)
     if chance.random() < 0.05:
         return HttpRequest(chance.choice(_METHODS), chance.choice((*_PATHS, *_BODIES)), headers, b"")
     path = chance.choice((*_BODIES, "/v1/completions", "/v1/chat/completions"))
@@ -151,6 +202,11 @@ def _http(chance: random.Random) -> HttpRequest:
         body = _damaged(chance, body)
     request = HttpRequest("POST", path, headers, body)
     return dataclasses.replace(request, raw=_raw(chance, request)) if chance.random() < 0.03 else request
+
+
+def _header(chance: random.Random) -> dict[str, str]:
+    value = chance.choice(("", "0", "-1", "1e999", "nan", "0.001", "5", "é", "x" * 300, "00-" + "a" * 32 + "-b-01"))
+    return {chance.choice(_HEADERS): value}
 
 
 def _body(chance: random.Random, whole: dict[str, Any]) -> bytes:
@@ -255,7 +311,7 @@ _VALID: dict[str, dict[str, Any]] = {
     f"{_OPEN}ModelStreamInfer": _INFER,
     f"{_OPEN}ModelMetadata": {"name": "fake", "version": "1"},
     f"{_OPEN}ModelReady": {"name": "fake"},
-    "jaxinfer.v1.Control/Abort": {"requestId": "x", "outputIndex": 1},
+    "jaxinfer.v1.Control/Abort": {"requestId": "x", "outputIndex": 1, "tenant": "t"},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"listServices": ""},
 }
 # What ends the server, or never ends.

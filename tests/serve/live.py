@@ -9,6 +9,7 @@ import pathlib
 import threading
 from collections.abc import Iterator, Sequence
 
+from jaxinfer.serve.event_loop import Loop
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.core.fake_core import command
@@ -31,7 +32,7 @@ class Live:
 def live(config: ServeConfig, core: Sequence[str] | None = None) -> Iterator[Live]:
     """A server that is ready; ``core``: the command that starts its engine."""
     started: concurrent.futures.Future[Live] = concurrent.futures.Future()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve(config, core, started)), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(config, core, started), loop_factory=Loop), daemon=True)
     thread.start()
     found = started.result(_SECONDS)
     try:

@@ -6,19 +6,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from jaxinfer.serve import heap, logs
+from jaxinfer.serve import event_loop, heap, logs
 from jaxinfer.serve.__main__ import serve
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import make_config
@@ -31,11 +31,28 @@ BOUND = 120.0  # seconds for what takes a few on an idle machine
 class ServerProcess:
     """One that was started; its stderr, and the core's, goes to ``log``."""
 
-    def __init__(self, arguments: list[str], log: pathlib.Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: pathlib.Path,
+        files: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._log = log
+
+        def limit() -> None:
+            if files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=REPO, stdin=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+                [sys.executable, *arguments],
+                cwd=REPO,
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+                preexec_fn=limit,
             )
 
     # ---- what it says
@@ -77,8 +94,17 @@ class ServerProcess:
                         return int(child)
         return None
 
-    def resident_mib(self) -> float:
+    def most_resident_mib(self) -> float:
+        """Of the process of the doors, since `resident_mib` was asked anew."""
+        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert found is not None, status
+        return int(found[1]) / 1024
+
+    def resident_mib(self, *, anew: bool = False) -> float:
         """Of the process of the doors."""
+        if anew:
+            pathlib.Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")  # forgets the most that there was
         pages = int(pathlib.Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -127,9 +153,9 @@ def wait_until(condition: Callable[[], object], seconds: float = BOUND) -> float
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], folder: pathlib.Path) -> Iterator[ServerProcess]:
-    """``python ARGUMENTS``; its log goes to ``folder``."""
-    server = ServerProcess(arguments, folder / "server.log")
+def started(arguments: list[str], folder: pathlib.Path, files: int | None = None) -> Iterator[ServerProcess]:
+    """``python ARGUMENTS``; its log goes to ``folder``. ``files``: that it may have open."""
+    server = ServerProcess(arguments, folder / "server.log", files)
     try:
         yield server
     finally:
@@ -137,20 +163,31 @@ def started(arguments: list[str], folder: pathlib.Path) -> Iterator[ServerProces
 
 
 @contextlib.contextmanager
-def fake_server(folder: pathlib.Path, *core: str, **settings: object) -> Iterator[ServerProcess]:
-    """One over the fake core with these options, all doors open, that is ready."""
+def fake_server(
+    folder: pathlib.Path,
+    *core: str,
+    files: int | None = None,
+    run: Sequence[str] = ("-m", "tests.serve.processes"),
+    **settings: object,
+) -> Iterator[ServerProcess]:
+    """One over the fake core with these options, all doors open, that is ready.
+
+    Args:
+        files: that it may have open.
+        run: what takes the place of `main`.
+    """
     model = str(write_fake_folder(folder / "model"))
     given = {"model": "fake", "grpc_port": 0, "http_port": 0, "control_port": 0, **settings}
-    arguments = ["-m", "tests.serve.processes", json.dumps(given), "--folder", model, *core]
-    with started(arguments, folder) as server:
+    arguments = [*run, json.dumps(given), "--folder", model, *core]
+    with started(arguments, folder, files) as server:
         server.until_logged("ready: ")
         yield server
 
 
 def main() -> int:
     config = make_config(json.loads(sys.argv[1]))
-    logs.configure("text", "info")
-    return asyncio.run(serve(Server(config, command(*sys.argv[2:]), opened=heap.settle)))
+    logs.configure(config.log_format, config.log_level)
+    return event_loop.run(serve(Server(config, command(*sys.argv[2:]), opened=heap.settle)))
 
 
 if __name__ == "__main__":

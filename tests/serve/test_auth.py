@@ -114,7 +114,7 @@ def test_bad_changes_leave_the_keys_as_they_were(file, change, caplog):
     [
         ("{", "cannot read"),
         ("name: alice", "a list"),
-        ("- {name: a}", "the fields name, scopes, sha256"),
+        ("- {name: a}", "the fields name, scopes, sha256, and may have cache_group, weight"),
         ("- {name: a, sha256: 12, scopes: [infer]}", "sha256"),
         (f"- {{name: a, sha256: {'A' * 64}, scopes: [infer]}}", "sha256"),
         (f"- {{name: a, sha256: {'a' * 64}, scopes: [root]}}", "scopes"),
@@ -122,6 +122,11 @@ def test_bad_changes_leave_the_keys_as_they_were(file, change, caplog):
         (f"- {{name: a, sha256: {'a' * 64}, scopes: []}}", "scopes"),
         (f"- {{name: '', sha256: {'a' * 64}, scopes: [infer]}}", "name"),
         (f"- {{name: a, sha256: {'a' * 64}, scopes: [infer], expires: 1}}", "the fields"),
+        (f"- {{name: a, sha256: {'a' * 64}, scopes: [infer], cache_group: ''}}", "cache_group=''"),
+        (f"- {{name: a, sha256: {'a' * 64}, scopes: [infer], cache_group: [b]}}", "cache_group"),
+        (f"- {{name: a, sha256: {'a' * 64}, scopes: [infer], weight: 0}}", "weight=0 must be from 0.01 to 100"),
+        (f"- {{name: a, sha256: {'a' * 64}, scopes: [infer], weight: .inf}}", "weight=inf must be"),
+        (f"- {{name: a, sha256: {'a' * 64}, scopes: [infer], weight: true}}", "weight=True must be"),
         ("- !!python/object/apply:os.getcwd []", "cannot read"),
         ("[" * 4000, "cannot read"),
         ("- a\n" * 1001, "at most 1000"),
@@ -134,6 +139,49 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path, text, says):
     with pytest.raises(KeysError, match=says) as caught:
         Authoriser(path)
     assert "\n" not in str(caught.value)
+
+
+def test_keys_may_be_in_a_group_and_the_file_may_change_it(tmp_path):
+    path, clock = tmp_path / "keys.yaml", Clock()
+    path.write_text(key_entry(ALICE, "alice", ["infer"], "team") + key_entry(BOB, "bob", ["infer"]))
+    authoriser = Authoriser(path, clock=clock)
+    assert [authoriser.cache_group(name) for name in ("alice", "bob", "nobody")] == ["team", None, None]
+    assert authoriser.authorise(ALICE, "infer").cache_group == "team"
+    path.write_text(key_entry(ALICE, "alice", ["infer"]) + key_entry(BOB, "bob", ["infer"], "other"))
+    clock.now = 1.0
+    authoriser.authorise(ALICE, "infer")
+    assert [authoriser.cache_group(name) for name in ("alice", "bob")] == [None, "other"]
+
+
+@pytest.mark.parametrize("other", ["another", None])
+def test_keys_of_one_name_are_in_one_group(tmp_path, other):
+    path = tmp_path / "keys.yaml"
+    path.write_text(key_entry(ALICE, "alice", ["infer"], "team") + key_entry(BOB, "alice", ["infer"], other))
+    with pytest.raises(KeysError, match=f"'alice' have cache_group='team' and cache_group={other!r}"):
+        Authoriser(path)
+    path.write_text(key_entry(ALICE, "alice", ["infer"], "team") + key_entry(BOB, "alice", ["observe"], "team"))
+    assert Authoriser(path).cache_group("alice") == "team"
+
+
+def test_keys_have_weights_and_the_file_may_change_them(tmp_path):
+    path, clock = tmp_path / "keys.yaml", Clock()
+    path.write_text(key_entry(ALICE, "alice", ["infer"], weight=2.5) + key_entry(BOB, "bob", ["infer"]))
+    authoriser = Authoriser(path, clock=clock)
+    assert [authoriser.weight(name) for name in ("alice", "bob", "nobody")] == [2.5, 1.0, 1.0]
+    path.write_text(key_entry(ALICE, "alice", ["infer"]) + key_entry(BOB, "alice", ["observe"], weight=3.0))
+    clock.now = 1.0
+    authoriser.authorise(ALICE, "infer")
+    assert authoriser.weight("alice") == 2.5, "keys of one name with two weights change nothing"
+    with pytest.raises(KeysError, match=r"'alice' have weight=1\.0 and weight=3\.0"):
+        Authoriser(path)
+
+
+def test_without_keys_a_certificate_names_the_caller(file):
+    nobody, certificate = Authoriser(None), bytes.fromhex("3006300430003000")
+    with pytest.raises(ValueError, match="no certificate"):
+        nobody.authorise(None, "infer", lambda: certificate)
+    with_keys = Authoriser(file)
+    assert with_keys.authorise(ALICE, "infer", lambda: certificate).name == "alice", "a key says more"
 
 
 def test_no_file_is_refused(tmp_path):
@@ -165,6 +213,13 @@ def test_a_key_may_only_infer_unless_asked_for_more(tmp_path, capsys):
     path.write_text(capsys.readouterr().out)
     (key,) = read_keys(path)
     assert key.caller.scopes == {"infer"}
+
+
+def test_the_door_puts_a_key_into_a_group(tmp_path, capsys):
+    assert keys.main(["new", "carol", "--cache-group", "team"]) == 0
+    path = tmp_path / "keys.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert Authoriser(path).cache_group("carol") == "team"
 
 
 def test_the_door_refuses_unknown_scopes(capsys):

@@ -2,15 +2,17 @@
 
 import asyncio
 import functools
+import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, override
 
 import grpc
 
-from jaxinfer.serve.event_loop import Loop
+from jaxinfer.serve.event_loop import Holds, Loop
 
 PROCESS = """
 import asyncio, sys
@@ -78,6 +80,38 @@ def test_others_are_not_touched() -> None:
         assert got == [b"12", b"3"]
 
     asyncio.run(scenario(), loop_factory=Loop)
+
+
+def test_it_knows_how_long_it_was_held() -> None:
+    """By its own callbacks, and by a thread that does not let go of the interpreter."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        time.sleep(0.1)
+        await asyncio.sleep(0)
+        assert loop.holds.longest() >= 0.1
+        assert loop.holds.long >= 1
+        loop.holds = loop._selector._holds = Holds()
+        begun = time.monotonic()
+        await asyncio.to_thread(json.loads, "[" + "1," * 2_000_000 + "1]")
+        took = time.monotonic() - begun
+        assert loop.holds.longest() >= took / 2
+
+    asyncio.run(scenario(), loop_factory=Loop)
+
+
+def test_a_hold_is_forgotten_after_two_minutes_at_most() -> None:
+    holds = Holds()
+    holds.add(0.5, 100.0)
+    holds.add(0.1, 101.0)
+    assert (holds.longest(), holds.long) == (0.5, 2)
+    holds.add(0.01, 170.0)
+    assert holds.longest() == 0.5  # of the minute before
+    holds.add(0.02, 240.0)
+    assert (holds.longest(), holds.long) == (0.02, 2)
+    holds.add(0.03, 1000.0)
+    assert holds.longest() == 0.03
 
 
 class Watched(Loop):

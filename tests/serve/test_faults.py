@@ -25,6 +25,8 @@ from tests.serve import fake_engine as fake
 from tests.serve.crowd import CUT, GRPC, HTTP, LEFT, OK, BreakingProxy, Crowd, Job
 from tests.serve.processes import BOUND, ServerProcess, fake_server, is_alive
 
+pytestmark = pytest.mark.attack
+
 DEADLINE, UNAVAILABLE, TOO_LARGE = "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"
 PACE = ("--seconds", "0.002")
 PATIENCE = 1.0  # seconds, with readers that do not read
@@ -32,6 +34,7 @@ SOON = 1.0  # seconds until nothing is left, and until health tells
 GROWTH_MIB = 48  # what the allocators may keep of a thousand requests, or of ten thousand
 GROWTH_OF_FULL_BUFFERS_MIB = 96  # the same of a thousand at once whose buffers were full
 
+many = pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 thousands = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 
 
@@ -118,7 +121,7 @@ async def _left(stub, server: ServerProcess, files: int, most: float) -> object:
 # ---- clients
 
 
-@thousands
+@many
 def test_clients_that_leave(steady, count):
     async def main():
         chance = random.Random(1)
@@ -303,7 +306,7 @@ def all_got_theirs(crowd: Crowd, jobs: list[Job]) -> None:
     assert any(o.status == UNAVAILABLE and any(o.tokens) for o in crowd.outcomes)
 
 
-@pytest.mark.parametrize(("count", "kills"), [(1000, 2), pytest.param(10_000, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("count", "kills"), [(400, 2), pytest.param(10_000, 4, marks=pytest.mark.slow)])
 def test_an_engine_core_that_is_killed(tmp_path, count, kills):
     async def main(server: ServerProcess):
         await warm(server)
@@ -327,7 +330,7 @@ def test_an_engine_core_that_is_killed(tmp_path, count, kills):
         asyncio.run(main(server))
 
 
-@thousands
+@many
 def test_an_engine_that_hangs(tmp_path, count):
     """In a step in the middle of everything, with a watchdog that a busy machine does not alarm."""
 
@@ -354,7 +357,7 @@ async def ended(server: ServerProcess, core: int) -> None:
     assert not is_alive(core)
 
 
-@thousands
+@many
 def test_a_server_that_drains_under_load(tmp_path, count):
     """What was accepted is finished, what comes later is refused or finds nobody, and the exit status is 0."""
 

@@ -1,34 +1,52 @@
 """Lines of a server's log."""
 
-import io
 import json
 import logging
 
 import pytest
 
+from jaxinfer.serve import logs
 from jaxinfer.serve.logs import configure
+
+
+class Written:
+    """A sink that keeps what is written."""
+
+    def __init__(self) -> None:
+        self._data = b""
+
+    def write(self, data: bytes) -> None:
+        self._data += data
+
+    @property
+    def text(self) -> str:
+        logs.drain()
+        return self._data.decode()
 
 
 @pytest.fixture(autouse=True)
 def restored():
     root = logging.getLogger()
     before, level = root.handlers, root.level
+    root.handlers = []
     yield
+    for handler in root.handlers:
+        handler.close()
     root.handlers = before
     root.setLevel(level)
 
 
-def logged(form: str, level: str = "info") -> tuple[logging.Logger, io.StringIO]:
-    stream = io.StringIO()
-    configure(form, level, stream)
-    return logging.getLogger("jaxinfer.serve.test"), stream
+def logged(form: str, level: str = "info") -> tuple[logging.Logger, Written]:
+    written = Written()
+    configure(form, level, written)
+    return logging.getLogger("jaxinfer.serve.test"), written
 
 
 def test_json_has_one_object_a_line_with_the_extra_fields():
     logger, stream = logged("json")
     logger.warning("engine %s", "dead", extra={"restarts": 2, "model": "demo"})
     logger.info("zwei\nZeilen ü")
-    first, second = map(json.loads, stream.getvalue().splitlines())
+    first, second = map(json.loads, stream.text.splitlines())
     assert first.pop("time").endswith("Z")
     assert first == {
         "level": "warning",
@@ -46,7 +64,7 @@ def test_json_holds_the_traceback():
         raise KeyError("a")
     except KeyError:
         logger.exception("failed", extra={"error_id": "17"})
-    (line,) = map(json.loads, stream.getvalue().splitlines())
+    (line,) = map(json.loads, stream.text.splitlines())
     assert line["error_id"] == "17"
     assert line["traceback"].endswith("KeyError: 'a'")
 
@@ -54,24 +72,51 @@ def test_json_holds_the_traceback():
 def test_text_has_one_line_whatever_the_message_holds():
     logger, stream = logged("text")
     logger.info("a\nb\r", extra={"name_of_it": "x\ny"})
-    (line,) = stream.getvalue().splitlines()
+    (line,) = stream.text.splitlines()
     assert line.endswith("info    jaxinfer.serve.test: a\\nb\\r name_of_it='x\\ny'")
 
 
 def test_the_level_holds():
     logger, stream = logged("text", "error")
     logger.warning("no")
-    assert stream.getvalue() == ""
+    assert stream.text == ""
     logger.error("yes")
-    assert "yes" in stream.getvalue()
+    assert "yes" in stream.text
 
 
 def test_libraries_are_heard_when_something_is_wrong():
     _, stream = logged("text")
     logging.getLogger("uvicorn.error").info("started")
-    assert stream.getvalue() == ""
+    assert stream.text == ""
     logging.getLogger("uvicorn.error").error("failed")
-    assert "failed" in stream.getvalue()
+    assert "failed" in stream.text
     _, stream = logged("text", "error")
     logging.getLogger("uvicorn.error").warning("not so bad")
-    assert stream.getvalue() == ""
+    assert stream.text == ""
+
+
+def test_long_messages_and_tracebacks_are_cut():
+    logger, stream = logged("json")
+    try:
+        raise ValueError("x" * 10**6)
+    except ValueError:
+        logger.exception("y" * 10**6)
+    (line,) = map(json.loads, stream.text.splitlines())
+    assert line["message"] == "y" * 8192 + "…"
+    assert line["traceback"] == "x" * 16384
+
+
+def test_a_template_that_does_not_fit_is_a_line_all_the_same():
+    logger, stream = logged("json")
+    logger.warning("%d of %d", 1)
+    (line,) = map(json.loads, stream.text.splitlines())
+    assert line["message"] == "'%d of %d' does not fit its arguments"
+
+
+def test_what_is_said_to_who_started_it_is_a_line_as_it_is(capsys):
+    logs.say("error: early")
+    assert capsys.readouterr().err == "error: early\n"
+    logger, stream = logged("json")
+    logger.info("a")
+    logs.say("error: late")
+    assert stream.text.splitlines()[1] == "error: late"

@@ -11,6 +11,7 @@ from jaxinfer.serve.backend import BackendStream
 from jaxinfer.serve.calls import Call, Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.tenants import cache_scope, engine_id
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from jaxinfer.types import Request
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, FakeEngine, fake_card, fake_library, fake_template
@@ -50,8 +51,8 @@ def test_the_engine_is_told_who_asks_how_urgently_and_until_when(gated):
             terms = {"priority": -3, "cache_salt": "salt", "tenant": "alice", "timeout": 50.0}
             await whole(s.frontend, Call("Hello", {"max_tokens": 2}, request_id="me", **terms))
             (request,) = gate.requests
-            told = (request.request_id, request.priority, request.cache_salt, request.tenant)
-            assert told == ("me", -3, "salt", "alice")
+            told = (request.request_id, request.priority, request.cache_salt, request.tenant, request.cache_scope)
+            assert told == (engine_id("alice", "me"), -3, "salt", "alice", cache_scope("alice"))
             assert begun + 50 <= request.deadline <= time.monotonic() + 50
 
     asyncio.run(run())

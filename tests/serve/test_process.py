@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
+import urllib.error
 import urllib.request
 
 import grpc
@@ -99,6 +101,40 @@ def test_a_port_in_use_is_one_sentence(tmp_path, door):
             assert server.wait() == 2
     assert last_line(server).startswith(f"error: {door}_port={port}")
     assert "Traceback" not in server.log()
+
+
+def asked(server, path: str) -> tuple[int, dict, str | None]:
+    """Status, body and Retry-After."""
+    try:
+        answer = urllib.request.urlopen(f"http://127.0.0.1:{server.port('HTTP')}{path}", timeout=30)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return answer.status, json.loads(answer.read()), answer.headers["retry-after"]
+
+
+def test_a_core_that_cannot_be_started_again_is_told_under_health_and_tried_until_it_can(tmp_path, monkeypatch):
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    with fake_server(tmp_path) as server:
+        assert asked(server, "/health") == asked(server, "/ready") == (200, {"state": "ready"}, None)
+        shutil.rmtree(place)
+        os.kill(server.core, signal.SIGKILL)
+        found: list[tuple] = []
+
+        def is_told() -> bool:
+            found[:] = asked(server, "/ready"), asked(server, "/health")
+            return all("reason" in told and "ENOENT" in told["reason"] for _, told, _ in found)
+
+        wait_until(is_told)
+        assert [status for status, *_ in found] == [503, 200]
+        for _, told, seconds in found:
+            assert told["reason"] == "the engine core cannot be started: No such file or directory (ENOENT)"
+            assert int(seconds) == told["retry_after"] >= 1
+        place.mkdir()
+        wait_until(lambda: asked(server, "/ready")[0] == 200)
+        assert server.process.poll() is None
 
 
 def test_no_core_outlives_a_front_end_that_is_killed(tmp_path):

@@ -1,18 +1,21 @@
 """Settings of a server, from files and flags."""
 
+import math
 import pathlib
+import typing
 
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
+from jaxinfer.serve.__main__ import _layers, parse
+from jaxinfer.serve.settings import QUEUE, TIMES, ServeConfig, ServeConfigError, make_config, read_settings
 
 
 def test_later_layers_go_before_earlier_ones_field_by_field():
     file = {"model": "demo", "http_port": 8000, "engine": {"max_num_seqs": 4, "page_size": 16}, "limits": {"n": 3}}
     config = make_config(file, {"http_port": 9000, "engine": {"max_num_seqs": 8}})
     assert (config.http_port, config.limits.n) == (9000, 3)
-    assert config.engine == EngineConfig(max_num_seqs=8, page_size=16)
+    assert config.engine == EngineConfig(max_num_seqs=8, page_size=16, **QUEUE)
     assert make_config({"model": "demo"}) == ServeConfig(model="demo")
 
 
@@ -26,6 +29,7 @@ GROUP = {"model": "demo", "num_processes": 2, "coordinator_address": "[::1]:7654
 REFUSED = [
     ({}, "model is not set"),
     ({"model": "demo", "port": 1}, "port is not a setting"),
+    ({"model": "demo", "prefix_cache_sharing": "none"}, "prefix_cache_sharing = 'none' must be one of tenant, all"),
     ({"model": "demo", "engine": {"pages": 1}}, "engine.pages is not a setting"),
     ({"model": "demo", "engine": 5}, "engine = 5"),
     ({"model": "demo", "http_port": "abc"}, "http_port = 'abc'"),
@@ -33,6 +37,7 @@ REFUSED = [
     ({"model": "demo", "grpc_port": -1}, "grpc_port = -1 must be a port"),
     ({"model": "demo", "drain_seconds": 0}, "drain_seconds = 0"),
     ({"model": "demo", "step_timeout": -1}, "step_timeout = -1"),
+    ({"model": "demo", "engine": {"max_num_seqs": float("inf")}}, "engine.max_num_seqs = inf"),
     ({"model": "demo", "limits": {"n": 0}}, "limits.n = 0 must be at least 1"),
     ({"model": "demo", "log_format": "xml"}, "log_format = 'xml' must be one of text, json"),
     ({"model": "demo", "tls_cert": "a.pem"}, "tls_cert = 'a.pem' and tls_key = None belong together"),
@@ -58,6 +63,21 @@ def test_what_cannot_be_served_is_refused_by_name(settings, message):
     with pytest.raises(ServeConfigError) as refusal:
         make_config(settings)
     assert message in str(refusal.value)
+
+
+def test_times_are_all_that_there_are():
+    hints = typing.get_type_hints(ServeConfig)
+    assert {name for name, hint in hints.items() if hint in (float, float | None)} == set(TIMES)
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0, 2e6 + 1, "inf", "nan"])
+def test_no_time_is_infinite(name, value):
+    """gRPC's keepalive in milliseconds would not even be a number."""
+    with pytest.raises(ServeConfigError, match=f"^{name} = .* must be a number of seconds above 0 and at most 2000000"):
+        make_config({"model": "demo", name: value})
+    with pytest.raises(ServeConfigError, match=f"^{name} = "):
+        make_config(*_layers(parse(["--model", "demo", f"--{name.replace('_', '-')}={value}"])))
 
 
 def test_a_process_of_a_group_is_what_it_is_told():

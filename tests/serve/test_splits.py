@@ -140,7 +140,7 @@ class Wire(Rpc):
     """A call without a transport: what its servicer writes is kept as bytes."""
 
     def __init__(self, *requests: Message) -> None:
-        super().__init__(None, Message)
+        super().__init__(None, Message, 0)
         self.sent: list[bytes] = []
         self._requests = list(requests)
 

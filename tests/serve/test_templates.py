@@ -3,16 +3,23 @@
 import asyncio
 import os
 import pathlib
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from jaxinfer.serve import templates
 from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.packing import pack
+from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
 from jaxinfer.serve.templates import Renderer
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.types import QueueFullError, RequestError
+from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import TEMPLATE, fake_template
+from tests.serve.processes import is_alive, wait_until
 
 HELLO = [{"role": "user", "content": 'Grüße 狐 \ud800\x00 "x"'}]
 LOOP = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
@@ -83,7 +90,7 @@ def test_a_template_is_stopped_though_its_client_has_left():
         renderer = Renderer(None, 0.5)
         loop = Conversation(HELLO, template=LOOP)
         task = asyncio.ensure_future(renderer.render(loop))
-        while renderer._requests._free:
+        while not renderer._requests.busy:
             await asyncio.sleep(0.001)
         await asyncio.wait([task], timeout=0.3)
         task.cancel()
@@ -100,19 +107,19 @@ def test_the_memory_of_a_helper_is_bounded():
 
 
 def test_too_many_may_not_wait(monkeypatch):
-    monkeypatch.setattr(templates, "MAX_WAITING", 2)
+    monkeypatch.setattr(templates, "_OWN", templates.Sizes(4, 2, waiting=2))
     answers = asyncio.run(rendered(Renderer(fake_template(), 9.0), *[Conversation(HELLO)] * 20))
     assert sum(isinstance(answer, QueueFullError) for answer in answers) >= 10
     assert answers.count(fake_template().render(HELLO)) >= 2
 
 
 def test_who_leaves_the_queue_makes_room_in_it(monkeypatch):
-    monkeypatch.setattr(templates, "MAX_WAITING_OWN", 2)
+    monkeypatch.setattr(templates, "_REQUESTS", templates.Sizes(4, 1, waiting=2))
 
     async def run() -> None:
         renderer = Renderer(None, 0.5)
         slow = asyncio.ensure_future(renderer.render(Conversation(HELLO, template=LOOP)))
-        while renderer._requests._free:
+        while not renderer._requests.busy:
             await asyncio.sleep(0.001)
         for _ in range(3):
             waiting = [asyncio.ensure_future(renderer.render(Conversation(HELLO, template="x"))) for _ in range(2)]
@@ -136,7 +143,7 @@ def test_a_helper_that_answers_in_time_lives_on():
         for text in ("one", "two"):
             assert await renderer.render(Conversation(HELLO, template=text)) == text
             await asyncio.sleep(0.3)  # beyond the time of that one
-            (helper,) = renderer._requests._helpers
+            helper = renderer._requests._helpers[-1]
             assert helper._process is not None
             assert helper._process.poll() is None
         renderer.close()
@@ -172,9 +179,9 @@ def test_helpers_end_with_the_renderer():
     async def run() -> list[int]:
         renderer = Renderer(fake_template(), 9.0)
         await renderer.warm()
-        processes = [helper._process for helper in renderer._own._helpers]
+        processes = [helper._process for helper in renderer._own._helpers if helper._process is not None]
         renderer.close()
-        return [process.wait(10) for process in processes if process is not None]
+        return [process.wait(10) for process in processes]
 
     assert asyncio.run(run()) == [-9, -9]
 
@@ -195,3 +202,120 @@ def test_helpers_that_were_killed_leave_no_zombies():
 
 def children() -> set[str]:
     return set(pathlib.Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+# ---- tenants
+
+
+SLOW = "{% if messages[0].role == 'slow' %}" + LOOP + "{% endif %}ok"
+"""A checkpoint's template that a client can make loop."""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_tenants_slow_templates_keep_no_other_waiting(own):
+    """With one helper for all, the other waited for every template that came before its own."""
+
+    async def run() -> None:
+        renderer = Renderer(ChatTemplate(SLOW), 2.0)
+        source = None if own else SLOW
+        slow, quick = (Conversation([{"role": role}], template=source) for role in ("slow", "user"))
+        flood = [asyncio.ensure_future(renderer.render(slow, "greedy")) for _ in range(40)]
+        await asyncio.sleep(0)
+        for _ in range(5):
+            assert await asyncio.wait_for(renderer.render(quick, "light"), 30) == "ok"
+        assert sum(task.done() for task in flood) < 30, "it waited for them"
+        for task in flood:
+            task.cancel()
+        await asyncio.wait(flood)
+        renderer.close()
+
+    asyncio.run(run())
+
+
+def test_one_tenants_queue_does_not_fill_that_of_others(monkeypatch):
+    monkeypatch.setattr(templates, "_REQUESTS", templates.Sizes(4, 1, waiting=8))
+
+    async def run() -> None:
+        renderer = Renderer(None, 1.0)
+        loop, quick = (Conversation(HELLO, template=source) for source in (LOOP, "ok"))
+        flood = [asyncio.ensure_future(renderer.render(loop, "greedy")) for _ in range(20)]
+        await asyncio.sleep(0)
+        answers = await asyncio.gather(*(renderer.render(quick, "light") for _ in range(4)))
+        assert answers == ["ok"] * 4
+        refused = await asyncio.gather(*flood, return_exceptions=True)
+        assert sum(isinstance(each, QueueFullError) for each in refused) >= 11
+        renderer.close()
+
+    asyncio.run(run())
+
+
+# ---- what a helper may have
+
+
+PARENT = """
+import asyncio, sys
+from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.template_helper import read_frame, write_frame
+from jaxinfer.serve.templates import Renderer
+
+async def main():
+    renderer = Renderer(None, 1000.0)
+    task = asyncio.ensure_future(renderer.render(Conversation([{"role": "user"}], template=sys.argv[1])))
+    helper = renderer._requests._helpers[-1]
+    while helper._process is None or not renderer._requests.busy:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    print(helper._process.pid, flush=True)
+    await task
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is the limit of the processor's time that ends it")
+def test_a_helper_that_loops_dies_with_a_parent_that_is_killed():
+    """Its input ends then, but it reads none."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    run = [sys.executable, "-c", PARENT, LOOP]
+    with subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        helper = int(parent.stdout.readline())
+        wait_until(lambda: cpu_seconds(helper) > 0.5)
+        assert is_alive(helper)
+        parent.kill()
+    try:
+        wait_until(lambda: not is_alive(helper), 10)
+    finally:
+        if is_alive(helper):
+            os.kill(helper, signal.SIGKILL)
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
+    """Whoever should kill it may be stopped itself."""
+    setup = pack({"sources": {}, "tokens": {}, "seconds": 1.0})
+    run = [sys.executable, "-m", templates._MODULE, str(os.getpid())]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(run, **pipes, env=templates._environment()) as helper:
+        assert helper.stdin is not None
+        assert helper.stdout is not None
+        asked = {"messages": [], "tools": None, "add_generation_prompt": True, "variables": {}}
+        write_frame(helper.stdin, setup)
+        assert read_frame(helper.stdout) == GOOD
+        spin = "{% for i in range(10**4) %}{% for j in range(60) %}{% endfor %}{% endfor %}ok"
+        while cpu_seconds(helper.pid) < 2.5:  # what others have used is not counted
+            write_frame(helper.stdin, pack({**asked, "template": spin}))
+            assert read_frame(helper.stdout) == GOOD + b"ok"
+        write_frame(helper.stdin, pack({**asked, "template": LOOP}))
+        assert read_frame(helper.stdout) is None
+        assert helper.wait(60) == -signal.SIGXCPU
+
+
+def test_a_helper_whose_parent_died_before_it_began_ends():
+    run = [sys.executable, "-m", templates._MODULE, "1"]
+    with subprocess.Popen(run, stdin=subprocess.PIPE, env=templates._environment()) as helper:
+        assert helper.wait(60) == 1

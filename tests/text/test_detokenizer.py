@@ -1,8 +1,11 @@
 """Incremental detokenising: the pieces make up the text of the whole, for any tokens and any split."""
 
 import codecs
+import functools
+import itertools
 import pathlib
 import random
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -17,6 +20,7 @@ from tests.text.build import byte_fallback, byte_level, metaspace, write_folder
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=24) | st.text("aé한🙂 \n▁\u200d\ufffd", max_size=16)
 
 
+REPLACED = re.compile("[\udc80-\udcff]")
 BYTE_LEVEL = (Tokenizer(LibraryBackend(byte_level())), byte_level())
 
 
@@ -119,6 +123,27 @@ def test_a_prompt_may_end_within_a_character(tmp_path: pathlib.Path, maker: obje
     abandoned = Detokenizer(ours, prompt)
     assert abandoned.push(a) + abandoned.finish() == "a", "U+FFFD is the prompt's own"
     assert Detokenizer(ours, prompt).finish() == ""
+
+
+def test_no_output_is_no_text_after_half_a_surrogate() -> None:
+    """Python's decoder keeps ED A1 back as if a byte could complete it, and then it is two U+FFFD, not one."""
+    ours, _ = BYTE_LEVEL
+    assert ours.to_bytes([172, 97]) == b"\xed\xa1"
+    assert Detokenizer(ours, [172, 97]).finish() == ""
+
+
+@pytest.mark.parametrize("maker", [byte_level, byte_fallback])
+def test_every_end_of_a_prompt(tmp_path: pathlib.Path, maker: object) -> None:
+    """All prompts of up to three bytes at the borders of UTF-8's ranges, each with outputs of up to two."""
+    ours = Tokenizer.load(write_folder(tmp_path, maker()))  # type: ignore[operator]
+    borders = bytes([0x41, 0xC2, 0xE0, 0xED, 0xF0, 0x80, 0x90, 0xA0, 0xBF])
+    id_of = dict(zip(borders, byte_ids(ours, borders), strict=True))
+    shown = functools.cache(lambda data: REPLACED.sub("\ufffd", data.decode(errors=ours.rule.errors)))
+    for prompt in (bytes(p) for n in (1, 2, 3) for p in itertools.product(borders, repeat=n)):
+        for output in (b"", b"\xbf", b"\xa0\x80", b"\xed\xa0"):
+            detokenizer = Detokenizer(ours, [id_of[byte] for byte in prompt])
+            text = "".join(detokenizer.push([id_of[byte]]) for byte in output) + detokenizer.finish()
+            assert text == continuation(shown(prompt + output), shown(prompt)), (prompt, output)
 
 
 @pytest.mark.parametrize("maker", [byte_level, byte_fallback])

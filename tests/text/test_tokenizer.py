@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import random
+import time
 
 import pytest
 import sentencepiece
@@ -325,3 +327,59 @@ def test_decoders_that_are_no_concatenation_are_refused(decoder: object) -> None
     library.decoder = decoder
     with pytest.raises(TokenizerError, match="not supported"):
         library_rule(library)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What time tells of texts that came before
+
+
+def merging() -> LibraryBackend:
+    """All pairs of letters are tokens, and a text is one word."""
+    letters = [chr(ord("a") + k) for k in range(26)]
+    merges = [(a, b) for a in letters for b in letters]
+    vocab = {token: k for k, token in enumerate([*letters, *(a + b for a, b in merges)])}
+    library = Library(models.BPE(vocab, merges))
+    library.decoder = decoders.Fuse()
+    return LibraryBackend(library)
+
+
+def seconds(ours: Tokenizer, texts: list[str]) -> float:
+    begun = time.process_time()
+    for text in texts:
+        ours.encode(text)
+    return time.process_time() - begun
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_text_that_came_before_takes_as_long_as_a_new_one(forgets: bool) -> None:
+    """The library's table of words halves the time of words that are in it: without `forget` that shows."""
+    chance, ours = random.Random(0), Tokenizer(merging())
+    if forgets:
+        ours.forget()
+
+    def texts() -> list[str]:
+        return ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=250)) for _ in range(100)]
+
+    known = texts()
+    assert ours.decode(ours.encode(known[0])) == known[0]
+    seconds(ours, known)
+    rounds = [(seconds(ours, known), seconds(ours, texts())) for _ in range(15)]
+    again, new = (min(each) for each in zip(*rounds, strict=True))
+    assert (again > 0.8 * new) == forgets
+
+
+def test_tokens_that_were_met_before_are_looked_up_as_new_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, asked = Tokenizer(merging()), []
+    ours.forget()
+    monkeypatch.setattr(ours, "id_to_token", lambda token: asked.append(token))
+    assert b"".join(map(ours.token_bytes, range(ours.vocab_size))).startswith(b"abcdef")
+    assert not asked
+
+
+@pytest.mark.parametrize("model", [models.WordLevel({"one": 0}, "one"), models.Unigram([("one", 0.0)], 0)])
+def test_every_kind_of_model_can_forget(model: object) -> None:
+    library = Library(model)
+    library.decoder = decoders.Fuse()
+    ours = Tokenizer(LibraryBackend(library))
+    ours.forget()
+    assert ours.encode("one") == [0]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pathlib
-import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Sequence
 
 from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.serve.core.link import CoreLink
+from jaxinfer.serve.core.folder import SocketFolder
+from jaxinfer.serve.core.link import CoreLink, require_descriptors
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig
 
@@ -19,7 +17,7 @@ from jaxinfer.serve.settings import ServeConfig
 class Child:
     """One core. Made by `start`; `end` must be called."""
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: pathlib.Path, link: CoreLink) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, folder: SocketFolder, link: CoreLink) -> None:
         self.process, self.link, self._folder = process, link, folder
 
     @classmethod
@@ -34,18 +32,18 @@ class Child:
         Raises:
             OSError: it cannot be started.
         """
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxinfer-"))  # of mode 0700: nobody else gets to the socket
-        socket = str(folder / "core")
+        require_descriptors()
+        folder = SocketFolder.make()
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
             )
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException:
+            folder.remove()
             raise
         assert process.stdin is not None
-        process.stdin.write(CoreSettings.of(config, socket).to_json().encode() + b"\n")
-        return cls(process, folder, CoreLink(socket, observe))
+        process.stdin.write(CoreSettings.of(config, folder.socket).to_json().encode() + b"\n")
+        return cls(process, folder, CoreLink(folder.socket, observe))
 
     async def dump(self, seconds: float) -> None:
         """Ask for the stacks of all threads in the log, and leave it the time to write them."""
@@ -61,7 +59,7 @@ class Child:
         finally:
             self._signal(signal.SIGKILL)
             code = await self.process.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def _signal(self, number: signal.Signals) -> None:

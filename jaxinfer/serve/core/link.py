@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,18 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+_DESCRIPTORS = 16
+"""More than a core's start opens here: its folder, three pipes, gRPC's sockets and what it polls with."""
+
+
+def require_descriptors() -> None:
+    """Raises:
+    OSError: there are too few for another core. gRPC's runtime would end this process where it finds none.
+    """
+    with contextlib.ExitStack() as held:
+        for _ in range(_DESCRIPTORS):
+            held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 class RefusedError(RuntimeError):
@@ -73,7 +86,12 @@ class CoreLink:
     # ---- life
 
     async def run(self) -> None:
-        """Carry messages until the stream ends, however it does."""
+        """Carry messages until the stream ends, however it does.
+
+        Raises:
+            OSError: there is no descriptor left for it.
+        """
+        require_descriptors()
         async with grpc.aio.insecure_channel(f"unix:{self._socket}", options=_OPTIONS) as channel:
             call = CoreStub(channel).Serve(wait_for_ready=True)
             writing = asyncio.create_task(self._write(call))

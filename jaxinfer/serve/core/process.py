@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import logging
@@ -25,6 +24,8 @@ ORPHAN = 3
 GROUP = 4
 """That of a core whose group is over: another process of it is gone or hangs."""
 
+_DUMP_SECONDS = 1.0
+
 _log = logging.getLogger("jaxinfer.serve.core")
 
 
@@ -45,7 +46,7 @@ def run(build: Callable[[CoreSettings, Report], Built], permanent: tuple[type[Ex
     try:
         settings = CoreSettings.from_json(stdin.readline(MAX_SETTINGS_BYTES).decode())
     except (ServeConfigError, UnicodeDecodeError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        logs.say(f"error: {error}")
         _exit(service.FAILED)
     logs.configure(settings.log_format, settings.log_level)
     threading.excepthook = _log_fault
@@ -57,7 +58,10 @@ def leave_group(reason: str, hangs: bool) -> NoReturn:
     """End at once; where something hangs with the stacks of all threads in the log."""
     _log.error("the group is over: %s", reason)
     if hangs:
-        faulthandler.dump_traceback(all_threads=True)
+        logs.drain()
+        dumping = threading.Thread(target=faulthandler.dump_traceback, daemon=True)
+        dumping.start()
+        dumping.join(_DUMP_SECONDS)  # nobody may read what it writes
     _exit(GROUP)
 
 
@@ -69,8 +73,7 @@ def _die_with_parent(stdin: BinaryIO) -> None:
 
 def _exit(code: int) -> NoReturn:
     """At once: threads may still compile, or hang in a device's driver."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.flush()
+    logs.drain()
     os._exit(code)
 
 

@@ -178,7 +178,8 @@ class _Core(CoreServicer):
                 self._outbox.put(pb.FromCore(beat=pb.Beat()))
                 continue
             pulse = self._engine.pulse()
-            self._outbox.put(pb.FromCore(beat=pb.Beat(steps=pulse.steps, busy_seconds=pulse.busy)))
+            beat = pb.Beat(steps=pulse.steps, busy_seconds=pulse.busy, p99_step_seconds=pulse.p99)
+            self._outbox.put(pb.FromCore(beat=beat))
             quiet = 0.0 if pulse.busy else quiet + BEAT_SECONDS
             if quiet >= _IDLE_SECONDS and pulse.steps != collected:
                 collected = pulse.steps

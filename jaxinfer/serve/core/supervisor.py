@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from jaxinfer.engine.stats import EngineStats
@@ -14,7 +16,7 @@ from jaxinfer.engine.streams import EngineDeadError
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import ModelCard
-from jaxinfer.serve.core import wire
+from jaxinfer.serve.core import folder, wire
 from jaxinfer.serve.core.child import Child
 from jaxinfer.serve.core.link import CoreLink, RefusedError
 from jaxinfer.serve.errors import Kind, ServeError
@@ -25,6 +27,15 @@ STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
 FAILED = "failed"
 
 _LAST_WORDS_SECONDS = 0.5
+LEAST_STEP_TIMEOUT, STEPS = 10.0, 20.0
+"""Where no ``step_timeout`` is set: seconds, and how many times the 99th percentile of the steps."""
+LONGEST_DOUBT = 60.0
+"""Seconds up to which a limit that may have been too short is doubled, and which taking a profile may take."""
+_STARTING = "the engine is starting"
+_ENOUGH_STEPS = 1000  # of one core, to forget what those of the one before took
+
+_PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EINTR})
+"""Why a process may fail to start now and not a second later: the machine, or this process, is short of something."""
 
 _log = logging.getLogger("jaxinfer.serve.supervisor")
 
@@ -43,6 +54,21 @@ class StartupEvent:
     compilations_done: int = 0
     compilations_total: int = 0
     message: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """How the engine is, for everybody who asks for health: without paths, addresses or what a fault said.
+
+    Attributes:
+        state: see `Supervisor`.
+        reason: why it does not run, in words; "" where it does.
+        retry_after: seconds after which it may; as long as the last start took, where one is under way.
+    """
+
+    state: str
+    reason: str = ""
+    retry_after: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +96,8 @@ class Supervisor:
 
     A core that dies or hangs ends all streams by `EngineDeadError`, and another one is started after a pause. A start
     that can only fail (a bad model, a setting that cannot be served) is not tried again, unless the same settings were
-    READY before: then what is wrong may pass, as memory that somebody else has.
+    READY before: then what is wrong may pass, as memory that somebody else has. The same holds for a process that
+    cannot be started; where the machine is short of memory or descriptors the first one is tried again, too.
 
     Args:
         command: that starts a core (default: this Python with ``-m jaxinfer.serve.core``).
@@ -92,7 +119,8 @@ class Supervisor:
         self.backend: Backend = _Backend(self._link)
         self._ready: tuple[ModelCard, str] | None = None  # of the last core that was
         self._ready_since: float | None = None
-        self._reason = "the engine is starting"
+        self._reason = self._told = _STARTING
+        self._begun = self._took = 0.0  # when a start begins, or began, and how long the last one took that succeeded
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -101,7 +129,9 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._progress = self._steps = self._heard = 0
         self._alone = config.num_processes == 1
-        self._step_timeout = config.step_timeout if self._alone else config.group_timeout
+        self._p99 = 0.0  # of the steps of this core, or of one before, whichever is more
+        self._doubt = 0.0
+        self._profiling = 0  # questions that hold up a core
 
     # ---- what is known
 
@@ -116,6 +146,12 @@ class Supervisor:
     def folder(self) -> str:
         """Where tokenizer and chat template are; raises as `card`."""
         return self._known()[1]
+
+    @property
+    def condition(self) -> Condition:
+        """To be asked on the loop."""
+        due = self._begun + self._took - asyncio.get_running_loop().time()
+        return Condition(self.state, self._told, max(1.0, due))
 
     def subscribe(self, listener: Callable[[str], None]) -> Callable[[], None]:
         """Call ``listener`` with each new state; returns how to leave off."""
@@ -135,6 +171,8 @@ class Supervisor:
 
     async def start(self) -> None:
         """Begin. It does not wait for READY: see `until_ready`, `watch_startup` and `subscribe`."""
+        with contextlib.suppress(OSError):  # no folder for temporary files, as the first start will say
+            folder.sweep()
         self._task = asyncio.create_task(self._run())
 
     async def until_ready(self) -> ModelCard:
@@ -168,7 +206,8 @@ class Supervisor:
         """Raises:
         ServeError: there is no folder for traces, one is being taken, or no core is READY.
         """
-        await _asked(lambda: self._link().start_profile())
+        with self._held_up():
+            await _asked(lambda: self._link().start_profile())
 
     async def stop_profile(self) -> str:
         """The folder with the trace.
@@ -176,7 +215,16 @@ class Supervisor:
         Raises:
             ServeError: none is being taken, or no core is READY.
         """
-        return await _asked(lambda: self._link().stop_profile())
+        with self._held_up():
+            return await _asked(lambda: self._link().stop_profile())
+
+    @contextlib.contextmanager
+    def _held_up(self) -> Iterator[None]:
+        self._profiling += 1
+        try:
+            yield
+        finally:
+            self._profiling -= 1
 
     # ---- one core after the other
 
@@ -190,6 +238,7 @@ class Supervisor:
                 if self._was_healthy():
                     pause = self._patience.first_pause
                 _log.warning("%s; it is started again in %g s", reason, pause)
+                self._begun = asyncio.get_running_loop().time() + pause
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._patience.longest_pause)
                 self.restarts += 1
@@ -197,19 +246,18 @@ class Supervisor:
             reason = self.failure or "the server is stopping"
             if self._startup.phase != READY:
                 self._startup = StartupEvent(FAILED, message=reason)
-            self._enter(STOPPED, reason)
+            self._enter(STOPPED, reason, "the server is stopping")
 
     async def _live(self) -> str:
         """One core's life; why it ended."""
         self._startup, self._ready_since = StartupEvent(), None
         self._progress = self._steps = self._heard = 0
-        self._enter(STARTING, "the engine is starting")
+        self._begun = asyncio.get_running_loop().time()
+        self._enter(STARTING, _STARTING)
         try:
             child = await Child.start(self._command, self._config, self._observe)
         except OSError as error:
-            self.failure = f"the engine core cannot be started: {error}"
-            self._died(self.failure)
-            return self.failure
+            return self._not_started(error)
         self._child = child
         carrying, watching = asyncio.create_task(child.link.run()), asyncio.create_task(self._watch())
         exiting = asyncio.create_task(child.process.wait())
@@ -234,6 +282,15 @@ class Supervisor:
             _log.error("the link to the engine core ended by a fault", exc_info=fault)
         return f"{self._reason} (it {how})"
 
+    def _not_started(self, error: OSError) -> str:
+        """There is no process; why, with a path, and for everybody without."""
+        reason = f"the engine core cannot be started: {error}"
+        if self._ready is None and error.errno not in _PASSING:
+            self.failure = reason
+        what = errno.errorcode.get(error.errno or 0, "OSError")
+        self._died(reason, f"the engine core cannot be started: {error.strerror or 'a fault'} ({what})")
+        return reason
+
     async def _watch(self) -> str:
         """Returns when the core does not get on. Time is counted in ticks: were this process itself held up, a core
         that was, too, would look as if it hung."""
@@ -242,12 +299,26 @@ class Supervisor:
             await asyncio.sleep(self._patience.tick)
             seen, quiet = self._progress, quiet + self._patience.tick if self._progress == seen else 0.0
             heard, silent = self._heard, silent + self._patience.tick if self._heard == heard else 0.0
-            if self.state == READY and quiet > self._step_timeout:
-                return f"the engine hangs: no step ended in {self._step_timeout:g} s"
+            if self.state == READY and quiet > (limit := self._step_limit()):
+                self._doubt = min(2 * limit, LONGEST_DOUBT)
+                return f"the engine hangs: no step ended in {limit:g} s"
             if heard and not self._alone and silent > self._config.group_timeout:
                 return f"the engine hangs: it said nothing for {silent:g} s"
             if self.state == STARTING and quiet > self._config.startup_timeout:
                 return f"the engine hangs: its start did not get on in {self._config.startup_timeout:g} s"
+
+    def _step_limit(self) -> float:
+        """Seconds after which a core without progress hangs.
+
+        Where nobody set it, it follows from what steps take. A model whose very first ones take longer than the least
+        limit gets twice the time after each core that was ended for it.
+        """
+        if not self._alone:
+            return self._config.group_timeout
+        if self._config.step_timeout is not None:
+            return self._config.step_timeout
+        least = LONGEST_DOUBT if self._profiling else LEAST_STEP_TIMEOUT
+        return max(least, STEPS * self._p99, self._doubt)
 
     def _observe(self, message: pb.FromCore) -> None:
         if self.state == DEAD:
@@ -260,6 +331,7 @@ class Supervisor:
             case "ready":
                 self._ready = wire.card_of(message.ready.card), message.ready.folder
                 self._ready_since = asyncio.get_running_loop().time()
+                self._took = self._ready_since - self._begun
                 self._progress += 1
                 self._startup = StartupEvent(READY)
                 self._enter(READY, "")
@@ -268,25 +340,26 @@ class Supervisor:
             case "failed":
                 if self._ready is None:
                     self.failure = message.failed.message
-                self._died(message.failed.message)
+                self._died(message.failed.message, "the engine cannot start")
             case "fault":
-                self._died(message.fault.message)
+                self._died(message.fault.message, "the engine ended by a fault")
 
     def _beat(self, beat: pb.Beat) -> None:
         """Before READY it says no more than that the process lives."""
+        self._p99 = max(beat.p99_step_seconds, self._p99 if beat.steps < _ENOUGH_STEPS else 0.0)
         if self.state == READY and (not beat.busy_seconds or beat.steps != self._steps):
             self._progress, self._steps = self._progress + 1, beat.steps
 
-    def _died(self, reason: str) -> None:
-        """At once, whatever the process still does. The first reason counts."""
+    def _died(self, reason: str, told: str | None = None) -> None:
+        """At once, whatever the process still does. The first reason counts; ``told``: what everybody may know."""
         if self._child is not None:
             self._child.link.close(reason)
         if self.state != DEAD and not self._stopping:
             self._startup = StartupEvent(FAILED, message=reason)
-            self._enter(DEAD, reason)
+            self._enter(DEAD, reason, told)
 
-    def _enter(self, state: str, reason: str) -> None:
-        self.state, self._reason = state, reason
+    def _enter(self, state: str, reason: str, told: str | None = None) -> None:
+        self.state, self._reason, self._told = state, reason, reason if told is None else told
         self._tell(self._startup)
         for listener in list(self._listeners):
             listener(state)

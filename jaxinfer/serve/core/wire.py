@@ -11,6 +11,7 @@ from jaxinfer.engine.stats import EngineStats, Histogram
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import (
     FinishReason,
     PositionLogprobs,
@@ -85,11 +86,13 @@ def request_message(request: Request, now: float) -> pb.Request:
             bad_words_ids=[pb.TokenIds(ids=ids) for ids in request.bad_words_ids],
             priority=request.priority,
             tenant=request.tenant,
+            weight=request.weight,
+            cache_scope=request.cache_scope,
             cache_salt=request.cache_salt,
             seconds_left=left,
         )
     except (ValueError, OverflowError) as error:  # what protobuf says of a number, or of text that is no Unicode
-        raise RequestError(f"request {request.request_id!r} cannot be sent to the engine: {error}") from error
+        raise RequestError(f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}") from error
 
 
 def request_of(message: pb.Request, now: float) -> Request:
@@ -102,6 +105,8 @@ def request_of(message: pb.Request, now: float) -> Request:
         bad_words_ids=tuple(tuple(word.ids) for word in message.bad_words_ids),
         priority=message.priority,
         tenant=message.tenant,
+        weight=message.weight or 1.0,
+        cache_scope=message.cache_scope,
         cache_salt=message.cache_salt,
         deadline=now + message.seconds_left if message.HasField("seconds_left") else None,
     )

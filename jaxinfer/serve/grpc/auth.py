@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.serve.errors import Kind, ServeError
 
@@ -24,8 +25,14 @@ class Caller(Protocol):
 class Authoriser(Protocol):
     """Knows the keys; see `jaxinfer.serve.auth.Authoriser`."""
 
-    def authorise(self, token: str | None, scope: str) -> Caller:
+    def authorise(
+        self, token: str | None, scope: str, certificate: Callable[[], bytes | None] = lambda: None
+    ) -> Caller:
         """Raises `ServeError`: UNAUTHENTICATED without a valid key, FORBIDDEN without the scope."""
+        ...
+
+    def during(self, caller: Any, scope: str, cut: Callable[[ServeError], None]) -> AbstractContextManager[None]:
+        """While a call of ``caller`` runs: ``cut`` is called if its key is taken away."""
         ...
 
 

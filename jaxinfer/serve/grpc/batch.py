@@ -30,7 +30,10 @@ class Batch(ManyRequests[pb.GenerateRequest, pb.GenerateResponse]):
             request.request_id = uuid.uuid4().hex
         self._remember(request.request_id)
         rpc, frontend = self.rpc, self.frontend
-        call = convert.call_of(request, timeout=rpc.time_remaining(), tenant=rpc.caller.name, trace=rpc.trace())
+        left, trace = rpc.time_remaining(), rpc.trace()
+        call = await convert.converted(
+            convert.call_of, request, frontend.limits, timeout=left, tenant=rpc.caller.name, trace=trace
+        )
         with in_its_words(convert.names_of(request, "input")):
             accepted = await frontend.generate(call)
         async with accepted as generation:

@@ -74,7 +74,8 @@ class Control(ControlServicer):
     @override
     async def Abort(self, request: pb.AbortRequest, rpc: Rpc) -> pb.AbortResponse:
         index = request.output_index if request.HasField("output_index") else None
-        await self._frontend().abort(request.request_id, index)
+        tenant = request.tenant if request.HasField("tenant") else None
+        await self._frontend().abort(request.request_id, index, tenant)
         return pb.AbortResponse()
 
     @override

@@ -6,13 +6,15 @@ front end, not here; what cannot even be expressed there is refused here.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Concatenate, cast
 
 from google.protobuf import struct_pb2
+from google.protobuf.message import Message
 
 from jaxinfer.serve.calls import (
     Call,
@@ -39,6 +41,8 @@ _REASONS = {
 }
 # Candidates in one message: log probabilities of a long prompt would else make one that no client takes (4 MiB).
 _MAX_CANDIDATES = 16384
+_FEW, _SHORT_BYTES = 64, 16 << 10
+_PIECE = 4096
 _EXACT = 2**53  # whole numbers up to here are exact in a Struct
 
 
@@ -79,7 +83,8 @@ def input_of(message: Any, oneof: str) -> Input:
     """
     match message.WhichOneof(oneof):
         case "token_ids":
-            return list(message.token_ids.ids)
+            ids: Sequence[int] = message.token_ids.ids  # as it is: it is counted before it is copied
+            return ids
         case "chat":
             return conversation_of(message.chat)
         case str() as field:
@@ -99,21 +104,39 @@ def names_of(message: Any, oneof: str) -> dict[str, str]:
 
 
 def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
-    """The fields that are set."""
+    """The fields that are set. What is long is the message's own list or map."""
     return {field.name: _bare(value) for field, value in message.ListFields()}
 
 
 def _bare(value: Any) -> Any:
     if isinstance(value, bool | int | float):
         return value
-    if isinstance(value, pb.TokenIds):
-        return list(value.ids)
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    items = value.ids if isinstance(value, pb.TokenIds) else value
+    if len(items) > _PIECE:  # it is counted before it is copied
+        return items
+    return dict(items) if isinstance(items, Mapping) else list(items)
 
 
 def optional(message: Any, field: str) -> Any:
     """A field's value, None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
+
+
+async def converted[M: Message, **P, T](
+    convert: Callable[Concatenate[M, P], T], request: M, limits: ServeLimits, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """``convert(request, ...)``: in a thread, if the request holds much of a conversation.
+
+    Raises:
+        ServeError: that has too many messages, or ``convert`` refuses it.
+    """
+    chat = getattr(request, "chat", None)
+    if chat is not None and len(chat.messages) > limits.messages:
+        many = f"chat.messages must be at most {limits.messages}, not {len(chat.messages)}"
+        raise ServeError(Kind.INVALID, many, field="chat.messages")
+    if chat is None or (len(chat.messages) <= _FEW and chat.ByteSize() <= _SHORT_BYTES):
+        return convert(request, *args, **kwargs)
+    return await asyncio.to_thread(convert, request, *args, **kwargs)
 
 
 def conversation_of(chat: pb.Chat) -> Conversation:
@@ -161,8 +184,10 @@ def _json(value: struct_pb2.Value, path: str) -> Any:
             return None
 
 
-def continuations_of(request: pb.ScoreRequest) -> list[str | Sequence[int]]:
-    """Raises `ServeError`: one of them is empty of both text and ids."""
+def continuations_of(request: pb.ScoreRequest, limits: ServeLimits) -> list[str | Sequence[int]]:
+    """Raises `ServeError`: there are too many, or one of them is empty of both text and ids."""
+    if (many := len(request.continuations)) > (most := limits.score_continuations):
+        raise ServeError(Kind.INVALID, f"continuations must be 1 to {most}, not {many}", field="continuations")
     found: list[str | Sequence[int]] = []
     for i, continuation in enumerate(request.continuations):
         if continuation.WhichOneof("content") is None:
@@ -242,6 +267,21 @@ def _position(position: PositionLogprobs, token_text: TokenText) -> pb.PositionL
 def _candidate(candidate: TokenLogprob, token_text: TokenText) -> pb.TokenLogprob:
     token, logprob, rank = candidate
     return pb.TokenLogprob(token_id=token, logprob=logprob, rank=rank, text=token_text(token))
+
+
+async def tokenized(ids: Sequence[int], max_model_len: int) -> pb.TokenizeResponse:
+    """Many ids are copied by a thread, some at a time."""
+    response = pb.TokenizeResponse(max_model_len=max_model_len)
+    if len(ids) <= _PIECE:
+        response.token_ids.extend(ids)
+    else:
+        await asyncio.to_thread(_extend, response, ids)
+    return response
+
+
+def _extend(response: pb.TokenizeResponse, ids: Sequence[int]) -> None:
+    for first in range(0, len(ids), _PIECE):
+        response.token_ids.extend(ids[first : first + _PIECE])
 
 
 def scored(results: Sequence[Scored], token_text: TokenText) -> pb.ScoreResponse:

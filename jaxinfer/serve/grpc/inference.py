@@ -31,7 +31,10 @@ class Inference(InferenceServicer):
     @override
     async def Generate(self, request: pb.GenerateRequest, rpc: Rpc) -> None:
         frontend = self._frontend()
-        call = convert.call_of(request, timeout=rpc.time_remaining(), tenant=rpc.caller.name, trace=rpc.trace())
+        left, trace = rpc.time_remaining(), rpc.trace()
+        call = await convert.converted(
+            convert.call_of, request, frontend.limits, timeout=left, tenant=rpc.caller.name, trace=trace
+        )
         with in_its_words(convert.names_of(request, "input")):
             accepted = await frontend.generate(call)
         async with accepted as generation:
@@ -52,7 +55,7 @@ class Inference(InferenceServicer):
     @override
     async def Tokenize(self, request: pb.TokenizeRequest, rpc: Rpc) -> pb.TokenizeResponse:
         frontend = self._frontend()
-        text = convert.input_of(request, "input")
+        text = await convert.converted(convert.input_of, request, frontend.limits, "input")
         if not isinstance(text, str | Conversation):
             raise ServeError(Kind.INVALID, "input must be text or chat", field="input")
         with in_its_words(convert.names_of(request, "input")):
@@ -60,13 +63,14 @@ class Inference(InferenceServicer):
                 text,
                 model=convert.optional(request, "model"),
                 add_special_tokens=convert.optional(request, "add_special_tokens"),
+                tenant=rpc.caller.name,
             )
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=frontend.card.max_model_len)
+        return await convert.tokenized(ids, frontend.card.max_model_len)
 
     @override
     async def Detokenize(self, request: pb.DetokenizeRequest, rpc: Rpc) -> pb.DetokenizeResponse:
         text = await self._frontend().detokenize(
-            list(request.token_ids),
+            request.token_ids,
             model=convert.optional(request, "model"),
             skip_special_tokens=request.skip_special_tokens,
         )
@@ -77,8 +81,8 @@ class Inference(InferenceServicer):
         frontend = self._frontend()
         with in_its_words(convert.names_of(request, "context")):
             results = await frontend.score(
-                convert.input_of(request, "context"),
-                convert.continuations_of(request),
+                await convert.converted(convert.input_of, request, frontend.limits, "context"),
+                convert.continuations_of(request, frontend.limits),
                 model=convert.optional(request, "model"),
                 add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
                 timeout=rpc.time_remaining(),

@@ -15,7 +15,7 @@ from jaxinfer.oip import open_inference_pb2 as pb
 from jaxinfer.serve.calls import Call
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.grpc.tensors import read_scalar, refuse, text_of
-from jaxinfer.serve.http.bodies import parse
+from jaxinfer.serve.http.bodies import is_short, parse
 from jaxinfer.types import SamplingParams
 
 INPUTS: Mapping[str, str] = MappingProxyType(
@@ -44,6 +44,9 @@ _ALIAS = "prompt"
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _TEXTS = frozenset({"stop", "bad_words"})
 _MAX_DIGITS = 20
+_MAX_PARAMETERS = 64
+_MAX_VALUES = 4096  # of the input sampling_parameters
+_MAX_SPELT = 400  # characters of a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +78,8 @@ def ask_of(request: pb.ModelInferRequest, *, timeout: float | None, tenant: str,
     exclude = bool(inputs.get("exclude_input_in_output", stream))
     if stream and not exclude:
         raise refuse("exclude_input_in_output", "a stream never repeats the prompt: it must be true, or left out")
+    if len(request.parameters) > _MAX_PARAMETERS:
+        raise refuse("parameters", f"there must be at most {_MAX_PARAMETERS}, not {len(request.parameters)}")
     parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
     call = Call(
         prompt,
@@ -91,6 +96,8 @@ def ask_of(request: pb.ModelInferRequest, *, timeout: float | None, tenant: str,
 
 def _inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
     raws = request.raw_input_contents
+    if len(request.inputs) > len(INPUTS):
+        raise refuse("inputs", f"there must be at most {len(INPUTS)}, not {len(request.inputs)}")
     if raws and len(raws) != len(request.inputs):
         raise refuse("raw_input_contents", f"there must be one for each input, not {len(raws)}")
     found: dict[str, bytes | bool] = {}
@@ -106,6 +113,8 @@ def _inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
 
 def _outputs(request: pb.ModelInferRequest, inputs: Mapping[str, bytes | bool]) -> tuple[str, ...]:
     """Those that are named, or the text and what ``return_*`` asks for."""
+    if len(request.outputs) > _MAX_PARAMETERS:
+        raise refuse("outputs", f"there must be at most {_MAX_PARAMETERS}, not {len(request.outputs)}")
     for output in request.outputs:
         if output.name not in OUTPUTS:
             raise refuse(output.name[:100], f"there is no such output: they are {', '.join(OUTPUTS)}")
@@ -130,6 +139,8 @@ def _sampling(parameters: dict[str, Any], encoded: bytes | bool | None) -> dict[
 
 def _decoded(encoded: bytes | bool) -> dict[str, Any]:
     assert isinstance(encoded, bytes)
+    if not is_short(encoded, _MAX_VALUES):
+        raise refuse("sampling_parameters", f"its {len(encoded)} bytes hold too much")
     try:
         given = parse(encoded)
     except ServeError as error:
@@ -149,7 +160,7 @@ def _typed(name: str, value: Any) -> Any:
     """Strings that spell a number or a truth value become it; JSON's keys of logit_bias become token ids."""
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if _is_number(key) else key: bias for key, bias in value.items()}
-    if name in _TEXTS or not isinstance(value, str):
+    if name in _TEXTS or not isinstance(value, str) or len(value) > _MAX_SPELT:
         return value
     try:
         spelt = parse(value.encode())

@@ -3,6 +3,10 @@
 Servicers are written as for `grpc.aio`: methods ``(request, context)`` that return a message, write to the context, or
 yield messages, and for streams of requests ``(requests, context)`` with an asynchronous iterator. The context is an
 `Rpc`. They raise whatever they like: what is no `ServeError` becomes an opaque INTERNAL whose id the log explains.
+
+To grpc.aio every RPC is one with a stream of requests, which on the wire is the same: its handlers begin when the
+metadata is there, those of single requests when the whole message is. So who may not call is told before the message is
+sent, and how many messages are under way, and for how long, is bounded (`jaxinfer.serve.grpc.bounds`).
 """
 
 from __future__ import annotations
@@ -10,24 +14,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
+from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.grpc import status
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, Authoriser, Caller, token_of
+from jaxinfer.serve.grpc.bounds import Bounds
+from jaxinfer.serve.grpc.decode import decode
 
 Observer = Callable[[str, grpc.StatusCode, float], None]
 """Told of every RPC that has ended: its full name ("package.Service/Method"), its status, how many seconds it took."""
 
+_VALUES = ServeLimits().values
 _TRACE = ("traceparent", "tracestate")
 
 
@@ -43,12 +52,14 @@ class Rpc:
     Attributes:
         caller: whose key it is.
         writing_since: when the write began that has not ended yet, on the monotonic clock; None: there is none.
+        reading_since: the same of the only request of a call that has one.
     """
 
-    def __init__(self, context: Any, request_class: type[Message]) -> None:
+    def __init__(self, context: Any, request_class: type[Message], values: int) -> None:
         self.caller: Caller = Nobody()
         self.writing_since: float | None = None
-        self._context, self._class = context, request_class
+        self.reading_since: float | None = None
+        self._context, self._class, self._values = context, request_class, values
         self._task = asyncio.current_task()
         self._cut: ServeError | None = None
         self._greeting: asyncio.Future[None] | None = None
@@ -64,6 +75,16 @@ class Rpc:
         left: float | None = self._context.time_remaining()
         return left
 
+    def peer(self) -> str:
+        """The client's end of the connection, in gRPC's words."""
+        found: str = self._context.peer()
+        return found
+
+    def certificate(self) -> bytes | None:
+        """The client's, as DER, which the transport has verified; None: it showed none."""
+        found = self._context.auth_context().get("x509_pem_cert")
+        return ssl.PEM_cert_to_DER_cert(found[0].decode()) if found else None
+
     def trace(self) -> dict[str, str]:
         """The W3C trace context that the client sent."""
         return {n: v for n, v in self.invocation_metadata() if n in _TRACE and isinstance(v, str)}
@@ -74,22 +95,31 @@ class Rpc:
 
     # ---- messages
 
-    def parse(self, raw: bytes) -> Message:
-        """Raises `ServeError`: it is no such message. A string that is no UTF-8 is a reason too."""
-        try:
-            return self._class.FromString(raw)
-        except DecodeError:
-            name = self._class.DESCRIPTOR.full_name
-            raise ServeError(Kind.INVALID, f"the request is no valid {name}") from None
+    async def parse(self, raw: bytes) -> Message:
+        """Raises `ServeError`: it is no such message, or holds too much."""
+        return await decode(self._class, raw, self._values)
 
     async def read(self) -> Message | None:
         """The next request; None: the client sends no more."""
         raw = await self._context.read()
-        return None if raw is aio.EOF else self.parse(raw)
+        return None if raw is aio.EOF else await self.parse(raw)
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         while (request := await self.read()) is not None:
             yield request
+
+    async def only(self) -> Message:
+        """The request of a call that has one.
+
+        Raises:
+            ServeError: there is none, or it is no such message, or holds too much.
+        """
+        self.reading_since = time.monotonic()
+        raw = await self._context.read()
+        self.reading_since = None
+        if raw is aio.EOF:
+            raise ServeError(Kind.INVALID, "the call has no request")
+        return await self.parse(raw)
 
     async def write(self, message: Message) -> None:
         """Return when the transport has taken it. One write at a time."""
@@ -112,7 +142,7 @@ class Rpc:
     async def refuse(self, error: ServeError) -> None:
         """Send ``error`` as the status. Where the client does not read, it waits behind what was written before, and
         so does this method: nothing else of the call is left then."""
-        self.writing_since = None
+        self.writing_since = self.reading_since = None
         try:
             # Left to the first write, the initial metadata would be sent once more, with the status, if that write is
             # cancelled: gRPC refuses both then, and the client waits for ever.
@@ -127,15 +157,17 @@ class Rpc:
         return self._cut
 
 
-class SlowReaders:
-    """Cuts calls whose client takes nothing: one look at all of them now and then costs less than a timer per write.
+class SlowClients:
+    """Cuts calls whose client takes nothing, or does not send its request: one look at all of them now and then costs
+    less than a timer per message.
 
     Args:
-        seconds: that a write may wait for the client.
+        write_seconds: that a write may wait for the client.
+        read_seconds: for the request of a call that has one.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, write_seconds: float, read_seconds: float) -> None:
+        self._write, self._read = write_seconds, read_seconds
         self._calls: set[Rpc] = set()
 
     @contextlib.contextmanager
@@ -149,13 +181,15 @@ class SlowReaders:
     async def run(self) -> None:
         """Watch, until cancelled."""
         while True:
-            await asyncio.sleep(min(1.0, self._seconds / 4))
+            await asyncio.sleep(min(1.0, self._write / 4, self._read / 4))
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
         for rpc in list(self._calls):
-            if rpc.writing_since is not None and now - rpc.writing_since > self._seconds:
-                rpc.cut(ServeError(Kind.TOO_LARGE, f"the client has read nothing for {self._seconds:g} s"))
+            if rpc.writing_since is not None and now - rpc.writing_since > self._write:
+                rpc.cut(ServeError(Kind.TOO_LARGE, f"the client has read nothing for {self._write:g} s"))
+            elif rpc.reading_since is not None and now - rpc.reading_since > self._read:
+                rpc.cut(ServeError(Kind.DEADLINE, f"the request did not come within {self._read:g} s"))
 
 
 class Registrar:
@@ -164,11 +198,22 @@ class Registrar:
     Args:
         authoriser: checks the keys.
         slow: is told of every call.
+        bounds: of messages that are under way, and of calls without a key.
         observer: is told of every call's end.
+        values: that a request may hold, see `jaxinfer.serve.grpc.decode`.
     """
 
-    def __init__(self, authoriser: Authoriser, slow: SlowReaders, observer: Observer | None = None) -> None:
-        self._authoriser, self._slow, self._observer = authoriser, slow, observer
+    def __init__(
+        self,
+        authoriser: Authoriser,
+        slow: SlowClients,
+        bounds: Bounds,
+        observer: Observer | None = None,
+        *,
+        values: int = _VALUES,
+    ) -> None:
+        self._authoriser, self._slow, self._bounds, self._observer = authoriser, slow, bounds, observer
+        self._values = values
 
     def add(self, server: aio.Server, service: ServiceDescriptor, servicer: object, name: str | None = None) -> None:
         """Serve all methods of a service, under ``name`` if it has another one too.
@@ -186,15 +231,18 @@ class Registrar:
         request_class = GetMessageClass(method.input_type)
         run = _streamed if method.server_streaming else _single
 
-        async def handle(raw: Any, context: Any) -> bytes | None:
-            rpc = Rpc(context, request_class)
+        async def handle(_: Any, context: Any) -> bytes | None:
+            rpc = Rpc(context, request_class, self._values)
 
             async def go() -> bytes | None:
-                return await run(implementation, rpc, rpc if method.client_streaming else rpc.parse(raw))
+                request = rpc if method.client_streaming else await self._bounds.received(rpc, scope)
+                return await run(implementation, rpc, request)
 
             return await self._answer(rpc, path, scope, go)
 
-        return _KINDS[method.client_streaming, method.server_streaming](handle)
+        if method.server_streaming:
+            return grpc.stream_stream_rpc_method_handler(handle)
+        return grpc.stream_unary_rpc_method_handler(handle)
 
     async def _answer(
         self, rpc: Rpc, path: str, scope: str | None, run: Callable[[], Awaitable[bytes | None]]
@@ -218,9 +266,12 @@ class Registrar:
     async def _guarded(self, rpc: Rpc, scope: str | None, run: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
         """The one place where faults become answers. Raises `ServeError`, or what ends a call without one."""
         try:
-            if scope is not OPEN:
-                rpc.caller = self._authoriser.authorise(token_of(rpc.invocation_metadata()), scope)
-            return await run()
+            if scope is OPEN:
+                return await self._bounds.held(rpc, run, stranger=True)
+            token = token_of(rpc.invocation_metadata())
+            rpc.caller = self._authoriser.authorise(token, scope, rpc.certificate)
+            with self._authoriser.during(rpc.caller, scope, rpc.cut):
+                return await self._bounds.held(rpc, run, stranger=False)
         except asyncio.CancelledError:
             if rpc.cut_by is None:
                 raise
@@ -246,11 +297,3 @@ async def _streamed(implementation: Callable[..., Any], rpc: Rpc, request: Messa
     async with contextlib.aclosing(made):
         async for response in made:
             await rpc.write(response)
-
-
-_KINDS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}

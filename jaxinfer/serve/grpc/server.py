@@ -12,12 +12,15 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from jaxinfer.serve.descriptors import OPERATORS
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.auth import Authoriser
+from jaxinfer.serve.grpc.bounds import Bounds
+from jaxinfer.serve.grpc.connections import Connections
 from jaxinfer.serve.grpc.control import Control, Engine
 from jaxinfer.serve.grpc.health import Health
 from jaxinfer.serve.grpc.inference import Inference
-from jaxinfer.serve.grpc.rpc import Observer, Registrar, SlowReaders
+from jaxinfer.serve.grpc.rpc import Observer, Registrar, SlowClients
 from jaxinfer.serve.grpc.tls import credentials_of
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.v1 import control_pb2, inference_pb2
@@ -26,7 +29,13 @@ METADATA_BYTES = 16 << 10
 """Of a request; gRPC refuses more by chance, and twice as much always."""
 CONCURRENT_STREAMS = 1024
 """Of one connection; a client that wants more waits, or opens another one."""
+IDLE_SECONDS = 600.0
+"""After which a connection without calls is asked to go. Clients of gRPC come back by themselves when they have one."""
 _KEEPALIVE_TIMEOUT_SECONDS = 20.0
+_WINDOW_BYTES = 65535
+_PENDING_CALLS = (1 << 31) - 1
+"""That nobody has looked at: streams and connections bound them. gRPC's own bound, of 1000, cancels calls of a burst
+without a word; ours are told why, and when to come back."""
 
 Service = tuple[ServiceDescriptor, object]
 """A service and its servicer, for `jaxinfer.serve.grpc.rpc.Registrar`."""
@@ -41,6 +50,7 @@ class GrpcServers:
         frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
         more: further services of the first port.
         observer: is told of every call's end.
+        cut: is told of every connection that had to give way to others.
 
     Attributes:
         port, control_port: where it listens, once it is started; control_port is None without Control.
@@ -55,10 +65,13 @@ class GrpcServers:
         *,
         more: Sequence[Service] = (),
         observer: Observer | None = None,
+        cut: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._frontend, self._engine = config, frontend, engine
-        self._slow = SlowReaders(config.slow_reader_seconds)
-        self._registrar = Registrar(authoriser, self._slow, observer)
+        self._slow = SlowClients(config.slow_reader_seconds, config.header_seconds)
+        self._connections = Connections({}, cut)
+        self._bounds = Bounds(config.limits.message_bytes, config.max_receive_bytes, self._connections)
+        self._registrar = Registrar(authoriser, self._slow, self._bounds, observer, values=config.limits.values)
         self._inference: list[Service] = [(_INFERENCE, Inference(frontend)), *more]
         control = Control(
             frontend, engine, drain_seconds=config.drain_seconds, profiling=config.profile_dir is not None
@@ -83,9 +96,10 @@ class GrpcServers:
         """
         config = self._config
         self._watchers.append(asyncio.create_task(self._slow.run()))
-        self.port = await self._serve(self._inference, config.host, "grpc_port")
+        self.port = await self._serve(self._inference, config.host, "grpc_port", config.max_connections)
         if config.control_port is not None:
-            self.control_port = await self._serve(self._control, config.control_host, "control_port")
+            self.control_port = await self._serve(self._control, config.control_host, "control_port", OPERATORS)
+        self._watchers.append(asyncio.create_task(self._connections.run()))
 
     async def stop(self, grace: float) -> None:
         """Accept no more calls, leave those that run ``grace`` seconds to end, and cut the others."""
@@ -96,8 +110,8 @@ class GrpcServers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
-    async def _serve(self, services: Sequence[Service], host: str, setting: str) -> int:
-        server = aio.server(options=options_of(self._config))
+    async def _serve(self, services: Sequence[Service], host: str, setting: str, connections: int) -> int:
+        server = aio.server(options=options_of(self._config, connections))
         health = Health(lambda: self.is_ready, [service.full_name for service, _ in services])
         services = [*services, (_HEALTH, health)]
         names = [service.full_name for service, _ in services] + [_REFLECTION.full_name]
@@ -106,6 +120,7 @@ class GrpcServers:
             self._registrar.add(server, service, servicer)
         bound = self._bind(server, host, setting)
         await server.start()
+        self._connections.most[bound] = connections
         self._servers.append(server)
         self._healths.append(health)
         self._watchers.append(asyncio.create_task(health.run()))
@@ -123,18 +138,25 @@ class GrpcServers:
             raise ServeConfigError(f"{setting}={port}: cannot listen on {host}: is it in use?") from error
 
 
-def options_of(config: ServeConfig) -> list[tuple[str, Any]]:
+def options_of(config: ServeConfig, connections: int) -> list[tuple[str, Any]]:
     """Channel arguments. A client may be silent for a minute while its prompt is worked on: idle connections are
-    pinged, and those who ping us are not sent away for it."""
+    pinged, and those who ping us are not sent away for it. What a call may send before it is read has one window and
+    does not grow with what its client measures; a message that is read has one of its size."""
     ping = int(config.keepalive_seconds * 1000)
     return [
         ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
         ("grpc.server_handshake_timeout_ms", int(config.header_seconds * 1000)),
         ("grpc.max_receive_message_length", config.limits.message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
         ("grpc.max_concurrent_streams", CONCURRENT_STREAMS),
+        ("grpc.server.max_pending_requests", _PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS),
         ("grpc.keepalive_time_ms", ping),
         ("grpc.keepalive_timeout_ms", int(_KEEPALIVE_TIMEOUT_SECONDS * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),

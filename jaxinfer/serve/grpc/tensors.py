@@ -12,6 +12,8 @@ from jaxinfer.serve.errors import Kind, ServeError
 _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents", "UINT32": "uint_contents"}
 _LENGTH = struct.Struct("<I")
 
+_LONG = 9  # dimensions, of which no more are looked at
+
 Value = bytes | bool | int
 
 
@@ -30,7 +32,7 @@ def read_scalar(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None
     Raises:
         ServeError: INVALID: another datatype or shape, or the content is none of these.
     """
-    name, shape = tensor.name, list(tensor.shape)
+    name, shape = tensor.name, list(tensor.shape[:_LONG])
     if tensor.datatype != datatype:
         raise refuse(name, f"datatype {tensor.datatype[:20]!r} must be {datatype}")
     if not shape or len(shape) > 2 or math.prod(shape) != 1 or min(shape) < 1:

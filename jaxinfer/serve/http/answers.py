@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -23,8 +23,11 @@ from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http.bodies import gone_away
 from jaxinfer.serve.http.choices import Choice, TextChoice
-from jaxinfer.serve.http.errors import error_json
+from jaxinfer.serve.http.errors import error_event
+from jaxinfer.serve.room import Place
 
+_AT_ONCE = 8
+"""Prompts, or outputs, of one request that are worked on in one round of the loop."""
 STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 
 
@@ -39,8 +42,11 @@ class Envelope:
     system_fingerprint: str
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def around(self, choices: Sequence[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-        return {**self._head(), "choices": list(choices), "usage": usage_json(usage), **self.extra}
+    def around(self, choices: Sequence[str], usage: Usage) -> str:
+        """The JSON of it all; ``choices`` are JSON already, since there may be many."""
+        head = json.dumps(self._head())[:-1]
+        rest = json.dumps({"usage": usage_json(usage), **self.extra})[1:]
+        return f'{head}, "choices": [{", ".join(choices)}], {rest}'
 
     def chunk(self, *, with_usage: bool, extra: bool = False) -> tuple[str, str]:
         """The texts before and after the choices of a server-sent event."""
@@ -97,14 +103,20 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
         ServeError: of the first one that is refused.
     """
 
-    async def one(call: Call, its: Mapping[str, str]) -> Generation:
-        with in_its_words(its):
-            return await frontend.generate(call)
+    turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(call: Call, its: Mapping[str, str], place: Place | None = None) -> Generation:
+        async with turns:
+            await asyncio.sleep(0)
+            with in_its_words(its):
+                return await frontend.generate(call, place)
 
     if len(calls) == 1:
         return [await one(calls[0], names[0])]
-    tasks = [asyncio.ensure_future(one(*each)) for each in zip(calls, names, strict=True)]
+    places, tasks = frontend.reserve(calls), list[asyncio.Task[Generation]]()
     try:
+        async for each in in_turn(zip(calls, names, places, strict=True)):
+            tasks.append(asyncio.ensure_future(one(*each)))
         return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
@@ -112,6 +124,8 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
         for found in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(found, Generation):
                 await found.aclose()
+        for place in places:  # also of tasks that were cancelled before they began
+            place.leave()
         raise
 
 
@@ -138,7 +152,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def whole(envelope: Envelope, replies: Sequence[Reply]) -> dict[str, Any]:
+async def whole(envelope: Envelope, replies: Sequence[Reply]) -> str:
     """The answer in one piece.
 
     Raises:
@@ -148,13 +162,25 @@ async def whole(envelope: Envelope, replies: Sequence[Reply]) -> dict[str, Any]:
         await replies[0].collect()
     else:
         await _all(replies)
-    choices = [choice.whole() for reply in replies for choice in reply.choices]
+    choices = []
+    async for choice in in_turn([choice for reply in replies for choice in reply.choices]):
+        choices.append(json.dumps(choice.whole()))
     return envelope.around(choices, _total(replies))
 
 
+async def in_turn[T](items: Iterable[T]) -> AsyncIterator[T]:
+    """Each of ``items``, but that others get on after a few of them."""
+    for rank, item in enumerate(items):
+        if rank % _AT_ONCE == _AT_ONCE - 1:
+            await asyncio.sleep(0)
+        yield item
+
+
 async def _all(replies: Sequence[Reply]) -> None:
-    tasks = [asyncio.ensure_future(reply.collect()) for reply in replies]
+    tasks = []
     try:
+        async for reply in in_turn(replies):
+            tasks.append(asyncio.ensure_future(reply.collect()))
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -205,7 +231,7 @@ class EventStream(Response):
         except Exception as error:  # noqa: BLE001 - the stream has begun: whatever it is, the client is told
             answer = answer_to(error)
             self._failed(answer)
-            await _put(send, b"event: error\ndata: " + error_json(answer) + b"\n\n")
+            await _put(send, error_event(answer))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, send: Send) -> None:
@@ -246,9 +272,10 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
             yield 0, delta
         return
     news: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(len(generations))
-    tasks = [asyncio.ensure_future(_pump(place, each, news)) for place, each in enumerate(generations)]
+    tasks: list[asyncio.Future[None]] = []
+    starting = asyncio.ensure_future(_start_pumps(generations, news, tasks))
     try:
-        running = len(tasks)
+        running = len(generations)
         while running:
             item = await news.get()
             if isinstance(item, BaseException):
@@ -258,9 +285,18 @@ async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int,
             else:
                 yield item
     finally:
-        for task in tasks:
+        for task in (starting, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
+
+
+async def _start_pumps(
+    generations: Sequence[Generation],
+    news: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None],
+    tasks: list[asyncio.Future[None]],
+) -> None:
+    async for place, each in in_turn(enumerate(generations)):
+        tasks.append(asyncio.ensure_future(_pump(place, each, news)))
 
 
 async def _pump(

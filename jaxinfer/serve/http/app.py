@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -15,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answered, in_its_words
-from jaxinfer.serve.http import completions, requests
+from jaxinfer.serve.http import completions, long, requests
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.errors import error_body
 from jaxinfer.serve.http.gate import Gate, error_response
-from jaxinfer.serve.http.prompts import conversation_of, names_in_messages
+from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.metrics import render
 
 _BODIES: tuple[type[requests.Body], ...] = (
@@ -107,11 +109,22 @@ def _answered(handler: _Handler) -> _Handler:
 
 
 async def _health(request: Request) -> Response:
-    return Response()
+    return _told(_door(request).condition)
 
 
 async def _ready(request: Request) -> Response:
-    return Response() if _door(request).is_ready else Response(status_code=503)
+    condition = _door(request).condition
+    return _told(condition, 200 if condition.state == READY else 503)
+
+
+def _told(condition: Condition, status: int = 200) -> Response:
+    """How the engine is, and where it does not run, when to come back."""
+    answer: dict[str, Any] = {"state": condition.state}
+    if condition.state == READY:
+        return _json(answer)
+    seconds = math.ceil(condition.retry_after)
+    answer |= {"reason": condition.reason, "retry_after": seconds}
+    return Response(json.dumps(answer), status, {"retry-after": str(seconds)}, "application/json")
 
 
 async def _metrics(request: Request) -> Response:
@@ -157,25 +170,29 @@ def _model_json(card: ModelCard) -> dict[str, Any]:
 
 async def _tokenize(request: Request) -> Response:
     door = _door(request)
-    body = requests.checked(requests.TokenizeRequest, await read_json(request, door.limits.message_bytes))
+    body = requests.checked(requests.TokenizeRequest, await read_json(request, door.limits, door.long.read))
     frontend = door.serving()
     if (body.prompt is None) == (body.messages is None):
         raise ServeError(Kind.INVALID, "prompt: give either prompt or messages", "prompt")
-    text = conversation_of(body) if body.prompt is None else body.prompt
+    text = await conversation_of(body, door.limits) if body.prompt is None else body.prompt
     with in_its_words({} if isinstance(text, str) else names_in_messages()):
-        ids = await frontend.tokenize(text, model=body.model, add_special_tokens=body.add_special_tokens)
-    answer: dict[str, Any] = {"count": len(ids), "max_model_len": frontend.card.max_model_len, "tokens": ids}
-    answer["token_strs"] = [frontend.token_text(token) for token in ids] if body.return_token_strs else None
-    return _json(answer)
+        special, tenant = body.add_special_tokens, request.state.tenant
+        ids = await frontend.tokenize(text, model=body.model, add_special_tokens=special, tenant=tenant)
+    spell = frontend.token_text if body.return_token_strs else None
+    about = {"count": len(ids), "max_model_len": frontend.card.max_model_len}
+    return long.tokens_answer(about, ids, spell)
 
 
 async def _detokenize(request: Request) -> Response:
     door = _door(request)
-    body = requests.checked(requests.DetokenizeRequest, await read_json(request, door.limits.message_bytes))
+    body = requests.checked(requests.DetokenizeRequest, await read_json(request, door.limits, door.long.read))
     skip = body.skip_special_tokens
     with in_its_words({"token_ids": "tokens"}):
-        text = await door.serving().detokenize(body.tokens, model=body.model, skip_special_tokens=skip)
-    return _json({"prompt": text})
+        ids = await long.off_loop(
+            len(body.tokens) if isinstance(body.tokens, list) else 0, ids_of, "tokens", body.tokens
+        )
+        text = await door.serving().detokenize(ids, model=body.model, skip_special_tokens=skip)
+    return Response(await long.off_loop(len(text), long.text_json, "prompt", text), media_type="application/json")
 
 
 # ---- errors

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 
 MAX_DEPTH = 64
@@ -20,20 +22,30 @@ MAX_DEPTH = 64
 
 # A string, closed or not, or one bracket. Nothing in it goes back: the scan is linear in the text.
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
+_SHORT_BYTES = 256 << 10
+_FEW = 4096  # values or escapes: some milliseconds
+_TIMES = 8
+_MAX_NUMBERS = 4 << 20  # of one body: as many as a text may have characters
 
-async def read_json(request: Request, limit: int) -> dict[str, Any]:
+type Reader = Callable[[bytes, str], Awaitable[Any]]
+"""What a long body holds, as `parse` reads it, but that lists of token ids may be arrays."""
+
+
+async def read_json(request: Request, limits: ServeLimits, read_long: Reader) -> dict[str, Any]:
     """The object that a request's body holds.
 
     Raises:
-        ServeError: TOO_LARGE beyond ``limit`` bytes, INVALID for anything but a JSON object in UTF-8, CANCELLED if the
-            client goes.
+        ServeError: TOO_LARGE beyond ``limits.message_bytes``, INVALID for anything but a JSON object in UTF-8 or for
+            too many values, CANCELLED if the client goes.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # also keeps web pages of others out: browsers ask before they send this type
         _refuse(f"content-type={kind[:100]!r} must be application/json")
-    value = parse(await read_body(request, limit))
+    body = await read_body(request, limits.message_bytes)
+    value = parse(body) if is_short(body, limits.values) else await read_long(body, request.state.tenant)
     if not isinstance(value, dict):
         _refuse("the body must be a JSON object")
     return value
@@ -57,6 +69,25 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect as cause:
         raise gone_away() from cause
     return bytes(body)
+
+
+def is_short(body: bytes, values: int) -> bool:
+    """Whether it can be read at once: few bytes, few values (what looks like one within a text counts, too)."""
+    return len(body) <= _SHORT_BYTES and sum(map(body.count, b"[{,\\")) <= min(values, _FEW)
+
+
+def check_count(body: bytes, values: int) -> None:
+    """Before anything is made of them: an empty list has 2 bytes here and 64 as an object.
+
+    Raises:
+        ServeError: INVALID: there are many times as many values, or more than four million numbers. What is less is
+            parsed, to know which field has too many.
+    """
+    bare, strings = _STRING.subn(b"", body)
+    if sum(map(bare.count, b"[{")) > _TIMES * values or strings > 2 * _TIMES * values:  # a string may be a name, too
+        _refuse(f"the body holds more than {values} values (limits.values)")
+    if bare.count(b",") > _MAX_NUMBERS:
+        _refuse(f"the body holds more than {_MAX_NUMBERS} numbers")
 
 
 def gone_away() -> ServeError:

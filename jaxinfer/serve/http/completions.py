@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -28,28 +26,26 @@ from jaxinfer.serve.tracing import HEADERS
 async def complete(request: Request) -> Response:
     """Texts or token ids in, one choice for each of them and each of ``n`` outputs."""
     door: Door = request.app.state.door
-    body = checked(CompletionRequest, await read_json(request, door.limits.message_bytes))
-    frontend, asked = door.serving(), prompts.prompts_of(body)
-    sampling = prompts.sampling_of_completion(body)
+    body = checked(CompletionRequest, await read_json(request, door.limits, door.long.read))
+    frontend, asked = door.serving(), prompts.prompts_of(body, door.limits)
+    sampling = prompts.sampling_of_completion(body, door.limits)
     name = _id(request, body)
     names = [name] if len(asked) == 1 else [f"{name}-{i}" for i in range(len(asked))]
+    special = body.add_special_tokens is not False
     calls = [
-        _call(request, body, prompt, sampling, each, add_special_tokens=body.add_special_tokens is not False)
-        for prompt, each in zip(asked, names, strict=True)
+        _call(request, body, prompt, sampling, each, add_special_tokens=special)
+        async for prompt, each in answers.in_turn(zip(asked, names, strict=True))
     ]
     generations = await answers.start(frontend, calls, prompts.names_in_prompts(body))
     try:
-        echoes = await asyncio.gather(
-            *(_echo(frontend, body, prompt, each) for prompt, each in zip(asked, generations, strict=True))
-        )
+        replies = []
+        async for place, (prompt, each) in answers.in_turn(enumerate(zip(asked, generations, strict=True))):
+            echo = await _echo(frontend, body, prompt, each)
+            replies.append(_text_reply(frontend, body, each, place, echo))
     except BaseException:
         for generation in generations:
             await generation.aclose()
         raise
-    replies = [
-        _text_reply(frontend, body, generation, place, echo)
-        for place, (generation, echo) in enumerate(zip(generations, echoes, strict=True))
-    ]
     envelope = _envelope(door, frontend, f"cmpl-{name}", "text_completion")
     return await _answer(request, body, envelope, replies, envelope)
 
@@ -57,10 +53,10 @@ async def complete(request: Request) -> Response:
 async def chat(request: Request) -> Response:
     """Messages in, through the checkpoint's template."""
     door: Door = request.app.state.door
-    body = checked(ChatCompletionRequest, await read_json(request, door.limits.message_bytes))
+    body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
     frontend, name = door.serving(), _id(request, body)
-    sampling = prompts.sampling_of_chat(body)
-    call = _call(request, body, prompts.conversation_of(body), sampling, name)
+    sampling = prompts.sampling_of_chat(body, door.limits)
+    call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name)
     with in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
@@ -83,7 +79,7 @@ async def _answer(
         found = await answers.while_connected(request.receive, answers.whole(envelope, replies))
     finally:
         await answers.close(replies)
-    return Response(json.dumps(found), headers=headers, media_type="application/json")
+    return Response(found, headers=headers, media_type="application/json")
 
 
 def _call(
@@ -130,7 +126,7 @@ def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> Wanted:
 
 
 async def _echo(
-    frontend: Frontend, body: CompletionRequest, prompt: str | list[int], generation: Generation
+    frontend: Frontend, body: CompletionRequest, prompt: str | Sequence[int], generation: Generation
 ) -> Echo | None:
     if not body.echo:
         return None

@@ -1,8 +1,13 @@
 """Connections that cannot be held open for nothing.
 
 uvicorn bounds how long an idle connection is kept, and the application what a body may hold. What is bounded here:
-the size of a request's head, the time for the head and again for the body, how long a client may leave an answer
-unread, and how many connections there are. One sweep a second looks at all of them: a token costs nothing.
+the size of a request's head and of what frames its body, the time for the head and again for the body, how many
+requests wait for the answers to others, how long a client may leave an answer unread, and how many connections there
+are: where there are too many, the one that is idle longest gives way. One sweep a second looks at all of them: a token
+costs nothing.
+
+What a connection's bytes mean is decided once: heads that leave it open are refused (`jaxinfer.serve.http.framing`),
+trailers are never headers, and nobody is upgraded.
 """
 
 from __future__ import annotations
@@ -12,15 +17,18 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
+import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from jaxinfer.serve.http.gate import CROWDED
+from jaxinfer.serve.descriptors import SPARE
+from jaxinfer.serve.http import framing, idle
+from jaxinfer.serve.http.gate import ALLOWED, CERTIFICATE, CROWDED
 
-SPARE = 64
-"""Connections beyond those that are allowed which are still answered: with 503, but for /health and /ready."""
+_CHUNK_BYTES = 24
+"""Of what frames a chunk without extensions: its size, and line ends; as long as a size of 64 bits may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +37,16 @@ class Bounds:
 
     Attributes:
         connections: at once.
-        head_bytes: of the request line and the headers.
+        pipelined: requests that wait for the answers to others.
+        head_bytes: of the request line and the headers; again of a body's trailers and of what chunks have beside
+            their contents.
         waste_bytes: of what a client goes on to send after an answer that ends its connection.
         read_seconds: for a request's head, and again for its body.
         stall_seconds: for which a client may leave unread what was sent.
     """
 
     connections: int = 1024
+    pipelined: int = 32
     head_bytes: int = 64 << 10
     waste_bytes: int = 16 << 20
     read_seconds: float = 10.0
@@ -47,17 +58,22 @@ class Connection(HttpToolsProtocol):
 
     Args:
         bounds: see there.
+        waiting: of the whole server.
         cut: told why a connection is closed on its client: "connections", "head", "body" or "reader".
         settings: of uvicorn.
     """
 
-    def __init__(self, *, bounds: Bounds, cut: Callable[[str], None], **settings: Any) -> None:
+    def __init__(self, *, bounds: Bounds, waiting: idle.Idle, cut: Callable[[str], None], **settings: Any) -> None:
         super().__init__(**settings)
-        self._bounds, self._cut = bounds, cut
+        self._bounds, self._waiting, self._cut = bounds, waiting, cut
+        self._account = idle.STRANGER
         self._due: float | None = None  # when what is being read must be there
         self._in_head = self._in_body = False
-        self._head_bytes = self._waste = 0
+        self._head_bytes = self._framing = self._waste = 0
+        self._active: RequestResponseCycle | None = None  # the one that was begun last
+        self._upgrading = False  # what is being read asks for another protocol, and is read again without that
         self._refusal: tuple[int, str] | None = None
+        self._broken: bytes | None = None  # the last answer, to what cannot be read: behind all others
         self._ending = False  # the last answer is written: what still comes is thrown away
         self._early = False  # an answer began before its request's body was there
         self._stalled: tuple[int, float] | None = None  # unread bytes, and since when they are no fewer
@@ -67,44 +83,108 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect()
+        if (certificate := _certificate(transport)) is not None:
+            self.app = _marked(self.app, CERTIFICATE, certificate)
         crowd = len(self.connections) - self._bounds.connections
-        if crowd > SPARE:
+        if crowd > 0 and not self._waiting.make_room(idle.STRANGER, idle.KNOWN):
+            if crowd > SPARE and not self._waiting.make_room(idle.CROWDED):
+                self._close("connections")
+                return
+            self._account, self.app = idle.CROWDED, _marked(self.app, CROWDED, True)
+        self._waiting.add(self, self._account)
+
+    def give_way(self) -> None:
+        """Another connection needs the place."""
+        if self._account == idle.KNOWN:
+            self._cut("connections")
+            self.transport.close()  # its last answer may still be on its way
+        else:
+            self.connections.discard(self)
             self._close("connections")
-        elif crowd > 0:
-            self.app = _crowded(self.app)
 
     def data_received(self, data: bytes) -> None:
-        if self._ending:
+        if self._ending or self._broken is not None:
             self._discard(len(data))
             return
-        began = self._in_head
-        super().data_received(data)
-        if self._ending or self.transport.is_closing():
+        in_head, in_body = self._in_head, self._in_body
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self._ending or self._broken is not None or self.transport.is_closing():
             return
-        if self._in_head and began:  # what a head holds that is not complete is known from outside only
+        if self._in_head and in_head:  # what a head holds that is not complete is known from outside only
             self._count_head(len(data))
+        elif self._in_body and in_body:
+            self._count_framing(len(data))
         elif not (self._in_head or self._in_body) and self.timeout_keep_alive_task is None and self._idle:
             self._due = self._due or self._expect()  # blank lines keep no connection open
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.discard(self)
+        if self._active is not None and not self._active.response_complete:  # uvicorn tells the request read last
+            self._active.disconnected = True
+            self._active.message_event.set()
+        super().connection_lost(exc)
+
+    def _parse(self, data: bytes) -> None:
+        """Whoever asks for another protocol is answered in this one (RFC 9110, 7.8). The parser would take a request's
+        body for that protocol, so it is given the request again, as if nobody had asked."""
+        try:
+            while (rest := self._fed(data)) is not None:
+                self.parser, data = self._new_parser(), rest
+        except httptools.HttpParserError:
+            message = "Invalid HTTP request received."
+            self.logger.warning(message)
+            self.send_400_response(message)
+
+    def _fed(self, data: bytes) -> bytes | None:
+        """What is to be parsed from the beginning."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            version = self.parser.get_http_version()
+            head = framing.without_upgrade(self.parser.get_method(), version, self.url, self.headers)
+            return head + data[upgrade.args[0] :]
+        return None
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does: it is thrown away
+        return parser
+
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, in OpenAI's shape."""
-        if self._ending:
+        """uvicorn's answer to what is no HTTP, in OpenAI's shape, behind the answers to what came before it."""
+        if self._ending or self._broken is not None:
             return
-        status, message = self._refusal or (400, msg)
+        status, message = self._refusal or self._version_refusal or (400, msg)
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        if not self._idle:  # an answer is under way, and this would be taken for a part of it
-            self.transport.close()
-            return
-        self.transport.write(STATUS_LINE[status] + head + body)
-        self._linger()
+        self._broken = STATUS_LINE[status] + head + body
+        if self._in_body:
+            self._drop_request()
+        self._end_broken()
+
+    def _drop_request(self) -> None:
+        """The one whose body cannot be read: it is not answered by the application, unless it has begun to."""
+        if self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()
+        elif self._active is not None and not self._active.response_started:
+            self._active.disconnected = self._active.response_complete = True
+            self._active.message_event.set()
+
+    def _end_broken(self) -> None:
+        """Say what was wrong, if all that came before is answered."""
+        if self._broken is not None and self._idle and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self.transport.write(self._broken)
+            self._linger()
 
     # ---- the parser's side
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._framing = True, 0, 0
+        self._upgrading = False
         self._expect()
 
     def on_url(self, url: bytes) -> None:
@@ -112,31 +192,63 @@ class Connection(HttpToolsProtocol):
         self._parsed(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._in_head:  # else it is a trailer: whoever answers may have read the headers already
+            super().on_header(name, value.rstrip(b" \t"))
         self._parsed(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._in_body = False, True
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if (fault := framing.fault_of(method, version, self.url, self.headers)) is not None:
+            self._refuse(*fault)
+        if len(self.pipeline) >= self._bounds.pipelined:
+            self._refuse(400, f"more than {self._bounds.pipelined} requests wait on this connection")
+        if self.parser.should_upgrade():
+            self._upgrading = True
+            return
+        self._in_head, self._in_body, self._head_bytes = False, True, 0
+        self.expect_100_continue = self.expect_100_continue and version != "1.0"
         super().on_headers_complete()
+        self._waiting.discard(self)
         self._watch_answer(self.cycle)
         if self.flow.read_paused:  # an earlier request is being answered
             self._due = None
         else:
             self._expect()
 
+    def on_chunk_header(self) -> None:
+        self._framing -= _CHUNK_BYTES
+
+    def on_body(self, body: bytes) -> None:
+        self._framing -= len(body)
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
         self._in_body, self._due = False, None
         super().on_message_complete()
 
     # ---- answers
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._active = cycle
+        if cycle.more_body:
+            self._expect()  # its body's time was not counted while it waited for another's answer
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         if self._early:
             self.pipeline.clear()
+        if self._account == idle.STRANGER and self.cycle.scope.get(ALLOWED):
+            self._account = idle.KNOWN
         super().on_response_complete()
+        if self._idle and not self.transport.is_closing():
+            self._waiting.add(self, self._account)
         if self._early and not self.transport.is_closing():
             self._unset_keepalive_if_required()
             self._linger()
+        else:
+            self._end_broken()
 
     def _watch_answer(self, cycle: RequestResponseCycle) -> None:
         """See whether its answer begins before the request's body is there: a refusal that nobody needs to read for."""
@@ -159,8 +271,11 @@ class Connection(HttpToolsProtocol):
         """Nothing more is said. What the client goes on to send is read for a while and thrown away: closing at once
         would reset the connection, and the client would never see the answer."""
         self._ending, self._in_head, self._in_body, self._waste = True, False, True, 0
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        try:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+        except OSError:  # the client has gone, which nobody here has noticed yet
+            self.transport.close()
         self._expect()
 
     # ---- the sweep
@@ -195,18 +310,22 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        """No request is being answered."""
-        return self.cycle is None or self.cycle.response_complete
+        """No request is being answered, and none waits for that."""
+        return not self.pipeline and (self._active is None or self._active.response_complete)
 
     def _expect(self) -> float:
         self._due = time.monotonic() + self._bounds.read_seconds
         return self._due
 
+    def _refuse(self, status: int, message: str) -> NoReturn:
+        """Stop the parser, which ends in `send_400_response`."""
+        self._refusal = status, message
+        raise ValueError(message)
+
     def _parsed(self, size: int) -> None:
         self._head_bytes += size
         if self._head_bytes > self._bounds.head_bytes:
-            self._refusal = self._too_large
-            raise ValueError(self._too_large[1])  # stops the parser, which ends in send_400_response
+            self._refuse(*self._too_large)
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
@@ -214,9 +333,24 @@ class Connection(HttpToolsProtocol):
             self._refusal = self._too_large
             self.send_400_response("")
 
+    def _count_framing(self, size: int) -> None:
+        """Of a body that has neither begun nor ended in what came: its contents are taken off by `on_body`."""
+        self._framing += size
+        if self._framing > self._bounds.head_bytes:
+            self._refusal = 431, f"the body has more than {self._bounds.head_bytes} bytes beside its contents"
+            self.send_400_response("")
+
     @property
     def _too_large(self) -> tuple[int, str]:
-        return 431, f"the head of the request is larger than {self._bounds.head_bytes} bytes"
+        where = "head" if self._in_head else "trailer"
+        return 431, f"the {where} of the request is larger than {self._bounds.head_bytes} bytes"
+
+    @property
+    def _version_refusal(self) -> tuple[int, str] | None:
+        """For what the parser has refused by itself."""
+        version = self.parser.get_http_version() if self._in_head else framing.VERSIONS[0]
+        known = version in ("0.0", *framing.VERSIONS)  # 0.0: it has not come so far
+        return None if known else (505, f"HTTP/{version} is not served")
 
     def _discard(self, size: int) -> None:
         self._waste += size
@@ -229,8 +363,14 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
 
-def _crowded(app: ASGIApp) -> ASGIApp:
+def _certificate(transport: asyncio.Transport) -> bytes | None:
+    """The client's, as DER: none where the server asks for none."""
+    tls = transport.get_extra_info("ssl_object")
+    return None if tls is None else tls.getpeercert(binary_form=True)
+
+
+def _marked(app: ASGIApp, name: str, value: object) -> ASGIApp:
     async def marked(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, CROWDED: True}, receive, send)
+        await app({**scope, name: value}, receive, send)
 
     return marked

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.core.supervisor import READY, STARTING, Condition
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.metrics import ServerMetrics
+from jaxinfer.serve.reading import BodyReader
 
 INFER, OBSERVE = "infer", "observe"
 OPEN: Mapping[str, None] = {"/health": None, "/ready": None}
@@ -42,16 +44,20 @@ class Door:
     Attributes:
         frontend: None while the model is loading.
         authoriser: knows the keys; without a file of them everybody may do everything.
-        ready: whether the engine runs; asked by /ready and /metrics.
+        engine: how that is; asked by /health, /ready and /metrics.
         version: jaxinfer's.
+        long: reads long bodies.
     """
 
     version: str
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
     authoriser: Authoriser = dataclasses.field(default_factory=lambda: Authoriser(None))
     frontend: Frontend | None = None
-    ready: Callable[[], bool] = lambda: True
+    engine: Callable[[], Condition] = lambda: Condition(READY)
     metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
+
+    def __post_init__(self) -> None:
+        self.long = BodyReader(self.limits)
 
     def serving(self) -> Frontend:
         """Raises `ServeError` UNAVAILABLE while there is nothing to serve."""
@@ -62,7 +68,19 @@ class Door:
     @property
     def is_ready(self) -> bool:
         """Whether a generation would be accepted."""
-        return self.frontend is not None and not self.frontend.draining and self.ready()
+        return self.condition.state == READY
+
+    @property
+    def condition(self) -> Condition:
+        """The engine's, or why no generation would be accepted although it runs."""
+        found = self.engine()
+        if found.state != READY:
+            return found
+        if self.frontend is None:
+            return Condition(STARTING, "the model is loading")
+        if self.frontend.draining:
+            return Condition("draining", "the server is draining")
+        return found
 
     def failed(self, error: ServeError) -> None:
         """A client is told of an error."""

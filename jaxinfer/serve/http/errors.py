@@ -38,6 +38,11 @@ def error_json(error: ServeError) -> bytes:
     return json.dumps(error_body(error)).encode()
 
 
+def error_event(error: ServeError) -> bytes:
+    """What ends a stream of server-sent events that has begun."""
+    return b"event: error\ndata: " + error_json(error) + b"\n\n"
+
+
 def error_headers(error: ServeError) -> dict[str, str]:
     """When to come back, for those who read seconds and for those who read milliseconds; how to log in."""
     headers = {}

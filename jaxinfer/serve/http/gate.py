@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
 from collections.abc import Iterable
 
@@ -13,10 +15,15 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.http.door import INFER, OPEN, SCOPES, Door, route_of
-from jaxinfer.serve.http.errors import error_headers, error_json
+from jaxinfer.serve.http.errors import error_event, error_headers, error_json
 
 CROWDED = "jaxinfer.crowded"
 """Set in the scope of requests on connections beyond those that are allowed."""
+ALLOWED = "jaxinfer.allowed"
+"""Set in the scope of requests whose caller may make them; not of those that anybody may make."""
+
+CERTIFICATE = "jaxinfer.certificate"
+"""In the scope of requests on connections whose client has shown a certificate, which was verified: as DER."""
 
 _UNKNOWN = "other"  # paths are the client's own: as labels they would have no bound
 _MAX_ID = 128
@@ -40,26 +47,42 @@ class Gate:
         route = route_of(scope["path"])
         answer = _Answer(send, request_id(Headers(scope=scope)))
         metrics = self._door.metrics
-        named = route or _UNKNOWN
+        named, leash = route or _UNKNOWN, _Leash()
         with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
             try:
-                self._enter(scope, route, answer.request_id)
-                await self.inner(scope, receive, answer.send)
+                with self._enter(scope, route, answer.request_id, leash):
+                    await self.inner(scope, receive, answer.send)
+            except asyncio.CancelledError:
+                await self._end_revoked(leash.taken(), scope, receive, answer)
             except Exception as error:  # noqa: BLE001 - the border of the server: every fault gets an answer
                 await self._refuse(error, scope, receive, answer)
         metrics.http_requests.labels(named, str(answer.status)).inc()
 
-    def _enter(self, scope: Scope, route: str | None, request_id: str) -> None:
-        """Raises `ServeError` for those who may not."""
+    def _enter(
+        self, scope: Scope, route: str | None, request_id: str, leash: _Leash
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within it the request's key is watched. Raises `ServeError` for those who may not."""
         state = scope.setdefault("state", {})
         state["request_id"], state["tenant"] = request_id, ""
         if route in OPEN:
-            return
+            return contextlib.nullcontext()
         if scope.get(CROWDED):
             raise unavailable("too many connections: try again later")
         needed = INFER if route is None else SCOPES[route]
         assert needed is not None
-        state["tenant"] = self._door.authoriser.authorise(bearer(Headers(scope=scope)), needed).name
+        key = bearer(Headers(scope=scope))
+        caller = self._door.authoriser.authorise(key, needed, lambda: scope.get(CERTIFICATE))
+        state["tenant"], scope[ALLOWED] = caller.name, True
+        return self._door.authoriser.during(caller, needed, leash.cut)
+
+    async def _end_revoked(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Its key is gone: a stream of events ends by an error, as any other does that fails."""
+        if not answer.streams:
+            await self._refuse(error, scope, receive, answer)
+            return
+        self._door.failed(error)
+        await answer.send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, answer: _Answer) -> None:
         if answer.status:  # too late to say anything: the connection is closed before the answer is complete
@@ -72,16 +95,40 @@ class Gate:
         await response(scope, receive, answer.send)
 
 
+class _Leash:
+    """Of the task that answers a request: ends it when the request's key is taken away."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._error: ServeError | None = None
+
+    def cut(self, error: ServeError) -> None:
+        if self._error is None and self._task is not None:
+            self._error = error
+            self._task.cancel()
+
+    def taken(self) -> ServeError:
+        """Why it was ended, which is no reason to end anything else. Raises CancelledError: by somebody else."""
+        if self._error is None or self._task is None:
+            raise asyncio.CancelledError
+        self._task.uncancel()
+        return self._error
+
+
 class _Answer:
-    """Sends, and notices the status. 0: nothing is sent yet."""
+    """Sends, and notices the status (0: nothing is sent yet) and whether events are being streamed."""
 
     def __init__(self, send: Send, request_id: str) -> None:
-        self._send, self.request_id, self.status = send, request_id, 0
+        self._send, self.request_id, self.status, self.streams = send, request_id, 0, False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(raw=message["headers"]).setdefault("x-request-id", self.request_id)
+            headers = MutableHeaders(raw=message["headers"])
+            headers.setdefault("x-request-id", self.request_id)
+            self.streams = headers.get("content-type", "").startswith("text/event-stream")
+        elif not message.get("more_body"):
+            self.streams = False
         await self._send(message)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.calls import Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
 from jaxinfer.serve.http.bodies import parse
@@ -14,34 +16,39 @@ from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionReques
 
 MAX_PROMPTS = 1024
 """Of one request for completions."""
+_FEW = 256
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """A prompt, or a list of prompts, each a text or token ids.
+def prompts_of(body: CompletionRequest, limits: ServeLimits) -> list[str | Sequence[int]]:
+    """A prompt, or a list of prompts, each a text or token ids. The texts together are no longer than one may be.
 
     Raises:
         ServeError: INVALID, naming field and value.
     """
     given = body.prompt
-    if isinstance(given, str):
+    if isinstance(given, str | array):
         return [given]
     if not isinstance(given, list) or not given:
         _refuse("prompt", given, "must be text, token ids, or a list of either")
-    if not isinstance(given[0], str | list):
-        return [_ids("prompt", given)]
+    if not isinstance(given[0], str | list | array):
+        return [ids_of("prompt", given)]
     if len(given) > MAX_PROMPTS:
         raise ServeError(Kind.INVALID, f"prompt must hold at most {MAX_PROMPTS} prompts, not {len(given)}", "prompt")
-    return [item if isinstance(item, str) else _ids(f"prompt[{i}]", item) for i, item in enumerate(given)]
+    characters = sum(len(item) for item in given if isinstance(item, str))
+    if characters > limits.prompt_characters:
+        most = f"must have at most {limits.prompt_characters} characters"
+        raise ServeError(Kind.INVALID, f"prompt {most}, not {characters}", "prompt")
+    return [item if isinstance(item, str) else ids_of(f"prompt[{i}]", item) for i, item in enumerate(given)]
 
 
-def sampling_of_completion(body: CompletionRequest) -> dict[str, Any]:
+def sampling_of_completion(body: CompletionRequest, limits: ServeLimits) -> dict[str, Any]:
     """The fields for the validator. ``echo`` with ``logprobs`` asks for those of the prompt; with ``max_tokens`` 0 for
     nothing but the prompt: one token is made then, which nobody sees.
 
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    fields = body.sampling()
+    fields = body.sampling(limits.logit_bias)
     if body.best_of is not None and body.best_of != fields.get("n", 1):
         _refuse("best_of", body.best_of, "is not served unless it is n")
     if body.logprobs is not None:
@@ -58,7 +65,7 @@ def scores_only(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0 and not isinstance(body.max_tokens, bool)
 
 
-def sampling_of_chat(body: ChatCompletionRequest) -> dict[str, Any]:
+def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[str, Any]:
     """The fields for the validator.
 
     Raises:
@@ -66,7 +73,7 @@ def sampling_of_chat(body: ChatCompletionRequest) -> dict[str, Any]:
     """
     _check_choice(body.tool_choice)
     _check_format(body.response_format)
-    fields = body.sampling()
+    fields = body.sampling(limits.logit_bias)
     if body.max_completion_tokens is not None:
         if fields.get("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
             _refuse("max_tokens", body.max_tokens, f"must be max_completion_tokens={short(body.max_completion_tokens)}")
@@ -91,11 +98,28 @@ def names_in_messages() -> dict[str, str]:
 
 def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
     """The same, for each prompt of ``body``."""
-    several = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list)
+    several = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list | array)
     return [prompt_as(f"prompt[{i}]") for i in range(len(body.prompt))] if several else [prompt_as("prompt")]
 
 
-def conversation_of(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
+async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits: ServeLimits) -> Conversation:
+    """The messages with text in place of text parts, see `_conversation`. Many are looked at by a thread.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    messages = body.messages or ()
+    if len(messages) > limits.messages:
+        raise ServeError(
+            Kind.INVALID, f"messages must be at most {limits.messages}, not {len(messages)}", field="messages"
+        )
+    parts = sum(len(found) for each in messages if isinstance(found := each.get("content"), list))
+    if len(messages) + parts <= _FEW:
+        return _conversation(body)
+    return await asyncio.to_thread(_conversation, body)
+
+
+def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation:
     """The messages with text in place of text parts. ``tool_choice`` "none" hides the tools from the template.
 
     Raises:
@@ -159,7 +183,14 @@ def _check_format(form: Any) -> None:
         _refuse("response_format", form if kind is None else kind, "is not served: it may be of type 'text'")
 
 
-def _ids(field: str, ids: Any) -> list[int]:
+def ids_of(field: str, ids: Any) -> Sequence[int]:
+    """Token ids, as a list or as the array that a long list was made.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    if isinstance(ids, array):
+        return ids
     if not isinstance(ids, list):
         _refuse(field, ids, "must be text or token ids")
     for i, token in enumerate(ids):

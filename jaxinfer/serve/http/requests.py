@@ -33,6 +33,7 @@ TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [_TOKEN_IDS, {"type": "null"}
 Biases = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]})
 ]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]  # the first that is none is told: there may be many
 Prompt = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]}),
@@ -115,11 +116,12 @@ class Sampling(Body):
     priority: int | None = None
     cache_salt: str | None = None
 
-    def sampling(self) -> dict[str, Any]:
-        """The fields that were set; JSON has only strings for the keys of ``logit_bias``."""
+    def sampling(self, most_biases: int) -> dict[str, Any]:
+        """The fields that were set. JSON has only strings for the keys of ``logit_bias``: at most so many become token
+        ids, since more are refused anyway."""
         values = ((name, getattr(self, name)) for name in SAMPLING)
         fields = {name: value for name, value in values if value is not None}
-        if isinstance(fields.get("logit_bias"), dict):
+        if isinstance(fields.get("logit_bias"), dict) and len(fields["logit_bias"]) <= most_biases:
             fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
         return fields
 
@@ -156,8 +158,8 @@ class ChatCompletionRequest(Sampling):
     }
     ignored: ClassVar[frozenset[str]] = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})] = None
     response_format: Annotated[Any, WithJsonSchema({"type": "object", "description": 'Only {"type": "text"}.'})] = None
     max_completion_tokens: Integer = None
@@ -173,8 +175,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
+    tools: Objects | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: Annotated[bool | None, Field(description="Default: true for a prompt, false for messages.")] = (
         None
@@ -188,7 +190,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[Any, WithJsonSchema(_TOKEN_IDS)]
     skip_special_tokens: bool = False
 
 
@@ -203,6 +205,9 @@ def checked[B: Body](kind: type[B], given: Mapping[str, Any]) -> B:
         if not any(value == other and type(value) is type(other) for other in harmless):
             raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
     kept = {name: value for name, value in given.items() if name not in kind.unserved and name not in kind.ignored}
+    for name in kept:
+        if name not in kind.model_fields:  # before pydantic makes an error of each of them
+            raise ServeError(Kind.INVALID, f"{name[:100]} is not a field of this request", field=name[:100])
     try:
         return kind.model_validate(kept)
     except pydantic.ValidationError as error:

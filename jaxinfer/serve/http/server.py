@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from jaxinfer.serve.descriptors import OPERATORS
 from jaxinfer.serve.http.app import build_app, build_metrics_app
 from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.idle import Idle
 from jaxinfer.serve.http.tls import ReloadingContext
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
@@ -91,14 +93,14 @@ class HttpServer:
     def _settings(self, app: ASGIApp) -> uvicorn.Config:
         config = self._config
         bounds = Bounds(
-            connections=config.max_connections,
+            connections=OPERATORS if self._metrics else config.max_connections,
             waste_bytes=_WASTE * config.limits.message_bytes,
             read_seconds=config.header_seconds,
             stall_seconds=config.slow_reader_seconds,
         )
         settings = uvicorn.Config(
             app,
-            http=functools.partial(Connection, bounds=bounds, cut=self._cut),  # type: ignore[arg-type]
+            http=functools.partial(Connection, bounds=bounds, waiting=Idle(), cut=self._cut),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

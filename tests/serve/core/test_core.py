@@ -53,8 +53,8 @@ def tokens(request: Request, index: int = 0) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def supervised(*options: str, log=None, **changes):
-    supervisor = Supervisor(make_config(**changes), command(*options, log=log), QUICK)
+async def supervised(*options: str, log=None, patience=QUICK, **changes):
+    supervisor = Supervisor(make_config(**changes), command(*options, log=log), patience)
     await supervisor.start()
     try:
         yield supervisor
@@ -429,7 +429,7 @@ def test_a_command_that_is_not_there_is_a_failure():
 def test_stop_ends_the_core_and_its_streams_and_leaves_no_socket():
     async def main():
         async with ready("--seconds", "0.005") as supervisor:
-            folder, process = supervisor._child._folder, process_of(supervisor)
+            folder, process = supervisor._child._folder.path, process_of(supervisor)
             assert (folder.stat().st_mode & 0o777) == 0o700
             reading = asyncio.create_task(collect(supervisor.backend, make_request("a", tokens=1500)))
             await until(lambda: supervisor._link()._streams)

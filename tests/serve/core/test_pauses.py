@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 
 import pytest
@@ -17,12 +18,16 @@ DYING = 0.01  # seconds between a core's end and the pause, at most
 USUAL = Patience()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Life:
     """Seconds from the start to READY (None: it never is), and from there to its end."""
 
     starting: float | None
     ready: float = 0.0
+
+
+DEAD_AT_ONCE = Life(None)
+NO_PROCESS = Life(None)
 
 
 class Process:
@@ -61,7 +66,7 @@ class Link:
 def pauses_between(monkeypatch, lives, patience=USUAL) -> list[float]:
     """How long it was between the end of each of these lives and the start after it."""
     begun, ended, left = [], [], iter(lives)
-    done = object()
+    done, over = object(), asyncio.Event()
 
     class Child:
         link: Link
@@ -72,7 +77,11 @@ def pauses_between(monkeypatch, lives, patience=USUAL) -> list[float]:
             begun.append(asyncio.get_running_loop().time())
             self, life = cls(), next(left, done)
             if life is done:
-                raise OSError("no more lives")
+                over.set()
+                await asyncio.sleep(3600.0)
+            if life is NO_PROCESS:
+                ended.append(begun[-1])
+                raise BlockingIOError(errno.EAGAIN, "no process can be had")
             self.link, self.process = Link(), Process(life, observe)
             return self
 
@@ -83,8 +92,9 @@ def pauses_between(monkeypatch, lives, patience=USUAL) -> list[float]:
     async def main():
         keeper = Supervisor(make_config(), ["core"], patience)
         await keeper.start()
-        assert "no more lives" in await keeper.until_stopped()
+        await over.wait()
         assert keeper.restarts == len(ended)
+        await keeper.stop()
 
     monkeypatch.setattr(supervisor, "Child", Child)
     monkeypatch.setattr(supervisor, "_LAST_WORDS_SECONDS", DYING / 2)
@@ -92,7 +102,6 @@ def pauses_between(monkeypatch, lives, patience=USUAL) -> list[float]:
     return [round(start - end, 2) for end, start in zip(ended, begun[1:], strict=True)]
 
 
-DEAD_AT_ONCE = Life(None)
 DOUBLING = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
@@ -100,6 +109,12 @@ DOUBLING = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 def test_pauses_double_up_to_the_longest(monkeypatch, life):
     """However long a start takes: it is the time READY that counts."""
     assert pauses_between(monkeypatch, [life] * len(DOUBLING)) == DOUBLING
+
+
+def test_they_double_as_well_while_no_process_can_be_had_whether_one_was_ready_before_or_not(monkeypatch):
+    assert pauses_between(monkeypatch, [NO_PROCESS] * len(DOUBLING)) == DOUBLING
+    lives = [Life(1.0, 3600.0), *[NO_PROCESS] * len(DOUBLING[1:])]
+    assert pauses_between(monkeypatch, lives) == DOUBLING
 
 
 def test_a_healthy_core_is_started_again_as_if_it_were_the_first(monkeypatch):

@@ -1,11 +1,12 @@
-"""`Supervisor` as cores tell it of their lives: which failures are final."""
+"""`Supervisor` as cores tell it of their lives: which failures are final, and how long a step may take."""
 
 import asyncio
 
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.serve.core import wire
-from jaxinfer.serve.core.supervisor import DEAD, Supervisor
+from jaxinfer.serve.core.supervisor import DEAD, READY, Patience, Supervisor
 from jaxinfer.serve.settings import ServeConfig
+from tests.bench import virtual
 from tests.serve.fake_engine import fake_card
 
 
@@ -19,3 +20,57 @@ def test_a_start_that_fails_is_final_unless_the_same_settings_were_ready_before(
     ready = pb.FromCore(ready=pb.Ready(card=wire.card_message(fake_card()), folder="here"))
     assert asyncio.run(failure()) == (DEAD, "no memory")
     assert asyncio.run(failure(ready)) == (DEAD, None)
+
+
+# ---- how long a step may take
+
+
+def limited(*beats: tuple[int, float], **changes) -> float:
+    """The limit after a core was READY and said so: steps, and their 99th percentile."""
+    supervisor = Supervisor(ServeConfig(model="fake", **changes))
+    ready = pb.FromCore(ready=pb.Ready(card=wire.card_message(fake_card()), folder="here"))
+
+    async def main() -> float:
+        supervisor._observe(ready)
+        for steps, p99 in beats:
+            supervisor._observe(pb.FromCore(beat=pb.Beat(steps=steps, p99_step_seconds=p99)))
+        return supervisor._step_limit()
+
+    return asyncio.run(main())
+
+
+def test_left_open_the_limit_is_ten_seconds_or_twenty_times_the_99th_percentile():
+    assert limited() == limited((50, 0.01)) == limited((50, 0.5)) == 10.0
+    assert limited((50, 0.8)) == 16.0
+    assert limited((50, 30.0)) == 600.0
+
+
+def test_what_a_core_before_took_counts_until_the_next_has_made_enough_steps():
+    assert limited((5000, 2.0), (0, 0.0), (10, 0.1)) == 40.0
+    assert limited((5000, 2.0), (0, 0.0), (1000, 0.1)) == 10.0
+
+
+def test_a_limit_that_was_set_holds():
+    assert limited((50, 30.0), step_timeout=3.0) == 3.0
+    group = {"num_processes": 2, "coordinator_address": "127.0.0.1:1", "group_key_file": "none"}
+    assert limited((50, 30.0), group_timeout=7.0, step_timeout=3.0, **group) == 7.0
+
+
+def test_while_a_profile_is_begun_or_ended_the_limit_is_a_minute():
+    supervisor = Supervisor(ServeConfig(model="fake"))
+    with supervisor._held_up():
+        assert supervisor._step_limit() == 60.0
+    assert supervisor._step_limit() == 10.0
+
+
+def test_a_core_that_was_ended_by_a_limit_that_nobody_set_leaves_the_next_one_twice_the_time():
+    async def main():
+        supervisor = Supervisor(ServeConfig(model="fake"), patience=Patience(tick=0.5))
+        limits = []
+        for _ in range(4):
+            supervisor.state = READY
+            limits.append(supervisor._step_limit())
+            assert await supervisor._watch() == f"the engine hangs: no step ended in {limits[-1]:g} s"
+        assert limits == [10.0, 20.0, 40.0, 60.0]
+
+    virtual.run(main())

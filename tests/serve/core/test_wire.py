@@ -74,6 +74,7 @@ requests = st.builds(
     bad_words_ids=st.lists(id_lists, max_size=3).map(tuple),
     priority=st.integers(-(2**63), 2**63 - 1),
     tenant=text,
+    cache_scope=text,
     cache_salt=text,
 )
 candidates = st.builds(TokenLogprob, ids, st.floats(allow_nan=False), st.integers(1, 2**31))

@@ -13,8 +13,9 @@ from jaxinfer.oip import open_inference_pb2
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, token_of
+from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
-from jaxinfer.serve.grpc.rpc import Registrar, SlowReaders
+from jaxinfer.serve.grpc.rpc import Registrar, SlowClients
 from jaxinfer.v1 import control_pb2, inference_pb2
 from tests.serve.grpc.running import Keys, Running, failure, failure_of, running
 
@@ -49,7 +50,7 @@ def test_the_table_has_every_method_and_only_health_is_free() -> None:
 def test_a_method_without_a_scope_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         service = control_pb2.DESCRIPTOR.services_by_name["Control"]
-        registrar = Registrar(Keys(), SlowReaders(1.0))
+        registrar = Registrar(Keys(), SlowClients(1.0, 1.0), Bounds())
         shorter = {path: scope for path, scope in SCOPES.items() if not path.endswith("/Drain")}
         monkeypatch.setattr("jaxinfer.serve.grpc.rpc.SCOPES", shorter)
         with pytest.raises(KeyError, match="Control/Drain"):

@@ -10,8 +10,9 @@ from grpc import aio
 
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.grpc.batch import Batch
+from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.inference import Inference
-from jaxinfer.serve.grpc.rpc import Registrar, Rpc, SlowReaders
+from jaxinfer.serve.grpc.rpc import Registrar, Rpc, SlowClients
 from jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
@@ -89,7 +90,7 @@ def test_no_more_is_read_than_there_is_room_for() -> None:
         async with running(Mischief(seconds=0.002)) as server:
             most, sent = 0, 0
             small = aio.server()
-            registrar = Registrar(Keys(), SlowReaders(30.0))
+            registrar = Registrar(Keys(), SlowClients(30.0, 30.0), Bounds())
             registrar.add(small, pb.DESCRIPTOR.services_by_name["Inference"], Inference(lambda: server.frontend, 3))
             port = small.add_insecure_port("127.0.0.1:0")
             await small.start()

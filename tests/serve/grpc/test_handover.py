@@ -86,8 +86,8 @@ def test_the_other_calls() -> None:
         assert seen == [
             {"model": None, "add_special_tokens": True, "tenant": "alice"},
             {"model": "fake", "add_special_tokens": False, "tenant": "alice", "timeout": None},
-            {"model": None, "add_special_tokens": None},
-            {"model": "m", "add_special_tokens": False},
+            {"model": None, "add_special_tokens": None, "tenant": "alice"},
+            {"model": "m", "add_special_tokens": False, "tenant": "alice"},
             {"model": None, "skip_special_tokens": False},
             {"model": "m", "skip_special_tokens": True},
         ]

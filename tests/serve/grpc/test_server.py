@@ -1,6 +1,8 @@
 """The server itself: TLS, limits, connections that are silent, readers that stop reading."""
 
 import asyncio
+import collections
+import contextlib
 import gc
 import pathlib
 import shutil
@@ -17,8 +19,9 @@ from jaxinfer.serve.grpc.server import CONCURRENT_STREAMS, GrpcServers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import PositionLogprobs
 from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
-from tests.serve.grpc.running import FakeSupervisor, Keys, collected, failure, request, running
+from tests.serve.grpc.running import FakeSupervisor, Keys, collected, failure, plain, request, running
 
 PROMPT = fake_tokenizer().encode("Hi")
 CHECK = health_pb2.HealthCheckRequest()
@@ -211,6 +214,22 @@ def test_streams_of_a_connection_are_bounded() -> None:
             settings = {int.from_bytes(entry[:2]): int.from_bytes(entry[2:]) for entry in entries}
             assert settings[MAX_CONCURRENT_STREAMS] == CONCURRENT_STREAMS
             writer.close()
+
+    asyncio.run(story())
+
+
+def test_a_burst_is_refused_in_our_words() -> None:
+    """gRPC's own limit of calls that are not yet looked at cancels them, without a word or a time to come back."""
+
+    async def story() -> None:
+        async with running() as server, contextlib.AsyncExitStack() as stack:
+            channels = [await stack.enter_async_context(plain(server.servers.port)) for _ in range(4)]
+            await asyncio.gather(*(channel.channel_ready() for channel in channels))
+            server.frontend.draining = True
+            calls = [InferenceStub(channel).Generate(request()) for _ in range(600) for channel in channels]
+            found = await asyncio.gather(*map(failure, calls))
+            told = collections.Counter((each.code, "grpc-retry-pushback-ms" in each.trailers) for each in found)
+            assert told == {(grpc.StatusCode.UNAVAILABLE, True): len(calls)}
 
     asyncio.run(story())
 

@@ -18,7 +18,7 @@ def test_what_a_client_sets_reaches_the_front_end(tmp_path):
     key, seen = new_key(), list[Call]()
     (tmp_path / "keys.yaml").write_text(key_entry(key, "alice", ["infer"]))
 
-    async def watched(call: Call) -> None:
+    async def watched(call: Call, place: object = None) -> None:
         seen.append(call)
         raise ServeError(Kind.INVALID, "seen")
 
@@ -56,11 +56,11 @@ def test_one_bad_prompt_refuses_all_and_leaves_nothing_behind():
         async with serving(Mischief(seconds=0.02)) as running, running.http() as client:
             generate, accepted = running.frontend.generate, asyncio.Event()
 
-            async def watched(call: Call):
+            async def watched(call: Call, place: object):
                 if call.prompt == "b":
                     await accepted.wait()
                     raise ServeError(Kind.QUEUE_FULL, "full")
-                generation = await generate(call)
+                generation = await generate(call, place)
                 accepted.set()
                 return generation
 
@@ -78,8 +78,8 @@ def test_a_stream_of_which_one_prompt_fails_has_no_end():
         async with serving(Mischief(seconds=0.002)) as running, running.http() as client:
             generate = running.frontend.generate
 
-            async def failing(call: Call):
-                generation = await generate(call)
+            async def failing(call: Call, place: object):
+                generation = await generate(call, place)
                 if call.prompt == "b":
                     generation.cut(ServeError(Kind.UNAVAILABLE, "gone"))
                 return generation

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import time
 
@@ -11,17 +12,21 @@ import pytest
 
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.descriptors import SPARE
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import BOUND, post, raw, run, serving
 
+pytestmark = pytest.mark.attack
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def status_of(answer):
-    return int(answer.split()[1])
+    """Of the first answer in what was read, which may begin with the rest of one before."""
+    return int(answer[answer.index(b"HTTP/1.1 ") :].split()[1])
 
 
 async def closed(reader):
@@ -309,19 +314,108 @@ def test_what_is_written_is_sent_at_once():
     run(test)
 
 
+GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
+LONG = {"prompt": "Hi", "max_tokens": 2000, "stream": True}
+
+
+async def asked(running, path):
+    """A connection on which one request was answered."""
+    reader, writer = await running.connect()
+    writer.write(GET % path)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), BOUND)
+    assert status_of(head) == 200
+    if size := re.search(rb"content-length: (\d+)", head):
+        await reader.readexactly(int(size[1]))
+    return reader, writer
+
+
+async def accepted(running, count):
+    while len(running.server._server.server_state.connections) < count:
+        await asyncio.sleep(0.005)
+
+
+async def streaming(running):
+    """A connection on which a request is being answered."""
+    reader, writer = await running.connect()
+    writer.write(post("/v1/completions", json.dumps(LONG).encode()))
+    await asyncio.wait_for(reader.readuntil(b"data: "), BOUND)
+    return reader, writer
+
+
 def test_more_connections_than_are_allowed():
     async def test():
-        async with serving(max_connections=2) as running:
-            held = [await running.connect() for _ in range(2)]
-            while len(running.server._server.server_state.connections) < 2:
-                await asyncio.sleep(0.005)
-            refused = await raw(running, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with serving(Mischief(seconds=0.005), max_connections=2) as running:
+            held = [await streaming(running) for _ in range(2)]
+            refused = await raw(running, GET % b"/v1/models")
             assert status_of(refused) == 503
             assert b"retry-after: 1" in refused
             assert b"connection: close" in refused
             for path in (b"/health", b"/ready"):
-                assert status_of(await raw(running, b"GET %s HTTP/1.1\r\nConnection: close\r\n\r\n" % path)) == 200
+                assert (
+                    status_of(await raw(running, b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path))
+                    == 200
+                )
             for _, writer in held:
+                writer.close()
+
+    run(test)
+
+
+def test_probes_that_stay_do_not_keep_others_out(tmp_path):
+    """The attack: every place is taken by keep-alive connections that ask for nothing but health."""
+    path, key = tmp_path / "keys.yaml", new_key()
+    path.write_text(key_entry(key, "me", ["infer"]))
+    most, crowd = 8, 8 + SPARE
+
+    async def test():
+        async with serving(keys=path, max_connections=most) as running:
+            probes = [await asked(running, b"/health") for _ in range(crowd)]
+            async with running.http(headers={"authorization": f"Bearer {key}"}) as client:
+                for _ in range(3):
+                    answer = await client.post("/v1/completions", json={"prompt": "Ho", "max_tokens": 5})
+                    assert answer.status_code == 200
+                    probes += [await asked(running, b"/health") for _ in range(crowd)]
+                await asked(running, b"/ready")
+            assert len(running.server._server.server_state.connections) <= crowd
+            assert cut_by(running, "connections") >= 3 * crowd
+            for _, writer in probes:
+                writer.close()
+
+    run(test)
+
+
+def test_who_is_idle_longest_gives_way_and_strangers_first():
+    async def test():
+        async with serving(Mischief(seconds=0.005), max_connections=4) as running:
+            busy = await streaming(running)
+            known = await asked(running, b"/v1/models")
+            silent = await running.connect()
+            await accepted(running, 3)
+            probe = await asked(running, b"/health")
+            for gives_way in (silent, probe):
+                comes = await asked(running, b"/v1/models")
+                assert await closed(gives_way[0]) == b""
+                assert not known[0].at_eof()
+            await asked(running, b"/v1/models")
+            assert await closed(known[0]) == b""
+            assert not comes[0].at_eof()
+            assert await busy[0].readuntil(b"data: ")
+            assert cut_by(running, "connections") == 3
+            busy[1].close()
+
+    run(test)
+
+
+def test_a_door_where_all_are_busy_answers_the_last_who_come():
+    """Beyond those that are told so, too, the ones that wait longest give way: a probe is always answered."""
+
+    async def test():
+        async with serving(Mischief(seconds=0.005), max_connections=1) as running:
+            busy = await streaming(running)
+            crowd = [await running.connect() for _ in range(2 * SPARE)]
+            await closed(crowd[SPARE - 1][0])
+            assert status_of(await raw(running, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")) == 200
+            for _, writer in (busy, *crowd):
                 writer.close()
 
     run(test)

@@ -12,7 +12,7 @@ from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import SamplingParams
-from tests.serve.fake_engine import Mischief
+from tests.serve.fake_engine import Mischief, fake_tokenizer
 from tests.serve.http.support import Running, run, serving
 
 
@@ -93,6 +93,22 @@ def resolve(schema, reference):
     for part in reference.removeprefix("#/").split("/"):
         schema = schema[part]
     return schema
+
+
+def test_a_long_text_and_its_tokens():
+    """Which are written in pieces."""
+
+    async def test():
+        text = "né" * 5000
+        async with serving() as running, running.http() as client:
+            answer = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+            assert answer["tokens"] == fake_tokenizer().encode(text, False)
+            assert (answer["count"], len(answer["token_strs"])) == (15_000, 15_000)
+            assert answer["token_strs"][:3] == ["n", "\ufffd", "\ufffd"]
+            short = (await client.post("/tokenize", json={"prompt": text})).json()
+            assert (short["tokens"], short["token_strs"]) == (answer["tokens"], None)
+
+    run(test)
 
 
 def test_tokenize_and_detokenize():

@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.core.supervisor import Condition
 from jaxinfer.serve.http import completions
 from jaxinfer.serve.http.door import OPEN, SCOPES
 from tests.serve.fake_engine import Mischief
@@ -211,11 +212,16 @@ def test_loading_and_draining():
             assert b"jaxinfer:ready 0.0" in (await client.get("/metrics")).content
             running.door.frontend = frontend
             assert (await client.get("/ready")).status_code == 200
-            running.door.ready = lambda: False
-            assert (await client.get("/ready")).status_code == 503
-            running.door.ready = lambda: True
+            running.door.engine = lambda: Condition("dead", "the engine hangs", 7.2)
+            for path, status in (("/health", 200), ("/ready", 503)):
+                answer = await client.get(path)
+                assert (answer.status_code, answer.headers["retry-after"]) == (status, "8")
+                assert answer.json() == {"state": "dead", "reason": "the engine hangs", "retry_after": 8}
+            running.door.engine = lambda: Condition("ready")
+            assert (await client.get("/health")).json() == (await client.get("/ready")).json() == {"state": "ready"}
             await running.frontend.drain(0.0)
             assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).json()["state"] == "draining"
             assert (await client.post("/v1/completions", json=PROMPT)).status_code == 503
 
     run(test)
@@ -235,7 +241,7 @@ def test_deadlines():
             assert stream.text.count("event: error\n") == 1
             last = events(stream.text)[-1]
             assert last["error"]["code"] == "deadline_exceeded"
-            for given, status in (("-1", 504), ("soon", 400), ("nan", 400)):
+            for given, status in (("-1", 504), ("soon", 400), ("nan", 400), ("inf", 400), ("1e999", 400)):
                 answer = await client.post("/v1/completions", json=body, headers={"x-request-timeout": given})
                 assert answer.status_code == status
             await running.quiet()

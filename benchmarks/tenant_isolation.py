@@ -1,0 +1,214 @@
+"""Whether a tenant can tell what another one has asked: an attack on a server of the demo model, with two keys.
+
+    python benchmarks/tenant_isolation.py                            400 probes: some minutes on two cores
+    python benchmarks/tenant_isolation.py --sharing all              what can be told where tenants share prefixes
+    python benchmarks/tenant_isolation.py --probes 4000 --out FILE
+
+Probes come in pairs of two fresh prompts. A fair coin says which of them the victim asks; then the attacker, with a key
+of its own, asks both, in an order that another coin says, and takes down the time to the first token, ``cached_tokens``
+and the time of Tokenize. The area under the ROC curve (AUC) is how often a primed prompt looks more primed than one
+that is not: 1 tells all, 0.5 nothing. Where nothing can be told it still has a standard error of
+sqrt((2n + 1) / 12 n^2) for n primed probes: 0.029 for 400 probes, so one such run in four says 0.52 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import random
+import re
+import signal
+import string
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import grpc
+
+from jaxinfer.serve.auth import key_entry, new_key
+from jaxinfer.serve.tenants import SHARING, TENANT
+from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.v1.inference_pb2_grpc import InferenceStub
+
+_START_SECONDS = 600.0
+_ENGINE = ("--max-num-seqs", "4", "--max-model-len", "1024", "--page-size", "16", "--prefill-sizes", "64", "256")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What one probe showed; each figure is larger where a prompt looks more primed."""
+
+    ttft: float
+    cached_tokens: float
+    tokenize: float
+
+
+Told = Mapping[bool, Sequence[Seen]]
+"""What was seen of prompts that the victim had asked (true) and of others."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parse(arguments)
+    with served(options.sharing) as (target, victim, attacker):
+        told = attack(Tenant(target, victim), Tenant(target, attacker), options.probes, options.characters)
+    result = {"sharing": options.sharing, "probes": options.probes, **figures(told)}
+    print(table(result))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sharing", choices=SHARING, default=TENANT, help="prefix_cache_sharing of the server (default: tenant)")
+    add("--probes", type=int, default=400, help="by the attacker, half of them primed (default 400)")
+    add("--characters", type=int, default=700, help="of a prompt (default 700)")
+    add("--out", type=pathlib.Path, help="JSON file (default: none)")
+    return parser.parse_args(arguments)
+
+
+# ---- the attack
+
+
+class Tenant:
+    """Who asks with a key of its own, on a connection of its own."""
+
+    def __init__(self, target: str, key: str) -> None:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self._stub = InferenceStub(grpc.insecure_channel(target, options))
+        self._metadata = (("authorization", f"Bearer {key}"),)
+
+    def ask(self, prompt: str) -> tuple[float, int]:
+        """Seconds to the first token, and how many tokens were found in the cache."""
+        request = pb.GenerateRequest(prompt=prompt, sampling={"max_tokens": 2, "seed": 1, "ignore_eos": True})
+        begun, first, cached = time.perf_counter(), math.inf, 0
+        for event in self._stub.Generate(request, metadata=self._metadata):
+            if event.HasField("delta"):
+                first = min(first, time.perf_counter() - begun)
+            cached = max(cached, event.finished.usage.cached_tokens)
+        return first, cached
+
+    def tokenize(self, text: str) -> float:
+        """Seconds that it takes."""
+        begun = time.perf_counter()
+        self._stub.Tokenize(pb.TokenizeRequest(text=text), metadata=self._metadata)
+        return time.perf_counter() - begun
+
+
+def attack(victim: Tenant, attacker: Tenant, probes: int, characters: int, seed: int = 0) -> Told:
+    """``probes`` of pairs: the victim asks one prompt of each, the attacker both."""
+    chance, told = random.Random(seed), {True: list[Seen](), False: list[Seen]()}
+    for tenant in (victim, attacker):  # connections are made, and helpers warm
+        for _ in range(5):
+            tenant.ask(_prompt(chance, characters))
+    for _ in range(probes // 2):
+        pair = [(_prompt(chance, characters), primed) for primed in (True, False)]
+        victim.ask(pair[0][0])
+        chance.shuffle(pair)
+        for prompt, primed in pair:
+            told[primed].append(_probe(attacker, prompt))
+    return told
+
+
+def _probe(attacker: Tenant, prompt: str) -> Seen:
+    tokenize = attacker.tokenize(prompt)  # before the attacker's own request makes its words known
+    ttft, cached = attacker.ask(prompt)
+    return Seen(-ttft, cached, -tokenize)
+
+
+def _prompt(chance: random.Random, characters: int) -> str:
+    """Words that nobody has said before, nearly as long as a tokenizer's table of words takes them."""
+    words = ("".join(chance.choices(string.ascii_lowercase, k=200)) for _ in range(1 + characters // 200))
+    return " ".join(words)[:characters]
+
+
+# ---- what it tells
+
+
+def figures(told: Told) -> dict[str, dict[str, float]]:
+    """For each thing seen the AUC, its standard error where nothing can be told, and medians."""
+    found = {}
+    for field in dataclasses.fields(Seen):
+        primed, fresh = ([getattr(each, field.name) for each in told[kind]] for kind in (True, False))
+        medians = {"primed": abs(sorted(primed)[len(primed) // 2]), "fresh": abs(sorted(fresh)[len(fresh) // 2])}
+        found[field.name] = {"auc": auc(primed, fresh), "error": null_error(len(primed), len(fresh)), **medians}
+    return found
+
+
+def auc(primed: Sequence[float], fresh: Sequence[float]) -> float:
+    """The share of pairs in which the primed one has the larger figure; ties count half."""
+    wins = sum((one > other) + (one == other) / 2 for one in primed for other in fresh)
+    return wins / (len(primed) * len(fresh))
+
+
+def null_error(primed: int, fresh: int) -> float:
+    """The standard error of an AUC of samples of one distribution (Mann and Whitney 1947)."""
+    return math.sqrt((primed + fresh + 1) / (12 * primed * fresh))
+
+
+def table(result: Mapping[str, object]) -> str:
+    """A line for each thing seen."""
+    lines = [f"prefix_cache_sharing = {result['sharing']}, {result['probes']} probes, half of them primed"]
+    for field in dataclasses.fields(Seen):
+        row = result[field.name]
+        assert isinstance(row, dict)
+        spread = 1.96 * row["error"]
+        lines.append(
+            f"{field.name:14} AUC {row['auc']:.3f} (0.5 +- {spread:.3f} if nothing is told, at 95 %), "
+            f"medians {row['primed']:.6g} primed, {row['fresh']:.6g} fresh"
+        )
+    return "\n".join(lines)
+
+
+# ---- the server
+
+
+@contextlib.contextmanager
+def served(sharing: str) -> Iterator[tuple[str, str, str]]:
+    """A server of the demo model: its gRPC target, and the keys of two tenants."""
+    victim, attacker = new_key(), new_key()
+    with tempfile.TemporaryDirectory() as folder:
+        keys, log = pathlib.Path(folder, "keys.yaml"), pathlib.Path(folder, "log")
+        keys.write_text(key_entry(victim, "victim", ["infer"]) + key_entry(attacker, "attacker", ["infer"]))
+        command = [sys.executable, "-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", "--api-keys", keys]
+        root = pathlib.Path(__file__).resolve().parent.parent
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [*command, "--prefix-cache-sharing", sharing, *_ENGINE],
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+                stderr=stderr,
+            )
+        try:
+            yield _ready(process, log), victim, attacker
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _ready(process: subprocess.Popen[bytes], log: pathlib.Path) -> str:
+    """Wait until it is; where it listens."""
+    deadline = time.monotonic() + _START_SECONDS
+    while " ready: " not in log.read_text(errors="replace"):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the server does not start:\n{log.read_text(errors='replace')}")
+        time.sleep(0.2)
+    port = re.search(r"gRPC listens on port (\d+)", log.read_text(errors="replace"))
+    assert port is not None
+    return f"127.0.0.1:{port[1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

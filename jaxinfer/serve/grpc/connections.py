@@ -1,0 +1,193 @@
+"""The connections of gRPC's doors: how many there are, and which give way when others come.
+
+gRPC accepts them itself, tells nobody, and closes what comes beyond its bound: whoever came first and stays could keep
+everybody else out. So there is a look at the process's own sockets now and then, and where room becomes scarce, the
+connections that have waited longest for nothing are shut down, those first over which nobody has shown a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import os
+import pathlib
+import socket
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+
+_log = logging.getLogger("jaxinfer.serve")
+
+_LOOK_SECONDS = 0.25
+_BUSY_SECONDS = 0.02  # after a look that had to shut some down
+_FREE = 4  # one of so many places is kept free for those who come
+_TELL_SECONDS = 10.0  # between two lines of the log
+_FOLDER = next((path for path in map(pathlib.Path, ("/proc/self/fd", "/dev/fd")) if path.is_dir()), None)
+
+
+@dataclasses.dataclass(eq=False)
+class Peer:
+    """What calls tell of a connection.
+
+    Attributes:
+        running: calls over it now.
+        serving: those of them that were allowed by a key, or without keys.
+        last: when such a call ended last; None: there was none.
+    """
+
+    running: int = 0
+    serving: int = 0
+    last: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Connection:
+    """A socket of ours.
+
+    Attributes:
+        peer: as gRPC writes it, in `plain`'s form; None: no connection of these doors.
+        seen: when first.
+    """
+
+    port: int
+    peer: str | None
+    seen: float
+
+
+class Connections:
+    """Those of some ports.
+
+    Args:
+        most: of each port; gRPC itself is to take no more. May change until `run`.
+        cut: told of each that is shut down.
+    """
+
+    def __init__(self, most: Mapping[int, int], cut: Callable[[], None] = lambda: None) -> None:
+        self.most: dict[int, int] = dict(most)
+        self._cut = cut
+        self._peers: dict[str, Peer] = {}
+        self._known: dict[str, _Connection] = {}
+        self._told = -_TELL_SECONDS
+
+    def begin(self, peer: str, *, known: bool) -> Peer:
+        """A call comes over ``peer``'s connection; ``known``: from somebody who may. What `end` must be told."""
+        found = self._peers.get(peer)
+        if found is None:
+            found = self._peers[peer] = Peer()
+        found.running += 1
+        found.serving += known
+        return found
+
+    def end(self, peer: str, found: Peer, *, known: bool) -> None:
+        """The call has ended."""
+        found.running -= 1
+        found.serving -= known
+        if known:
+            found.last = time.monotonic()
+        elif not found.running and found.last is None:
+            self._peers.pop(peer, None)
+
+    async def run(self) -> None:
+        """Keep places free, until cancelled."""
+        while _FOLDER is not None:  # else there is no such list of what is open, and gRPC's own bound is all there is
+            start = time.monotonic()
+            busy = await self.look()
+            took = time.monotonic() - start
+            await asyncio.sleep(max(_BUSY_SECONDS, 10 * took) if busy else max(_LOOK_SECONDS, 100 * took))
+
+    async def look(self) -> bool:
+        """Shut down what is too much; whether anything was."""
+        peers = {name: dataclasses.replace(peer) for name, peer in self._peers.items()}
+        here, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
+        for name in peers:
+            if plain(name) not in here and not self._peers[name].running:
+                del self._peers[name]
+        for _ in range(cut):
+            self._cut()
+        return cut > 0
+
+    def _look(self, peers: Mapping[str, Peer]) -> tuple[set[str | None], int]:
+        """The peers that there are, and how many were shut down."""
+        self._known = self._listed(time.monotonic())
+        here = {each.peer for each in self._known.values()}
+        return here, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
+
+    def _listed(self, now: float) -> dict[str, _Connection]:
+        """Every socket by its name in the kernel, and by its number."""
+        assert _FOLDER is not None
+        found = {}
+        for name in os.listdir(_FOLDER):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                link = f"{name} {os.readlink(_FOLDER / name)}"
+                if "socket:" in link:
+                    found[link] = self._known.get(link) or _Connection(*_ends(int(name)), now)
+        return found
+
+    def _relieve(self, port: int, enough: int, peers: Mapping[str, Peer]) -> int:
+        ours = {link: each for link, each in self._known.items() if each.port == port and each.peer is not None}
+        ranked = sorted((_rank(each, peers.get(each.peer or "")), link) for link, each in ours.items())
+        idle = [link for (serves, _, _), link in ranked[: max(0, len(ours) - enough)] if not serves]
+        given = sum(self._shut(link) for link in idle)
+        if given and time.monotonic() - self._told > _TELL_SECONDS:
+            self._told = time.monotonic()
+            _log.warning("port %d: %d of %d connections were idle longest and gave way", port, given, len(ours))
+        return given
+
+    def _shut(self, link: str) -> bool:
+        """What has the descriptor's number may be another one by now: it is looked at once more, by one of our own."""
+        wanted = self._known.pop(link)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link.partition(" ")[0]))) as own:
+            if _ends_of(own) == (wanted.port, wanted.peer):
+                own.shutdown(socket.SHUT_RDWR)
+                return True
+        return False
+
+
+def _rank(connection: _Connection, peer: Peer | None) -> tuple[bool, int, float]:
+    """Who gives way first: strangers before those who were served, and the idle before those who have calls; of each
+    kind who has waited longest."""
+    if peer is None:
+        return False, 0, connection.seen
+    kind = 2 if peer.last is not None else int(peer.running > 0)
+    return peer.serving > 0, kind, peer.last or connection.seen
+
+
+def _ends(number: int) -> tuple[int, str | None]:
+    with socket.socket(fileno=os.dup(number)) as own:
+        return _ends_of(own)
+
+
+def _ends_of(own: socket.socket) -> tuple[int, str | None]:
+    """Our port, and the peer if there is one."""
+    if own.family not in (socket.AF_INET, socket.AF_INET6):
+        return 0, None
+    try:
+        host, port, *_ = own.getpeername()
+    except OSError:  # a listener
+        return own.getsockname()[1], None
+    return own.getsockname()[1], f"{_ip(host)} {port}"
+
+
+def plain(peer: str) -> str:
+    """gRPC's name of a peer, ``ipv4:127.0.0.1:80`` or ``ipv6:%5B::1%5D:80``, as address and port."""
+    host, _, port = urllib.parse.unquote(peer).partition(":")[2].rpartition(":")
+    return f"{_ip(host.strip('[]'))} {port}"
+
+
+def address_of(peer: str) -> str:
+    """Who is counted as one: an IPv4 address, or the network of an IPv6 one that a single customer has."""
+    if peer.startswith("ipv4:"):
+        return peer[5:].rpartition(":")[0]
+    if not peer.startswith("ipv6:"):
+        return peer.partition(":")[0]
+    ip = _ip(plain(peer).partition(" ")[0])
+    return str(ipaddress.ip_network((ip, 64), strict=False)) if ":" in ip else ip
+
+
+def _ip(host: str) -> str:
+    """One form for each address: without a zone, and an IPv4 address within IPv6 as itself."""
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    return str(getattr(ip, "ipv4_mapped", None) or ip)

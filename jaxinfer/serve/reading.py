@@ -1,0 +1,104 @@
+"""What is long, read by helper processes: bodies of JSON, and texts that are to become tokens. No jax.
+
+What takes a few milliseconds is read where it is, or by a thread. What may take seconds, and many times its own memory,
+is read by `jaxinfer.serve.text_helper`: processes that can be stopped, started when they are first needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfer.serve import packing
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.template_helper import GOOD
+from jaxinfer.serve.templates import Pool, Sizes
+from jaxinfer.serve.text_helper import BODY, TEXT, TEXT_ALONE
+from jaxinfer.types import RequestError
+
+LONG_CHARACTERS = 64 << 10
+"""A text of more is tokenised in a helper. Up to here it is a tenth of a second, and some megabytes, of a thread."""
+
+_MODULE = "jaxinfer.serve.text_helper"
+_SIZES = Sizes(helpers=3, share=2, waiting=256)  # each that waits may hold the bytes of a whole message
+_SECONDS = 30.0
+
+
+class BodyReader:
+    """Reads long bodies, in processes that know no model.
+
+    Args:
+        limits: ``values`` is what a body may hold.
+    """
+
+    def __init__(self, limits: ServeLimits) -> None:
+        self._pool = _pool(None, limits.values)
+
+    async def read(self, body: bytes, tenant: str) -> Any:
+        """As `jaxinfer.serve.http.bodies.parse`, but that lists of token ids are arrays.
+
+        Raises:
+            ServeError: INVALID: what is wrong; QUEUE_FULL.
+        """
+        answer = await self._pool.ask(tenant, BODY + body)
+        if answer is None:
+            raise ServeError(Kind.INVALID, _stopped("the body"))
+        if answer[:1] != GOOD:
+            raise ServeError(Kind.INVALID, *json.loads(answer[1:]))
+        return await asyncio.to_thread(packing.unpack, memoryview(answer)[1:])
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+class LongTexts:
+    """Tokenises long texts.
+
+    Args:
+        folder: where the tokenizer is, see `jaxinfer.text.load.load_tokenizer`.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._pool = _pool(folder, 0)
+
+    async def encode(self, field: str, text: str, add_special_tokens: bool, tenant: str) -> Sequence[int]:
+        """The ids of a text.
+
+        Raises:
+            RequestError: it has none, or it takes too long.
+            QueueFullError: too many wait.
+        """
+        question = (TEXT if add_special_tokens else TEXT_ALONE) + _encoded(field, text)
+        answer = await self._pool.ask(tenant, question)
+        if answer is None:
+            raise RequestError(f"{field}: {_stopped('the tokenizer')}")
+        if answer[:1] != GOOD:
+            raise RequestError(f"{field}: {json.loads(answer[1:])[0]}")
+        found = await asyncio.to_thread(packing.unpack, memoryview(answer)[1:])
+        ids: Sequence[int] = found["ids"]
+        return ids
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+def _pool(folder: pathlib.Path | None, values: int) -> Pool:
+    setup = {"folder": None if folder is None else str(folder), "values": values, "seconds": _SECONDS}
+    return Pool(_MODULE, _SIZES, json.dumps(setup).encode(), _SECONDS, "long bodies or texts")
+
+
+def _encoded(field: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(f"{field}: the text has a lone surrogate at character {cause.start}: not Unicode") from cause
+
+
+def _stopped(what: str) -> str:
+    return f"{what} was stopped: it ran for {_SECONDS:g} s, or wanted too much memory"

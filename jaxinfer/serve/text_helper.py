@@ -1,0 +1,91 @@
+"""A process that reads what is long: `python -m jaxinfer.serve.text_helper`, started by `reading.Reader`.
+
+Reading JSON and looking for tokens keep the interpreter for as long as they take, and need many times the memory of
+what they read. Here they may: nobody else waits, the memory is bounded, and whoever started it kills it when it takes
+too long. It reads frames from stdin and writes one back for each, as `template_helper` does. No jax.
+
+The first frame is JSON: ``folder``, from which the tokenizer is loaded (null: none is needed), and ``values``, how
+many a body may hold. A question is `BODY` and the body, or `TEXT` or `TEXT_ALONE` (without special tokens) and the
+text. An answer is `GOOD` and a frame of `jaxinfer.serve.packing`, or `BAD` and, as JSON, a sentence and the
+field that it is about.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import resource
+import sys
+
+from jaxinfer.serve import heap, packing
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http.bodies import check_count, parse
+from jaxinfer.serve.template_helper import (
+    BAD,
+    GOOD,
+    START_CPU_SECONDS,
+    allow_cpu,
+    die_with,
+    read_frame,
+    write_frame,
+)
+from jaxinfer.text.load import load_tokenizer
+from jaxinfer.text.pieces import TokenizerError
+from jaxinfer.text.tokenizer import Tokenizer
+
+BODY, TEXT, TEXT_ALONE = b"b", b"t", b"a"
+ID_FIELDS = ("prompt", "tokens", "allowed_token_ids", "stop_token_ids")
+"""Fields of bodies that may hold many token ids."""
+
+_MAX_MEMORY_BYTES = 4 << 30
+_LARGE_BYTES = 1 << 20
+
+
+def main() -> None:
+    """Until the input ends. The argument is the process that starts this one."""
+    die_with(int(sys.argv[1]))
+    allow_cpu(START_CPU_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    reader, writer = sys.stdin.buffer, sys.stdout.buffer
+    setup = json.loads(read_frame(reader) or b"{}")
+    folder = setup.get("folder")
+    tokenizer = None if folder is None else load_tokenizer(pathlib.Path(folder))
+    if tokenizer is not None:
+        tokenizer.forget()  # texts of all tenants come here
+    write_frame(writer, GOOD)
+    while (frame := read_frame(reader)) is not None:
+        size = len(frame)
+        allow_cpu(setup["seconds"])
+        write_frame(writer, _answer(frame, tokenizer, setup.get("values", 0)))
+        del frame
+        if size > _LARGE_BYTES:
+            heap.trim()
+
+
+def _answer(frame: bytes, tokenizer: Tokenizer | None, values: int) -> bytes:
+    kind, asked = frame[:1], memoryview(frame)[1:]
+    try:
+        found = _read(asked, values) if kind == BODY else _ids(asked, tokenizer, special=kind == TEXT)
+    except (ServeError, TokenizerError) as error:
+        return BAD + json.dumps([str(error), getattr(error, "field", None)]).encode()
+    return GOOD + found
+
+
+def _read(body: memoryview, values: int) -> bytes:
+    data = bytes(body)
+    check_count(data, values)
+    value = parse(data)
+    try:
+        return packing.pack(value, ID_FIELDS, values)
+    except packing.PackError as error:
+        raise ServeError(Kind.INVALID, f"{error.field or 'the body'} holds {error}", error.field) from error
+
+
+def _ids(text: memoryview, tokenizer: Tokenizer | None, *, special: bool) -> bytes:
+    assert tokenizer is not None
+    return packing.pack({"ids": tokenizer.encode(str(text, "utf-8"), special)}, ("ids",))
+
+
+if __name__ == "__main__":
+    main()

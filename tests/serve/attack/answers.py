@@ -1,0 +1,85 @@
+"""Which answers a request that may be wrong may get."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+from jaxinfer.v1 import inference_pb2 as pb
+from tests.serve import fuzz
+from tests.serve.doors import Doors
+
+REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"}
+STATUSES = {200, 400, 404, 405, 408, 409, 413, 417, 429, 431, 504, 505}
+OPAQUE = re.compile(rb"internal error [0-9a-f]{32}")
+_VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|[\d.e+-]*\d|\b(?:nan|inf|None|True|False)\b""")
+_NESTED = re.compile(r"[\[{][^\[\]{}]*[\]}]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """``kind``: door and status; ``said``: what a refusal says, less what it quotes."""
+
+    kind: str
+    said: str = ""
+
+
+async def check(client: Doors, request: fuzz.Request) -> Answer:
+    """What came.
+
+    Raises:
+        AssertionError: it may not.
+    """
+    if isinstance(request, fuzz.RpcRequest):
+        return await _check_rpc(client, request)
+    return await (_check_http(client, request) if request.raw is None else _check_raw(client, request.raw))
+
+
+def _said(message: str) -> str:
+    found = _VARIABLE.sub("_", message)
+    while (shorter := _NESTED.sub("_", found)) != found:
+        found = shorter
+    return found[:100]
+
+
+async def _check_rpc(client: Doors, request: fuzz.RpcRequest) -> Answer:
+    answer = await client.rpc(request.path, *request.messages)
+    # grpc.aio's client says so by itself where the server ends a call before all of its requests are written.
+    cut_short = len(request.messages) > 1 and answer.message == "Internal error from Core"
+    # The Open Inference Protocol has a deadline of its own; the client's is for what hangs.
+    too_late = answer.code == "DEADLINE_EXCEEDED" and answer.message.startswith("the deadline ha")
+    assert answer.code in REFUSALS | {"OK"} or too_late or cut_short, answer
+    said = _said(answer.message)
+    for raw in answer.messages:
+        message = fuzz.message_class(request.path).FromString(raw)
+        assert not OPAQUE.search(raw), message
+        if isinstance(message, pb.GenerateResponse) and message.WhichOneof("event") == "error":
+            assert message.error.code != 13, message
+            said = said or _said(message.error.message)  # one is enough: there are many mixtures of many
+    if answer.code == "OK" and request.path.endswith("/Generate"):
+        assert pb.GenerateResponse.FromString(answer.messages[-1]).WhichOneof("event") == "finished"
+    return Answer("rpc cut short" if cut_short else f"rpc {answer.code}", said)
+
+
+async def _check_raw(client: Doors, data: bytes) -> Answer:
+    page = await client.raw(data)
+    assert page.status in STATUSES | {0}, page
+    return Answer(f"raw {page.status}")
+
+
+async def _check_http(client: Doors, request: fuzz.HttpRequest) -> Answer:
+    page = await client.http(request.method, request.path, request.body, request.headers)
+    if page.status == 0:
+        # The connection of a body that was too large is closed when enough of it was thrown away: what came next on it
+        # is sent again, as every client does.
+        page = await client.http(request.method, request.path, request.body, request.headers)
+    assert page.status in STATUSES, page
+    assert not OPAQUE.search(page.body), page
+    said = ""
+    if page.headers.get("content-type", "").startswith("text/event-stream"):
+        assert page.body.endswith(b"data: [DONE]\n\n") or b"event: error" in page.body.rpartition(b"\n\n\n")[2], page
+    elif page.status != 200:
+        said = json.loads(page.body)["error"]["message"]
+        assert said
+    return Answer(f"http {page.status}", _said(said))

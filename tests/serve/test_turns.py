@@ -1,0 +1,114 @@
+"""Turns of tenants: nobody waits for all that others want, nothing is lost, nothing is handed out twice."""
+
+import asyncio
+import random
+
+import pytest
+
+from jaxinfer.serve.turns import Turns
+from jaxinfer.types import QueueFullError
+
+pytestmark = pytest.mark.attack
+
+
+def run(coroutine) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_tenants_take_turns():
+    async def main():
+        turns, order = Turns(["x"], 1, 100, "wait"), []
+
+        async def one(tenant: str) -> None:
+            thing = await turns.take(tenant)
+            order.append(tenant)
+            await asyncio.sleep(0)
+            turns.give(tenant, thing)
+
+        await asyncio.gather(*(one(tenant) for tenant in "aaaaabbc"))
+        assert "".join(order) == "aabcabaa"
+
+    run(main())
+
+
+def test_no_tenant_has_more_than_its_share():
+    async def main():
+        turns = Turns([1, 2, 3], 2, 100, "wait")
+        mine = [asyncio.ensure_future(turns.take("a")) for _ in range(5)]
+        await settle()
+        assert [task.done() for task in mine] == [True, True, False, False, False]
+        assert await turns.take("b") == 1
+        assert turns.held == 3
+        turns.give("a", mine[0].result())
+        await settle()
+        assert mine[2].done()
+        for task in mine[3:]:
+            task.cancel()
+        await settle()
+
+    run(main())
+
+
+def test_where_it_is_full_the_longest_queue_gives_way():
+    async def main():
+        turns = Turns(["x"], 1, 4, "wait")
+        await turns.take("a")
+        waiting = [asyncio.ensure_future(turns.take("a")) for _ in range(4)]
+        await settle()
+        with pytest.raises(QueueFullError, match="4 wait already"):
+            await turns.take("a")
+        others = [asyncio.ensure_future(turns.take("b")) for _ in range(2)]
+        await settle()
+        assert [task.done() for task in waiting] == [False, False, True, True]
+        for task in waiting[2:]:
+            assert isinstance(task.exception(), QueueFullError)
+        with pytest.raises(QueueFullError):
+            await turns.take("b")
+        assert not any(task.done() for task in others)
+        for task in (*waiting, *others):
+            task.cancel()
+        await settle()
+        assert (turns._count, turns._waiting) == (0, {})
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_nothing_is_lost(seed):
+    """Takers come, wait, leave and give back in any order; in the end all is there, and nobody waits."""
+
+    async def main():
+        chance = random.Random(seed)
+        turns = Turns(list(range(chance.randrange(1, 4))), chance.randrange(1, 3), 12, "wait")
+        everything = sorted(turns._free)
+        held: set[int] = set()
+
+        async def one(tenant: str) -> None:
+            thing = await turns.take(tenant)
+            assert thing not in held
+            held.add(thing)
+            try:
+                for _ in range(chance.randrange(3)):
+                    await asyncio.sleep(0)
+            finally:
+                held.remove(thing)
+                turns.give(tenant, thing)
+
+        tasks = []
+        for _ in range(300):
+            tasks.append(asyncio.ensure_future(one(chance.choice("aaab"))))
+            if chance.random() < 0.3:
+                chance.choice(tasks).cancel()
+            if chance.random() < 0.5:
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(each) for each in results} <= {type(None), QueueFullError, asyncio.CancelledError}
+        assert sorted(turns._free) == everything
+        assert (turns.held, turns._count, turns._waiting) == (0, 0, {})
+
+    run(main())
