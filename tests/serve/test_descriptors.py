@@ -115,6 +115,7 @@ def test_who_was_served_stays_while_strangers_come_and_go(tmp_path: pathlib.Path
                 for _ in range(40):
                     with contextlib.suppress(ConnectionError):
                         await stack.enter_async_context(await Wire.connect(server.grpc_port))
+                await asyncio.to_thread(server.until_logged, "were idle longest and gave way")
                 await asyncio.sleep(0.6)
                 assert (await asyncio.to_thread(client.generate, "Hi", max_tokens=4, seed=1)).text
 
@@ -123,4 +124,3 @@ def test_who_was_served_stays_while_strangers_come_and_go(tmp_path: pathlib.Path
             client.wait_ready(timeout=60)
             client.generate("Hi", max_tokens=4)
             asyncio.run(story(server, client))
-        assert "were idle longest and gave way" in server.log()

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.attack
 DEADLINE, UNAVAILABLE, TOO_LARGE = "DEADLINE_EXCEEDED", "UNAVAILABLE", "RESOURCE_EXHAUSTED"
 PACE = ("--seconds", "0.002")
 PATIENCE = 1.0  # seconds, with readers that do not read
-SOON = 1.0  # seconds until nothing is left, and until health tells
+SOON = 20.0  # seconds until nothing is left, and until health tells: one is enough on an idle machine
 GROWTH_MIB = 48  # what the allocators may keep of a thousand requests, or of ten thousand
 GROWTH_OF_FULL_BUFFERS_MIB = 96  # the same of a thousand at once whose buffers were full
 
@@ -69,7 +69,7 @@ def crowd_of(server: ServerProcess, **options) -> Crowd:
 async def warm(server: ServerProcess) -> None:
     chance = random.Random(0)
     async with crowd_of(server) as crowd:
-        await crowd.run([job(chance) for _ in range(400)])
+        await crowd.run([job(chance) for _ in range(400)], 20)  # no more than are read in time
         assert {outcome.status for outcome in crowd.outcomes} == {OK}
 
 
@@ -164,7 +164,7 @@ def test_deadlines_in_the_queue_in_the_prompt_and_in_the_output(steady, count):
         for door in (GRPC, HTTP):
             late = [o for o in crowd.outcomes if o.job.door == door and o.status != OK]
             assert {o.status for o in late} == {DEADLINE}
-            assert all(o.seconds < o.job.deadline + 5 * SOON for o in late)
+            assert all(o.seconds < o.job.deadline + SOON for o in late)
             begun = sum(any(o.tokens) for o in late)
             assert begun
             assert len(late) - begun > count / 200
@@ -402,7 +402,7 @@ def test_a_second_signal_ends_what_runs(tmp_path):
             before = time.monotonic()
             server.signal(signal.SIGTERM)
             await asyncio.gather(load, ended(server, core))
-            assert time.monotonic() < before + 10
+            assert time.monotonic() < before + SOON
         # CANCELLED: see above, on a machine so slow that calls are not handed over within a second.
         assert set(counted(crowd)) - {"CANCELLED"} == {UNAVAILABLE}
         assert any(any(o.tokens) for o in crowd.outcomes)

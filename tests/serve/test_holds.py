@@ -16,14 +16,15 @@ from tests.serve.evil import GRPC, HTTP
 from tests.serve.holds import measuring
 from tests.serve.live import Live, live_fake
 from tests.serve.processes import fake_server
+from tests.yardstick import slowness
 
 pytestmark = pytest.mark.attack
 
 SIZE, WHOLE = 1 << 19, (16 << 20) - 1000
-# Of processor time, on whatever machine this runs. What is held back costs some milliseconds, what is not, seconds.
+# Of processor time on the yardstick's machine. What is held back costs some milliseconds, what is not, seconds.
 MOST, MOST_OF_WORK = 0.15, 0.5
 # On a crowded machine the loop may not be given its turn while a thread computes that would let it: not every time.
-TRIES = 3
+TRIES = 5
 SECONDS = 240
 ANSWERS = {200, 400, 413}
 CODES = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -75,7 +76,7 @@ def check_hold(server, attack, size):
         with measuring(server) as holds:
             answer = send(target_of(server), attack.door, body)
         print(f"{holds.loop * 1e3:.0f} ms of the loop, {holds.process * 1e3:.0f} ms of the process: {answer}")
-        if holds.process < most:
+        if holds.process < most * slowness():
             return
     pytest.fail(f"held for {holds.process:.3f} s of processor time")
 

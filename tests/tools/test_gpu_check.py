@@ -226,7 +226,7 @@ def test_a_section_that_hangs_is_stopped(monkeypatch, tmp_path):
     start = time.monotonic()
     section = gpu_check.run_section("copy", True, {}, tmp_path / "part")
     assert section["status"] == "stopped after 0.3 s"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
 
 
 def test_a_section_that_crashes_is_told(monkeypatch, tmp_path):

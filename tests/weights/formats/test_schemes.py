@@ -65,7 +65,7 @@ def test_patterns_that_would_take_for_ever(pattern: str) -> None:
     begin = time.perf_counter()
     with refused("take too long to be matched"):
         schemes(["re:" + pattern], ["re:x"]).of("a" * 200)
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - begin < 60
 
 
 def test_many_matches_are_bounded_together() -> None:
