@@ -26,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Random tests are the same in each run; `make attack` and the slow tier draw anew, and print what repeats them."""
-    settings.register_profile("fixed", derandomize=True)
-    settings.register_profile("fresh", print_blob=True)
+    settings.register_profile("fixed", deadline=None, derandomize=True)
+    settings.register_profile("fresh", deadline=None, print_blob=True)
     settings.load_profile("fresh" if config.getoption("--fresh") else "fixed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jaxinfer.engine.step import (
     make_move_programs,
     make_pass_programs,
     make_programs,
+    unpack,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.lanes import lane_sharding, of_lanes, over_lanes
@@ -44,8 +46,9 @@ _GPU_LOOP_OPTIONS = {
 class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and lanes.
 
-    Where other stages follow, ``decode`` and ``prefill`` are those of `PassPrograms`, and what needs the head or the
-    sampler is None. ``decode_many`` is None unless several steps may run without the host.
+    They take a batch as `engine.step.pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
+    `PassPrograms`, and what needs the head or the sampler is None. ``decode_many`` is None unless several steps may run
+    without the host.
     """
 
     decode: Callable[..., Any]
@@ -69,7 +72,7 @@ class CompiledStage:
 class _Job(NamedTuple):
     """A function, the arguments that it will be called with, which of them is donated, and where its results lie.
 
-    ``loops``: it is a loop of steps.
+    ``loops``: it is a loop of steps. ``batch``: the argument that the host makes for each call, packed into one array.
     """
 
     function: Callable[..., Any]
@@ -77,6 +80,7 @@ class _Job(NamedTuple):
     donate: int | None
     results: Any
     loops: bool = False
+    batch: int | None = None
 
 
 def compile_stages(
@@ -149,7 +153,7 @@ class _Work:
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
-        return {name: _of_lanes(job, self.mesh, shared=1) for name, job in jobs.items()}
+        return {name: _of_lanes(_packed(job, self.everywhere), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
         engine = self.engine
@@ -160,13 +164,13 @@ class _Work:
         batch = self._decode_batch()
         jobs = {
             "decode": _Job(
-                programs.decode, (params, pools, batch, self._arriving(batch.positions.shape[0])), 1, results
+                programs.decode, (params, pools, batch, self._arriving(batch.positions.shape[0])), 1, results, batch=2
             )
         }
         for size, lanes in self.prefills:
             given = None if self.stage.first else self._arriving(size * lanes)
             arguments = (params, pools, self._prefill_batch(size, lanes), given)
-            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, results)
+            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, results, batch=2)
         return jobs
 
     def _whole(self) -> dict[str, _Job]:
@@ -181,16 +185,16 @@ class _Work:
         )
         kept, shown, pages = _shardings(state), self.everywhere, _shardings(pools)
         given = self._arriving(batch.positions.shape[0])
-        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown))}
+        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown), batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())
-            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown), loops=True)
+            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
-        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown))
+        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown), batch=2)
         for size, lanes in self.prefills:
             arguments = (params, pools, self._prefill_batch(size, lanes), self._arriving(size * lanes))
-            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, pages)
+            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, pages, batch=2)
         return jobs
 
     def moving(self) -> dict[str, _Job]:
@@ -255,7 +259,23 @@ def _of_lanes(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
     if mesh.shape["lane"] == 1:
         return job
     function = over_lanes(job.function, job.arguments, shared)
-    return _Job(function, of_lanes(job.arguments, mesh, shared), job.donate, lane_sharding(mesh))
+    return job._replace(function=function, arguments=of_lanes(job.arguments, mesh, shared), results=lane_sharding(mesh))
+
+
+def _packed(job: _Job, everywhere: NamedSharding) -> _Job:
+    """The job whose batch is one array. Each array of the host costs a transfer, and moves from call to call: what
+    reads it is a node of a command buffer to be updated."""
+    place = job.batch
+    assert place is not None
+    batch = job.arguments[place]
+
+    @functools.wraps(job.function)
+    def function(*given: Any) -> Any:
+        return job.function(*given[:place], unpack(given[place], batch), *given[place + 1 :])
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(batch))
+    one = jax.ShapeDtypeStruct((size,), np.dtype(np.int32), sharding=everywhere)
+    return job._replace(function=function, arguments=(*job.arguments[:place], one, *job.arguments[place + 1 :]))
 
 
 def _compile(

@@ -18,7 +18,7 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.placement import StageArrays, new_pools_on, new_slots, place_params
 from jaxinfer.engine.stages import Stage, cut
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, pack
 from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
@@ -54,13 +54,17 @@ class Part:
         return put_whole(np.zeros(rows, np.int32), self.everywhere)
 
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None) -> Array:
-        self.pools, hidden = self.run.decode(self.params, self.pools, batch, arriving)
+        self.pools, hidden = self.run.decode(self.params, self.pools, self.packed(batch), arriving)
         return hidden
 
     def pass_prefill(self, batch: PrefillBatch, arriving: Array | None) -> Array:
         lanes, size = batch.tokens.shape
-        self.pools, hidden = self.run.prefill[size, lanes](self.params, self.pools, batch, arriving)
+        self.pools, hidden = self.run.prefill[size, lanes](self.params, self.pools, self.packed(batch), arriving)
         return hidden
+
+    def packed(self, batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
+        """As the programs take it."""
+        return pack(batch, self.mesh.shape["lane"])
 
 
 @dataclasses.dataclass
@@ -158,7 +162,7 @@ class Executor:
         if not self.turns:
             return _ELSEWHERE
         own, last = self.turns[turn], self.parts[-1]
-        state, sampled = last.run.decode(last.params, own.slots, self._state(own), batch, arriving)
+        state, sampled = last.run.decode(last.params, own.slots, self._state(own), last.packed(batch), arriving)
         self._keep(own, state)
         return sampled
 
@@ -168,7 +172,8 @@ class Executor:
             return _ELSEWHERE, _NONE
         own, last = self.turns[0], self.parts[-1]
         assert last.run.decode_many is not None
-        state, sampled, ran = last.run.decode_many(last.params, own.slots, self._state(own), batch, np.int32(steps))
+        given = last.packed(batch), np.int32(steps)
+        state, sampled, ran = last.run.decode_many(last.params, own.slots, self._state(own), *given)
         self._keep(own, state)
         return sampled, ran
 
@@ -178,7 +183,7 @@ class Executor:
         arriving = self._chunks_through(batch)
         if self.turns:
             last = self.parts[-1]
-            last.pools = last.run.prefill[size, lanes](last.params, last.pools, batch, arriving)
+            last.pools = last.run.prefill[size, lanes](last.params, last.pools, last.packed(batch), arriving)
 
     def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         """One chunk of the largest size, and how probable each token behind it was."""
@@ -187,7 +192,8 @@ class Executor:
             return _ELSEWHERE.logprobs
         last = self.parts[-1]
         assert last.run.prefill_logprobs is not None
-        last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, batch, arriving, following)
+        given = last.packed(batch), arriving, following
+        last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *given)
         return logprobs
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:

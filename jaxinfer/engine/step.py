@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Int32
 
 from jaxinfer.engine.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
@@ -69,6 +71,20 @@ class PrefillBatch(NamedTuple):
     starts: Int[Any, " lanes"]
     lengths: Int[Any, " lanes"]
     tables: Int[Any, "groups lanes width"]
+
+
+def pack(batch: DecodeBatch | PrefillBatch, lanes: int = 1) -> Int32[np.ndarray, " numbers"]:
+    """All of a batch in one array; of several lanes', whose arrays are joined, one lane's behind the other's."""
+    parts = [np.asarray(leaf, np.int32).reshape(lanes, -1) for leaf in batch if leaf is not None]
+    return np.concatenate(parts, axis=1).reshape(-1)
+
+
+def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
+    """The batch that `pack` was given, of one lane: in the shapes of ``like``."""
+    leaves, tree = jax.tree.flatten(like)
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    parts = [packed[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    return jax.tree.unflatten(tree, parts)
 
 
 class Programs(NamedTuple):

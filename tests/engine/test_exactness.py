@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxinfer.engine.compiled import CompiledStage
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.exactness import Proofs
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch, unpack
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams
@@ -79,15 +80,22 @@ def programs_of(engine: Engine) -> dict[tuple[int, int], Any]:
     return dict(engine._executor.parts[-1].run.prefill)
 
 
+def chunks_of(packed: np.ndarray, size: int, lanes: int, engine: Engine) -> PrefillBatch:
+    """What a prefill program is given."""
+    one, tables = np.zeros(lanes, np.int32), np.zeros((1, lanes, engine.config.table_width), np.int32)
+    return unpack(packed, PrefillBatch(np.zeros((lanes, size), np.int32), one, one, tables))
+
+
 def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
     """The prefill programs, one of which gets a bit of its last lane wrong."""
     programs = programs_of(engine)
     if key is not None:
         program = programs[key]
 
-        def wrong(params, pools, batch, arriving):
+        def wrong(params, pools, packed, arriving):
+            batch = chunks_of(packed, *key, engine)
             page = batch.tables[0, -1, batch.starts[-1] // engine.config.page_size]
-            return nudged(program(params, pools, batch, arriving), int(page))
+            return nudged(program(params, pools, packed, arriving), int(page))
 
         programs[key] = wrong
     return programs
@@ -109,8 +117,9 @@ def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
     """One that is right for whole pieces and wrong for what begins later is found."""
     program = programs_of(engine)[64, 1]
 
-    def wrong(params, pools, batch, arriving):
-        pools, start = program(params, pools, batch, arriving), int(batch.starts[0])
+    def wrong(params, pools, packed, arriving):
+        batch = chunks_of(packed, 64, 1, engine)
+        pools, start = program(params, pools, packed, arriving), int(batch.starts[0])
         return nudged(pools, int(batch.tables[0, 0, start // 64])) if start % 64 else pools
 
     for prefill, resumes in [(programs_of(engine), True), ({**programs_of(engine), (64, 1): wrong}, False)]:
@@ -134,12 +143,15 @@ def test_classes_are_not_looked_for_where_nothing_is_shared():
 # ---- several decode steps at once
 
 
-def several(run: CompiledStage, change: str) -> Any:
+def several(engine: Engine, change: str) -> Any:
     """``decode_many`` with something wrong."""
+    run, rows = engine._executor.parts[-1].run, np.zeros(engine.config.rows, np.int32)
+    like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
 
-    def wrong(params, slots, state, batch, steps):
+    def wrong(params, slots, state, packed, steps):
         assert run.decode_many is not None
-        state, sampled, ran = run.decode_many(params, slots, state, batch, steps)
+        batch = unpack(packed, like)
+        state, sampled, ran = run.decode_many(params, slots, state, packed, steps)
         if change == "pages":
             page, slot = divmod(int(batch.positions[1]), 16)
             state = state._replace(pools=nudged(state.pools, int(batch.tables[0, 1, page]), slot))
@@ -156,8 +168,8 @@ def several(run: CompiledStage, change: str) -> Any:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
     llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
-    engine, run = llm.engine, llm.engine._executor.parts[-1].run
+    engine = llm.engine
     assert engine._runner.proved.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
-        with proofs_with(engine, decode_many=several(run, change)) as proofs:
+        with proofs_with(engine, decode_many=several(engine, change)) as proofs:
             assert proofs.multi_step(engine.limits) is (change == "nothing"), change

@@ -119,8 +119,10 @@ def test_who_was_served_stays_while_strangers_come_and_go(tmp_path: pathlib.Path
                 await asyncio.sleep(0.6)
                 assert (await asyncio.to_thread(client.generate, "Hi", max_tokens=4, seed=1)).text
 
-    with fake_server(tmp_path, max_connections=16) as server:
-        with Client(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
-            client.wait_ready(timeout=60)
-            client.generate("Hi", max_tokens=4)
-            asyncio.run(story(server, client))
+    with (
+        fake_server(tmp_path, max_connections=16) as server,
+        Client(f"127.0.0.1:{server.grpc_port}", retry=None) as client,
+    ):
+        client.wait_ready(timeout=60)
+        client.generate("Hi", max_tokens=4)
+        asyncio.run(story(server, client))
