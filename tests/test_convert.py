@@ -173,6 +173,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) -> None:
     """16 layers of 13 MB: a few tensors are in memory at a time, and the pages of the mapped file that were read."""

@@ -54,17 +54,13 @@ class Part:
         return put_whole(np.zeros(rows, np.int32), self.everywhere)
 
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None) -> Array:
-        self.pools, hidden = self.run.decode(self.params, self.pools, self.packed(batch), arriving)
+        self.pools, hidden = self.run.decode(self.params, self.pools, pack(batch), arriving)
         return hidden
 
     def pass_prefill(self, batch: PrefillBatch, arriving: Array | None) -> Array:
         lanes, size = batch.tokens.shape
-        self.pools, hidden = self.run.prefill[size, lanes](self.params, self.pools, self.packed(batch), arriving)
+        self.pools, hidden = self.run.prefill[size, lanes](self.params, self.pools, pack(batch), arriving)
         return hidden
-
-    def packed(self, batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
-        """As the programs take it."""
-        return pack(batch, self.mesh.shape["lane"])
 
 
 @dataclasses.dataclass
@@ -162,7 +158,7 @@ class Executor:
         if not self.turns:
             return _ELSEWHERE
         own, last = self.turns[turn], self.parts[-1]
-        state, sampled = last.run.decode(last.params, own.slots, self._state(own), last.packed(batch), arriving)
+        state, sampled = last.run.decode(last.params, own.slots, self._state(own), pack(batch), arriving)
         self._keep(own, state)
         return sampled
 
@@ -172,7 +168,7 @@ class Executor:
             return _ELSEWHERE, _NONE
         own, last = self.turns[0], self.parts[-1]
         assert last.run.decode_many is not None
-        given = last.packed(batch), np.int32(steps)
+        given = pack(batch), np.int32(steps)
         state, sampled, ran = last.run.decode_many(last.params, own.slots, self._state(own), *given)
         self._keep(own, state)
         return sampled, ran
@@ -183,7 +179,7 @@ class Executor:
         arriving = self._chunks_through(batch)
         if self.turns:
             last = self.parts[-1]
-            last.pools = last.run.prefill[size, lanes](last.params, last.pools, last.packed(batch), arriving)
+            last.pools = last.run.prefill[size, lanes](last.params, last.pools, pack(batch), arriving)
 
     def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         """One chunk of the largest size, and how probable each token behind it was."""
@@ -192,7 +188,7 @@ class Executor:
             return _ELSEWHERE.logprobs
         last = self.parts[-1]
         assert last.run.prefill_logprobs is not None
-        given = last.packed(batch), arriving, following
+        given = pack(batch), arriving, following
         last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *given)
         return logprobs
 

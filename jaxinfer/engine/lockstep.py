@@ -22,7 +22,7 @@ from jaxinfer.engine.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.executor import Executor, Kept
 from jaxinfer.engine.placement import abstract_arrays, place_params
 from jaxinfer.engine.stages import Stage
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState
+from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
@@ -319,7 +319,7 @@ class Lockstep:
         """A lane's chunks run in the widest program that one of them needs: the runner has proved it equal."""
         shapes = [batch.tokens.shape for batch in asked if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
-        batch = joined([self._chunks(own, side, size) for own in asked])
+        batch = joined([pack(self._chunks(own, side, size)) for own in asked])
         self.pools = self.programs.prefill[size, side](self.params, self.pools, batch, None)
 
     def _chunks(self, given: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
@@ -336,12 +336,13 @@ class Lockstep:
     def _prefill_logprobs(self, asked: list[Any]) -> None:
         size = self._engine.prefill_sizes[-1]
         none = self._chunks(None, 1, size), np.zeros(size, np.int32)
-        batch, following = joined([none if own is None else own[:2] for own in asked])
+        given = [none if own is None else own[:2] for own in asked]
+        batch, following = joined([(pack(batch), following) for batch, following in given])
         self.pools, logprobs = self.programs.prefill_logprobs(self.params, self.pools, batch, None, following)
         self._deal(logprobs, [None if own is None else own[2] for own in asked], size)
 
     def _decode(self, asked: list[Any]) -> None:
-        batch = joined([self._nothing.decode if own is None else own[0] for own in asked])
+        batch = joined([pack(self._nothing.decode if own is None else own[0]) for own in asked])
         state = StepState(self.pools, self.last_tokens, self.sampler)
         state, sampled = self.programs.decode(self.params, self._slots, state, batch, None)
         self.pools, self.last_tokens, self.sampler = state

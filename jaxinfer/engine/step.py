@@ -73,14 +73,13 @@ class PrefillBatch(NamedTuple):
     tables: Int[Any, "groups lanes width"]
 
 
-def pack(batch: DecodeBatch | PrefillBatch, lanes: int = 1) -> Int32[np.ndarray, " numbers"]:
-    """All of a batch in one array; of several lanes', whose arrays are joined, one lane's behind the other's."""
-    parts = [np.asarray(leaf, np.int32).reshape(lanes, -1) for leaf in batch if leaf is not None]
-    return np.concatenate(parts, axis=1).reshape(-1)
+def pack(batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
+    """All of a batch in one array."""
+    return np.concatenate([np.asarray(leaf, np.int32).reshape(-1) for leaf in batch if leaf is not None])
 
 
 def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
-    """The batch that `pack` was given, of one lane: in the shapes of ``like``."""
+    """The batch that `pack` was given, in the shapes of ``like``."""
     leaves, tree = jax.tree.flatten(like)
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     parts = [packed[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]

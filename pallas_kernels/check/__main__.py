@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("check: no configuration matches", file=sys.stderr)
         return 1
     launcher = compiling(environment(folder), disassembler(folder), arguments.jobs, arguments.keep)
-    outcomes = launcher.run(work)
+    outcomes = launcher.run(work[:: arguments.every])
     if arguments.json:
         arguments.json.write_text(json.dumps([one.as_json() for one in outcomes], indent=1) + "\n", encoding="utf-8")
     print(as_markdown(outcomes) if arguments.markdown else as_table(outcomes))
@@ -72,12 +72,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", nargs="+", default=[""], metavar="PREFIX", help="only ops that begin with one of these")
     parser.add_argument("--name", default="", metavar="PART", help="only configurations whose names hold it")
     parser.add_argument("--target", nargs="+", default=[], choices=TARGETS, help="only these (default: all)")
+    parser.add_argument(
+        "--every", type=_positive, default=1, metavar="N", help="one of N of them: a sample (default: all)"
+    )
     parser.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is installed")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the results there, too")
     parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="keep PTX and machine code there")
     parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes at a time")
     return parser.parse_args(argv)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ import json
 import statistics
 import sys
 
+import pytest
+
 from benchmarks import attention_cpu
 from benchmarks.attention.shapes import LAYERS, Shape, timed
 
@@ -28,6 +30,7 @@ def test_a_ratio_above_one_is_ours_being_faster():
     assert (row["ours_us"], row["torch_us"], row["ratio"]) == (2.0, 4.0, 2.0)
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_keeps_a_record(tmp_path, monkeypatch):
     """With our own peer on both sides; torch has an interpreter of its own."""
     names = {"ours": (sys.executable, "xla_peer"), "torch": (sys.executable, "xla_peer")}

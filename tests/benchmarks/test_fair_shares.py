@@ -3,9 +3,12 @@
 import json
 import pathlib
 
+import pytest
+
 from benchmarks import fair_shares
 
 
+@pytest.mark.slow
 def test_it_runs_and_keeps_its_figures(tmp_path: pathlib.Path, capsys) -> None:
     out = tmp_path / "fair.json"
     assert fair_shares.main(["--floods", "2", "--probes", "2", "--between", "1", "--out", str(out)]) == 0

@@ -65,6 +65,7 @@ def test_bits_are_those_of_the_file(tmp_path: pathlib.Path):
     assert quality.bits_of(weights, tmp_path / "made") == pytest.approx(4 + 32 / 32)  # scales are float32
 
 
+@pytest.mark.slow
 def test_every_kind_has_a_recipe_and_figures_are_kept(tmp_path: pathlib.Path, test_data: pathlib.Path):
     kinds = quality.recipes()
     assert len(kinds) == 27

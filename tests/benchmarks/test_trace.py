@@ -124,6 +124,7 @@ def test_what_cannot_be_measured_is_one_sentence(traces: pathlib.Path, capsys: p
     assert "'page_sise' is none of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_with_a_model(traces: pathlib.Path, tiny: pathlib.Path) -> None:
     small = ("--model", str(tiny), "--set", "prefill_sizes=[16]")
     result = run(traces, "mooncake", *small, "--block-tokens", "16", "--speed", "100")

@@ -168,6 +168,7 @@ def test_prompts_beyond_the_context_are_refused(options: list[str]) -> None:
         measured([*options, "--prompt-len", "200"], transformers=fake(1.0), llama_cpp=fake(1.0))
 
 
+@pytest.mark.slow
 def test_jaxinfer_alone(options: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vs_peers.main([*options, "--peers", "jaxinfer", "--rounds", "1", "--quick"]) == 0
     result = json.loads((tmp_path / "out.json").read_text())

@@ -84,6 +84,7 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
         preempted("recompute"),
     ),
 }
+SLOW = ("small budget", "no prefix cache", "synchronous", "drafts", "priority", "static")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def tiny() -> tuple[Model, Requests, list[Any]]:
     return model, requests, alone(model, requests, **SETTINGS)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in MODES])
 def test_every_mode_gives_the_bits_of_each_request_alone(tiny, mode, monkeypatch):
     model, requests, expected = tiny
     changes, happened = MODES[mode]

@@ -41,7 +41,8 @@ def test_demo_model_at_every_slot(dtype):
     check_every_slot(llm, 4, [1, 5, 100, 64, 65, 17])
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wide_model_in_a_batch_of_64(dtype):
     """Shapes at which XLA's matrix products do change bits with the number of rows."""
     llm = LLM(medium_model(dtype), max_num_seqs=64, max_model_len=128, prefill_sizes=(16, 64))
@@ -64,6 +65,7 @@ def test_wide_model_in_a_batch_of_64(dtype):
         assert [bits(together[place]) for place in places] == alone
 
 
+@pytest.mark.slow
 def test_the_wide_model_can_fail():
     """A decode program of another row count gives other bits, so the test above would see a dependence on it."""
     model = medium_model("float32")

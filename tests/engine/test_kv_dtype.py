@@ -31,7 +31,7 @@ from tests.models.test_deepseek import config_json
 from tests.serve.live import live
 
 MIB = 2**20
-FAST = (("int8", "drafts, recomputed"),)
+FAST = (("int8", "recomputed"),)
 EVERY = [(kind, mode) for kind in KINDS for mode in MODES]
 
 
@@ -128,7 +128,9 @@ def forced(model: Model, attend: Any, ids: list[int]) -> np.ndarray:
     return np.asarray(logprobs(model.params, jnp.asarray(ids)))[np.arange(end - 1), ids[1:]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "int8" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_served_logprobs_are_those_of_a_model_that_rounds_keys_and_values(kind, model):
     """Of a prompt's tokens, by the prefill programs, and of the generated ones, by the decode program."""
     prompt = np.random.default_rng(3).integers(0, model.config.vocab_size, 100).tolist()

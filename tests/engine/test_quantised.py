@@ -90,6 +90,7 @@ def test_the_plan_knows_what_four_bits_take(tmp_path: pathlib.Path):
     assert compiled.memory_analysis().argument_size_in_bytes <= codes
 
 
+@pytest.mark.slow
 def test_activations_of_8_bits_are_asked_for(tmp_path: pathlib.Path):
     model = stored(tmp_path, Grouped("int8", INPUTS))
     plain, rounded = (LLM(model, num_pages=60, activation_dtype=kind, **SETTINGS) for kind in ("auto", "int8"))

@@ -43,7 +43,7 @@ def test_a_batch_is_what_was_packed(seed, groups, rows, width, owned, size):
 @given(st.integers(0, 99), SIZES, SIZES, st.integers(1, 4))
 def test_each_lane_has_its_own_part(seed, rows, width, lanes):
     own = [decode_batch(seed + lane, 1, rows, width, owned=True) for lane in range(lanes)]
-    parts = np.split(pack(joined(own), lanes), lanes)
+    parts = np.split(joined([pack(batch) for batch in own]), lanes)
     for batch, part in zip(own, parts, strict=True):
         same(unpack(part, batch), batch)
 

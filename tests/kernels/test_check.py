@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
+import types
 
 import pytest
 
@@ -173,13 +174,36 @@ needs_plugins = pytest.mark.skipif(
 
 @needs_plugins
 def test_compiles_what_ships_and_says_what_it_needs(tmp_path, capsys):
-    """One of what ships: `.ci/run` compiles all of it."""
+    """One of what ships: `make check-kernels` compiles all of it."""
     one, result = ops.configurations(["paged_attention.decode"])[0], tmp_path / "result.json"
     assert door.main(["--op", one.op, "--name", one.name, "--target", HOPPER, "--json", str(result)]) == 0
     outcomes = [Outcome.from_json(fields) for fields in json.loads(result.read_text())]
     assert (one.op, one.name) in {(outcome.op, outcome.name) for outcome in outcomes}
     assert all(kernel.registers and not kernel.spills for outcome in outcomes for kernel in outcome.kernels)
     assert one.name in capsys.readouterr().out
+
+
+@needs_plugins
+def test_a_sample_is_some_of_each(monkeypatch):
+    """`.ci/run` compiles one of several: of every op and target."""
+    compiled = []
+    monkeypatch.setattr(
+        door, "compiling", lambda *_: types.SimpleNamespace(run=lambda work: compiled.extend(work) or [])
+    )
+    door.main([])
+    whole = list(compiled)
+    compiled.clear()
+    door.main(["--every", "4"])
+    assert compiled == whole[::4]
+    assert {(one.op, target) for one, target in compiled} == {(one.op, target) for one, target in whole}
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "x"])
+def test_a_sample_of_none_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as stop:
+        door.parse(["--every", wrong])
+    assert stop.value.code == 2
+    assert wrong in capsys.readouterr().err
 
 
 @needs_plugins

@@ -18,6 +18,7 @@ def blocks_of(repo: pathlib.Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_page_runs(repo: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a module: dataclasses look theirs up by name."""
     module: Any = types.ModuleType("neox_page")

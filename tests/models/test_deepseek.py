@@ -190,6 +190,7 @@ def test_bfloat16_stays_near_float32(model: Model):
 # The engine
 
 
+@pytest.mark.slow
 def test_requests_have_the_bits_of_each_alone(model: Model, monkeypatch: pytest.MonkeyPatch):
     """Cold and warm, in small steps, and with pages that leave for the host and come back."""
     requests = make_requests(10, model.config.vocab_size, longest=40)

@@ -20,6 +20,7 @@ def _have_plugins() -> bool:
 pytestmark = pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
 
 
+@pytest.mark.slow
 def test_two_layers_of_a_mixture_on_eight_gpus_keep_the_rules():
     work = dataclasses.replace(TOPOLOGIES["Mixtral-8x7B, EP4 x TP2"], layers=2)
     (part,) = run(work, default_folder())

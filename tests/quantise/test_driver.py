@@ -139,6 +139,7 @@ def test_experts_without_tokens_are_rounded(tmp_path: pathlib.Path):
     assert np.isfinite(logits(tmp_path / "made")).all()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_layers(tmp_path: pathlib.Path):
     folder = folder_of("qwen2-layer-types", tmp_path / "source")
     held: list[int] = []

@@ -35,7 +35,6 @@ GROWTH_MIB = 48  # what the allocators may keep of a thousand requests, or of te
 GROWTH_OF_FULL_BUFFERS_MIB = 96  # the same of a thousand at once whose buffers were full
 
 many = pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-thousands = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +140,7 @@ def test_clients_that_leave(steady, count):
     asyncio.run(main())
 
 
-@thousands
+@many
 def test_deadlines_in_the_queue_in_the_prompt_and_in_the_output(steady, count):
     def hurried(chance: random.Random, rank: int) -> Job:
         match rank % 6:
@@ -172,7 +171,7 @@ def test_deadlines_in_the_queue_in_the_prompt_and_in_the_output(steady, count):
     asyncio.run(main())
 
 
-@thousands
+@many
 def test_connections_that_are_reset(steady, count):
     """Over HTTP by the client, while it asks or while it is answered; at both doors by what is in between."""
 
@@ -217,7 +216,8 @@ def impatient(tmp_path_factory):
         yield server
 
 
-@thousands
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1000, 10_000])
 def test_readers_that_never_read(impatient, count):
     """They are cut after a second, a thousand at a time, and the others do not notice."""
 

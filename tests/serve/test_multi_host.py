@@ -166,6 +166,7 @@ def compiled_since_ready(server: ServerProcess) -> int:
 # ---- the fast tier: two processes of two devices
 
 
+@pytest.mark.slow
 def test_two_processes_serve_and_come_back(tmp_path):
     """With the tokens of one process that has all devices; and the second one is killed on the way."""
     cache, folder = tmp_path / "cache", tmp_path / "alone"

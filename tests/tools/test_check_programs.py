@@ -386,6 +386,7 @@ def _have_plugins():
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
 def test_the_engines_steps_keep_the_rules():
     """At the shape of Llama-3.1-8B, four of its layers, compiled for an H100."""

@@ -56,6 +56,7 @@ def run(data: corpus.Corpus, file: pathlib.Path, stop: int | None = None):
     return train(model, TINY, data, 7, lambda params, length: 1.0 / (1 + len(lines)), file, say), lines
 
 
+@pytest.mark.slow
 def test_quick_run_writes_a_folder_that_loads(tmp_path, capsys):
     source = tmp_path / "text" / "tinyshakespeare" / "input.txt"
     source.parent.mkdir(parents=True)

@@ -20,7 +20,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("int8", TENSOR), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+    ("kind", "sizes"), [pytest.param(*each, marks=pytest.mark.slow) for each in (("int8", TENSOR), *SLOW)]
 )
 def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
     """With few pages, which leave the devices and come back."""

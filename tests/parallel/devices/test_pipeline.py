@@ -210,6 +210,7 @@ def test_models_whose_layers_differ_are_served(name, tmp_path):
     assert generate(spread_llm(model, pipeline_parallel_size=2, num_pages=40), requests) == want
 
 
+@pytest.mark.slow
 def test_a_stage_holds_its_layers_alone_and_the_plan_says_so(five):
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, pipeline_parallel_size=2, data_parallel_size=2)
     llm = LLM(five, config=config, compilation_cache_dir="")

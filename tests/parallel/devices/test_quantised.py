@@ -87,9 +87,7 @@ def of_codebooks(folder: pathlib.Path, kind: str) -> Model:
     return stored_and_plain(model, folder, lambda name, inputs: None if inputs % 256 else Blocks(kind))[0]
 
 
-@pytest.mark.parametrize(
-    "kind", ["IQ2_S", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("IQ1_S", "IQ3_XXS"))]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("IQ2_S", "IQ1_S", "IQ3_XXS")])
 def test_blocks_of_codebooks_over_two_devices(kind: str, tmp_path: pathlib.Path):
     model = of_codebooks(tmp_path, kind)
     same_logits(model, make_mesh(2))

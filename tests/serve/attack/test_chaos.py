@@ -21,7 +21,8 @@ assert max(TOKENS) < fake.FIRST_BYTE + 128  # a character each
 END = "data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [12, 600])
 def test_faults_at_random_under_load(tmp_path_factory, seconds, seed):
     with victim(tmp_path_factory.mktemp("v")) as server:
         report = asyncio.run(chaos.run(server, Jobs(), seconds, seed))

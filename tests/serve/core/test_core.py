@@ -478,6 +478,7 @@ def test_settings_that_a_core_does_not_know_end_it():
 # ---- the real one
 
 
+@pytest.mark.slow
 def test_the_demo_model_in_a_process_of_its_own_gives_what_llm_gives():
     from jaxinfer import LLM, EngineConfig
 

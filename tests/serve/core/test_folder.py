@@ -89,6 +89,7 @@ def test_another_users_folder_stays(place, monkeypatch):
     assert sweep() == 0
 
 
+@pytest.mark.slow
 def test_a_server_removes_what_one_that_was_killed_has_left(tmp_path, monkeypatch):
     """And none of a server that lives."""
     place = tmp_path / "tmp"

@@ -272,12 +272,12 @@ def test_a_slow_reader_that_reads_is_not_cut_and_loses_nothing() -> None:
         return aio.insecure_channel(f"127.0.0.1:{port}", options=NARROW)
 
     async def story() -> None:
-        async with running(target=target, slow_reader_seconds=0.5) as server:
+        async with running(target=target, slow_reader_seconds=2.0) as server:
             call = server.inference.Generate(request(sampling=MUCH))
             events = []
             while (event := await call.read()) is not aio.EOF:
                 events.append(event)
-                await asyncio.sleep(0.2 if len(events) < 6 else 0)
+                await asyncio.sleep(0.6 if len(events) < 6 else 0)
             assert sum(len(event.delta.logprobs) for event in events) == MUCH["max_tokens"]
             assert "".join(event.delta.text for event in events) == expected_text(PROMPT, 1, 0, MUCH["max_tokens"])
 

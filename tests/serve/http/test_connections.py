@@ -265,7 +265,8 @@ def test_a_client_that_reads_nothing_is_cut_and_disturbs_no_one():
         async with serving(slow_reader_seconds=0.5) as running:
             (listener,) = running.server._server.servers[0].sockets
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # else the kernel takes megabytes
-            asked = {"prompt": "Hi", "max_tokens": 1500, "n": 4, "stream": True, "return_token_ids": True}
+            # Logprobs: a slow machine sends many tokens at once, which would be too little for all buffers.
+            asked = {"prompt": "Hi", "max_tokens": 1500, "n": 4, "stream": True, "logprobs": 5}
             lazy = socket.socket()
             lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             lazy.setblocking(False)
