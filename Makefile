@@ -61,6 +61,7 @@ test-slow: $(DEV) ## the tests that take minutes
 
 attack: $(DEV) ## the attacks on the server, with fresh seeds (docs/security.md; ARGS="--seed 7")
 	@$(RUN) -m pytest -n 2 --dist loadfile --fresh -m "attack and not slow" $(ARGS)
+	@$(RUN) -m tests.serve.attack chaos --seconds 30
 
 fuzz: $(DEV) ## wrong requests at every door of a server; the corpus grows (ARGS="--cases 1000000")
 	@$(RUN) -m tests.serve.attack fuzz $(ARGS)
