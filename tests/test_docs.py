@@ -36,6 +36,26 @@ def test_make_targets_exist(repo: pathlib.Path) -> None:
     assert {(name, word) for name, word in named if word not in known} == set()
 
 
+def test_the_index_reaches_every_page(repo: pathlib.Path) -> None:
+    linked = set(re.findall(r"\]\(([a-z_]+\.md)\)", (repo / "docs/README.md").read_text(encoding="utf-8")))
+    assert linked == {path.name for path in repo.glob("docs/*.md")} - {"README.md"}
+    assert "docs/README.md" in (repo / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_tour_names_functions(repo: pathlib.Path) -> None:
+    named = re.findall(r"`([a-z0-9_/]+\.py):(\w+)`", (repo / "docs/tour.md").read_text(encoding="utf-8"))
+    assert len(named) > 15
+    assert [each for each in named if not re.search(rf"\bdef {each[1]}\b", (repo / each[0]).read_text())] == []
+
+
+def test_the_step_is_that_of_the_engine(repo: pathlib.Path) -> None:
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (repo / "docs/architecture.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    source = [line.strip() for line in (repo / "jaxinfer/engine/engine.py").read_text().splitlines()]
+    assert [line for line in block.splitlines() if line.strip() not in source] == []
+
+
 def test_readme_python_runs(repo: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What needs a server is run by tests/serve/test_docs.py."""
     found = re.findall(r"```python\n(.*?)```", (repo / "README.md").read_text(encoding="utf-8"), re.DOTALL)
