@@ -78,18 +78,21 @@ def test_the_wide_model_can_fail():
     assert few != many
 
 
-def test_same_seed_twice_and_samples_differ():
-    llm = LLM(random_model(), max_num_seqs=4, compilation_cache_dir="")
+@pytest.fixture(scope="module")
+def small() -> LLM:
+    return LLM(random_model(), max_num_seqs=4, max_model_len=64, prefill_sizes=(16,))
+
+
+def test_same_seed_twice_and_samples_differ(small):
     params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=20)
-    first, second = (llm.generate([[1, 2, 3]], params)[0] for _ in range(2))
+    first, second = (small.generate([[1, 2, 3]], params)[0] for _ in range(2))
     assert [o.token_ids for o in first.outputs] == [o.token_ids for o in second.outputs]
     assert len({tuple(o.token_ids) for o in first.outputs}) == 3
 
 
-def test_an_unset_seed_is_returned_and_repeats_the_result():
-    llm = LLM(random_model(), max_num_seqs=2, compilation_cache_dir="")
-    first = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0]
-    again = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20, seed=first.seed))[0]
-    other = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0]
+def test_an_unset_seed_is_returned_and_repeats_the_result(small):
+    first = small.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0]
+    again = small.generate([[1, 2, 3]], SamplingParams(max_tokens=20, seed=first.seed))[0]
+    other = small.generate([[1, 2, 3]], SamplingParams(max_tokens=20))[0]
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
     assert first.outputs[0].token_ids != other.outputs[0].token_ids

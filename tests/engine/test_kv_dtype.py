@@ -31,7 +31,6 @@ from tests.models.test_deepseek import config_json
 from tests.serve.live import live
 
 MIB = 2**20
-FAST = (("int8", "recomputed"),)
 EVERY = [(kind, mode) for kind in KINDS for mode in MODES]
 
 
@@ -47,9 +46,8 @@ def requests_alone(kind: str) -> tuple[Requests, list[Any]]:
     return requests, alone(model, requests, **SETTINGS, kv_cache_dtype=kind)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in EVERY if each not in FAST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mode"), EVERY)
 def test_every_mode_gives_the_bits_of_each_request_alone(kind, mode, model, monkeypatch):
     """Batches, samples that share pages, preemption, warm prefixes; nothing is compiled meanwhile."""
     requests, expected = requests_alone(kind)
