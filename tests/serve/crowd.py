@@ -35,7 +35,7 @@ _CHANNELS, _NARROW_CHANNELS = 6, 20  # those of a connection that do not read us
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.min_reconnect_backoff_ms", 20),
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # what an attempt may take, on a busy machine
     ("grpc.max_reconnect_backoff_ms", 100),
 )
 

@@ -199,7 +199,7 @@ def test_connections_that_are_reset(steady, count):
         assert set(counted(crowd)) == {OK, LEFT}
         assert set(counted(broken, GRPC)) == {OK, UNAVAILABLE}
         assert set(counted(broken, HTTP)) == {OK, CUT}
-        assert min(grpc_proxy.broken, http_proxy.broken) > 5
+        assert min(grpc_proxy.broken, http_proxy.broken) > count // 500  # a busy machine is done with them soon
 
     asyncio.run(main())
 

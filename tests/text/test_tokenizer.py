@@ -360,12 +360,15 @@ def test_a_text_that_came_before_takes_as_long_as_a_new_one(forgets: bool) -> No
     def texts() -> list[str]:
         return ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=250)) for _ in range(100)]
 
+    def shows() -> bool:
+        rounds = [(seconds(ours, known), seconds(ours, texts())) for _ in range(15)]
+        again, new = (min(each) for each in zip(*rounds, strict=True))
+        return again <= 0.8 * new
+
     known = texts()
     assert ours.decode(ours.encode(known[0])) == known[0]
     seconds(ours, known)
-    rounds = [(seconds(ours, known), seconds(ours, texts())) for _ in range(15)]
-    again, new = (min(each) for each in zip(*rounds, strict=True))
-    assert (again > 0.8 * new) == forgets
+    assert any(shows() != forgets for _ in range(5))  # on a busy machine not every time
 
 
 def test_tokens_that_were_met_before_are_looked_up_as_new_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
