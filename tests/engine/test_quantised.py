@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "speculative": "ngram",
     "compilation_cache_dir": "",
 }
-FAST = ("int4 with zeros", "ggml")
+FAST = ("int4 with zeros",)
 STORAGES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
 
 

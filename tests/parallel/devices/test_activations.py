@@ -12,7 +12,9 @@ from tests.quant.models import stored_and_plain
 FP8 = "float8_e4m3fn"
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("groups", (2, 1)), ("experts", (2, 2))])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("groups", (2, 1)), pytest.param("experts", (2, 2), marks=pytest.mark.slow)]
+)
 def test_one_scale_for_a_token(name: str, mesh: tuple[int, int], tmp_path: pathlib.Path) -> None:
     def choose(name: str, inputs: int) -> Grouped:
         del name

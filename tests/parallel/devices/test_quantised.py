@@ -28,7 +28,7 @@ def stored(folder: pathlib.Path, layout: Layout, name: str = "groups", **changes
 IN_PARTS = {name: layout for name, layout in LAYOUTS.items() if not getattr(layout, "ordered", False)}
 
 
-FAST = ("int4 with zeros", "codebook, nested", "ggml")
+FAST = ("int4 with zeros", "ggml")
 EACH = [
     pytest.param(layout, id=name, marks=() if name in FAST else pytest.mark.slow) for name, layout in IN_PARTS.items()
 ]
@@ -41,13 +41,14 @@ def test_every_storage_over_two_devices(layout: Layout, tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize(
     "name",
-    ["experts", "few KV heads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("odd vocabulary", "biases"))],
+    ["few KV heads", *(pytest.param(name, marks=pytest.mark.slow) for name in ("experts", "odd vocabulary", "biases"))],
 )
 def test_layouts_of_a_model_over_four_devices(name: str, tmp_path: pathlib.Path):
     mesh = make_mesh(2, expert=2) if name == "experts" else make_mesh(4)
     same_logits(stored(tmp_path, Grouped("int4", 8, zeros=True), name), mesh)
 
 
+@pytest.mark.slow
 def test_the_form_of_kernels_over_two_devices(tmp_path: pathlib.Path):
     same_logits(stored(tmp_path, Grouped("int4", 16, zeros=True)).for_kernels(), make_mesh(2))
 

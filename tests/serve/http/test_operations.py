@@ -179,6 +179,7 @@ def demo():
     return LLM("demo", show_progress=False)
 
 
+@pytest.mark.slow
 def test_the_demo_models_text_is_that_of_llm(demo):
     prompts = ["Once upon a time", "Ein Märchen: "]
     greedy = SamplingParams(temperature=0.0, max_tokens=24, n=1)
