@@ -80,7 +80,7 @@ def test_the_wide_model_can_fail():
 
 @pytest.fixture(scope="module")
 def small() -> LLM:
-    return LLM(random_model(), max_num_seqs=4, max_model_len=64, prefill_sizes=(16,))
+    return LLM(random_model(), max_num_seqs=4, max_model_len=64, page_size=16, prefill_sizes=(16,))
 
 
 def test_same_seed_twice_and_samples_differ(small):
