@@ -202,8 +202,11 @@ async def refuse(load: Refusals) -> dict[str, Any]:
         _,
     ):
         client = _client(load.door, server, load.connections)
-        held = [asyncio.ensure_future(client.generate(row, _HELD_TOKENS)) for row in range(2)]
-        await asyncio.sleep(4 * _HELD_STEP_SECONDS)
+        held: list[asyncio.Future[Heard]] = []
+        for row in range(2):  # the second one when the first has its slot: there is one place to wait
+            held.append(asyncio.ensure_future(client.generate(row, _HELD_TOKENS)))
+            await asyncio.sleep(4 * _HELD_STEP_SECONDS)
+        assert not any(task.done() for task in held), held
         heards: list[Heard] = []
         with _no_collections():
             before, start = Cpu.now(server), time.monotonic()
