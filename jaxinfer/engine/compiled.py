@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
@@ -271,7 +272,9 @@ def _packed(job: _Job, everywhere: NamedSharding) -> _Job:
 
     @functools.wraps(job.function)
     def function(*given: Any) -> Any:
-        return job.function(*given[:place], unpack(given[place], batch), *given[place + 1 :])
+        # Cut once: without a barrier each layer's kernel would be given a cut of its own.
+        own = lax.optimization_barrier(unpack(given[place], batch))
+        return job.function(*given[:place], own, *given[place + 1 :])
 
     size = sum(leaf.size for leaf in jax.tree.leaves(batch))
     one = jax.ShapeDtypeStruct((size,), np.dtype(np.int32), sharding=everywhere)
