@@ -17,6 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 
+_LONG = 1 << 16  # characters from which on every number is looked at: below, Python's own bound is enough
+_MOST_DIGITS = 400  # thousands of numbers of thousands of digits take a third of a second to read
 MAX_DEPTH = 64
 """Lists and objects within one another. What templates and validators do with a value may recurse."""
 
@@ -107,10 +109,10 @@ def parse(data: bytes) -> Any:
         raise _invalid(f"the body is not UTF-8 at byte {cause.start}") from cause
     _check_depth(text)
     try:
-        value = _DECODER.decode(text)
+        value = (_DECODER if len(text) <= _LONG else _LONG_DECODER).decode(text)
     except json.JSONDecodeError as cause:
         raise _invalid(f"the body is not JSON: {cause.msg} at character {cause.pos}") from cause
-    except ValueError as cause:  # Python bounds the digits of a number that it reads
+    except ValueError as cause:  # Python bounds the digits of a number that it reads, by 4,300
         raise _invalid("the body holds a number of too many digits") from cause
     if _SURROGATE.search(text):
         _check_characters(value)
@@ -160,7 +162,16 @@ def _constant(name: str) -> NoReturn:
     _refuse(f"the body holds {name}, which is not JSON")
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError
+    return int(digits)
+
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_constant)
+_LONG_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_float=_finite, parse_int=_integer, parse_constant=_constant
+)
 
 
 def _invalid(message: str) -> ServeError:

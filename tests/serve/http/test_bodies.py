@@ -48,6 +48,7 @@ def test_what_json_says_is_what_comes_out(value, ascii_only):
         (b'{"a": -Infinity}', "-Infinity"),
         (b'{"a": 1e400}', "too large"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"a": [' + b"9" * 401 + b"," + b"1," * 40_000 + b"1]}", "too many digits"),
         (rb'{"a": "\ud800"}', "surrogate"),
         (rb'{"\uDFFF": 1}', "surrogate"),
         (b"[" * 100_000, "nested deeper"),
