@@ -8,24 +8,29 @@ connections that have waited longest for nothing are shut down, those first over
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import ipaddress
 import logging
 import os
-import pathlib
 import socket
+import stat
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 
 _log = logging.getLogger("jaxinfer.serve")
 
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 1.0
+_CLOSE_LOOK_SECONDS = 0.25  # where half of the places of a port are taken
 _BUSY_SECONDS = 0.02  # after a look that had to shut some down
 _FREE = 4  # one of so many places is kept free for those who come
 _TELL_SECONDS = 10.0  # between two lines of the log
-_FOLDER = next((path for path in map(pathlib.Path, ("/proc/self/fd", "/dev/fd")) if path.is_dir()), None)
+_FOLDER = next((path for path in ("/proc/self/fd", "/dev/fd") if os.path.isdir(path)), None)
+
+_Socket = tuple[int, int]
+"""A descriptor, and the socket's number in the kernel: another one may have the descriptor later."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +74,7 @@ class Connections:
         self.most: dict[int, int] = dict(most)
         self._cut = cut
         self._peers: dict[str, Peer] = {}
-        self._known: dict[str, _Connection] = {}
+        self._known: dict[_Socket, _Connection] = {}
         self._told = -_TELL_SECONDS
 
     def begin(self, peer: str, *, known: bool) -> Peer:
@@ -96,7 +101,12 @@ class Connections:
             start = time.monotonic()
             busy = await self.look()
             took = time.monotonic() - start
-            await asyncio.sleep(max(_BUSY_SECONDS, 10 * took) if busy else max(_LOOK_SECONDS, 100 * took))
+            await asyncio.sleep(max(_BUSY_SECONDS, 10 * took) if busy else max(self._pause(), 100 * took))
+
+    def _pause(self) -> float:
+        """Until the next look: it costs some microseconds for each socket of the process."""
+        taken = collections.Counter(each.port for each in self._known.values() if each.peer is not None)
+        return _CLOSE_LOOK_SECONDS if any(2 * taken[port] > most for port, most in self.most.items()) else _LOOK_SECONDS
 
     async def look(self) -> bool:
         """Shut down what is too much; whether anything was."""
@@ -115,31 +125,34 @@ class Connections:
         here = {each.peer for each in self._known.values()}
         return here, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
 
-    def _listed(self, now: float) -> dict[str, _Connection]:
-        """Every socket by its name in the kernel, and by its number."""
+    def _listed(self, now: float) -> dict[_Socket, _Connection]:
+        """Every socket of the process."""
         assert _FOLDER is not None
         found = {}
-        for name in os.listdir(_FOLDER):
+        for number in map(int, os.listdir(_FOLDER)):
             with contextlib.suppress(OSError):  # closed meanwhile
-                link = f"{name} {os.readlink(_FOLDER / name)}"
-                if "socket:" in link:
-                    found[link] = self._known.get(link) or _Connection(*_ends(int(name)), now)
+                status = os.fstat(number)
+                if stat.S_ISSOCK(status.st_mode):
+                    name = number, status.st_ino
+                    found[name] = self._known.get(name) or _Connection(*_ends(number), now)
         return found
 
     def _relieve(self, port: int, enough: int, peers: Mapping[str, Peer]) -> int:
-        ours = {link: each for link, each in self._known.items() if each.port == port and each.peer is not None}
-        ranked = sorted((_rank(each, peers.get(each.peer or "")), link) for link, each in ours.items())
-        idle = [link for (serves, _, _), link in ranked[: max(0, len(ours) - enough)] if not serves]
-        given = sum(self._shut(link) for link in idle)
+        ours = {name: each for name, each in self._known.items() if each.port == port and each.peer is not None}
+        if len(ours) <= enough:
+            return 0
+        ranked = sorted((_rank(each, peers.get(each.peer or "")), name) for name, each in ours.items())
+        idle = [name for (serves, _, _), name in ranked[: len(ours) - enough] if not serves]
+        given = sum(self._shut(name) for name in idle)
         if given and time.monotonic() - self._told > _TELL_SECONDS:
             self._told = time.monotonic()
             _log.warning("port %d: %d of %d connections were idle longest and gave way", port, given, len(ours))
         return given
 
-    def _shut(self, link: str) -> bool:
+    def _shut(self, name: _Socket) -> bool:
         """What has the descriptor's number may be another one by now: it is looked at once more, by one of our own."""
-        wanted = self._known.pop(link)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(link.partition(" ")[0]))) as own:
+        wanted = self._known.pop(name)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(name[0])) as own:
             if _ends_of(own) == (wanted.port, wanted.peer):
                 own.shutdown(socket.SHUT_RDWR)
                 return True
