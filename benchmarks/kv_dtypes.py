@@ -25,9 +25,9 @@ from benchmarks.peers import machine
 from benchmarks.peers.random_model import LLAMA_125M
 from benchmarks.traces.record import Quiet
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.engine import prepare
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model

@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.cache import DEFAULT_FOLDER, use_compilation_cache
-from jaxinfer.engine.compilations import CacheUse, count_cache_use
-from jaxinfer.engine.compiled import CompileProgress, compile_stages
-from jaxinfer.engine.engine import prepare
-from jaxinfer.engine.placement import abstract_arrays
-from jaxinfer.engine.stages import cut
+from jaxinfer.engine.execution.compilations import CacheUse, count_cache_use
+from jaxinfer.engine.execution.compile_cache import DEFAULT_FOLDER, use_compilation_cache
+from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
+from jaxinfer.engine.execution.placement import abstract_arrays
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.stages import cut
 from jaxinfer.flags import add_flags, given_settings
 from jaxinfer.loading import DTYPES, LOADING_ERRORS, StartProgress, abstract_model, start_engine
 from jaxinfer.parallel.mesh import mesh_for, stages

@@ -48,7 +48,7 @@ class EngineConfig:
         enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
         swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
-            least, by weight; see `jaxinfer.engine.fair`).
+            least, by weight; see `jaxinfer.engine.scheduling.fair`).
         max_waiting_requests, max_waiting_sequences, max_waiting_tokens: a request is refused if with it more requests,
             outputs or prompt tokens would wait (default: no limit, but for servers).
         async_scheduling: launch a step before the one before it is read. Off: for debugging.

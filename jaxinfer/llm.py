@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.replicas import Replicas
 from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling

@@ -14,16 +14,17 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.cache import use_compilation_cache
-from jaxinfer.engine.compiled import CompileProgress
-from jaxinfer.engine.engine import Engine, with_activations
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.group import Group
-from jaxinfer.engine.make import make_engine, make_followers
-from jaxinfer.engine.memory import MemoryPlan, plan_engine
-from jaxinfer.engine.placement import spread_model
-from jaxinfer.engine.replicas import Replicas
-from jaxinfer.engine.stages import cut
+from jaxinfer.engine.distributed.group import Group
+from jaxinfer.engine.distributed.make import make_engine, make_followers
+from jaxinfer.engine.distributed.replicas import Replicas
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.compile_cache import use_compilation_cache
+from jaxinfer.engine.execution.compiled import CompileProgress
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
+from jaxinfer.engine.execution.placement import spread_model
+from jaxinfer.engine.execution.prepare import with_activations
+from jaxinfer.engine.execution.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import Family, family_for
@@ -124,7 +125,7 @@ def start_follower(
 ) -> tuple[Model, ResolvedEngine, dict[int, Executor]]:
     """What `start_engine` does, in a process that is not its group's first: it loads and compiles its devices' part.
 
-    The executors are for `jaxinfer.engine.leading.follow`. Arguments and errors are those of `start_engine`.
+    The executors are for `jaxinfer.engine.distributed.leader.follow`. Arguments and errors are those of `start_engine`.
     """
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)

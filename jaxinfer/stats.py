@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.engine.placement import array_bytes
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.execution.placement import array_bytes
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import Delta, RequestOutput
 from jaxinfer.models.model import Model
 

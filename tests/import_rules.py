@@ -47,6 +47,13 @@ STOREY = {
     "plan": 12,
     "jaxinfer": 13,  # the package's own __init__
 }
+# Within a room: a package (the longest that a module is in) may import those of lower storeys only.
+STOREY_WITHIN = {
+    "jaxinfer.engine.scheduling": 0,
+    "jaxinfer.engine.execution": 1,
+    "jaxinfer.engine": 2,
+    "jaxinfer.engine.distributed": 3,
+}
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
@@ -108,10 +115,7 @@ NO_JAX = (
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
     "jaxinfer.engine.async_engine",
-    "jaxinfer.engine.queues",
-    "jaxinfer.engine.scheduler",
-    "jaxinfer.engine.sequence",
-    "jaxinfer.engine.stats",
+    "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
@@ -175,9 +179,10 @@ def violations(root: pathlib.Path, declared: set[str]) -> list[str]:
 
 def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
     for line, target in module.imports():
-        if (to := _resolve(target, modules)) is None or (room := modules[to].room) == module.room:
+        if (to := _resolve(target, modules)) is None:
             continue
-        if reason := _refusal(module.room, room):
+        room = modules[to].room
+        if reason := _refusal(module.room, room) if room != module.room else _refusal_within(module.name, to):
             yield f"{module.name}:{line} imports {to}: {reason}"
 
 
@@ -189,6 +194,16 @@ def _refusal(room: str, imported: str) -> str | None:
     if imported not in STOREY or STOREY[imported] < STOREY[room]:
         return None
     return "sideways" if STOREY[imported] == STOREY[room] else "upwards"
+
+
+def _refusal_within(name: str, imported: str) -> str | None:
+    """Of one room: its packages are in storeys, too."""
+    here, there = _storey_within(name), _storey_within(imported)
+    return None if here is None or there is None or there <= here else "upwards"
+
+
+def _storey_within(name: str) -> int | None:
+    return next((STOREY_WITHIN[package] for package in (name, *_parents(name)[::-1]) if package in STOREY_WITHIN), None)
 
 
 def _hidden(module: Module) -> Iterator[str]:

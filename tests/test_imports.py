@@ -53,9 +53,9 @@ def test_the_rules_allow_the_design(tmp_path: pathlib.Path) -> None:
         "jaxinfer/kv/pool.py": "import jax\nfrom pallas_kernels.kv_write import write",
         "jaxinfer/weights/read.py": "import safetensors\nfrom .place import put",
         "jaxinfer/weights/place.py": "import jax.numpy as jnp",
-        "jaxinfer/engine/step.py": "from flax import linen\nfrom jaxinfer import kv, types",
+        "jaxinfer/engine/execution/step.py": "from flax import linen\nfrom jaxinfer import kv, types",
         "jaxinfer/text/tokenizer.py": "import tokenizers\nfrom jaxinfer.types import SamplingParams",
-        "jaxinfer/llm.py": "from jaxinfer.text.tokenizer import Tokenizer\nfrom jaxinfer.engine import step",
+        "jaxinfer/llm.py": "from jaxinfer.text.tokenizer import Tokenizer\nfrom jaxinfer.engine.execution import step",
         "jaxinfer/generate.py": "import rich\nfrom jaxinfer.llm import LLM\ndef f():\n    import tokenizers",
         "pallas_kernels/kv_write/api.py": "import jax",
     }
@@ -67,8 +67,19 @@ REFUSED = {
     "upwards": ({"jaxinfer/layers/a.py": "import jaxinfer.models", "jaxinfer/models/b.py": ""}, "upwards"),
     "sideways": ({"jaxinfer/models/a.py": "from jaxinfer import weights", "jaxinfer/weights/b.py": ""}, "sideways"),
     "sideways below": ({"jaxinfer/types.py": "import pallas_kernels", "pallas_kernels/a.py": ""}, "sideways"),
+    "upwards within a room": (
+        {"jaxinfer/engine/scheduling/a.py": "import jaxinfer.engine.execution.b", "jaxinfer/engine/execution/b.py": ""},
+        "upwards",
+    ),
+    "upwards to the top of a room": (
+        {
+            "jaxinfer/engine/execution/a.py": "from jaxinfer.engine.engine import Engine",
+            "jaxinfer/engine/engine.py": "",
+        },
+        "upwards",
+    ),
     "package's own face": ({"jaxinfer/kv/a.py": "from jaxinfer import LLM"}, "upwards"),
-    "relative": ({"jaxinfer/kv/a.py": "from ..engine import step", "jaxinfer/engine/step.py": ""}, "upwards"),
+    "relative": ({"jaxinfer/kv/a.py": "from ..engine import step", "jaxinfer/engine/execution/step.py": ""}, "upwards"),
     "kernels stand alone": ({"pallas_kernels/a.py": "import jaxinfer.quant", "jaxinfer/quant/b.py": ""}, "upwards"),
     "type checking": (
         {"jaxinfer/kv/a.py": "if TYPE_CHECKING:\n    import jaxinfer.engine", "jaxinfer/engine/b.py": ""},
@@ -87,7 +98,7 @@ REFUSED = {
     "computed": ({"jaxinfer/kv/a.py": "import importlib\nimportlib.import_module('x')"}, "computed name"),
     "third party": ({"jaxinfer/engine/a.py": "import rich"}, "imports rich, which engine may not use"),
     "undeclared": ({"jaxinfer/generate.py": "import requests"}, "imports requests"),
-    "no jax": ({"jaxinfer/engine/scheduler.py": "import jax"}, "reaches jax"),
+    "no jax": ({"jaxinfer/engine/scheduling/scheduler.py": "import jax"}, "reaches jax"),
     "no jax, indirect": (
         {"jaxinfer/kv/manager.py": "import jaxinfer.kv.pool", "jaxinfer/kv/pool.py": "from jax import numpy"},
         "jaxinfer.kv.manager reaches jax: jaxinfer.kv.pool:1",

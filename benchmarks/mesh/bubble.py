@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from benchmarks.mesh.models import model
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.replicas import Replicas
-from jaxinfer.engine.step import DecodeBatch
+from jaxinfer.engine.distributed.replicas import Replicas
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.step import DecodeBatch
 from jaxinfer.llm import LLM
 from jaxinfer.types import Request, SamplingParams
 

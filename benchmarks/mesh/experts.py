@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.mesh.models import EXPERTS, model
 from jaxinfer.config import EngineConfig, resolve
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.mesh.models import EXPERTS, model
-from jaxinfer.engine.lanes import Lanes
-from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.distributed.dp_attention import Lanes
+from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.llm import LLM
 
 _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.traces.fake import resolved
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.plan import StepPlan, StepResult
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.types import Request, SequenceDelta
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.traces.fake import FakeServer, resolved
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.types import Request, SamplingParams
 
 MAX_LEN = 2048

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from benchmarks.traces.probe import counters, occupancy
 from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
-from jaxinfer.engine.plan import StepPlan, StepResult
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.types import CacheSpec, LayerSpec, Request, SequenceDelta
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.traces.replay import Counters, Occupancy
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.stats import EngineStats
 
 
 def counters(stats: EngineStats) -> Counters:

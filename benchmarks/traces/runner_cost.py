@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.traces.cost import MAX_LEN, Load, Requests, Steady, spread
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.executor import Part
-from jaxinfer.engine.plan import StepPlan, StepResult
-from jaxinfer.engine.runner import Launched, Runner
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.execution.executor import Part
+from jaxinfer.engine.execution.runner import Launched, Runner
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import Request, SequenceDelta

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SequenceDelta
 

@@ -9,26 +9,21 @@ import secrets
 import time
 import weakref
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
-from jaxinfer.engine.compilations import count_compilations
-from jaxinfer.engine.compiled import CompileProgress
-from jaxinfer.engine.executor import Executor, MakeExecutor
-from jaxinfer.engine.placement import spread_model
-from jaxinfer.engine.queues import Queued
-from jaxinfer.engine.runner import Launched, Proved, Runner
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.engine.execution.compiled import CompileProgress
+from jaxinfer.engine.execution.executor import Executor, MakeExecutor
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.runner import Launched, Proved, Runner
+from jaxinfer.engine.scheduling.queues import Queued
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
-from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
-from jaxinfer.quant import rounds_activations
-from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import Drafter, NgramDrafter
 from jaxinfer.types import Request, SequenceDelta
 
@@ -46,7 +41,7 @@ class Engine:
 
     Raises:
         EngineConfigError: a setting cannot be served.
-        ValueError: the mesh has more than one place along ``data`` (see `jaxinfer.engine.replicas`).
+        ValueError: the mesh has more than one place along ``data`` (see `jaxinfer.engine.distributed.replicas`).
     """
 
     def __init__(
@@ -61,7 +56,7 @@ class Engine:
     ) -> None:
         mesh = mesh or mesh_for(config)
         if mesh.shape["data"] != 1:
-            raise ValueError("an engine runs on one replica: jaxinfer.engine.replicas makes several")
+            raise ValueError("an engine runs on one replica: jaxinfer.engine.distributed.replicas makes several")
         model, self.config, self.limits = prepare(model, config, platform, mesh)
         self._kv = _new_kv(model, self.config)
         self._executor = make_executor(model, self.config, self.limits, mesh, progress)
@@ -178,88 +173,6 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError unless slots and pages are all accounted for."""
         self._scheduler.check()
-
-
-def prepare(
-    model: Model, config: EngineConfig, platform: str, mesh: Mesh
-) -> tuple[Model, ResolvedEngine, SamplingLimits]:
-    """What an `Executor` is made of: the model as it is spread, as far as it is served.
-
-    Raises:
-        EngineConfigError: a setting cannot be served.
-    """
-    model = as_served(model, config, platform, mesh)
-    resolved = resolve_for(model, config, platform)
-    model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
-    return model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
-
-
-def with_activations(model: Model, config: EngineConfig) -> Model:
-    """The model with products as ``activation_dtype`` asks for.
-
-    Raises:
-        EngineConfigError: no weight is stored in a way that goes with it.
-    """
-    changed = model.with_activations(config.activation_dtype)
-    if config.activation_dtype not in ("auto", "none") and not rounds_activations(changed.params):
-        raise EngineConfigError(
-            f"activation_dtype = {config.activation_dtype!r} cannot be: no weight of the model is stored in that dtype "
-            f"with a scale a channel"
-        )
-    return changed
-
-
-def as_served(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Model:
-    """The same function in the form in which an engine on a platform has it. Parameters may be abstract.
-
-    Raises:
-        EngineConfigError: see `with_activations` and `spread_model`.
-    """
-    spread = spread_model(with_activations(model, config), mesh)
-    return spread.for_kernels() if platform == "gpu" else spread
-
-
-def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
-    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a platform.
-
-    Raises:
-        EngineConfigError: a setting cannot be served.
-    """
-    # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
-    narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
-    min_rows = 2 if platform == "cpu" and narrow else 1
-    resolved = resolve(
-        config,
-        model.cache_spec,
-        max_position=model.config.max_position,
-        itemsize=model.dtype.itemsize,
-        min_rows=min_rows,
-        prefill_rows=_prefill_rows(model, platform),
-    )
-    _require_backend(model, config, platform)
-    return resolved
-
-
-def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
-    if config.attention_backend != "mosaic":
-        return
-    spec = model.cache_spec.stored_as(config.kv_cache_dtype)
-    if not spec.latent:  # each device works on its own heads
-        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.devices)
-    why = no_kernel(spec, config.page_size, model.dtype)
-    if platform == "cpu":
-        why = "its kernels are for GPUs, and this is a CPU"
-    if why is not None:
-        raise EngineConfigError(f"attention_backend = mosaic cannot be: {why}")
-
-
-def _prefill_rows(model: Model, platform: str) -> int:
-    """Rows that fill the device. On a CPU products of few rows spend half their time packing weights; beyond some
-    2e11 operations a program would gain nothing and its proof at start-up cost seconds."""
-    if platform != "cpu":
-        return 512
-    operations = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    return max(1, min(512, 200_000_000_000 // operations))
 
 
 def _new_kv(model: Model, engine: ResolvedEngine) -> KVManager:

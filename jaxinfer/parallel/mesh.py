@@ -25,8 +25,8 @@ _SETTINGS = {
 }
 
 # A logical axis that is not listed is replicated. Experts are dealt out along one axis, and each one's hidden size
-# along another; what is not an expert's is spread over all these devices alike. Lanes (`jaxinfer.engine.lanes`) have
-# experts dealt out among them, and all else for themselves.
+# along another; what is not an expert's is spread over all these devices alike. Lanes have experts dealt out among
+# them, and all else for themselves (`jaxinfer.engine.distributed.dp_attention`).
 _ALL = ("expert", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": _ALL,

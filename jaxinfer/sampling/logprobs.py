@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxinfer.layers.top_k import top_k
-from jaxinfer.sampling.lanes import count, to_lanes, total
+from jaxinfer.sampling.reductions import count, to_lanes, total
 
 Logits = Float32[Array, "rows vocab"]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxinfer.sampling.lanes import LANES, Lanes, count, total
+from jaxinfer.sampling.reductions import LANES, Lanes, count, total
 from pallas_kernels.choice import lowering_target
 
 Row = Float32[Array, " rows"]

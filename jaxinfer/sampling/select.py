@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from jaxinfer.sampling.lanes import LANES, Lanes, argmax, to_lanes, total
+from jaxinfer.sampling.reductions import LANES, Lanes, argmax, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.slots import SlotParams
 

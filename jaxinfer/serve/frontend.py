@@ -12,7 +12,7 @@ import reprlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.serve.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits

@@ -15,7 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxinfer.engine.stats import SECONDS, EngineStats, Histogram
+from jaxinfer.engine.scheduling.stats import SECONDS, EngineStats, Histogram
 from jaxinfer.serve import logs
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 from jaxinfer.serve.errors import Kind, ServeError

@@ -1,9 +1,9 @@
 """How much may wait for the engine, and whose: what is too much is refused before it costs anything. No jax.
 
-The engine bounds its queue too, and has the last word (`jaxinfer.engine.queues.require_room`). Here it is known what
-comes together, so that all of it is taken or none, and whose it is. A tenant may have as much waiting as there is room
-left (dynamic thresholds, Choudhury & Hahne 1998): k of them that take what they can get end with 1 / (k + 1) of the
-queue each, and as much is left for whoever comes next.
+The engine bounds its queue too, and has the last word (`jaxinfer.engine.scheduling.queues.require_room`). Here it is
+known what comes together, so that all of it is taken or none, and whose it is. A tenant may have as much waiting as
+there is room left (dynamic thresholds, Choudhury & Hahne 1998): k of them that take what they can get end with
+1 / (k + 1) of the queue each, and as much is left for whoever comes next.
 
 A request waits until its first token. What fills slots that are free does not wait: as much more is let in.
 """

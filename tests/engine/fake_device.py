@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.buckets import rule_size
-from jaxinfer.engine.plan import DecodePlan, PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.sequence import Sequence
+from jaxinfer.engine.scheduling.buckets import rule_size
+from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob, needs_sampler_state
 
 VOCAB, EOS = 11, 10

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
-from jaxinfer.engine.buckets import Chunk
-from jaxinfer.engine.plan import StepPlan
-from jaxinfer.engine.preemption import Costs
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.sequence import Sequence
+from jaxinfer.engine.scheduling.buckets import Chunk
+from jaxinfer.engine.scheduling.plan import StepPlan
+from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.spec import NgramDrafter
 from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SamplingParams, SequenceDelta

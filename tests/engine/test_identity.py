@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.engine.compilations import count_compilations
-from jaxinfer.engine.pages import SequencePages
-from jaxinfer.engine.sequence import Sequence
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.engine.scheduling.pages import SequencePages
+from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.types import SamplingParams
@@ -99,7 +99,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(tiny, mode, monkeypatch
     model, requests, expected = tiny
     changes, happened = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     check_mode(LLM(model, **{**SETTINGS, "num_pages": ROOMY, **changes}), requests, expected, happened)
 
 
@@ -144,7 +144,7 @@ def test_real_and_wide_models_in_every_mode(which, mode, monkeypatch, request):
     if "max_num_batched_tokens" in changes:
         room["max_num_batched_tokens"] = rows + settings["prefill_sizes"][-1]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     monkeypatch.setattr(SequencePages, "place", functools.partialmethod(_place_eagerly, SequencePages.place))
     check_mode(LLM(model, **{**settings, **changes, **room}), requests, expected, happened)
 

@@ -12,9 +12,9 @@ import pytest
 
 from jaxinfer import client
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine import memory
-from jaxinfer.engine.engine import resolve_for
-from jaxinfer.engine.memory import Budget, plan_engine
+from jaxinfer.engine.execution import memory
+from jaxinfer.engine.execution.memory import Budget, plan_engine
+from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
@@ -23,7 +23,7 @@ from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.stats import bytes_per_step
 from jaxinfer.types import KV_CACHE_DTYPES, LayerSpec, SamplingParams
 from pallas_kernels.kv_write.reference import quantise, token_scales
-from tests.engine.test_compiled import LOOPED, programs
+from tests.engine.execution.test_compiled import LOOPED, programs
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, alone, check_mode, make_requests, run
 from tests.fakes import random_model
 from tests.kv.test_quantised_pool import KINDS
@@ -53,7 +53,7 @@ def test_every_mode_gives_the_bits_of_each_request_alone(kind, mode, model, monk
     requests, expected = requests_alone(kind)
     changes, happened = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     llm = LLM(model, **{**SETTINGS, "num_pages": ROOMY, "kv_cache_dtype": kind, **changes})
     check_mode(llm, requests, expected, happened)
     assert any(len(each) > 2 for each in expected), "no request has several samples"
@@ -78,7 +78,7 @@ def test_latents_have_the_bits_of_each_request_alone(kind, mode, monkeypatch):
     model, requests, expected = latents_alone(kind)
     changes, happened = MODES[mode]
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     llm = LLM(model, **{**SETTINGS, "num_pages": ROOMY, "kv_cache_dtype": kind, **changes})
     check_mode(llm, requests, expected, happened)
     assert llm.engine.stats().prefix_hits > 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.compilations import count_compilations
+from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM, _with_settings
 from jaxinfer.types import QueueFullError, RequestError, SamplingParams
 from tests.fakes import mixed_params, random_model

@@ -10,8 +10,8 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.compilations import count_compilations
-from jaxinfer.engine.placement import device_bytes
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.engine.execution.placement import device_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.quant.layouts import Grouped, Layout
 from tests.engine.test_identity import make_requests, run

@@ -254,7 +254,7 @@ def test_8_bits_are_nearly_half_of_16():
 
 
 def test_last_bits_show_in_scales_alone():
-    """Numbers that a proof of equal bits may count (`jaxinfer.engine.exactness`): rounding hides those of elements."""
+    """Numbers that a proof of equal bits may count (`engine.execution.probe`): rounding hides those of elements."""
     spec = CacheSpec((LayerSpec(),) * 3, 8, 128)
     assert spec.exact_per_token == 3 * 2 * 8 * 128
     assert spec.stored_as("int8").exact_per_token == 3 * 2 * 8

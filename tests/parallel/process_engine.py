@@ -12,10 +12,10 @@ import sys
 from typing import Any
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.distributed.group import Group, Membership, join, lead
+from jaxinfer.engine.distributed.leader import follow
+from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.group import Group, Membership, join, lead
-from jaxinfer.engine.leading import follow
-from jaxinfer.engine.replicas import Replicas
 from jaxinfer.loading import start_engine, start_follower
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.types import Request

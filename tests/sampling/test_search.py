@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxinfer.sampling.lanes import argmax, count, to_lanes, total
+from jaxinfer.sampling.reductions import argmax, count, to_lanes, total
 from jaxinfer.sampling.search import kth_largest, nucleus_floor
 from jaxinfer.sampling.select import _pick
 from tests.lowered import as_for_gpu

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
-from jaxinfer.engine.plan import PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.plan import PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.text.chat_template import ChatTemplate

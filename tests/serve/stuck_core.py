@@ -7,9 +7,9 @@ import sys
 import time
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.group import GroupError
-from jaxinfer.engine.step import DecodeBatch
+from jaxinfer.engine.distributed.group import GroupError
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.step import DecodeBatch
 from jaxinfer.loading import LOADING_ERRORS
 from jaxinfer.sampling import Sampled
 from jaxinfer.serve.core import process

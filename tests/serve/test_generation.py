@@ -9,7 +9,7 @@ from typing import Self
 
 import pytest
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import EngineDeadError
 from jaxinfer.serve.calls import OutputDelta, Usage
 from jaxinfer.serve.errors import Kind, ServeError

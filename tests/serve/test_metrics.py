@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxinfer.engine.stats import EngineStats, StatsRecorder
+from jaxinfer.engine.scheduling.stats import EngineStats, StatsRecorder
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.serve.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason
-from tests.engine.test_stats import Clock, Fake
+from tests.engine.scheduling.test_stats import Clock, Fake
 
 MODEL = {"model_name": 'a "quoted" model'}
 

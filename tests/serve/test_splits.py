@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.client.results import Answer
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.oip import open_inference_pb2 as oip_pb
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.inference import Inference

@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 
-from jaxinfer.engine.plan import StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.serve import template_helper
 from jaxinfer.serve.auth import Authoriser, key_entry
 from jaxinfer.serve.calls import Call

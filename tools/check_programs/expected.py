@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.dtypes import itemsize_bits
 
-from jaxinfer.engine.stages import Stage
+from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.parallel.mesh import REPLICABLE, RULES
 from jaxinfer.quant import is_stored
 from jaxinfer.types import ParamSpec, ParamTree

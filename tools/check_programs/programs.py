@@ -1,6 +1,6 @@
 """Compile a pipeline stage's programs for H100s; run by `tools.check_programs` in a process of its own.
 
-The programs, their options, shapes and donations are the engine's: `engine.compiled` compiles them, as at any start.
+The programs, their options, shapes and donations are the engine's: `engine.execution.compiled` compiles them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.compiled import compile_largest, temporary_bytes
-from jaxinfer.engine.engine import as_served, resolve_for
-from jaxinfer.engine.memory import Needs, stage_needs
-from jaxinfer.engine.placement import StageArrays, abstract_arrays, device_bytes
-from jaxinfer.engine.stages import Stage, cut
+from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
+from jaxinfer.engine.execution.memory import Needs, stage_needs
+from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
+from jaxinfer.engine.execution.prepare import as_served, resolve_for
+from jaxinfer.engine.execution.stages import Stage, cut
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages

@@ -1,7 +1,7 @@
 """Section step: the engine's own decode and prefill programs at the shape of Llama-3.1-8B with random weights.
 
 Keys and values are random and every row stands at the end of its context, so that no prompt need be computed; the
-programs are what `engine/step.py` defines, sampling included, state donated.
+programs are what `engine/execution/step.py` defines, sampling included, state donated.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.engine.stages import Stage
-from jaxinfer.engine.step import DecodeBatch, PrefillBatch, StepState, make_programs
+from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, StepState, make_programs
 from jaxinfer.kv.pool import LayerPool, new_pools
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, replicated
@@ -27,7 +27,7 @@ from tools.gpu_check.report import Report
 
 PAGE = 64
 LIMITS = SamplingLimits(max_logprobs=20)
-# As the engine compiles on a GPU (engine/compiled.py): no GEMM is computed twice to save memory.
+# As the engine compiles on a GPU (engine/execution/compiled.py): no GEMM is computed twice to save memory.
 GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
 _RESERVE_S = 15.0
 # Of the memory, for what programs use beside weights and keys and values.

@@ -10,7 +10,7 @@ import time
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
-from jaxinfer.engine.group import Group, GroupError
+from jaxinfer.engine.distributed.group import Group, GroupError
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
 from jaxinfer.models.model import Model

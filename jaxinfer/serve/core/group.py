@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.engine.executor import Executor
-from jaxinfer.engine.group import Group, GroupError, Membership, join, lead
-from jaxinfer.engine.leading import follow
+from jaxinfer.engine.distributed.group import Group, GroupError, Membership, join, lead
+from jaxinfer.engine.distributed.leader import follow
+from jaxinfer.engine.execution.executor import Executor
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.serve.core.process import leave_group
 from jaxinfer.serve.core.settings import CoreSettings

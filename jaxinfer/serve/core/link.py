@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.internal.core_pb2_grpc import CoreStub

@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import EngineDeadError
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.serve.backend import Backend, BackendStream

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxinfer.engine.stats import EngineStats, Histogram
+from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.serve.calls import ModelCard

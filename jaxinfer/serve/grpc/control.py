@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, override, runtime_checkable
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.rpc import Rpc

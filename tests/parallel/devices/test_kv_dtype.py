@@ -3,8 +3,8 @@
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.memory import plan_engine
-from jaxinfer.engine.placement import device_bytes
+from jaxinfer.engine.execution.memory import plan_engine
+from jaxinfer.engine.execution.placement import device_bytes
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT
 from tests.parallel.devices.test_pipeline import spread_llm
 from tests.parallel.devices.test_tensor import generate, greedy, model_of
@@ -24,7 +24,7 @@ SLOW = [
 )
 def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
     """With few pages, which leave the devices and come back."""
-    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     model = model_of("experts" if sizes == LANES else "few KV heads")
     requests = greedy(20, model)
     want = generate(spread_llm(model, num_pages=ROOMY, kv_cache_dtype=kind), requests)

@@ -11,15 +11,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.compilations import count_compilations
-from jaxinfer.engine.lanes import Lanes
-from jaxinfer.engine.lockstep import Lockstep
-from jaxinfer.engine.memory import plan_engine
-from jaxinfer.engine.placement import device_bytes, place_params, spread_model
+from jaxinfer.engine.distributed.dp_attention import Lanes
+from jaxinfer.engine.distributed.lockstep import Lockstep
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.engine.execution.memory import plan_engine
+from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
 from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_spread_experts
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.lanes import of_lanes, over_lanes
+from jaxinfer.parallel.dp_attention import of_lanes, over_lanes
 from jaxinfer.parallel.mesh import make_mesh, traced_for
 from jaxinfer.quant import dense
 from jaxinfer.types import Request, SamplingParams
@@ -148,7 +148,7 @@ def test_tokens_are_those_of_one_device(two):
 
 
 def test_bits_depend_neither_on_the_lane_nor_on_what_else_is_served(two, monkeypatch):
-    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     requests = make_requests(24, two.model.config.vocab_size)
     want, swapped = [], two.engine.stats().preemptions["swap"]
     for number, request in enumerate(requests):
@@ -156,7 +156,7 @@ def test_bits_depend_neither_on_the_lane_nor_on_what_else_is_served(two, monkeyp
         monkeypatch.setattr(two.engine, "_choose", lambda _, place=number % 2: two.engine._engines[place])
         want += run(two, [request])
     monkeypatch.undo()
-    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     assert run(two, requests) == want
     assert run(two, requests[::-1])[::-1] == want
     assert two.engine.stats().preemptions["swap"] > swapped
@@ -274,7 +274,7 @@ MODES: dict[str, dict[str, Any]] = {
 def test_tokens_in_other_modes(mode, monkeypatch):
     model = model_of("experts")
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     requests, stored = greedy(60, model), MODES[mode].get("kv_cache_dtype", "auto")
     one = LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY, kv_cache_dtype=stored)
     want, llm = generate(one, requests), lanes_of(model, 2, **MODES[mode])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.memory import plan_engine
-from jaxinfer.engine.placement import device_bytes, place_params, spread_model
-from jaxinfer.engine.replicas import Replicas
-from jaxinfer.engine.stages import cut
+from jaxinfer.engine.distributed.replicas import Replicas
+from jaxinfer.engine.execution.memory import plan_engine
+from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
+from jaxinfer.engine.execution.stages import cut
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
@@ -130,7 +130,7 @@ def test_stages_work_at_the_same_time(five):
 
 def test_who_takes_another_slot_in_flight_keeps_its_own_tokens(five, monkeypatch):
     """Under three stages its last row still runs when it takes the slot of another, which sampled other tokens."""
-    monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+    monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     settings = {"max_num_seqs": 6, "pipeline_parallel_size": 3, "scheduling_policy": "priority", "num_pages": ROOMY}
     engine = spread_llm(five, **settings).engine
     want = tokens_of_the_least_urgent(engine, None)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.placement import place_params, spread_model
+from jaxinfer.engine.execution.placement import place_params, spread_model
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, traced_for

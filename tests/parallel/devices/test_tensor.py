@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.memory import _held, plan_engine
-from jaxinfer.engine.placement import device_bytes, place_params, spread_model
+from jaxinfer.engine.execution.memory import _held, plan_engine
+from jaxinfer.engine.execution.placement import device_bytes, place_params, spread_model
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
@@ -93,7 +93,7 @@ def same_tokens_of_200(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch,
     want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
     settings: dict[str, Any] = {**SETTINGS, **sizes, "num_pages": TIGHT, "compilation_cache_dir": ""}
     if mode == "swapped":
-        monkeypatch.setattr("jaxinfer.engine.scheduler.prefer_swap", lambda *_: True)
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     else:
         settings["swap_space_gib"] = 0
     llm = LLM(model, **settings)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.stats import EngineStats, Histogram
+from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.serve.calls import ModelCard

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from google.protobuf import duration_pb2
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.v1 import control_pb2 as pb

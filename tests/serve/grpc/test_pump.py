@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.engine.stats import EngineStats
+from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream
 from jaxinfer.serve.calls import OutputDelta
 from jaxinfer.serve.errors import Kind, ServeError

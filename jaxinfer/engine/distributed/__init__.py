@@ -1,0 +1,1 @@
+"""Engines of several devices or processes that look like one."""

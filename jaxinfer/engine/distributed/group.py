@@ -1,0 +1,458 @@
+"""The processes of one engine: they find one another, run the same calls, and end together.
+
+Process 0 leads: it listens, decides, and tells the others each call on their devices. Whoever is gone, says nothing, or
+does not finish what it was told ends all of them: collectives of the others would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.parallel import frames
+from jaxinfer.parallel.frames import Channel, ChannelError, Frame
+
+BEAT_SECONDS = 0.5
+TICK_SECONDS = 0.1
+_RETRY_SECONDS = 0.5
+_STRANGERS = 16  # handshakes at once
+
+_log = logging.getLogger("jaxinfer.engine.distributed.group")
+
+End = Callable[[str, bool], None]
+"""Ends this process at once, for a reason: threads may hang in a device's driver. True: their stacks may tell where."""
+
+Waiting = Callable[[], None]
+"""Called now and then while a group is not whole yet."""
+
+
+class GroupError(Exception):
+    """A process cannot be in the group. One sentence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What a process knows of its group.
+
+    Attributes:
+        num_processes, process_id: 0 leads.
+        address: HOST:PORT on which process 0 waits for the others.
+        key: a secret that all have.
+        timeout: seconds without a sign of life of a process, or without progress in what was called, after which the
+            group ends. What is compiled is not called yet.
+        settings: plain values that must be the same in all.
+    """
+
+    num_processes: int
+    process_id: int
+    address: str
+    key: bytes = dataclasses.field(repr=False)
+    timeout: float
+    settings: Mapping[str, Any]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+class _Peer:
+    """A connection to another process, and what came from it.
+
+    Attributes:
+        heard: frames so far.
+        told: calls that it was told of.
+        called, done: those that have returned there, and those whose results are there.
+        lost: why the connection is over.
+    """
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number, self.channel = number, channel
+        self.heard = self.told = self.called = self.done = 0
+        self.lost: str | None = None
+        self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        _thread(self._read, f"jaxinfer-from-{number}")
+
+    def _read(self) -> None:
+        """Also while the process is busy with what came before: an end must be seen."""
+        try:
+            while True:
+                frame = self.channel.receive()
+                if frame.kind == "beat":
+                    self.called, self.done = int(frame.values["called"]), int(frame.values["done"])
+                else:
+                    self.inbox.put(frame)
+                self.heard += 1
+        except (ChannelError, KeyError, TypeError, ValueError) as error:
+            self.lost = str(error)
+
+    def send(self, frame: Frame) -> None:
+        """What cannot be sent is left to the watch, which sees the reader's end, too."""
+        with contextlib.suppress(ChannelError):
+            self.channel.send(frame)
+
+
+class Ledger:
+    """Which calls have returned in this process, and which are ``done``: their results are there, on its devices.
+
+    Args:
+        answer: given the results that process 0 waits for, on the host.
+        failed: given what went wrong.
+    """
+
+    def __init__(self, answer: Callable[[list[np.ndarray]], None], failed: Callable[[str], None]) -> None:
+        self.called, self.done, self._answer, self._failed = 0, 0, answer, failed
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        _thread(self._run, "jaxinfer-ledger")
+
+    def launched(self, results: Any, wanted: bool = False) -> None:
+        """The next call is on its way. ``results``: a tree of arrays that nobody donates, or None where a later call
+        tells as well; ``wanted``: by process 0."""
+        self.called += 1
+        self._calls.put((results, wanted))
+
+    def _run(self) -> None:
+        while True:
+            results, wanted = self._calls.get()
+            try:
+                jax.block_until_ready(results)
+                if wanted:
+                    self._answer([np.asarray(leaf) for leaf in jax.tree.leaves(results)])
+            except RuntimeError as error:  # JAX's own are
+                self._failed(f"a program failed: {error}")
+                return
+            del results
+            self.done += 1
+
+
+class Group:
+    """One process's place in a group that is whole. Made by `lead` and `join`.
+
+    Args:
+        end: called by a thread when the group is over.
+
+    Attributes:
+        sent: calls of process 0 so far: those that this process was told of.
+    """
+
+    def __init__(self, membership: Membership, peers: Sequence[_Peer], coordinator: str, end: End) -> None:
+        self.membership, self.coordinator, self.sent = membership, coordinator, 0
+        self._peers, self._end, self._ended = list(peers), end, threading.Lock()
+        self._ledger = Ledger(self._answer, self.over)
+        self._last, self._own, self._ready = "", 0, False
+        _thread(self._beat, "jaxinfer-beat")
+        _thread(self._watch, "jaxinfer-watch")
+
+    @property
+    def leads(self) -> bool:
+        return self.membership.process_id == 0
+
+    # ---- before the first call
+
+    def least(self, number: int) -> int:
+        """The least of the numbers that the processes have. All must ask, in the same order."""
+        if self.leads:
+            found = min([number, *(int(self._next(peer, "number").values["number"]) for peer in self._peers)])
+            self._tell(Frame("number", {"number": found}))
+            return found
+        self._tell(Frame("number", {"number": number}))
+        return int(self._next(self._peers[0], "number").values["number"])
+
+    def ready(self) -> None:
+        """This process has compiled all. Process 0 waits for the others, once."""
+        if not self.leads:
+            self._tell(Frame("ready"))
+        elif not self._ready:
+            for peer in self._peers:
+                self._next(peer, "ready")
+        self._ready = True
+
+    def _next(self, peer: _Peer, kind: str) -> Frame:
+        frame = peer.inbox.get()
+        if frame.kind != kind:
+            self.over(f"process {peer.number} said {frame.kind} where {kind} was due")
+            threading.Event().wait()  # until the process ends
+        return frame
+
+    # ---- calls
+
+    def call(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        arrays: Iterable[np.ndarray],
+        processes: Collection[int] | None = None,
+    ) -> None:
+        """Tell the others what is called, by process 0, too.
+
+        Args:
+            processes: who takes part; None: all.
+        """
+        frame = Frame(name, values, tuple(arrays))
+        for peer in self._peers:
+            if processes is None or peer.number in processes:
+                peer.told += 1
+                peer.send(frame)
+        self._own += processes is None or 0 in processes
+        self._last = name
+        self.sent += 1
+
+    def calls(self) -> Iterable[Frame]:
+        """What process 0 calls, for another one; waits for each, without end."""
+        while True:
+            frame = self._peers[0].inbox.get()
+            self.sent += 1
+            yield frame
+
+    def launched(self, results: Any = None, wanted: bool = False) -> None:
+        """To be called after each call; see `Ledger.launched`."""
+        self._ledger.launched(results, wanted)
+
+    def _answer(self, arrays: list[np.ndarray]) -> None:
+        self._tell(Frame("answer", arrays=tuple(arrays)))
+
+    def answer(self, process: int) -> tuple[np.ndarray, ...]:
+        """The next results that process 0 waits for and another one has. Waits."""
+        return self._next(next(peer for peer in self._peers if peer.number == process), "answer").arrays
+
+    # ---- watching
+
+    def _tell(self, frame: Frame) -> None:
+        for peer in self._peers:
+            peer.send(frame)
+
+    def _beat(self) -> None:
+        while not self._ended.locked():
+            self._tell(_beat(self._ledger.called, self._ledger.done))
+            time.sleep(BEAT_SECONDS)
+
+    def _watch(self) -> None:
+        """Time is counted in ticks: were this process itself held up, the others would look as if they were."""
+        limit = self.membership.timeout
+        heard, quiet = [-1] * len(self._peers), [0.0] * len(self._peers)
+        counts, still = list[tuple[int, int]](), 0.0
+        while not self._ended.locked():
+            time.sleep(TICK_SECONDS)
+            for place, peer in enumerate(self._peers):
+                quiet[place] = 0.0 if peer.heard != heard[place] else quiet[place] + TICK_SECONDS
+                heard[place] = peer.heard
+                if peer.lost is not None:
+                    self.over(f"process {peer.number} is gone: {peer.lost}")
+                elif quiet[place] > limit:
+                    self.over(f"process {peer.number} hangs: it said nothing for {limit:g} s", hangs=True)
+            before, counts = counts, self._counts()
+            still = still + TICK_SECONDS if self._outstanding(counts) and counts == before else 0.0
+            if still > limit:
+                what = f"no call was finished in {limit:g} s, the last was {self._last}"
+                self.over(f"{self._slow(counts)}: {what}", hangs=True)
+
+    def _counts(self) -> list[tuple[int, int]]:
+        """Calls that have returned and those that are done, by process. Process 0 alone knows of all."""
+        if not self.leads:
+            return []
+        return [(self._ledger.called, self._ledger.done), *((peer.called, peer.done) for peer in self._peers)]
+
+    def _missing(self, counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """How many calls have not returned and are not done, of those that each process was told of."""
+        told = self._own, *(peer.told for peer in self._peers)
+        return [(calls - called, calls - done) for calls, (called, done) in zip(told, counts, strict=bool(counts))]
+
+    def _outstanding(self, counts: list[tuple[int, int]]) -> bool:
+        return any(done > 0 for _, done in self._missing(counts))
+
+    def _slow(self, counts: list[tuple[int, int]]) -> str:
+        """No call is done anywhere before all have made it: who has most to make keeps the others waiting."""
+        numbers, missing = [0, *(peer.number for peer in self._peers)], self._missing(counts)
+        slow = [str(number) for number, most in zip(numbers, missing, strict=True) if most == max(missing)]
+        return f"process {' and '.join(slow)} hangs" if len(slow) < len(numbers) else "all processes hang"
+
+    def over(self, reason: str, hangs: bool = False) -> None:
+        """End this process, and with it the group. The first reason counts."""
+        if self._ended.acquire(blocking=False):
+            self._end(reason, hangs)
+            for peer in self._peers:
+                peer.channel.close()
+
+
+# ---- how processes find one another
+
+
+def lead(membership: Membership, end: End, waiting: Waiting) -> Group:
+    """Be process 0: wait until all others are there.
+
+    Raises:
+        GroupError: nobody can listen on the group's address.
+    """
+    gathering = _Gathering(membership)
+    try:
+        told: list[int] = []
+        while missing := gathering.missing():
+            if missing != told:
+                _log.info("waiting on %s for process %s", membership.address, ", ".join(map(str, missing)))
+            told = missing
+            waiting()
+            time.sleep(TICK_SECONDS)
+    finally:
+        gathering.close()  # whoever is late must not find an ear
+    peers, coordinator = gathering.peers(), _free_address(membership.place[0])
+    for peer in peers:
+        peer.send(Frame("begin", {"coordinator": coordinator}))
+    return Group(membership, peers, coordinator, end)
+
+
+def join(membership: Membership, end: End, waiting: Waiting) -> Group:
+    """Be another process: call process 0 until it is there, and wait until it has all.
+
+    Raises:
+        GroupError: process 0 refuses this one, and says why.
+    """
+    _log.info("looking for process 0 on %s", membership.address)
+    while True:
+        waiting()
+        try:
+            connected = socket.create_connection(membership.place, timeout=frames.HANDSHAKE_SECONDS)
+            peer = _Peer(0, frames.call(connected, membership.key))
+        except ChannelError as error:
+            _log.warning("process 0 on %s: %s", membership.address, error)
+            time.sleep(_RETRY_SECONDS)
+            continue
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
+            continue
+        peer.send(Frame("join", {"process_id": membership.process_id, "settings": dict(membership.settings)}))
+        if (begin := _until_begun(peer, membership.timeout, waiting)) is not None:
+            return Group(membership, [peer], str(begin.values["coordinator"]), end)
+        peer.channel.close()
+
+
+def _until_begun(peer: _Peer, timeout: float, waiting: Waiting) -> Frame | None:
+    """None: process 0 is gone, or says nothing."""
+    heard, quiet = peer.heard, 0.0
+    while peer.lost is None and quiet <= timeout:
+        peer.send(_beat())
+        try:
+            frame = peer.inbox.get(timeout=BEAT_SECONDS)
+        except queue.Empty:
+            waiting()
+            quiet = quiet + BEAT_SECONDS if heard == peer.heard else 0.0
+            heard = peer.heard
+            continue
+        if frame.kind == "refused":
+            raise GroupError(str(frame.values["why"]))
+        return frame
+    return None
+
+
+class _Gathering:
+    """The others, as they come, and go again, until all are there."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._lock = membership, threading.Lock()
+        self._peers: dict[int, _Peer] = {}
+        self._room = threading.BoundedSemaphore(_STRANGERS)
+        self._closed = False
+        host, port = membership.place
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listening = socket.create_server((host, port), family=family, backlog=_STRANGERS)
+        except OSError as error:
+            raise GroupError(f"coordinator_address = {membership.address} cannot be listened on: {error}") from error
+        _thread(self._accept, "jaxinfer-gathering")
+
+    def missing(self) -> list[int]:
+        """Who is not there; those who are hear that they are not forgotten."""
+        with self._lock:
+            for number, peer in list(self._peers.items()):
+                peer.send(_beat())
+                if peer.lost is not None:
+                    del self._peers[number]
+            return [number for number in range(1, self._membership.num_processes) if number not in self._peers]
+
+    def peers(self) -> list[_Peer]:
+        with self._lock:
+            return [peer for _, peer in sorted(self._peers.items())]
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connected, address = self._listening.accept()
+            except OSError:  # closed; or one caller, or too many, went wrong
+                time.sleep(TICK_SECONDS)
+                continue
+            if self._room.acquire(blocking=False):
+                _thread(self._welcome, "jaxinfer-welcome", connected, address)
+            else:
+                connected.close()
+
+    def _welcome(self, connected: socket.socket, address: Any) -> None:
+        try:
+            channel = frames.greet(connected, self._membership.key)
+        except ChannelError as error:
+            _log.warning("a caller from %s is refused: %s", address[0], error)
+            return
+        finally:
+            self._room.release()
+        peer = _Peer(-1, channel)
+        try:
+            self._take(peer, peer.inbox.get(timeout=frames.HANDSHAKE_SECONDS))
+        except queue.Empty:
+            channel.close()
+
+    def _take(self, peer: _Peer, frame: Frame) -> None:
+        number, settings = frame.values.get("process_id"), frame.values.get("settings")
+        if (why := self._refusal(frame.kind, number, settings)) is not None:
+            _log.warning("a process is refused: %s", why)
+            peer.send(Frame("refused", {"why": why}))
+            peer.channel.close()
+            return
+        assert isinstance(number, int)
+        peer.number = number
+        with self._lock:
+            before = self._peers.get(number)
+            self._peers[number] = peer
+        if before is not None:  # it was started again before its end was seen
+            before.channel.close()
+
+    def _refusal(self, kind: str, number: object, settings: object) -> str | None:
+        if kind != "join" or not isinstance(settings, dict):
+            return "it does not say who it is"
+        total, mine = self._membership.num_processes, self._membership.settings
+        if not isinstance(number, int) or not 0 < number < total:
+            return f"process_id = {number} must be from 1 to {total - 1}"
+        for name in sorted({*mine, *settings}):
+            if mine.get(name) != settings.get(name):
+                theirs = f"{name} = {settings.get(name)} of process {number}"
+                return f"{theirs} must be {mine.get(name)}, as in process 0"
+        return None
+
+
+def _beat(called: int = 0, done: int = 0) -> Frame:
+    return Frame("beat", {"called": called, "done": done})
+
+
+def _free_address(host: str) -> str:
+    """Another one for every life of a group: nobody of the last one can stray into it."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as found:
+        port = found.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _thread(target: Callable[..., None], name: str, *args: Any) -> None:
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()

@@ -1,0 +1,54 @@
+"""The engine that settings ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.engine.distributed.dp_attention import Lanes
+from jaxinfer.engine.distributed.group import Group
+from jaxinfer.engine.distributed.replicas import Replicas, config_of_each, make_for, share
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.compiled import CompileProgress
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import mesh_for, replicas
+from jaxinfer.parallel.processes import own_devices
+
+
+def make_engine(
+    model: Model,
+    config: EngineConfig,
+    platform: str,
+    progress: CompileProgress | None = None,
+    mesh: Mesh | None = None,
+    group: Group | None = None,
+) -> Engine | Replicas:
+    """Arguments and errors are those of `Replicas`."""
+    mesh = mesh or mesh_for(config)
+    if mesh.shape["data"] > 1:
+        return Replicas(model, config, platform, progress, mesh, group)
+    if mesh.shape["lane"] > 1:
+        return Lanes(model, config, platform, progress, mesh)
+    return Engine(model, config, platform, progress, mesh, make_for(group, 0, mesh))
+
+
+def make_followers(
+    model: Model, config: EngineConfig, platform: str, mesh: Mesh, progress: CompileProgress | None = None
+) -> tuple[ResolvedEngine, dict[int, Executor]]:
+    """What a process that does not lead its group has: an executor for each replica of which it has devices, by number.
+
+    Arguments and errors are those of `Engine`.
+    """
+    places = replicas(mesh)
+    own = [number for number, place in enumerate(places) if own_devices(place)]
+    one = config_of_each(config, len(places)) if len(places) > 1 else config
+    one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, Executor]()
+    for count, number in enumerate(own):
+        prepared, resolved, limits = prepare(model, one, platform, places[number])
+        told = share(progress, count, len(own))
+        executors[number] = Executor(prepared, resolved, limits, places[number], told)
+    return dataclasses.replace(resolved, data_parallel_size=len(places)), executors

@@ -1,0 +1,177 @@
+"""Data parallelism: copies of an engine on devices of their own, which look like one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import secrets
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.engine.distributed.group import Group
+from jaxinfer.engine.distributed.leader import LeadingExecutor
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.engine.execution.compiled import CompileProgress
+from jaxinfer.engine.execution.executor import Executor, MakeExecutor
+from jaxinfer.engine.scheduling.queues import Queued, require_room
+from jaxinfer.engine.scheduling.stats import EngineStats, merged
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import mesh_for, replicas
+from jaxinfer.parallel.processes import own_devices, processes_of
+from jaxinfer.sampling import SamplingLimits
+from jaxinfer.types import Request, RequestError, SequenceDelta
+
+
+class Replicas:
+    """Has the methods of `Engine`. A request is served by one replica from its first to its last token.
+
+    Every setting holds for each of the replicas, but two: the limits of the queue and ``swap_space_gib`` are for all.
+    One thread drives all: steps of all replicas are launched before the first result is read.
+
+    Args:
+        group: of whose processes the replicas have the devices. Others as those of `Engine`.
+
+    Raises: as `Engine`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        platform: str,
+        progress: CompileProgress | None = None,
+        mesh: Mesh | None = None,
+        group: Group | None = None,
+    ) -> None:
+        places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
+        one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
+        here = sum(bool(own_devices(place)) for place in places)  # the first ones
+        for number, place in enumerate(places):
+            told, make = share(progress, number, here), make_for(group, number, place)
+            proved = None if own_devices(place) else engines[0].proved  # of the same programs, on such devices
+            engines.append(Engine(model, one, platform, told, place, make, proved))
+        self._begin(engines, config, len(places))
+
+    def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
+        """``config`` is that of all."""
+        self._engines = engines
+        self.config: ResolvedEngine = dataclasses.replace(
+            engines[0].config,
+            data_parallel_size=copies,
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_sequences=config.max_waiting_sequences,
+            max_waiting_tokens=config.max_waiting_tokens,
+        )
+        self._owners: dict[str, tuple[Engine, set[int]]] = {}  # who serves a request, and which samples have not ended
+        self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
+        ready = contextlib.ExitStack()
+        self._compiled = ready.enter_context(count_compilations())
+        weakref.finalize(self, ready.close)
+
+    @property
+    def limits(self) -> SamplingLimits:
+        return self._engines[0].limits
+
+    @property
+    def has_work(self) -> bool:
+        return any(engine.has_work for engine in self._engines)
+
+    def add(self, request: Request) -> Request:
+        """See `Engine.add`."""
+        if request.request_id in self._owners:
+            raise RequestError(f"request_id={request.request_id!r} is in use")
+        self.check_room(request)
+        if request.params.seed is None:  # drawn here: so a seed does not depend on how many replicas there are
+            seed = int(self._seeds.integers(2**63))
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=seed))
+        engine = self._choose(request)
+        engine.add(request)
+        self._owners[request.request_id] = engine, set(range(request.params.n))
+        return request
+
+    def _choose(self, request: Request) -> Engine:
+        """The replica that knows most of the prompt already, among those that have hardly more to do than others."""
+        alive = [engine.alive for engine in self._engines]
+        most = min(alive) + self.config.max_num_seqs // 2
+        rank = {
+            place: (-self._engines[place].cached(request), count) for place, count in enumerate(alive) if count <= most
+        }
+        return self._engines[min(rank, key=rank.__getitem__)]
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """See `Engine.check_room`."""
+        queued = Queued(*map(sum, zip(*(engine.queued for engine in self._engines), strict=True)))
+        require_room(self.config, queued, request, ahead)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """See `Engine.abort`."""
+        if (owner := self._owners.get(request_id)) is not None:
+            owner[0].abort(request_id, index)
+            self._ended(request_id, index)
+
+    def _ended(self, request_id: str, index: int | None) -> None:
+        _, left = self._owners[request_id]
+        left.difference_update([index] if index is not None else list(left))
+        if not left:
+            del self._owners[request_id]
+
+    def step(self) -> list[SequenceDelta]:
+        """See `Engine.step`."""
+        working = [(engine, engine.launch()) for engine in self._engines if engine.has_work]
+        self._launched()
+        deltas = [delta for engine, launched in working for delta in engine.read(launched)]
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.request_id in self._owners:
+                self._ended(delta.request_id, delta.index)
+        return deltas
+
+    def _launched(self) -> None:
+        """Every engine has launched its step, and none has read one yet."""
+
+    def stats(self) -> EngineStats:
+        """The sums of all replicas."""
+        return merged([engine.stats() for engine in self._engines], self._compiled.count)
+
+    def temporaries(self) -> int:
+        """See `Engine.temporaries`."""
+        return max(engine.temporaries() for engine in self._engines)
+
+    def reset_prefix_cache(self) -> int:
+        """See `Engine.reset_prefix_cache`."""
+        return sum(engine.reset_prefix_cache() for engine in self._engines)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        for engine in self._engines:
+            engine.check()
+
+
+def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
+    """What makes the executor of a replica, where ``number`` counts those of a group."""
+    return Executor if group is None else functools.partial(LeadingExecutor, group, number, processes_of(mesh))
+
+
+def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
+    """The settings of one of several engines: what is there for all together is shared or theirs to watch."""
+    share = config.swap_space_gib / count
+    unbounded = dataclasses.replace(
+        config, max_waiting_requests=None, max_waiting_sequences=None, max_waiting_tokens=None
+    )
+    return dataclasses.replace(unbounded, swap_space_gib=share)
+
+
+def share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:
+    """One replica's progress as that of all, which have as many programs each."""
+    if progress is None:
+        return None
+
+    def told(done: int, total: int) -> None:
+        progress(number * total + done, replicas * total)
+
+    return told

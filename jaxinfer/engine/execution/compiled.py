@@ -1,0 +1,324 @@
+"""Ahead-of-time compilation: every program that can run after READY is compiled here, before READY."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.placement import StageArrays
+from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.engine.execution.step import (
+    DecodeBatch,
+    PrefillBatch,
+    StepState,
+    make_move_programs,
+    make_pass_programs,
+    make_programs,
+    unpack,
+)
+from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
+from jaxinfer.parallel.dp_attention import lane_sharding, of_lanes, over_lanes
+from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
+
+# Called with the programs that are compiled, and with how many there will be.
+CompileProgress = Callable[[int, int], None]
+
+# Recomputing a GEMM to save memory costs a tenth of a decode step, and the memory is there: the pool is sized last.
+_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+# Several steps are a loop, whose end the host reads unless a command buffer holds it. By default none does: this list
+# replaces the default and is the same, WHILE aside (and without collectives' kernels, which one device has not).
+_GPU_LOOP_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStage:
+    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and lanes.
+
+    They take a batch as `engine.step.pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
+    `PassPrograms`, and what needs the head or the sampler is None. ``decode_many`` is None unless several steps may run
+    without the host.
+    """
+
+    decode: Callable[..., Any]
+    prefill: Mapping[tuple[int, int], Callable[..., Any]]
+    copy: Callable[..., Any]
+    export: Callable[..., Any]
+    restore: Callable[..., Any]
+    decode_many: Callable[..., Any] | None = None
+    prefill_logprobs: Callable[..., Any] | None = None
+    admit: Callable[..., Any] | None = None
+    keep: Callable[..., Any] | None = None
+    resume: Callable[..., Any] | None = None
+
+    def temporaries(self) -> int:
+        """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
+        widest = self.prefill[max(self.prefill, key=math.prod)]
+        programs = [self.decode, widest, *([self.prefill_logprobs] if self.prefill_logprobs else [])]
+        return max(map(temporary_bytes, programs))
+
+
+class _Job(NamedTuple):
+    """A function, the arguments that it will be called with, which of them is donated, and where its results lie.
+
+    ``loops``: it is a loop of steps. ``batch``: the argument that the host makes for each call, packed into one array.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donate: int | None
+    results: Any
+    loops: bool = False
+    batch: int | None = None
+
+
+def compile_stages(
+    stages: Sequence[Stage],
+    arrays: Sequence[StageArrays],
+    engine: ResolvedEngine,
+    progress: CompileProgress | None = None,
+) -> list[CompiledStage]:
+    """Every program that the engine can run, of each pipeline stage.
+
+    Args:
+        arrays: of each stage. They may be abstract: they are only asked for shape, dtype and sharding. Where the mesh
+            has lanes, one lane's; the programs take and give those of all (`jaxinfer.parallel.dp_attention`).
+        progress: called at the beginning and after each program, by the thread that calls this function.
+    """
+    works = [_Work(stage, _abstract(own), engine) for stage, own in zip(stages, arrays, strict=True)]
+    done = _compile([(work.mesh, work.jobs()) for work in works], progress)
+    return [work.named(programs) for work, programs in zip(works, done, strict=True)]
+
+
+def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *, several: bool = False) -> list[Any]:
+    """The executables that use most memory while they run: the widest decode and prefill programs of a stage.
+
+    All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one.
+    """
+    work = _Work(stage, _abstract(arrays), engine)
+    size, lanes = max(work.prefills, key=math.prod)
+    wanted = ["decode", "prefill_logprobs", f"prefill_{size}x{lanes}", *(["decode_many"] if several else [])]
+    jobs = {name: job for name, job in work.computing().items() if name in wanted}
+    return list(_compile([(work.mesh, jobs)])[0].values())
+
+
+def temporary_bytes(executable: Any) -> int:
+    """Device memory that a compiled program uses beside its arguments, as XLA has planned it."""
+    plan = executable.memory_analysis()
+    return plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What is to be compiled for a stage, whose arrays are abstract."""
+
+    stage: Stage
+    arrays: StageArrays
+    engine: ResolvedEngine
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        return replicated(self.mesh)
+
+    @property
+    def mesh(self) -> Mesh:
+        mesh = _sharding(jax.tree.leaves(self.arrays.params)[0]).mesh
+        assert isinstance(mesh, Mesh)
+        return mesh
+
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
+
+    def named(self, done: dict[str, Any]) -> CompiledStage:
+        prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in self.prefills}
+        return CompiledStage(prefill=prefill, **done)
+
+    # ---- programs
+
+    def jobs(self) -> dict[str, _Job]:
+        rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
+        return {**self.computing(), **{name: _of_lanes(job, self.mesh) for name, job in rest.items()}}
+
+    def computing(self) -> dict[str, _Job]:
+        jobs = self._whole() if self.stage.last else self._passing()
+        return {name: _of_lanes(_packed(job, self.everywhere), self.mesh, shared=1) for name, job in jobs.items()}
+
+    def _passing(self) -> dict[str, _Job]:
+        engine = self.engine
+        programs = make_pass_programs(
+            self.stage, engine.attention_backend, spread_tokens=engine.sequence_parallel_norms
+        )
+        (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.everywhere)
+        batch = self._decode_batch()
+        jobs = {
+            "decode": _Job(
+                programs.decode, (params, pools, batch, self._arriving(batch.positions.shape[0])), 1, results, batch=2
+            )
+        }
+        for size, lanes in self.prefills:
+            given = None if self.stage.first else self._arriving(size * lanes)
+            arguments = (params, pools, self._prefill_batch(size, lanes), given)
+            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, results, batch=2)
+        return jobs
+
+    def _whole(self) -> dict[str, _Job]:
+        engine, (params, pools, slots, last_tokens, sampler) = self.engine, self.arrays
+        limit, state, batch = engine.max_logprobs, StepState(pools, last_tokens, sampler), self._decode_batch()
+        programs = make_programs(
+            self.stage,
+            limit,
+            engine.multi_step,
+            engine.attention_backend,
+            spread_tokens=engine.sequence_parallel_norms,
+        )
+        kept, shown, pages = _shardings(state), self.everywhere, _shardings(pools)
+        given = self._arriving(batch.positions.shape[0])
+        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown), batch=3)}
+        if engine.multi_step > 1 and batch.owners is None:
+            several = (params, slots, state, batch, self._ints())
+            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown), loops=True, batch=3)
+        largest = engine.prefill_sizes[-1]
+        prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
+        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown), batch=2)
+        for size, lanes in self.prefills:
+            arguments = (params, pools, self._prefill_batch(size, lanes), self._arriving(size * lanes))
+            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, pages, batch=2)
+        return jobs
+
+    def moving(self) -> dict[str, _Job]:
+        """Programs that move pages and compute nothing."""
+        programs = make_move_programs(self.stage.model.cache_spec, self.engine.attention_backend)
+        pools, pages = self.arrays.pools, self._exported()
+        kept = _shardings(pools)
+        copies, moved = self._ints(self.groups, COPIES), self._ints(self.groups, TRANSFER_PAGES)
+        return {
+            "copy": _Job(programs.copy, (pools, copies, copies), 0, kept),
+            "export": _Job(programs.export, (pools, moved), None, pages.sharding),
+            "restore": _Job(programs.restore, (pools, pages, moved), 0, kept),
+        }
+
+    def keeping(self) -> dict[str, _Job]:
+        """Programs on what the sampler keeps of a slot."""
+        programs, sampler, slot = make_programs(self.stage, self.engine.max_logprobs), self.arrays.sampler, self._ints()
+        vocab, kept = sampler.counts.shape[1], _shardings(sampler)
+        rows = self._array((vocab,), jnp.bool_), self._array((vocab,), jnp.float32)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), sampler)
+        return {
+            "admit": _Job(programs.admit, (sampler, slot, *rows), 0, kept),
+            "keep": _Job(programs.keep, (sampler, slot), None, self.everywhere),
+            "resume": _Job(programs.resume, (sampler, slot, one), 0, kept),
+        }
+
+    # ---- what the host hands to them, and the stage before
+
+    @property
+    def groups(self) -> int:
+        return len(self.stage.model.cache_spec.windows)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding or self.everywhere)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._array(shape, np.int32)
+
+    def _arriving(self, rows: int) -> jax.ShapeDtypeStruct | None:
+        if self.stage.first:
+            return None if self.stage.last else self._ints(rows)
+        return self._array((rows, self.stage.width), self.stage.model.dtype)
+
+    def _decode_batch(self) -> DecodeBatch:
+        count = self.engine.rows // self.engine.turns
+        rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
+        return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
+
+    def _prefill_batch(self, size: int, lanes: int) -> PrefillBatch:
+        tables = self._ints(self.groups, lanes, self.engine.table_width)
+        return PrefillBatch(self._ints(lanes, size), self._ints(lanes), self._ints(lanes), tables)
+
+    def _exported(self) -> jax.ShapeDtypeStruct:
+        """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
+        model = self.stage.model
+        pages = moved_pages(model.cache_spec, TRANSFER_PAGES, self.engine.page_size, model.dtype)
+        return self._array(pages.shape, pages.dtype, page_sharding(self.mesh, model.cache_spec))
+
+
+def _of_lanes(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
+    """One lane's job as that of all lanes, who have the first ``shared`` arguments together."""
+    if mesh.shape["lane"] == 1:
+        return job
+    function = over_lanes(job.function, job.arguments, shared)
+    return job._replace(function=function, arguments=of_lanes(job.arguments, mesh, shared), results=lane_sharding(mesh))
+
+
+def _packed(job: _Job, everywhere: NamedSharding) -> _Job:
+    """The job whose batch is one array. Each array of the host costs a transfer, and moves from call to call: what
+    reads it is a node of a command buffer to be updated."""
+    place = job.batch
+    assert place is not None
+    batch = job.arguments[place]
+
+    @functools.wraps(job.function)
+    def function(*given: Any) -> Any:
+        # Cut once: without a barrier each layer's kernel would be given a cut of its own.
+        own = lax.optimization_barrier(unpack(given[place], batch))
+        return job.function(*given[:place], own, *given[place + 1 :])
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(batch))
+    one = jax.ShapeDtypeStruct((size,), np.dtype(np.int32), sharding=everywhere)
+    return job._replace(function=function, arguments=(*job.arguments[:place], one, *job.arguments[place + 1 :]))
+
+
+def _compile(
+    work: Sequence[tuple[Mesh, Mapping[str, _Job]]], progress: CompileProgress | None = None
+) -> list[dict[str, Any]]:
+    """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
+    tell, total = progress or (lambda done, total: None), sum(len(jobs) for _, jobs in work)
+    tell(0, total)
+    lowered = {
+        (place, name): _lowered(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
+    }
+    options = {
+        (place, name): _options(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
+    }
+    with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
+        running = {key: threads.submit(low.compile, compiler_options=options[key]) for key, low in lowered.items()}
+        for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
+            tell(done, total)
+        return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]
+
+
+def _options(mesh: Mesh, job: _Job) -> dict[str, str] | None:
+    if mesh.devices.flat[0].platform != "gpu":
+        return None
+    return _GPU_OPTIONS | _GPU_LOOP_OPTIONS if job.loops and mesh.size == 1 else _GPU_OPTIONS
+
+
+def _lowered(mesh: Mesh, job: _Job) -> Any:
+    with traced_for(mesh):
+        return jax.jit(job.function, donate_argnums=job.donate, out_shardings=job.results).lower(*job.arguments)
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _sharding(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    assert isinstance(x.sharding, NamedSharding)
+    return x.sharding
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(_sharding, tree)

@@ -1,0 +1,157 @@
+"""Where the arrays of an engine lie on its mesh: parameters, KV pools, and what is kept of each slot.
+
+Pools and parameters are made where they will stay: no device ever holds more than its own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.dtypes import itemsize_bits
+from jax.sharding import Mesh, NamedSharding
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.kv.pool import LayerPool, new_pools
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
+from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
+from jaxinfer.parallel.processes import put_whole
+from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
+from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
+
+
+def spread_model(model: Model, mesh: Mesh) -> Model:
+    """The same function in a form that can be spread over the mesh: with copies of KV heads where they are too few.
+
+    Parameters may be abstract; they stay where they are.
+
+    Raises:
+        EngineConfigError: heads, or another dimension that must be, cannot be dealt out evenly.
+    """
+    specs, family = model.family.param_specs(model.config), model.family
+    copies = kv_copies(model.cache_spec, mesh.shape)
+    wanted = with_copies(specs, copies)
+    require_even(wanted, mesh.shape)
+    require_experts(wanted, mesh.shape)
+    if copies == 1:
+        return model
+
+    def cache_spec(config: Any) -> CacheSpec:
+        spec = family.cache_spec(config)
+        return dataclasses.replace(spec, kv_heads=spec.kv_heads * copies)
+
+    def param_specs(config: Any) -> ParamTree:
+        return with_copies(family.param_specs(config), copies)
+
+    return model.replace(
+        family=dataclasses.replace(family, cache_spec=cache_spec, param_specs=param_specs),
+        params=_map_specs(lambda spec, value: copied(value, spec, copies), specs, model.params),
+    )
+
+
+def place_params(model: Model, mesh: Mesh) -> Any:
+    """The parameters of a spread model on their devices; those that lie there already are not moved."""
+    specs = model.family.param_specs(model.config)
+    return _map_specs(lambda spec, value: put(value, param_sharding(mesh, spec)), specs, model.params)
+
+
+def put(value: Any, sharding: NamedSharding) -> jax.Array:
+    """``value`` where it belongs. What lies there already, perhaps on other devices too, is taken as it is."""
+    shards = there(value, sharding) if isinstance(value, jax.Array) else None
+    if shards is not None:
+        return jax.make_array_from_single_device_arrays(value.shape, sharding, [shard.data for shard in shards])
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return _moved(value, sharding)
+    return jax.device_put(value, sharding)
+
+
+def _moved(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array of which this process has what ``sharding`` wants, on other devices, part by part."""
+    found = {shard.index: shard.data for shard in value.addressable_shards}
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    parts = [jax.device_put(found[index or ()], device) for device, index in wanted.items()]
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
+
+
+def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
+    """The parts of an array that lie where ``sharding`` wants them; None unless all do."""
+    wanted = sharding.addressable_devices_indices_map(value.shape)
+    found = {shard.device: shard for shard in value.addressable_shards}
+    if any(device not in found or found[device].index != index for device, index in wanted.items()):
+        return None
+    return [found[device] for device in wanted]
+
+
+def abstract_params(model: Model, mesh: Mesh) -> Any:
+    """What `place_params` gives, as `jax.ShapeDtypeStruct`."""
+
+    def placed(spec: ParamSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec))
+
+    return _map_specs(placed, model.family.param_specs(model.config), model.params)
+
+
+class StageArrays(NamedTuple):
+    """What a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None."""
+
+    params: Any
+    pools: list[LayerPool]
+    slots: Any = None  # SlotParams
+    last_tokens: Any = None  # [rows]
+    sampler: Any = None  # SlotState
+
+
+def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
+    """Empty pools: pages and their scales lie as `pool_sharding` says."""
+    return _pools(model, engine, mesh, pool_sharding(mesh, model.cache_spec))
+
+
+def _pools(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedSharding | None = None) -> list[LayerPool]:
+    platform = mesh.devices.flat[0].platform
+    return new_pools(model.cache_spec, engine.num_pages, engine.page_size, model.dtype, sharding, platform)
+
+
+def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
+    """What the slots sampled last, and what the sampler keeps of them: nothing yet. On every device of the mesh."""
+    return put_whole(_slots(model, rows, limits), replicated(mesh))
+
+
+def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:
+    """What a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one turn."""
+    model, rows = stage.model, engine.rows // engine.turns
+
+    placed = abstract(jax.eval_shape(lambda: _pools(model, engine, mesh)), pool_sharding(mesh, model.cache_spec))
+    params = abstract_params(model, mesh)
+    if not stage.last:
+        return StageArrays(params, placed)
+    rest = abstract(jax.eval_shape(lambda: _slots(model, rows, limits)), replicated(mesh))
+    return StageArrays(params, placed, abstract(HostSlots(rows, limits).snapshot(), replicated(mesh)), *rest)
+
+
+def abstract(tree: Any, sharding: Any) -> Any:
+    """Shapes and dtypes of a tree, all of one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of one device that a tree of arrays takes, which may be abstract. All must have a sharding."""
+    leaves = jax.tree.leaves(tree)
+    return sum(array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array on a device, where numbers of 4 bits lie two to a byte."""
+    return math.ceil(math.prod(shape) * itemsize_bits(dtype) / 8)
+
+
+def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:
+    return jnp.zeros((rows,), jnp.int32), new_state(rows, model.config.vocab_size, limits)
+
+
+def _map_specs(function: Any, specs: Any, *trees: Any) -> Any:
+    return jax.tree.map(function, specs, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))

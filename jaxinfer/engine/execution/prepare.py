@@ -1,0 +1,98 @@
+"""The model and the settings as an engine on a platform has them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
+from jaxinfer.engine.execution.placement import spread_model
+from jaxinfer.kv.pool import no_kernel
+from jaxinfer.models.model import Model
+from jaxinfer.quant import rounds_activations
+from jaxinfer.sampling import SamplingLimits
+
+
+def prepare(
+    model: Model, config: EngineConfig, platform: str, mesh: Mesh
+) -> tuple[Model, ResolvedEngine, SamplingLimits]:
+    """What an `Executor` is made of: the model as it is spread, as far as it is served.
+
+    Raises:
+        EngineConfigError: a setting cannot be served.
+    """
+    model = as_served(model, config, platform, mesh)
+    resolved = resolve_for(model, config, platform)
+    model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
+    return model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
+
+
+def with_activations(model: Model, config: EngineConfig) -> Model:
+    """The model with products as ``activation_dtype`` asks for.
+
+    Raises:
+        EngineConfigError: no weight is stored in a way that goes with it.
+    """
+    changed = model.with_activations(config.activation_dtype)
+    if config.activation_dtype not in ("auto", "none") and not rounds_activations(changed.params):
+        raise EngineConfigError(
+            f"activation_dtype = {config.activation_dtype!r} cannot be: no weight of the model is stored in that dtype "
+            f"with a scale a channel"
+        )
+    return changed
+
+
+def as_served(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Model:
+    """The same function in the form in which an engine on a platform has it. Parameters may be abstract.
+
+    Raises:
+        EngineConfigError: see `with_activations` and `spread_model`.
+    """
+    spread = spread_model(with_activations(model, config), mesh)
+    return spread.for_kernels() if platform == "gpu" else spread
+
+
+def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
+    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a platform.
+
+    Raises:
+        EngineConfigError: a setting cannot be served.
+    """
+    # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
+    narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
+    min_rows = 2 if platform == "cpu" and narrow else 1
+    resolved = resolve(
+        config,
+        model.cache_spec,
+        max_position=model.config.max_position,
+        itemsize=model.dtype.itemsize,
+        min_rows=min_rows,
+        prefill_rows=_prefill_rows(model, platform),
+    )
+    _require_backend(model, config, platform)
+    return resolved
+
+
+def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:
+    if config.attention_backend != "mosaic":
+        return
+    spec = model.cache_spec.stored_as(config.kv_cache_dtype)
+    if not spec.latent:  # each device works on its own heads
+        spec = dataclasses.replace(spec, kv_heads=spec.kv_heads // config.devices)
+    why = no_kernel(spec, config.page_size, model.dtype)
+    if platform == "cpu":
+        why = "its kernels are for GPUs, and this is a CPU"
+    if why is not None:
+        raise EngineConfigError(f"attention_backend = mosaic cannot be: {why}")
+
+
+def _prefill_rows(model: Model, platform: str) -> int:
+    """Rows that fill the device. On a CPU products of few rows spend half their time packing weights; beyond some
+    2e11 operations a program would gain nothing and its proof at start-up cost seconds."""
+    if platform != "cpu":
+        return 512
+    operations = 2 * sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    return max(1, min(512, 200_000_000_000 // operations))

@@ -1,0 +1,267 @@
+"""Proof, before READY, of which programs give equal bits: then one may stand in for another.
+
+Whether sums are taken in the same order in two programs is a property of the programs, not of the data: random tokens
+would show a difference in a good part of the elements. Nothing is assumed of a platform: where bits differ, the other
+program is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int32, UInt8
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
+from jaxinfer.kv.transfer import TRANSFER_PAGES
+from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
+from jaxinfer.types import Request, SamplingParams
+
+# Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
+# elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
+# rounds is too small to be worth a proof.
+_ELEMENTS = {4: 1, 2: 600_000}
+_ROUNDS = 32
+
+# Probes cut a piece at a third of a size: in general not where a page begins.
+_FIRST = 3
+
+
+class Proofs:
+    """Runs probes on the engine's own programs. What is in the pools means nothing afterwards.
+
+    Args:
+        groups: of the cache.
+        element: bytes of an element of the pools, of which a token has so many in all layers (``per_token``).
+    """
+
+    def __init__(
+        self, executor: Executor, engine: ResolvedEngine, vocab: int, groups: int, element: int, per_token: int
+    ) -> None:
+        self._executor, self._engine, self._vocab, self._groups = executor, engine, vocab, groups
+        self._rng = np.random.default_rng(0)
+        self._enough, self._per_token = _ELEMENTS[element], per_token
+        self._room = engine.table_width * engine.page_size
+
+    # ---- chunks that share a program
+
+    def lanes(self) -> dict[int, int]:
+        """Chunks per wide program, by size, of those programs that give the bits of the narrow one.
+
+        The first and the last lane are compared, in all layers, for a first chunk and for one with context.
+        """
+        return {size: count for size, count in self._engine.wide_prefills if self._wide_agrees(size, count)}
+
+    def _wide_agrees(self, size: int, lanes: int) -> bool:
+        probes = self._wide_probes(size, lanes)
+        rounds = self._rounds(sum(int(batch.lengths[[0, -1]].sum()) for batch in probes))
+        for _ in range(rounds if rounds <= _ROUNDS else 0):
+            batches = self._wide_probes(size, lanes)
+            for batch in batches:
+                self._executor.prefill(batch)
+            want = self._outer_bits(batches)
+            for batch in batches:
+                for lane in (0, lanes - 1):
+                    self._executor.prefill(_lane(batch, lane))
+            if not _equal(want, self._outer_bits(batches)):
+                return False
+        return rounds <= _ROUNDS
+
+    def _wide_probes(self, size: int, lanes: int) -> list[PrefillBatch]:
+        """Random tokens in every lane, each of another length and with pages of its own."""
+        width = self._engine.table_width
+        tables = np.arange(lanes * width, dtype=np.int32).reshape(lanes, width)
+        lengths = (min(size, self._room) - np.arange(lanes) % size).clip(1).astype(np.int32)
+        tokens = self._tokens(2 * lanes * size).reshape(2, lanes, size)
+        return [
+            PrefillBatch(tokens[i], np.full(lanes, start, np.int32), lengths, self._for_groups(tables))
+            for i, start in enumerate(self._starts(size))
+        ]
+
+    def _outer_bits(self, batches: list[PrefillBatch]) -> list[np.ndarray]:
+        return [
+            self._bits(batch.tables[0, lane], int(batch.starts[lane]), int(batch.lengths[lane]))
+            for batch in batches
+            for lane in (0, len(batch.starts) - 1)
+        ]
+
+    # ---- prefill sizes
+
+    def classes(self) -> dict[int, int]:
+        """A number for each prefill size: equal numbers for programs with equal bits.
+
+        A piece of a prompt is run whole in the larger program, in parts in the smaller one, and its end once more in
+        the larger one, as after a cache hit; at the start of a prompt, and with context.
+        """
+        sizes, numbers = self._engine.prefill_sizes, dict[int, int]()
+        for number, size in enumerate(sizes):
+            provable = self._rounds(self._piece_tokens(size)) <= _ROUNDS
+            firsts = [other for place, other in enumerate(sizes[:number]) if numbers[other] == place and provable]
+            numbers[size] = next((numbers[other] for other in firsts if self._sizes_agree(other, size)), number)
+        return numbers
+
+    def resumes(self, classes: dict[int, int]) -> bool:
+        """Whether a chunk may begin anywhere, as after a cache hit, in a size that `classes` found like no other."""
+        numbers = list(classes.values())
+        return all(self._sizes_agree(size, size) for size, number in classes.items() if numbers.count(number) == 1)
+
+    def class_tokens(self) -> int:
+        """Prompt tokens that `classes` and `resumes` run at most: what they cost."""
+        sizes = self._engine.prefill_sizes
+        pairs = [(small, large) for at, large in enumerate(sizes) for small in sizes[: at + 1]]
+        return sum(2 * (3 * large + 2 * small) * self._piece_rounds(large) for small, large in pairs)
+
+    def _piece_rounds(self, size: int) -> int:
+        return min(_ROUNDS, self._rounds(self._piece_tokens(size)))
+
+    def _piece_tokens(self, size: int) -> int:
+        """Tokens that a round of probes sees."""
+        return sum(min(size, self._room - start) for start in self._starts(size))
+
+    def _sizes_agree(self, small: int, large: int) -> bool:
+        return all(
+            self._pieces_agree(start, small, large)
+            for _ in range(self._piece_rounds(large))
+            for start in self._starts(large)
+        )
+
+    def _pieces_agree(self, start: int, small: int, large: int) -> bool:
+        table = np.arange(self._engine.table_width, dtype=np.int32)
+        tokens = self._tokens(min(large, self._room - start))
+        ends = [*range(max(1, small // _FIRST), len(tokens), small), len(tokens)]
+        runs = [
+            [(0, len(tokens), large)],
+            [(begin, end, small) for begin, end in itertools.pairwise([0, *ends])],
+            [(len(tokens) // _FIRST, len(tokens), large)],
+        ]
+        bits = []
+        for run in runs:
+            for begin, end, size in run:
+                self._executor.prefill(self._chunk(tokens[begin:end], start + begin, size))
+            bits.append(self._bits(table, start, len(tokens)))
+        return _equal(bits[1:], [bits[0], bits[0]])
+
+    def _chunk(self, tokens: np.ndarray, start: int, size: int) -> PrefillBatch:
+        padded = np.zeros((1, size), np.int32)
+        padded[0, : len(tokens)] = tokens
+        table = np.arange(self._engine.table_width, dtype=np.int32)[None]
+        return PrefillBatch(
+            padded, np.array([start], np.int32), np.array([len(tokens)], np.int32), self._for_groups(table)
+        )
+
+    # ---- several decode steps at once
+
+    def multi_step(self, limits: SamplingLimits) -> bool:
+        """Whether ``decode_many`` gives what as many calls of ``decode`` give: tokens, log probabilities, and all bits
+        of keys and values. Rows use every feature of the sampler."""
+        if self._engine.multi_step == 1 or self._engine.speculative is not None:
+            return False
+        self._executor.put_slots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict())
+        kept, batch = self._executor.sampler(0), self._decode_probe()
+        tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
+        for _ in range(min(_ROUNDS, self._rounds(tokens))):
+            batch, probes = self._decode_probe(), list[list[np.ndarray]]()
+            for run in (self._at_once, self._one_by_one):
+                self._executor.put_sampler(0, kept)
+                probes.append([*run(batch), *self._rows_bits(batch)])
+            if not _equal(*probes):
+                return False
+        return True
+
+    def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
+        sampled, ran = self._executor.decode_many(batch, self._engine.multi_step)
+        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self._executor.turns[0].last_tokens)]
+
+    def _one_by_one(self, batch: DecodeBatch) -> list[np.ndarray]:
+        each, steps = list[list[np.ndarray]](), self._engine.multi_step
+        for step in range(steps):
+            now = batch._replace(
+                tokens=batch.tokens if step == 0 else np.full_like(batch.tokens, -1),
+                positions=np.where(batch.positions >= 0, batch.positions + step, -1).astype(np.int32),
+                generated=batch.generated + np.int32(step),
+            )
+            each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.decode(0, now))])
+        sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
+        return [*sampled, np.asarray(steps, np.int32), np.asarray(self._executor.turns[0].last_tokens)]
+
+    def _decode_probe(self) -> DecodeBatch:
+        """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
+        engine = self._engine
+        start = max(0, min(engine.page_size, self._room - engine.multi_step) - engine.multi_step // 2)
+        need = -(-(start + engine.multi_step) // engine.page_size)
+        active = np.arange(engine.rows) < engine.num_pages // need
+        tables = np.zeros((engine.rows, engine.table_width), np.int32)
+        tables[:, :need] = np.arange(engine.rows * need).reshape(-1, need) * active[:, None]
+        positions = np.where(active, start, -1).astype(np.int32)
+        generated = np.zeros(engine.rows, np.int32)
+        return DecodeBatch(self._tokens(engine.rows), positions, generated, self._for_groups(tables))
+
+    def _rows_bits(self, batch: DecodeBatch) -> list[np.ndarray]:
+        end = int(batch.positions.max()) + self._engine.multi_step
+        return [self._bits(batch.tables[0, row], 0, end) for row in np.flatnonzero(batch.positions >= 0)]
+
+    # ---- what all probes need
+
+    def _rounds(self, tokens: int) -> int:
+        """How often as many tokens must be probed."""
+        return -(-self._enough // (tokens * self._per_token))
+
+    def _starts(self, size: int) -> list[int]:
+        """Where chunks of this size are tried: at the start, and further on where the context has room."""
+        later = self._engine.prefill_sizes[-1]
+        return [0, later] if later + size <= self._room else [0]
+
+    def _tokens(self, count: int) -> Int32[np.ndarray, " count"]:
+        return self._rng.integers(self._vocab, size=count, dtype=np.int32)
+
+    def _for_groups(self, tables: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(tables, (self._groups, *tables.shape)).copy()
+
+    def _bits(self, table: np.ndarray, start: int, length: int) -> UInt8[np.ndarray, "tokens bytes"]:
+        """The bytes of keys and values of ``length`` tokens from ``start``, in all layers."""
+        page = self._engine.page_size
+        ids = table[start // page : -(-(start + length) // page)]
+        whole = self._page_bytes(ids)
+        return whole[start % page :][:length]
+
+    def _page_bytes(self, ids: np.ndarray) -> np.ndarray:
+        """Slots of pages one after another, each with its bytes in all layers."""
+        parts = []
+        for at in range(0, len(ids), TRANSFER_PAGES):
+            some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
+            some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
+            parts.append(self._executor.pages(some)[: len(ids[at:])])
+        return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
+
+
+def _lane(batch: PrefillBatch, lane: int) -> PrefillBatch:
+    one = slice(lane, lane + 1)
+    return PrefillBatch(batch.tokens[one], batch.starts[one], batch.lengths[one], batch.tables[:, one])
+
+
+def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    """By bytes: a NaN equals itself, and 0 is not -0."""
+    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+def _every_feature(rows: int, limits: SamplingLimits, vocab: int) -> SlotParams:
+    """Parameters of rows that between them use all of the sampler."""
+    mixtures: list[dict[str, Any]] = [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 1},
+        {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+        {"temperature": 1.2, "top_k": min(40, vocab), "min_p": 0.01, "logprobs": 1},
+        {"temperature": 1.0, "logit_bias": {0: 3.0}, "logprobs": 1},
+    ]
+    host = HostSlots(rows, limits)
+    for row in range(rows):
+        params = SamplingParams(seed=row, **mixtures[row % len(mixtures)])
+        host.set(row, dataclasses.replace(_PROBE, params=params))
+    return host.snapshot()
+
+
+_PROBE = Request("probe", (0,), SamplingParams())

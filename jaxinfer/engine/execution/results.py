@@ -1,0 +1,62 @@
+"""What the device sampled, as host records: a few array conversions a step, and Python only for what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan
+from jaxinfer.sampling import Logprobs, Sampled
+from jaxinfer.types import PositionLogprobs, TokenLogprob
+
+
+def wants_logprobs(rows: Sequence[DecodePlan]) -> bool:
+    return any(row.sequence.request.params.logprobs is not None for row in rows)
+
+
+def row_tokens(rows: Sequence[DecodePlan], sampled: Sampled, steps: int | None) -> list[list[int]]:
+    """The tokens of each planned row, one for each of ``steps``; None: there was one, without an axis for it."""
+    tokens = np.asarray(sampled.tokens)
+    places = [row.row for row in rows]
+    chosen = tokens[None, places] if steps is None else tokens[:steps, places]
+    return chosen.T.tolist()
+
+
+def row_logprobs(
+    rows: Sequence[DecodePlan], sampled: Sampled, tokens: list[list[int]], steps: int | None
+) -> list[Sequence[PositionLogprobs]]:
+    """What belongs to `row_tokens`: nothing for a row whose request asked for none."""
+    each: list[Sequence[PositionLogprobs]] = [()] * len(rows)
+    asking = [index for index, row in enumerate(rows) if row.sequence.request.params.logprobs is not None]
+    if asking:
+        places = [rows[index].row for index in asking]
+        host = [np.asarray(x)[None] if steps is None else np.asarray(x)[:steps] for x in sampled.logprobs]
+        most = max(rows[index].sequence.request.params.logprobs or 0 for index in asking)
+        positions = _positions([np.moveaxis(x[:, places], 1, 0) for x in host], most)
+        for index, of_row in zip(asking, positions, strict=True):
+            top = rows[index].sequence.request.params.logprobs
+            assert top is not None
+            each[index] = [_record(token, top, *at) for token, at in zip(tokens[index], of_row, strict=True)]
+    return each
+
+
+def prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
+    """Of each prompt token that follows a token of the chunk."""
+    start, length, _ = plan.chunk
+    following, top = plan.sequence.prompt[start + 1 : start + length + 1], plan.sequence.params.prompt_logprobs
+    assert top is not None
+    (positions,) = _positions([np.asarray(x)[None, :length] for x in result], top)
+    return [_record(token, top, *at) for token, at in zip(following, positions, strict=True)]
+
+
+def _positions(fields: list[np.ndarray], top: int) -> Iterator[list[tuple[float, int, list[int], list[float]]]]:
+    """The fields of `Logprobs` [rows, steps, ...] as rows of steps of their values, with the ``top`` best tokens."""
+    logprob, rank, ids, logprobs = fields
+    lists = (x.tolist() for x in (logprob, rank, ids[..., :top], logprobs[..., :top]))
+    return (list(zip(*row, strict=True)) for row in zip(*lists, strict=True))
+
+
+def _record(token: int, top: int, logprob: float, rank: int, ids: list[int], logprobs: list[float]) -> PositionLogprobs:
+    best = map(TokenLogprob, ids[:top], logprobs[:top], range(1, top + 1))
+    return PositionLogprobs(TokenLogprob(token, logprob, rank), tuple(best))

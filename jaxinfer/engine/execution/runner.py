@@ -1,0 +1,282 @@
+"""The device's side of the loop: launches plans, reads results."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Int32, Integer
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.executor import Executor, Kept
+from jaxinfer.engine.execution.measure import measure_costs
+from jaxinfer.engine.execution.probe import Proofs
+from jaxinfer.engine.execution.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.scheduling.buckets import group_chunks
+from jaxinfer.engine.scheduling.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.engine.scheduling.sequence import Sequence as Sample
+from jaxinfer.kv.moves import Copy, Export, Import, Pages
+from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
+from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
+from jaxinfer.types import CacheSpec
+
+_Column = Integer[np.ndarray, " planned"]
+
+# Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
+_CPU_OPERATIONS = 300_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A step on its way: the plan and arrays that will hold its results.
+
+    ``ran`` is how many steps were taken, None if the decode program ran once.
+    """
+
+    plan: StepPlan
+    sampled: Sampled | None
+    ran: jax.Array | None
+    prompt: list[Logprobs | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proved:
+    """What was found out about an executor's programs.
+
+    Attributes:
+        lanes: chunks of the wide program of each prefill size that has the narrow one's bits.
+        classes: a number for each prefill size; equal numbers: programs with equal bits.
+        resumes: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken for
+            granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
+        multi_step: most decode steps of one plan.
+        costs: of swapping and of computing again, measured.
+    """
+
+    lanes: Mapping[int, int]
+    classes: Mapping[int, int]
+    resumes: bool
+    multi_step: int
+    costs: Costs
+
+
+class WrongTokenError(RuntimeError):
+    """A row would be fed what its slot sampled for another sequence or position: a fault of the plan, never served."""
+
+
+class Runner:
+    """What plans mean to the device, and what it answers.
+
+    Args:
+        executor: owns all device memory.
+        tables: the KV manager's, read at each launch.
+        vocab: size of the vocabulary.
+        spec: of the KV cache, for elements of ``itemsize`` bytes.
+        proved: of the executor's programs; None: it is found out now, and the pools hold nothing yet.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        engine: ResolvedEngine,
+        limits: SamplingLimits,
+        tables: Int32[np.ndarray, "groups slots width"],
+        vocab: int,
+        spec: CacheSpec,
+        itemsize: int,
+        proved: Proved | None = None,
+    ) -> None:
+        self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
+        self._groups, self._rows = tables.shape[0], engine.rows // engine.turns
+        self._slots = [HostSlots(self._rows, limits) for _ in range(engine.turns)]
+        self._shown = [slots.snapshot() for slots in self._slots]  # what is on the device
+        # Of what is on the device as `StepState.last_tokens`: by turn and row, whose token (`arrival`), which position.
+        self._sampled = np.full((engine.turns, 2, self._rows), -1, np.int64)
+        self.proved = proved or self._prove(limits, spec, itemsize)
+
+    def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> Proved:
+        """Find out which programs may stand in for which."""
+        engine, executor = self._engine, self._executor
+        proofs = Proofs(executor, engine, self._vocab, self._groups, itemsize, spec.exact_per_token)
+        lanes = proofs.lanes()
+        exact, classes, resumes = engine.exactness == "exact", _each_alone(engine.prefill_sizes), True
+        if exact and engine.enable_prefix_caching and self._affordable(proofs.class_tokens()):
+            classes = proofs.classes()
+            resumes = proofs.resumes(classes)
+        several = engine.multi_step > 1 and (not exact or proofs.multi_step(limits))
+        executor.put_slots(0, self._shown[0]._asdict())  # those of the proofs were there
+        costs = measure_costs(executor, engine, self._groups, self._decode_batch(0, []))
+        return Proved(lanes, classes, resumes, engine.multi_step if several else 1, costs)
+
+    def _affordable(self, tokens: int) -> bool:
+        operations = 2 * tokens * self._executor.parameters()
+        return self._executor.platform != "cpu" or operations <= _CPU_OPERATIONS
+
+    # ---- a step
+
+    def launch(self, plan: StepPlan) -> Launched | None:
+        """Start a step without waiting for it. Programs run in the order of their launch."""
+        if not plan:
+            return None
+        self._export(plan.exports)
+        self._copy(plan.copies)
+        self._import(plan.imports)
+        self._park(plan.parked)
+        self._admit(plan.admitted)
+        prompt = self._prefills(plan.prefills)
+        sampled, ran = self._decode(plan) if plan.decodes else (None, None)
+        return Launched(plan, sampled, ran, prompt)
+
+    def read(self, launched: Launched | None) -> StepResult | None:
+        """Wait for a step and bring its results to the host."""
+        if launched is None:
+            return None
+        plan, sampled = launched.plan, launched.sampled
+        self._executor.settle([export.host for export in plan.exports])
+        prompt = [
+            [] if result is None else prompt_logprobs(prefill, result)
+            for prefill, result in zip(plan.prefills, launched.prompt, strict=True)
+        ]
+        if sampled is None:
+            return StepResult(plan, [], [], prompt)
+        steps = None if launched.ran is None else int(np.asarray(launched.ran))
+        tokens = row_tokens(plan.decodes, sampled, steps)
+        return StepResult(plan, tokens, row_logprobs(plan.decodes, sampled, tokens, steps), prompt)
+
+    # ---- pages
+
+    def _export(self, exports: list[Export]) -> None:
+        for some in itertools.batched(exports, TRANSFER_PAGES):
+            source = self._ids((export.source for export in some), TRANSFER_PAGES)
+            self._executor.export(source, [export.host for export in some])
+
+    def _copy(self, copies: list[Copy]) -> None:
+        for some in itertools.batched(copies, COPIES):
+            self._executor.copy(*(self._ids((copy[side] for copy in some), COPIES) for side in (0, 1)))
+
+    def _import(self, imports: list[Import]) -> None:
+        for some in itertools.batched(imports, TRANSFER_PAGES):
+            target = self._ids((one.target for one in some), TRANSFER_PAGES)
+            self._executor.restore([one.host for one in some], target)
+
+    def _ids(self, pages: Iterable[Pages], room: int) -> Int32[np.ndarray, "groups room"]:
+        """Page ids by group. Where there is no page the id is beyond the pool: nothing is written there."""
+        ids = np.full((self._groups, room), self._engine.num_pages, np.int32)
+        for index, each in enumerate(pages):
+            ids[:, index] = each
+        return np.where(ids < 0, self._engine.num_pages, ids)
+
+    # ---- slots
+
+    def _park(self, parked: list[Parked]) -> None:
+        """What comes back from the host goes on where it was; what is computed again begins anew."""
+        for sequence, slot in parked:
+            if sequence.stateful and sequence.swapped is not None:
+                sequence.sampler_state = self._executor.keep(slot)
+
+    def _admit(self, admitted: list[Sample]) -> None:
+        for sequence in admitted:
+            slots, row = self._place(sequence.slot)
+            slots.set(row, sequence.request, sequence.index)
+            kept, sequence.sampler_state = sequence.sampler_state, None
+            if isinstance(kept, Kept):
+                self._executor.resume(sequence.slot, kept)
+            elif sequence.stateful:
+                self._executor.admit(sequence.slot, *slots.state_rows(sequence.request, self._vocab))
+        for turn in {sequence.slot % self._engine.turns for sequence in admitted}:
+            self._put_slots(turn)
+
+    def _place(self, slot: int) -> tuple[HostSlots, int]:
+        row, turn = divmod(slot, self._engine.turns)
+        return self._slots[turn], row
+
+    def _put_slots(self, turn: int) -> None:
+        """Most fields are the same in most requests: what did not change is on the device already."""
+        before, shown = self._shown[turn]._asdict(), self._slots[turn].snapshot()
+        self._shown[turn] = shown
+        self._executor.put_slots(turn, {name: new for name, new in shown._asdict().items() if new is not before[name]})
+
+    # ---- prompts
+
+    def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
+        """Launch all chunks, several in one program where there is a wide one for their size."""
+        results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
+        plain, wide = [plan for plan in plans if not plan.logprobs], self.proved.lanes
+        for group in group_chunks([plan.chunk.size for plan in plain], wide):
+            size = plain[group[0]].chunk.size
+            lanes = 1 if len(group) == 1 else wide[size]
+            batch = self._prefill_batch([plain[index] for index in group], size, lanes)
+            self._executor.prefill(batch)
+        return results
+
+    def _prefill_logprobs(self, plan: PrefillPlan) -> Logprobs:
+        start, length, size = plan.chunk
+        following = np.zeros(size, np.int32)
+        following[:length] = plan.sequence.prompt[start + 1 : start + length + 1]
+        batch = self._prefill_batch([plan], size, 1)
+        return self._executor.prefill_logprobs(batch, following)
+
+    def _prefill_batch(self, plans: list[PrefillPlan], size: int, lanes: int) -> PrefillBatch:
+        tokens, (starts, lengths) = np.zeros((lanes, size), np.int32), np.zeros((2, lanes), np.int32)
+        tables = np.zeros((self._groups, lanes, self._engine.table_width), np.int32)
+        for lane, plan in enumerate(plans):
+            starts[lane], lengths[lane], _ = start, length, _ = plan.chunk
+            tokens[lane, :length] = plan.sequence.prompt[start : start + length]
+            tables[:, lane] = self._tables[:, plan.sequence.slot]
+        return PrefillBatch(tokens, starts, lengths, tables)
+
+    # ---- decode rows
+
+    def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
+        batch, ran = self._decode_batch(plan.turn, plan.decodes), None
+        if plan.steps > 1:
+            sampled, ran = self._executor.decode_many(batch, plan.steps)
+        else:
+            sampled = self._executor.decode(plan.turn, batch)
+        for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
+            array.copy_to_host_async()
+        return sampled, ran
+
+    def _decode_batch(self, turn: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
+        """The rows of a turn; those without a plan are idle."""
+        turns = self._engine.turns
+        tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
+        sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), ())
+        rows, fed, given = np.array(columns, np.int32)
+        positions[rows], tokens[rows] = fed, given
+        generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
+        arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
+        tables = self._tables[:, turn::turns]
+        if self._engine.speculative is None:
+            self._note(turn, rows, arrivals, fed, given)
+            return DecodeBatch(tokens, positions, generated, tables.copy())
+        owners = np.arange(self._rows, dtype=np.int32)
+        owners[rows] = [sequence.slot // turns for sequence in sequences]
+        own = owners[rows] == rows
+        self._note(turn, rows[own], arrivals[own], fed[own], given[own])
+        return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
+
+    def _note(self, turn: int, rows: _Column, arrivals: _Column, positions: _Column, given: _Column) -> None:
+        """Write down whose tokens these rows, each its slot's own, will sample.
+
+        Raises:
+            WrongTokenError: a row without a token asks for one that its slot did not sample (`Sequence.sampled`).
+        """
+        whose, where = self._sampled[turn]
+        wrong = (given < 0) & ((whose[rows] != arrivals) | (where[rows] != positions - 1))
+        if wrong.any():
+            row = rows[wrong][0]
+            raise WrongTokenError(
+                f"row {row} of turn {turn} asks for the token of sequence {arrivals[wrong][0]} at position "
+                f"{positions[wrong][0]}; its slot sampled that of sequence {whose[row]} at {where[row] + 1}"
+            )
+        whose[rows], where[rows] = arrivals, positions
+
+
+def _each_alone(sizes: Sequence[int]) -> dict[int, int]:
+    """Every prefill size a class of its own."""
+    return {size: number for number, size in enumerate(sizes)}

@@ -1,0 +1,273 @@
+"""The jitted program family: everything that ever runs on the device while serving."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32
+
+from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
+from jaxinfer.kv.spread import copy_own_pages, spread
+from jaxinfer.kv.transfer import export_pages, import_pages
+from jaxinfer.parallel.mesh import gathered_logits
+from jaxinfer.parallel.tokens import tokens_spread
+from jaxinfer.sampling import (
+    Logprobs,
+    Sampled,
+    SlotParams,
+    SlotState,
+    admit,
+    keep_slot,
+    prompt_logprobs,
+    resume_slot,
+    sample,
+)
+from jaxinfer.types import CacheSpec
+from pallas_kernels.choice import Wish
+
+
+class StepState(NamedTuple):
+    """What lives on the device between steps and is donated to each of them.
+
+    ``last_tokens[slot]`` is what the slot sampled last: the next step reads it there, so that the host never waits.
+    """
+
+    pools: list[LayerPool]
+    last_tokens: Int[Array, " rows"]
+    slots: SlotState
+
+
+class DecodeBatch(NamedTuple):
+    """One token per row, from the host.
+
+    ``positions`` -1 marks an idle row; ``tokens`` -1 takes what the slot sampled last. ``generated``: tokens that the
+    sequence has generated before the one that this row samples.
+
+    ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
+    one is borrowed: it neither reads nor changes what is kept of a slot. None: all rows are their slots' own.
+    """
+
+    tokens: Int[Any, " rows"]
+    positions: Int[Any, " rows"]
+    generated: Int[Any, " rows"]
+    tables: Int[Any, "groups rows width"]
+    owners: Int[Any, " rows"] | None = None
+
+
+class PrefillBatch(NamedTuple):
+    """A prompt chunk a lane: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
+
+    A lane of length 0 is idle.
+    """
+
+    tokens: Int[Any, "lanes chunk"]
+    starts: Int[Any, " lanes"]
+    lengths: Int[Any, " lanes"]
+    tables: Int[Any, "groups lanes width"]
+
+
+def pack(batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
+    """All of a batch in one array."""
+    return np.concatenate([np.asarray(leaf, np.int32).reshape(-1) for leaf in batch if leaf is not None])
+
+
+def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
+    """The batch that `pack` was given, in the shapes of ``like``."""
+    leaves, tree = jax.tree.flatten(like)
+    ends = itertools.accumulate(leaf.size for leaf in leaves)
+    parts = [packed[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    return jax.tree.unflatten(tree, parts)
+
+
+class Programs(NamedTuple):
+    """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
+
+    ``arriving`` are the hidden states that the stage before gave; None where there is none.
+    """
+
+    decode: Callable[[Any, SlotParams, StepState, DecodeBatch, Any], tuple[StepState, Sampled]]
+    decode_many: Callable[[Any, SlotParams, StepState, DecodeBatch, jax.Array], tuple[StepState, Sampled, jax.Array]]
+    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], list[LayerPool]]
+    prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[list[LayerPool], Logprobs]]
+    admit: Callable[[SlotState, jax.Array, jax.Array, jax.Array], SlotState]
+    keep: Callable[[SlotState, jax.Array], SlotState]
+    resume: Callable[[SlotState, jax.Array, SlotState], SlotState]
+
+
+class PassPrograms(NamedTuple):
+    """Of a stage that others follow: each also returns the hidden states for the next one.
+
+    What arrives at the first stage of a decode step are the tokens that the slots sampled last.
+    """
+
+    decode: Callable[[Any, list[LayerPool], DecodeBatch, Any], tuple[list[LayerPool], jax.Array]]
+    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], tuple[list[LayerPool], jax.Array]]
+
+
+class MovePrograms(NamedTuple):
+    """Pages to other pages, out of the pools, and back into them: the same for every stage."""
+
+    copy: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
+    export: Callable[[list[LayerPool], jax.Array], jax.Array]
+    restore: Callable[[list[LayerPool], jax.Array, jax.Array], list[LayerPool]]
+
+
+def make_programs(
+    stage: Stage, max_logprobs: int, multi_step: int = 1, backend: Wish = "auto", *, spread_tokens: bool = False
+) -> Programs:
+    """The programs of a whole model, or of its last stage.
+
+    Args:
+        multi_step: the most steps of one ``decode_many``.
+        backend: attention's.
+        spread_tokens: of the prefill programs, see `jaxinfer.parallel.tokens`.
+    """
+    decode = _decode(stage, max_logprobs, backend)
+    prefill, prefill_logprobs = _prefill(stage, max_logprobs, _chunks(stage, backend, spread_tokens))
+    return Programs(decode, _decode_many(decode, multi_step), prefill, prefill_logprobs, admit, keep_slot, resume_slot)
+
+
+def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: bool = False) -> PassPrograms:
+    """The programs of a stage that others follow."""
+    spec, chunks = stage.model.cache_spec, _chunks(stage, backend, spread_tokens)
+
+    def decode(params: Any, pools: list[LayerPool], batch: DecodeBatch, arriving: Any) -> Any:
+        x = jnp.where(batch.tokens >= 0, batch.tokens, arriving) if stage.first else arriving
+        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
+        hidden, pools = stage.backbone(params, x, batch.positions, attend, pools)
+        return pools, hidden
+
+    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any) -> Any:
+        return chunks(params, pools, batch, arriving)
+
+    return PassPrograms(decode, prefill)
+
+
+def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
+    """The programs that move pages of some layers."""
+
+    def copy(pools: list[LayerPool], source: Int[Array, "groups copies"], target: Int[Array, "groups copies"]) -> Any:
+        return copy_own_pages(spec, pools, source, target, backend)
+
+    def export(pools: list[LayerPool], source: Int[Array, "groups pages"]) -> jax.Array:
+        return export_pages(spec, pools, source)
+
+    def restore(pools: list[LayerPool], pages: jax.Array, target: Int[Array, "groups pages"]) -> list[LayerPool]:
+        return import_pages(spec, pools, pages, target)
+
+    return MovePrograms(copy, export, restore)
+
+
+def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tuple[StepState, Sampled]]:
+    spec = stage.model.cache_spec
+
+    def decode(
+        params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch, arriving: Any = None
+    ) -> tuple[StepState, Sampled]:
+        active = batch.positions >= 0
+        x = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens) if stage.first else arriving
+        attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
+        hidden, pools = stage.backbone(params, x, batch.positions, attend, state.pools)
+        logits = gathered_logits(stage.head(params, hidden))
+        slots, own = _of_rows(slots, batch.owners, active)
+        sampled, slot_state = sample(
+            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, own
+        )
+        last_tokens = jnp.where(own, sampled.tokens, state.last_tokens)
+        return StepState(pools, last_tokens, slot_state), sampled
+
+    return decode
+
+
+def _of_rows(
+    slots: SlotParams, owners: Int[Array, " rows"] | None, active: Bool[Array, " rows"]
+) -> tuple[SlotParams, Bool[Array, " rows"]]:
+    """The parameters of each row, and which rows are active and their slots' own."""
+    if owners is None:
+        return slots, active
+    mine = SlotParams(*(jnp.take(x, owners, axis=0, mode="clip") for x in slots))
+    return mine, active & (owners == jnp.arange(owners.shape[0]))
+
+
+def _decode_many(
+    decode: Callable[..., tuple[StepState, Sampled]], most: int
+) -> Callable[..., tuple[StepState, Sampled, jax.Array]]:
+    def decode_many(
+        params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch, steps: Int[Array, ""]
+    ) -> tuple[StepState, Sampled, jax.Array]:
+        """Up to ``steps`` steps, each on what the one before sampled, until one samples an end.
+
+        Also returns how many steps ran; what was sampled has a leading axis of ``most`` steps, zeros behind those.
+        """
+        active = batch.positions >= 0
+        shapes = jax.eval_shape(decode, params, slots, state, batch)[1]
+        nothing = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), shapes)
+
+        def running(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+            done, ended, _, _ = carry
+            return (done < steps) & ~ended
+
+        def once(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            done, _, state, seen = carry
+            now = batch._replace(
+                tokens=jnp.where(done == 0, batch.tokens, -1),
+                positions=jnp.where(active, batch.positions + done, -1),
+                generated=batch.generated + done,
+            )
+            state, sampled = decode(params, slots, state, now)
+            seen = jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, done, 0), seen, sampled)
+            return done + 1, _any_ends(slots, now, sampled.tokens), state, seen
+
+        done, _, state, seen = lax.while_loop(running, once, (jnp.int32(0), jnp.bool_(False), state, nothing))
+        return state, seen, done
+
+    return decode_many
+
+
+def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]) -> Bool[Array, ""]:
+    """Whether a row sampled a token that ends its sequence (those that a length ends are the scheduler's business)."""
+    active = batch.positions >= 0
+    slots, _ = _of_rows(slots, batch.owners, active)
+    stops = jnp.any(tokens[:, None] == slots.stop_ids, axis=1)
+    return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
+
+
+def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[LayerPool], jax.Array]]:
+    spec = stage.model.cache_spec
+
+    def chunks(
+        params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any
+    ) -> tuple[list[LayerPool], jax.Array]:
+        attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
+        index = jnp.arange(batch.tokens.shape[1])
+        positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
+        # Lanes end to end: the products see one matrix.
+        x = batch.tokens.reshape(-1) if stage.first else arriving
+        with tokens_spread(spread_tokens):
+            hidden, pools = stage.backbone(params, x, positions.reshape(-1), attend, pools)
+        return pools, hidden
+
+    return chunks
+
+
+def _prefill(
+    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[LayerPool], jax.Array]]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> list[LayerPool]:
+        return chunks(params, pools, batch, arriving)[0]
+
+    def prefill_logprobs(
+        params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
+    ) -> tuple[list[LayerPool], Logprobs]:
+        pools, hidden = chunks(params, pools, batch, arriving)
+        logits = gathered_logits(stage.head(params, hidden))
+        return pools, prompt_logprobs(logits, following, max_logprobs)
+
+    return prefill, prefill_logprobs

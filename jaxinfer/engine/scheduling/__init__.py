@@ -1,0 +1,1 @@
+"""What runs next, and what its results mean: sequences, queues, pages, plans. No jax."""

@@ -1,0 +1,68 @@
+"""Which compiled size a piece of prompt runs in, and which pieces share a program. No jax."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Chunk(NamedTuple):
+    """``length`` prompt tokens from position ``start``, run in the program of ``size`` rows."""
+
+    start: int
+    length: int
+    size: int
+
+
+def rule_size(start: int, end: int, sizes: Sequence[int]) -> int:
+    """The size in which the token at ``start`` of a prompt whose prefill ends before ``end`` is due.
+
+    The prompt is cut at multiples of the largest size, and a tail runs in the smallest size that holds it. So the rule
+    looks at this prompt alone, never at what else is in the step or in the cache.
+    """
+    cut = start - start % sizes[-1]
+    return sizes[bisect.bisect_left(sizes, min(end - cut, sizes[-1]))]
+
+
+def next_chunk(
+    start: int, end: int, sizes: Sequence[int], classes: Mapping[int, int], *, largest_only: bool = False
+) -> Chunk:
+    """The chunk that begins at ``start``: up to the next cut, in the smallest program with the bits of the due one.
+
+    Args:
+        start: tokens that are computed or cached already; within a piece only after a cache hit.
+        classes: sizes with equal numbers are programs with equal bits (see `jaxinfer.engine.execution.probe`).
+        largest_only: the request wants log probabilities of its prompt, for which there is one program.
+    """
+    length = min(end - start, sizes[-1] - start % sizes[-1])
+    if largest_only or start + length < end:
+        return Chunk(start, length, sizes[-1])  # so that sizes never grow along a prompt: `group_chunks` relies on it
+    due = classes[rule_size(start, end, sizes)]
+    return Chunk(start, length, next(size for size in sizes if size >= length and classes[size] == due))
+
+
+def page_code(page: int, page_size: int, end: int, sizes: Sequence[int], classes: Mapping[int, int]) -> int:
+    """Which programs compute the tokens of a page: equal codes, equal bits.
+
+    ``split`` tokens of it are prompt tokens and run in prefill programs of one class; the others run as decode rows.
+    """
+    first = page * page_size
+    split = min(max(end - first, 0), page_size)
+    return classes[rule_size(first, end, sizes)] * (page_size + 1) + split if split else 0
+
+
+def group_chunks(sizes: Sequence[int], lanes: Mapping[int, int]) -> Iterator[list[int]]:
+    """Chunks (by index) that run together, in the order of their launch.
+
+    Args:
+        sizes: of all chunks of a step; those of one prompt in order, so none is larger than the one before.
+        lanes: chunks that a wide program of a size takes. It is used where more than half of it is filled.
+    """
+    for size in sorted(set(sizes), reverse=True):
+        same = [index for index, other in enumerate(sizes) if other == size]
+        while same:
+            width = lanes.get(size, 1)
+            taken = min(width, len(same)) if 2 * len(same) > width else 1
+            yield same[:taken]
+            same = same[taken:]

@@ -1,0 +1,218 @@
+"""Fair shares of a device between tenants, by what they use. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from jaxinfer.engine.scheduling.heap import Heap
+from jaxinfer.engine.scheduling.sequence import Sequence
+
+OUTPUT_TOKEN = 2
+"""What a generated token counts, in prompt tokens: it takes a step of its own."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Tenant:
+    """One that has sequences here.
+
+    Attributes:
+        used: tokens computed for it, divided by its weight.
+        fresh: nothing was computed for it since it came.
+    """
+
+    name: str
+    place: int
+    used: float
+    weight: float = 1.0
+    fresh: bool = True
+    waiting: Heap[int, Sequence] = dataclasses.field(default_factory=Heap)
+    running: dict[int, Sequence] = dataclasses.field(default_factory=dict)
+
+    @property
+    def head(self) -> Sequence:
+        """The earliest arrival that waits."""
+        first = self.waiting.first()
+        assert first is not None  # asked of those alone of whom somebody waits
+        return first[1]
+
+
+class FairQueue:
+    """Serves the tenant that has used least, by virtual token counters (Sheng et al., "Fairness in Serving Large
+    Language Models", OSDI 2024), and takes slots back for it.
+
+    A counter grows by what is computed, when it is computed, divided by the tenant's weight: a prompt token counts 1, a
+    generated one `OUTPUT_TOKEN`; what is found in the cache, fed again after a preemption, or computed for a draft that
+    does not come true, nothing. A tenant that comes begins at the least counter of those that are here, so nobody saves
+    up, or at its own of before where that is more, so nobody gets rid of a debt by leaving for a moment.
+
+    When all slots are taken, the tenant with the least counter takes one from a tenant whose counter is more, the
+    latest sequence of the one that has used most:
+
+    - for its first tokens since it came, until which its counter is taken to be ``quantum`` less: a tenant that uses
+      little does not wait, whatever the others do;
+    - while it has fewer slots than its share, from one that has more than its own;
+    - when it is more than ``quantum`` behind. So more tenants than slots take turns.
+
+    What gives way goes on later with the same bits. All is O(log tenants), but `gives_way`, which is asked when
+    somebody waits and looks at the tenants that run.
+    """
+
+    def __init__(self, slots: int, quantum: int = 512) -> None:
+        if quantum < 1:
+            raise ValueError(f"quantum = {quantum} must be at least 1")
+        self._slots, self._quantum = slots, quantum
+        self._tenants: dict[str, _Tenant] = {}
+        self._waiting: Heap[str, _Tenant] = Heap()  # those of whom somebody waits, by what they used
+        self._present: Heap[str, _Tenant] = Heap()  # all, likewise
+        self._charged: set[_Tenant] = set()  # whose place in both is of before
+        self._debts: dict[str, float] = {}  # of tenants that left with more than the least counter
+        self._floor = 0.0  # no counter of those that are here was ever less
+        self._weights = 0.0  # the sum of those of all that are here
+        self._places = 0
+        self._length = self._tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for tenant in self._tenants.values() for sequence in tenant.waiting.values())
+
+    # ---- who waits, who runs
+
+    def push(self, sequence: Sequence) -> None:
+        tenant = self._tenants.get(sequence.request.tenant) or self._enter(sequence)
+        if sequence.arrival in tenant.waiting:
+            raise ValueError(f"sequence {sequence.arrival} waits already")
+        tenant.waiting.put(sequence.arrival, sequence.arrival, sequence)
+        self._count(sequence, 1)
+        self._weigh(tenant, sequence.request.weight)
+        self._place(tenant)
+
+    def peek(self) -> Sequence | None:
+        tenant = self._first()
+        return None if tenant is None else tenant.head
+
+    def pop(self) -> Sequence:
+        if (tenant := self._first()) is None:
+            raise IndexError("nobody waits")
+        sequence = tenant.head
+        tenant.running[sequence.arrival] = sequence
+        self.remove(sequence)
+        return sequence
+
+    def left(self, sequence: Sequence) -> None:
+        tenant = self._tenants[sequence.request.tenant]
+        del tenant.running[sequence.arrival]
+        self._place(tenant)
+
+    def remove(self, sequence: Sequence) -> None:
+        tenant = self._tenants.get(sequence.request.tenant)
+        if tenant is None or sequence.arrival not in tenant.waiting:
+            raise KeyError(sequence.arrival)
+        tenant.waiting.discard(sequence.arrival)
+        self._count(sequence, -1)
+        self._place(tenant)
+
+    def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
+        tenant = self._tenants[sequence.request.tenant]
+        tenant.used += (prompt + OUTPUT_TOKEN * output) / tenant.weight
+        tenant.fresh = False
+        self._charged.add(tenant)
+
+    # ---- whose turn it is
+
+    def rank(self, sequence: Sequence) -> tuple[float, ...]:
+        """By when it was first given a slot: counters change, and who gives its pages away must not get them back from
+        the one that took them before that has got on."""
+        first = sequence.times.first_scheduled
+        return (math.inf if first is None else first, sequence.arrival)
+
+    def precedes(self, started: Sequence) -> bool:
+        tenant = self._first()
+        return tenant is not None and self._counter(tenant) < self._tenants[started.request.tenant].used
+
+    def gives_way(self) -> Sequence | None:
+        first = self._first()
+        if first is None:
+            return None
+        # Not of one whose own first tokens are still to come: two that have just come would take turns for ever.
+        ahead = [each for each in self._tenants.values() if each.running and each is not first and not each.fresh]
+        ahead = [each for each in ahead if each.used > self._counter(first)]  # else they would get it back at once
+        most = max(ahead, key=lambda each: each.used, default=None)
+        if most is None or not (first.fresh or most.used - first.used > self._quantum):
+            rich = [each for each in ahead if len(each.running) > self._share(each)]
+            poor = len(first.running) + 1 <= self._share(first)
+            most = max(rich, key=lambda each: each.used, default=None) if poor else None
+        return None if most is None else max(most.running.values(), key=self.rank)
+
+    def _counter(self, tenant: _Tenant) -> float:
+        return tenant.used - self._quantum if tenant.fresh else tenant.used
+
+    def _share(self, tenant: _Tenant) -> float:
+        return self._slots * tenant.weight / self._weights
+
+    def _settle(self) -> None:
+        """Put the tenants that were charged where they belong: once a step, not once a token."""
+        for tenant in self._charged:
+            if self._tenants.get(tenant.name) is tenant:  # else it has left meanwhile
+                self._place(tenant)
+        self._charged.clear()
+
+    def _first(self) -> _Tenant | None:
+        self._settle()
+        first = self._waiting.first()
+        return None if first is None else first[1]
+
+    # ---- who is here
+
+    def _enter(self, sequence: Sequence) -> _Tenant:
+        name = sequence.request.tenant
+        if not self._tenants:
+            self._debts.clear()  # whoever is alone owes nobody
+        self._settle()
+        self._raise_floor()
+        self._places += 1
+        used = max(self._debts.pop(name, 0.0), self._floor)
+        tenant = self._tenants[name] = _Tenant(name, self._places, used, sequence.request.weight)
+        self._weights += tenant.weight
+        return tenant
+
+    def _place(self, tenant: _Tenant) -> None:
+        """Where a tenant belongs now; one that has nothing here is forgotten but for what it owes."""
+        order = (self._counter(tenant), len(tenant.running) / tenant.weight, tenant.place)
+        if len(tenant.waiting):
+            self._waiting.put(tenant.name, order, tenant)
+        else:
+            self._waiting.discard(tenant.name)
+        if len(tenant.waiting) or tenant.running:
+            self._present.put(tenant.name, tenant.used, tenant)
+        else:
+            self._leave(tenant)
+
+    def _leave(self, tenant: _Tenant) -> None:
+        self._present.discard(tenant.name)
+        del self._tenants[tenant.name]
+        self._weights = self._weights - tenant.weight if self._tenants else 0.0
+        self._raise_floor()
+        self._debts[tenant.name] = tenant.used
+        if len(self._debts) > 2 * len(self._tenants) + 64:
+            self._debts = {name: used for name, used in self._debts.items() if used > self._floor}
+
+    def _raise_floor(self) -> None:
+        if (least := self._present.first()) is not None:
+            self._floor = max(self._floor, least[0])
+
+    def _weigh(self, tenant: _Tenant, weight: float) -> None:
+        """A key's weight may change while its requests are here."""
+        self._weights += weight - tenant.weight
+        tenant.weight = weight
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self._length += sign
+        self._tokens += sign * len(sequence.prompt)

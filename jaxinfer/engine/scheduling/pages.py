@@ -1,0 +1,156 @@
+"""The pages of sequences: the scheduler's words for what the KV manager does. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.buckets import Chunk, next_chunk, page_code
+from jaxinfer.engine.scheduling.sequence import Sequence, Status
+from jaxinfer.kv.manager import KVManager, Match
+from jaxinfer.kv.radix import PageKeys
+
+
+class SequencePages:
+    """Keeps ``scheduled``, ``capacity`` and ``swapped`` of sequences in step with the pages that they hold.
+
+    Args:
+        classes: prefill sizes with equal bits, see `buckets.next_chunk`.
+    """
+
+    def __init__(self, engine: ResolvedEngine, kv: KVManager, classes: Mapping[int, int]) -> None:
+        self._kv, self._page, self._sizes = kv, engine.page_size, engine.prefill_sizes
+        self._relaxed = engine.exactness == "relaxed"
+        self._classes = dict.fromkeys(engine.prefill_sizes, 0) if self._relaxed else dict(classes)
+
+    def next_chunk(self, sequence: Sequence, start: int) -> Chunk:
+        wants = sequence.params.prompt_logprobs is not None
+        return next_chunk(start, sequence.prefill_end, self._sizes, self._classes, largest_only=wants)
+
+    def extend(self, sequence: Sequence, length: int, *, slide: bool = False, spare: int = 0) -> bool:
+        """Pages for the first ``length`` tokens, never more than the sequence can need. False: there is no room, or
+        ``spare`` pages would not be left.
+
+        ``slide`` lets go of what no window shows any more. Not in a step that computes several prompt chunks or known
+        tokens of the sequence already: their queries are still to be launched. A row that is launched and not read may
+        have to be taken back, so the last known token keeps what it sees.
+        """
+        length = min(length, sequence.final_length)
+        if length <= sequence.capacity:
+            return True
+        if slide:
+            self._kv.slide(sequence.slot, min(sequence.scheduled, len(sequence.tokens) - 1))
+        fresh = self._kv.pages_for(length) - sequence.capacity // self._page
+        if (spare and self._kv.available < fresh + spare) or not self._kv.extend(sequence.slot, length):
+            return False
+        sequence.capacity = self._kv.pages_for(length) * self._page
+        return True
+
+    def place(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:
+        """Give a waiting sequence what it needs to go on in ``slot``, if that leaves ``spare`` pages.
+
+        Returns the tokens that it need not compute for the first time, or None: no room, or its next chunk is larger
+        than ``budget``.
+        """
+        leader = sequence.leader
+        if sequence.swapped is not None:
+            return self._swap_in(sequence, slot, spare)
+        if leader is not None and leader.status is Status.RUNNING and not (sequence.generated or leader.prefilling):
+            forked = self._fork(sequence, slot, leader, spare)
+            if forked is not None:
+                return forked  # else perhaps the leader has let go of what slid out of its window
+        return self._admit(sequence, slot, budget, spare)
+
+    def _swap_in(self, sequence: Sequence, slot: int, spare: int) -> int | None:
+        assert sequence.swapped is not None
+        needed = self._kv.pages_for(sequence.scheduled)
+        if self._kv.available < needed + spare or not self._kv.swap_in(slot, sequence.swapped):
+            return None
+        sequence.swapped = None
+        return self._placed(sequence, sequence.scheduled, sequence.scheduled)
+
+    def _fork(self, sequence: Sequence, slot: int, leader: Sequence, spare: int) -> int | None:
+        length = sequence.prefill_end
+        if self._kv.available < 1 + spare or not self._kv.fork(leader.slot, slot, length):
+            return None
+        sequence.prompt_logprobs = leader.prompt_logprobs
+        return self._placed(sequence, length, length)
+
+    def _admit(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:
+        match = self._match(sequence)
+        start, length = match.tokens, match.tokens + 1
+        if start < sequence.prefill_end:
+            chunk = self.next_chunk(sequence, start)
+            length = start + chunk.length
+            if chunk.size > budget:
+                return None
+        fresh = self._kv.pages_for(length) - start // self._page
+        if self._kv.available < fresh + spare or not self._kv.admit(slot, match, length):
+            return None
+        return self._placed(sequence, start, length)
+
+    def _placed(self, sequence: Sequence, computed: int, length: int) -> int:
+        sequence.scheduled = computed
+        sequence.capacity = self._kv.pages_for(length) * self._page
+        return computed
+
+    def cached(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that would be found in the prefix cache now."""
+        return self._match(sequence).tokens
+
+    def _match(self, sequence: Sequence) -> Match:
+        limit = len(sequence.tokens) - 1
+        if sequence.params.prompt_logprobs is not None:
+            limit = 0  # they are wanted of every prompt token
+        elif sequence.stateful:
+            limit = sequence.prefill_end  # the sampler counts the generated tokens as they come
+        return self._kv.match(self.keys(sequence), self._codes(sequence), limit)
+
+    def park(self, sequence: Sequence, *, swap: bool) -> bool:
+        """Take the pages of a sequence that gives way; whether its bytes are kept on the host.
+
+        Otherwise its pages may still be found in the tree when it comes back.
+        """
+        if swap:
+            sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)
+        if sequence.swapped is None:
+            self._publish(sequence, min(sequence.scheduled, len(sequence.tokens)))
+            self.release(sequence)
+            sequence.scheduled = 0
+        sequence.capacity = 0
+        return sequence.swapped is not None
+
+    def publish(self, sequence: Sequence) -> None:
+        """Pages that launched steps have filled may be shared. Generated ones only where bits may differ."""
+        known = len(sequence.tokens) if self._relaxed else sequence.prefill_end
+        self._publish(sequence, min(sequence.scheduled, known))
+
+    def _publish(self, sequence: Sequence, length: int) -> None:
+        if sequence.params.prompt_logprobs is None:
+            self._kv.publish(sequence.slot, self.keys(sequence), self._codes(sequence), length)
+
+    def release(self, sequence: Sequence) -> None:
+        """Let go of what a running sequence holds; in relaxed mode, what it generated is there for a follow-up turn."""
+        if self._relaxed:
+            self.publish(sequence)
+        self._kv.release(sequence.slot)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Let go of what a waiting sequence has on the host."""
+        if sequence.swapped is not None:
+            self._kv.drop(sequence.swapped)
+            sequence.swapped = None
+
+    def keys(self, sequence: Sequence) -> PageKeys:
+        """The sequence's keys up to the last token that is known."""
+        sequence.keys.extend(sequence.tokens[len(sequence.keys.tokens) :])
+        return sequence.keys
+
+    def _codes(self, sequence: Sequence) -> list[int]:
+        """Of every page of the known tokens, which programs compute it."""
+        pages = self._kv.pages_for(len(sequence.tokens))
+        if self._relaxed:
+            return [0] * pages
+        for page in range(len(sequence.codes), pages):
+            sequence.codes.append(page_code(page, self._page, sequence.prefill_end, self._sizes, self._classes))
+        return sequence.codes

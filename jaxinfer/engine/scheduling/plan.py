@@ -1,0 +1,84 @@
+"""What a step is: small host records between scheduler and runner. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Row
+from typing import NamedTuple
+
+from jaxinfer.engine.scheduling.buckets import Chunk
+from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.kv.moves import Copy, Export, Import
+from jaxinfer.types import PositionLogprobs
+
+
+class PrefillPlan(NamedTuple):
+    """``chunk`` of a sequence's prompt; ``logprobs``: the caller wants the log probabilities of its tokens."""
+
+    sequence: Sequence
+    chunk: Chunk
+    logprobs: bool
+
+
+class DecodePlan(NamedTuple):
+    """One row of the decode program.
+
+    ``position`` is the fed token's; ``token`` is -1 where the device sampled it last. ``row`` is that of the sequence's
+    slot in its turn, or for a draft token any row that is idle otherwise.
+    """
+
+    sequence: Sequence
+    row: int
+    position: int
+    token: int
+
+
+class Parked(NamedTuple):
+    """A sequence that leaves ``slot`` and will be back: its sampler state must be kept."""
+
+    sequence: Sequence
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step, in the order in which the device runs it.
+
+    Attributes:
+        exports, copies, imports: pages that go to the host, to other pages, and back from the host.
+        parked: sequences that are preempted; their slots may be taken again in this step.
+        admitted: sequences that take a slot, new or back from the host.
+        prefills: prompt chunks; those of one prompt in order.
+        decodes: one token each; a sequence's rows in order of position.
+        steps: how often the decode rows run, each time on what they sampled before (at most: until one stops).
+        turn: the part of the slots that the decode rows belong to, see `ResolvedEngine.turns`.
+    """
+
+    exports: list[Export] = dataclasses.field(default_factory=list)
+    copies: list[Copy] = dataclasses.field(default_factory=list)
+    imports: list[Import] = dataclasses.field(default_factory=list)
+    parked: list[Parked] = dataclasses.field(default_factory=list)
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
+    prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
+    decodes: list[DecodePlan] = dataclasses.field(default_factory=list)
+    steps: int = 1
+    turn: int = 0
+
+    def __bool__(self) -> bool:
+        runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
+        return bool(runs or moves or self.admitted or self.parked)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What the device made of a plan.
+
+    ``tokens[i]`` and ``logprobs[i]`` are what decode row i gave, one entry for each of the steps that ran
+    (``logprobs[i]`` is empty where the request asked for none); ``prompt_logprobs[i]`` belongs to prefill i.
+    Whoever reads the result owns its lists.
+    """
+
+    plan: StepPlan
+    tokens: list[list[int]]
+    logprobs: list[Row[PositionLogprobs]]
+    prompt_logprobs: list[list[PositionLogprobs]]

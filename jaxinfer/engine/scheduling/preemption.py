@@ -1,0 +1,26 @@
+"""Who gives way when pages run out, and how. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxinfer.engine.scheduling.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of device time, measured at start-up: a page to the host and back, a prompt token, a decode step."""
+
+    swap_page: float = 1e-4
+    prefill_token: float = 1e-5
+    decode_step: float = 5e-3
+
+
+def prefer_swap(sequence: Sequence, pages: int, costs: Costs) -> bool:
+    """Whether moving the pages to the host and back is cheaper than computing them again.
+
+    The prompt is computed again in chunks, generated tokens one decode step each: they must come from the program that
+    made them first.
+    """
+    again = sequence.prefill_end * costs.prefill_token + sequence.generated * costs.decode_step
+    return pages * costs.swap_page < again

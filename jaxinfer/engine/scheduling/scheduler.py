@@ -1,0 +1,532 @@
+"""What runs in the next step, and what its results mean. No jax.
+
+Iteration-level scheduling (Orca, Yu et al. 2022): sequences enter and leave at every step, and there are no phases.
+What is computed of a sequence chases what is known of it: each step every sequence that can decode does, then prompts
+advance by chunks under the token budget, then waiting sequences are admitted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Row
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.pages import SequencePages
+from jaxinfer.engine.scheduling.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
+from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
+from jaxinfer.engine.scheduling.sequence import Sequence, Status
+from jaxinfer.engine.scheduling.stats import StatsRecorder
+from jaxinfer.kv.identity import cache_identity
+from jaxinfer.kv.manager import KVManager
+from jaxinfer.kv.radix import PageKeys
+from jaxinfer.spec import Drafter
+from jaxinfer.types import (
+    FinishReason,
+    PositionLogprobs,
+    Request,
+    RequestError,
+    SequenceDelta,
+    needs_sampler_state,
+)
+
+
+class Scheduler:
+    """Owns every sequence from `add` until it finishes, its slot and its pages.
+
+    Args:
+        classes: prefill sizes with equal bits, see `buckets.next_chunk`.
+        drafter: proposes tokens to verify in idle rows; None: no speculation.
+        costs: what decides between swapping and recomputing a preempted sequence.
+    """
+
+    def __init__(
+        self,
+        engine: ResolvedEngine,
+        kv: KVManager,
+        classes: Mapping[int, int],
+        *,
+        drafter: Drafter | None = None,
+        costs: Costs | None = None,
+        stats: StatsRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._kv, self._drafter, self._clock = engine, kv, drafter, clock
+        self._costs = costs or Costs()
+        self._pages = SequencePages(engine, kv, classes)
+        self._queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
+        self._deadlines = Deadlines()
+        self.stats = stats or StatsRecorder(clock)
+        self._running: dict[int, Sequence] = {}
+        self._free_slots = list(range(engine.max_num_seqs))  # a heap: the lowest free slot is taken first
+        self._requests: dict[str, list[Sequence]] = {}
+        self._filled: list[Sequence] = []  # pages of these may be shared from the next plan on
+        self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
+        self._preempted: set[Sequence] = set()  # of those that wait
+        self._arrivals = itertools.count(1)
+        self._held = 0
+        self._turn = 0  # whose slots decode in the plan that is being made
+        self._gave_way: Sequence | None = None  # in the plan that is being made, to the next one of the queue
+        self._batch_runs = False  # static batching: nobody is admitted until all have ended
+
+    # ---- requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._ended)
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Sequences without a slot: new ones, ones that gave theirs up, and samples whose prompt is being computed."""
+        queued, preempted = len(self._queue), len(self._preempted)
+        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._held}
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> Queued:
+        """What waits. From any thread."""
+        return Queued(len(self._queue), len(self._queue) + self._held, self._queue.tokens)
+
+    def cached(self, request: Request) -> int:
+        """Tokens of a prompt that would be found in the prefix cache now."""
+        return self._pages.cached(self._sequence(request, 0))
+
+    def add(self, request: Request) -> None:
+        """Queue the ``n`` samples of a validated request. The first one's prompt is computed, the others share it.
+
+        Raises:
+            RequestError: the id is in use, or the request can never fit, with the numbers.
+            QueueFullError: too much is waiting.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request_id={request.request_id!r} is in use")
+        samples = [self._sequence(request, index) for index in range(request.params.n)]
+        self._refuse(samples)
+        self._requests[request.request_id] = samples
+        samples[0].followers = samples[1:]
+        for sample in samples[1:]:
+            sample.status, sample.leader = Status.HELD, samples[0]
+        self._held += len(samples) - 1
+        for sample in samples:
+            self.stats.queued(sample)
+        self._enqueue(samples[0])
+        if request.deadline is not None:
+            self._deadlines.add(request.deadline, request.request_id)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its samples, wherever it is. Its pages are free at once: launched steps run
+        before any later one that could be given them."""
+        for sequence in list(self._requests.get(request_id, ())):
+            if index in (None, sequence.index):
+                self._end(sequence, FinishReason.ABORT)
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        assert request.params.max_tokens is not None  # resolved when the request was validated
+        prompt = request.prompt_token_ids
+        return Sequence(
+            request,
+            index,
+            next(self._arrivals),
+            tokens=array("i", prompt),
+            keys=PageKeys(cache_identity(request), self._engine.page_size),
+            prefill_end=len(prompt) - 1,
+            final_length=len(prompt) + request.params.max_tokens - 1,
+            stateful=needs_sampler_state(request),
+        )
+
+    def _refuse(self, samples: list[Sequence]) -> None:
+        length, engine = samples[0].final_length, self._engine
+        needed = self._kv.pages_for(length)
+        if needed > engine.num_pages:
+            raise RequestError(
+                f"prompt and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}"
+            )
+        self.check_room(samples[0].request)
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """Whether ``request`` may wait. From any thread: it only reads, what is true at some moment of the call.
+
+        Args:
+            ahead: requests that are on their way here and will be added before it.
+
+        Raises:
+            QueueFullError: too much is waiting.
+        """
+        require_room(self._engine, self.queued, request, ahead)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        self._queue.push(sequence)
+
+    # ---- one step
+
+    def plan(self) -> StepPlan:
+        """Choose the next step and advance the scheduled lengths, before any earlier result is known."""
+        self._expire()
+        self._publish()
+        self._batch_runs = self._batch_runs and bool(self._running)
+        self._turn = self._next_turn()
+        parked = self._grow()
+        prefills, admitted = list[PrefillPlan](), list[Sequence]()
+        outranked = [] if parked or self._batch_runs else self._outrank()
+        budget, started = self._engine.max_num_batched_tokens - self._engine.max_num_seqs, self._started()
+        if started:
+            budget = self._admit(parked, admitted, budget, prefills, started)
+        budget = self._prompts(started, parked, budget, prefills)
+        self._admit(parked, admitted, budget, prefills)
+        decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
+        self._release_followers([*(plan.sequence for plan in prefills), *admitted])
+        return StepPlan(*self._kv.take_moves(), [*parked, *outranked], admitted, prefills, decodes, steps, self._turn)
+
+    def commit(self, result: StepResult | None) -> list[SequenceDelta]:
+        """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
+        deltas, self._ended = self._ended, []
+        if result is None:
+            return deltas
+        for prefill, prompt_logprobs in zip(result.plan.prefills, result.prompt_logprobs, strict=True):
+            known = prefill.sequence.prompt_logprobs
+            if len(known) == prefill.chunk.start + 1:  # not again after a preemption
+                known.extend(prompt_logprobs)
+        emitted: list[Sequence] = []
+        last, several = None, result.plan.steps > 1
+        delta: SequenceDelta | None = None
+        for row, tokens, logprobs in zip(result.plan.decodes, result.tokens, result.logprobs, strict=True):
+            sequence = row.sequence
+            sequence.in_flight -= 1
+            if sequence.finish_reason is not None:
+                continue
+            before = delta if sequence is last else None
+            if several:  # one may have stopped early
+                sequence.scheduled = min(sequence.scheduled, row.position + len(tokens))
+            last, delta = sequence, self._commit_row(row, tokens, logprobs, before)
+            if delta is not None and before is None:
+                deltas.append(delta)
+                emitted.append(sequence)
+        self.stats.emitted(emitted)
+        return deltas
+
+    # ---- planning
+
+    def _expire(self) -> None:
+        for request_id in self._deadlines.pop_expired(self._clock):
+            for sequence in list(self._requests.get(request_id, ())):
+                if sequence.finish_reason is None:
+                    self._end(sequence, FinishReason.DEADLINE)
+                    self._ended.append(
+                        SequenceDelta(sequence.request.request_id, sequence.index, [], (), FinishReason.DEADLINE)
+                    )
+
+    def _publish(self) -> None:
+        """What earlier plans filled was launched: later steps may read it."""
+        for sequence in self._filled:
+            if sequence.status is Status.RUNNING:
+                self._pages.publish(sequence)
+        self._filled = []
+
+    def _next_turn(self) -> int:
+        """The slots of one part decode in each plan, one part after the other; a part that cannot is left out."""
+        turns = self._engine.turns
+        after = [(self._turn + 1 + more) % turns for more in range(turns)]
+        if turns > 1:
+            ready = {slot % turns for slot, sequence in self._running.items() if not sequence.prefilling}
+            after = [turn for turn in after if turn in ready] or after
+        return after[0]
+
+    def _mine(self) -> dict[int, Sequence]:
+        """Those that run whose slots decode in this plan."""
+        turns = self._engine.turns
+        if turns == 1:
+            return self._running
+        return {slot: sequence for slot, sequence in self._running.items() if slot % turns == self._turn}
+
+    def _grow(self) -> list[Parked]:
+        """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
+        parked: list[Parked] = []
+        short = [s for s in self._mine().values() if s.capacity <= s.scheduled and not s.prefilling]
+        for sequence in sorted(short, key=self._queue.rank):
+            while sequence.status is Status.RUNNING:
+                if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
+                    break
+                parked.append(self._preempt(self._last()))
+        return parked
+
+    def _last(self) -> Sequence:
+        """The running sequence that is served last."""
+        return max(self._running.values(), key=self._queue.rank)
+
+    def _preempt(self, sequence: Sequence) -> Parked:
+        parked = Parked(sequence, sequence.slot)
+        swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs)
+        swapped = self._pages.park(sequence, swap=swap)
+        self.stats.preempted("swap" if swapped else "recompute")
+        self._preempted.add(sequence)
+        self._enqueue(sequence)  # before it leaves: its tenant is here all the time
+        self._vacate(sequence)
+        return parked
+
+    def _started(self) -> list[Sequence]:
+        """Those whose prompts are being computed, in the order in which they get on."""
+        return sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
+
+    def _prompts(self, started: list[Sequence], parked: list[Parked], budget: int, plans: list[PrefillPlan]) -> int:
+        """Chunks of the prompts that run; the budget that is left."""
+        for sequence in started:
+            budget = self._prefill(sequence, budget, plans)
+        if started and not plans and 1 < len(started) == len(self._running):
+            parked.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
+        return budget
+
+    def _prefill(self, sequence: Sequence, budget: int, plans: list[PrefillPlan], spare: int = 0) -> int:
+        """Chunks of one prompt as far as budget and pages reach, less ``spare``; the budget that is left."""
+        before = len(plans)
+        while sequence.prefilling:
+            chunk = self._pages.next_chunk(sequence, sequence.scheduled)
+            end, first = sequence.scheduled + chunk.length, len(plans) == before
+            if chunk.size > budget or not self._pages.extend(sequence, end, slide=first, spare=spare):
+                break
+            budget -= chunk.size
+            sequence.scheduled += chunk.length
+            plans.append(PrefillPlan(sequence, chunk, sequence.params.prompt_logprobs is not None))
+        if len(plans) > before:
+            self._filled.append(sequence)
+            self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
+            sequence.charged = max(sequence.charged, sequence.scheduled)
+        return budget
+
+    def _outrank(self) -> list[Parked]:
+        """Who waits takes the slot of one that the policy puts behind it."""
+        first, self._gave_way = self._queue.peek(), None
+        if first is None or self._free_slots:
+            return []
+        self._gave_way = self._queue.gives_way()
+        return [] if self._gave_way is None else [self._preempt(self._gave_way)]
+
+    def _admit(
+        self,
+        parked: list[Parked],
+        admitted: list[Sequence],
+        budget: int,
+        plans: list[PrefillPlan],
+        started: Row[Sequence] = (),
+    ) -> int:
+        """Slots, and first chunks, for those whose turn it is; the budget that is left.
+
+        Args:
+            started: those alone that come before these prompts, which are being computed.
+        """
+        # Not in a step that throws somebody out: what was freed is for those that run.
+        if parked or self._batch_runs or not self._free_slots or not len(self._queue):
+            return budget
+        # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
+        spare = sum(other.capacity < other.final_length for other in self._running.values())
+        # And what lets the prompts end that were begun: else they would take turns for ever.
+        ends = (self._kv.pages_for(other.prefill_end) - other.capacity // self._engine.page_size for other in started)
+        theirs = sum(max(0, pages) for pages in ends)
+        while self._free_slots and (sequence := self._queue.peek()) is not None:
+            if sequence.leader in self._filled:
+                break  # what it will share is computed in this very step
+            if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
+                break
+            slot, swapped = self._free_slots[0], sequence.swapped is not None
+            cached = self._pages.place(sequence, slot, budget, spare + theirs)
+            if cached is None:
+                break
+            sequence.charged = max(sequence.charged, cached)
+            self._queue.pop()
+            self._preempted.discard(sequence)
+            if not swapped:
+                self.stats.prefix(len(sequence.tokens) - 1, cached)
+            if sequence.cached is None:
+                sequence.cached = min(cached, sequence.prefill_end)
+            self.stats.scheduled(sequence)
+            sequence.slot, sequence.status = heapq.heappop(self._free_slots), Status.RUNNING
+            self._running[slot] = sequence
+            admitted.append(sequence)
+            budget = self._prefill(sequence, budget, plans, theirs)
+            spare += sequence.capacity < sequence.final_length
+        return budget
+
+    def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
+        """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
+        rows: list[DecodePlan] = []
+        turns = self._engine.turns
+        for slot, sequence in self._mine().items():
+            position = sequence.scheduled
+            if position < sequence.prefill_end or position >= sequence.final_length:
+                continue
+            if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
+                continue
+            token = sequence.token_at(position)
+            if token is None or (sequence.in_flight and self._drafts_next(sequence)):
+                continue
+            rows.append(DecodePlan(sequence, slot // turns, position, token))
+            sequence.scheduled, sequence.sampled = position + 1, position
+            sequence.in_flight += 1
+        steps = self._steps(rows, prefills) if self._engine.multi_step > 1 else 1
+        if self._drafter is not None:
+            rows = self._with_drafts(rows)
+        return rows, steps
+
+    def _may_decode(self, prefills: list[PrefillPlan], admitted: list[Sequence]) -> bool:
+        """Always, but in static batching: not before the batch is full and its prompts are computed."""
+        if self._engine.batching == "static":
+            self._batch_runs = self._batch_runs or not (prefills or admitted)
+            return self._batch_runs
+        return True
+
+    def _drafts_next(self, sequence: Sequence) -> bool:
+        """Its next row waits for what is in flight: a draft needs the last token."""
+        return self._drafter is not None and not sequence.stateful
+
+    def _steps(self, rows: list[DecodePlan], prefills: bool) -> int:
+        """How many steps the device may run alone: nobody waits, nothing ends by length, and pages are there."""
+        steps = 1
+        if rows and not prefills and not len(self._queue):
+            steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
+        known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
+        if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
+            steps = 1
+        for row in rows:
+            row.sequence.scheduled += steps - 1  # not `sampled`: a run may stop early, so the host feeds the next one
+        return steps
+
+    def _with_drafts(self, rows: list[DecodePlan]) -> list[DecodePlan]:
+        used = {row.row for row in rows}
+        idle = [row for row in range(self._engine.rows // self._engine.turns) if row not in used]
+        planned: list[DecodePlan] = []
+        for row in rows:
+            planned.append(row)
+            sequence = row.sequence
+            if sequence.stateful or row.token < 0:
+                continue
+            newest = sequence.generated > 0 and row.position == len(sequence.tokens) - 1
+            for token in self._proposals(sequence, len(idle)):
+                if not self._pages.extend(sequence, sequence.scheduled + 1, slide=newest):
+                    break
+                planned.append(DecodePlan(sequence, idle.pop(), sequence.scheduled, token))
+                sequence.scheduled += 1
+                sequence.in_flight += 1
+        return planned
+
+    def _proposals(self, sequence: Sequence, idle: int) -> list[int]:
+        """What to feed behind the next token: known tokens after a preemption, else the drafter's."""
+        assert self._drafter is not None
+        room = min(idle, sequence.final_length - sequence.scheduled)
+        known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
+        if known or not room:
+            return known.tolist()
+        drafts = self._drafter.propose(
+            self._pages.keys(sequence).tokens, min(room, self._engine.num_speculative_tokens)
+        )
+        self.stats.drafted(len(drafts))
+        return drafts.tolist()
+
+    def _release_followers(self, started: list[Sequence]) -> None:
+        for sequence in started:
+            if sequence.followers and not sequence.prefilling:
+                self._queue_followers(sequence)
+
+    def _queue_followers(self, sequence: Sequence) -> None:
+        for follower in sequence.followers:
+            if follower.status is Status.HELD:
+                self._held -= 1
+                self._enqueue(follower)
+        sequence.followers = []
+
+    # ---- results
+
+    def _commit_row(
+        self, row: DecodePlan, tokens: list[int], logprobs: Row[PositionLogprobs], delta: SequenceDelta | None
+    ) -> SequenceDelta | None:
+        """What one row adds to its sequence, of which earlier rows gave ``delta``; None if that is nothing."""
+        sequence, at = row.sequence, row.position
+        known = sequence.tokens
+        if row.token >= 0 and (at >= len(known) or known[at] != row.token):
+            sequence.scheduled = min(sequence.scheduled, at)  # a draft that did not come true
+            return delta
+        if delta is not None:  # what an earlier row gave is what this one was fed
+            self.stats.accepted()
+        again = len(known) - 1 - at
+        if again < 0:
+            raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
+        if again:
+            for have, token in zip(known[at + 1 :], tokens, strict=False):
+                self.stats.replayed(have == token)
+            tokens, logprobs = tokens[again:], logprobs[again:]
+            if not tokens:
+                return delta
+        taken = sequence.take(tokens)
+        self._queue.charge(sequence, output=taken)
+        if taken < len(tokens):
+            tokens, logprobs = tokens[:taken], logprobs[:taken]
+        delta = _added(sequence, delta, tokens, logprobs)
+        if sequence.finish_reason is not None:
+            delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
+            self._retire(sequence)
+        return delta
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.finish_reason is None:
+            sequence.finish_reason = reason
+            self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Take a finished sequence out of wherever it is."""
+        if sequence.status is Status.RUNNING:
+            self._pages.release(sequence)
+            self._vacate(sequence)
+        elif sequence.status is Status.HELD:
+            self._held -= 1
+        elif sequence.status is Status.WAITING:
+            self._queue.remove(sequence)
+            self._preempted.discard(sequence)
+            self._pages.drop(sequence)
+        sequence.status = Status.FINISHED
+        self._queue_followers(sequence)
+        self.stats.finished(sequence)
+        samples = self._requests[sequence.request.request_id]
+        if all(sample.status is Status.FINISHED for sample in samples):
+            del self._requests[sequence.request.request_id]
+            self._deadlines.discard(sequence.request.request_id)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._queue.left(sequence)
+        heapq.heappush(self._free_slots, sequence.slot)
+        del self._running[sequence.slot]
+        sequence.slot = sequence.sampled = -1
+
+    def check(self) -> None:
+        """Slots, pages and sequences are all accounted for."""
+        self._kv.check()
+        if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
+            raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
+        alive = {id(s): s for samples in self._requests.values() for s in samples if s.status is not Status.FINISHED}
+        queued, running = list(self._queue), list(self._running.values())
+        held = [s for s in alive.values() if s.status is Status.HELD]
+        if sorted(map(id, [*queued, *running, *held])) != sorted(alive):
+            raise AssertionError(
+                f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(held)} are held"
+            )
+
+
+def _added(
+    sequence: Sequence, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]
+) -> SequenceDelta:
+    """``delta`` with what the sequence has just taken."""
+    if delta is not None:
+        delta.token_ids += tokens
+        delta.logprobs = [*delta.logprobs, *logprobs]
+        return delta
+    delta = SequenceDelta(sequence.request.request_id, sequence.index, tokens, logprobs)
+    if sequence.generated == len(tokens):
+        delta.cached_tokens = sequence.cached
+        if sequence.request.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = sequence.prompt_logprobs
+    return delta

@@ -1,0 +1,106 @@
+"""One sample of one request on its way through the engine. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from array import array
+
+from jaxinfer.engine.scheduling.stats import Times
+from jaxinfer.kv.manager import Swapped
+from jaxinfer.kv.radix import PageKeys
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a sequence is: held back for a sibling's prompt, queued, in a slot, or done."""
+
+    HELD = "held"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt and what was generated after it.
+
+    ``tokens`` are those that the host knows: the prompt and what it has read (an array, which costs the garbage
+    collector nothing however many requests wait). ``scheduled`` counts the tokens whose
+    keys and values are computed, or will be by steps already launched. Tokens before ``prefill_end`` run in prefill
+    chunks; the last prompt token and every generated one run as decode rows. ``in_flight`` counts rows that were
+    launched and not read.
+
+    After a preemption by recomputing, ``scheduled`` falls behind ``tokens``: known tokens are fed again.
+
+    The device keeps, for each slot, the token that the slot's row sampled last. ``sampled`` is the position which that
+    row of this sequence had since it took its slot; -1: none yet. So the token at ``position`` is the host's to feed
+    (`token_at`) unless ``sampled == position - 1``: a slot has nothing of what its sequence sampled in another one.
+    """
+
+    request: Request
+    index: int
+    arrival: int
+    tokens: array[int]
+    keys: PageKeys
+    prefill_end: int
+    final_length: int  # most tokens that can ever have keys: the last generated one is never fed
+    status: Status = Status.WAITING
+    slot: int = -1
+    scheduled: int = 0
+    in_flight: int = 0
+    sampled: int = -1
+    charged: int = 0  # prompt tokens that its tenant was charged for
+    capacity: int = 0  # tokens that its pages hold
+    cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
+    codes: list[int] = dataclasses.field(default_factory=list)
+    swapped: Swapped | None = None
+    prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=lambda: [None])
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    stateful: bool = False  # the sampler keeps counts or a bias for it: one row a step
+    followers: list[Sequence] = dataclasses.field(default_factory=list)  # samples that share this one's prompt
+    leader: Sequence | None = None  # the sample whose prompt this one shares
+    sampler_state: object = None  # the runner's, while the sequence is swapped out
+    times: Times = dataclasses.field(default_factory=Times)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.request.prompt_token_ids
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prefill_end - 1
+
+    @property
+    def prefilling(self) -> bool:
+        return self.scheduled < self.prefill_end
+
+    def token_at(self, position: int) -> int | None:
+        """What a row at ``position`` is fed: a known token; -1: what its slot sampled last; None: neither is at hand,
+        and the host will know it when the row before has been read."""
+        if position < len(self.tokens):
+            return self.tokens[position]
+        return -1 if self.sampled == position - 1 else None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def take(self, tokens: list[int]) -> int:
+        """Append generated tokens up to one that ends the sequence; how many were appended."""
+        known, stops, count = self.tokens, self.request.stop_token_ids, 0
+        for token in tokens:
+            known.append(token)
+            count += 1
+            if token in stops and self.generated >= self.request.params.min_tokens:
+                self.finish_reason, self.stop_reason = FinishReason.STOP, token
+                break
+            if len(known) > self.final_length:
+                self.finish_reason = FinishReason.LENGTH
+                break
+        return count

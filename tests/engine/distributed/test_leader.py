@@ -1,0 +1,178 @@
+"""An engine that leads: what follows it has the same bits on its devices, whatever was called."""
+
+import dataclasses
+import functools
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.distributed.group import Group, GroupError
+from jaxinfer.engine.distributed.leader import HostFeed, LeadingExecutor, _digests, follow
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.executor import Executor, Kept
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.step import DecodeBatch
+from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.types import Request
+from tests.engine.distributed.test_group import SOON, group_of
+from tests.fakes import mixed_params, random_model
+
+# Few pages: sequences are swapped out, and cached prefixes to the host.
+SMALL = EngineConfig(
+    max_model_len=64,
+    max_num_seqs=3,
+    page_size=8,
+    num_pages=12,
+    prefill_sizes=(16,),
+    max_prefill_rows=1,
+    multi_step=2,
+    max_logprobs=3,
+    seed=0,
+)
+
+
+def request(number: int) -> Request:
+    prompt = tuple((7 * number * place + place) % 97 for place in range(5 + 3 * (number % 7)))
+    params = dataclasses.replace(mixed_params(number), max_tokens=24, min_tokens=0, stop_token_ids=())
+    return Request(f"r{number}", (1, 2, 3, *prompt), params)
+
+
+def run(engine: Engine, count: int = 12) -> dict[tuple[str, int], list[int]]:
+    found: dict[tuple[str, int], list[int]] = {}
+    for number in range(count):
+        engine.add(request(number))
+    while engine.has_work:
+        for delta in engine.step():
+            found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    return found
+
+
+@dataclasses.dataclass
+class Pair:
+    """An engine in whose group one executor follows."""
+
+    engine: Engine
+    group: Group
+    follower: Executor
+    member: Group
+    called: list[str]
+
+    def until_done(self) -> None:
+        """The follower has finished what was called."""
+        for _ in range(int(SOON / 0.05)):
+            if self.member._ledger.done == self.group.sent:
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError(f"{self.member._ledger.done} of {self.group.sent}")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model, called = random_model(num_hidden_layers=1), list[str]()
+    mesh = mesh_for(SMALL)
+    follower = Executor(*prepare(model, SMALL, "cpu", mesh), mesh)
+    with group_of(timeout=60.0) as (members, ends):
+        leader, member = members
+        take = member.calls
+
+        def calls():
+            for frame in take():
+                called.append(frame.kind)
+                yield frame
+
+        member.calls = calls
+        threading.Thread(target=follow, args=({0: follower}, member), daemon=True).start()
+        engine = Engine(model, SMALL, "cpu", make_executor=functools.partial(LeadingExecutor, leader, 0, [0, 1]))
+        yield Pair(engine, leader, follower, member, called)
+        assert not ends.reasons
+
+
+def same(one: object, other: object) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def test_what_follows_has_the_same_bits(pair):
+    found = run(pair.engine)
+    assert sum(map(len, found.values())) > 200
+    pair.until_done()
+    leader, follower = pair.engine._executor, pair.follower
+    assert isinstance(leader, LeadingExecutor)
+    for mine, theirs in zip(leader.parts, follower.parts, strict=True):
+        assert same(mine.pools, theirs.pools)
+        assert mine.host._pages.keys() == theirs.host._pages.keys()
+        assert same(mine.host._pages, theirs.host._pages)
+    for mine, theirs in zip(leader.turns, follower.turns, strict=True):
+        assert same((mine.slots, mine.last_tokens, mine.sampler), (theirs.slots, theirs.last_tokens, theirs.sampler))
+    assert {"decode", "prefill", "prefill_logprobs", "copy", "export", "settle", "restore"} <= set(pair.called)
+    assert {"pages", "put_slots", "admit", "keep", "resume", "sampler", "put_sampler"} <= set(pair.called)
+
+
+def test_what_is_no_longer_kept_is_dropped_by_all(pair):
+    leader = pair.engine._executor
+    before = len(leader._known)
+    kept = leader.keep(0)
+    assert isinstance(kept, Kept)
+    number = leader._known[kept]
+    del kept
+    assert len(leader._known) == before
+    assert number in leader._dropped
+    leader.settle([0])
+    assert not leader._dropped
+
+
+def test_nothing_is_sent_where_nothing_is_to_do(pair):
+    sent = pair.group.sent
+    pair.engine._executor.settle([])
+    pair.engine._executor.put_slots(0, {})
+    pair.engine.step()
+    assert pair.group.sent == sent
+
+
+class Promised:
+    """What will be sampled; whoever reads it waits."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens, self.read = tokens, False
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        self.read = True
+        return np.array(self.tokens, dtype)
+
+
+def rows(tokens: list[int], positions: list[int], owners: list[int] | None = None) -> DecodeBatch:
+    of = None if owners is None else np.int32(owners)
+    return DecodeBatch(np.int32(tokens), np.int32(positions), np.int32(positions), np.zeros((1, 3, 2), np.int32), of)
+
+
+def test_the_host_feeds_what_slots_sampled_last():
+    feed = HostFeed(3)
+    first, second, third = Promised(7, 8, 9), Promised(17, 18, 19), Promised(27, 28, 29)
+    feed.sampled(rows([1, 2, 3], [4, 4, -1]), first)
+    feed.sampled(rows([-1, 5, 6], [5, 9, 9], [0, 0, 2]), second)  # row 1 is borrowed by slot 0
+    given = rows([5, 5, 5], [6, 6, 6])
+    np.testing.assert_array_equal(feed.fed(given).tokens, given.tokens)
+    np.testing.assert_array_equal(feed.fed(rows([-1, 5, -1], [-1, 6, -1])).tokens, [0, 5, 0])
+    assert [each.read for each in (first, second)] == [False] * 2, "nobody waits for what nobody needs"
+    np.testing.assert_array_equal(feed.fed(rows([-1, -1, -1], [6, 6, 6])).tokens, [17, 8, 19])
+    feed.sampled(rows([-1, -1, -1], [-1, -1, 6]), third)
+    np.testing.assert_array_equal(feed.fed(rows([-1, -1, -1], [7, 7, 7])).tokens, [17, 8, 29])
+
+
+def test_digests_tell_slots_apart():
+    pages = np.zeros((2, 3, 40), np.uint8)
+    pages[1, 2, 39] = 1
+    found = _digests(pages)
+    assert found.shape == (2, 3, 4)
+    assert len({slot.tobytes() for slot in found.reshape(6, 4)}) == 2
+    assert (found[1, 2] != found[0, 0]).any()
+
+
+def test_a_call_that_is_not_known_is_refused(pair):
+    with group_of() as (members, _):
+        members[0].call("__init__", {"replica": 0, "dropped": []}, [])
+        with pytest.raises(GroupError, match="process 0 calls __init__"):
+            follow({0: pair.follower}, members[1])

@@ -1,0 +1,201 @@
+"""Sizing of the KV pool: the sum, its sentence, and what jax says of programs and devices."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.engine.execution import memory
+from jaxinfer.engine.execution.memory import Budget, Needs, available_memory, device_budget, plan_engine, plan_memory
+from jaxinfer.engine.execution.prepare import resolve_for
+from jaxinfer.llm import LLM
+from jaxinfer.loading import abstract_model, load_model
+from jaxinfer.models.model import Model
+from jaxinfer.types import SamplingParams
+from tests.fakes import llama_json, random_model
+
+GIB, MIB = 2**30, 2**20
+CONFIG = EngineConfig(max_num_seqs=2, max_model_len=128, prefill_sizes=(16,), page_size=16)
+
+
+def test_what_does_not_fit_is_said_with_the_sum():
+    needs = Needs(weights=15 * GIB, sampler=0, page=16 * MIB, temporaries=int(0.4 * GIB))
+    with pytest.raises(EngineConfigError) as refused:
+        plan_memory(needs, Budget(16 * GIB, 0.9), length=8192, width=64, asked=None, most=1000)
+    assert str(refused.value) == (
+        "weights 15.0 GiB + temporaries 0.4 GiB + 1 sequence of 8192 tokens (64 pages) 1.0 GiB = 16.4 GiB > "
+        "0.90 x 16.0 GiB (memory_utilization)"
+    )
+
+
+def test_the_sum_names_the_pages_asked_for_and_what_others_use():
+    needs = Needs(weights=3 * MIB, sampler=GIB, page=2 * MIB, temporaries=None)
+    with pytest.raises(EngineConfigError) as refused:
+        plan_memory(needs, Budget(4 * GIB, 0.5, used=GIB), length=100, width=2, asked=3, most=10)
+    assert str(refused.value) == (
+        "weights 3.0 MiB + sampler state 1.0 GiB + num_pages = 3 6.0 MiB = 1.0 GiB > "
+        "0.50 x 4.0 GiB - 1.0 GiB in use (memory_utilization)"
+    )
+
+
+sizes = st.integers(0, 10_000)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 500), st.integers(1, 20_000), st.integers(1, 50), st.integers(1, 300))
+def test_the_pool_takes_what_is_left_and_no_more(weights, sampler, temporaries, page, total, width, most):
+    needs, budget = Needs(weights, sampler, page, temporaries), Budget(total, 1.0)
+    plan = functools.partial(plan_memory, needs, budget, length=width, width=width, most=most)
+    fixed = weights + sampler + temporaries
+    if fixed + width * page > total:
+        with pytest.raises(EngineConfigError):
+            plan(asked=None)
+        return
+    pages = plan(asked=None).pages
+    assert pages >= width
+    assert fixed + pages * page <= total
+    assert pages in (width, most) or fixed + (pages + 1) * page > total
+    assert plan(asked=width).pages == width
+
+
+def test_programs_that_need_more_than_the_rest_are_refused_once_that_is_known():
+    needs = Needs(weights=50, sampler=0, page=10)
+    plan = plan_memory(needs, Budget(100, 1.0), length=1, width=1, asked=None, most=4)
+    assert plan.pages == 4
+    plan.require(lambda: 10)
+    with pytest.raises(EngineConfigError, match=r"temporaries .* a pool of 4 pages"):
+        plan.require(lambda: 11)
+    known = plan_memory(
+        Needs(weights=50, sampler=0, page=10, temporaries=1), Budget(100, 1.0), length=1, width=1, asked=4, most=4
+    )
+    known.require(lambda: 1000)  # the plan's own number counts
+
+
+# ---- devices
+
+
+class Device:
+    def __init__(self, stats):
+        self._stats = stats
+
+    def memory_stats(self):
+        return self._stats
+
+
+def test_a_gpu_offers_its_limit_less_what_others_use():
+    budget = device_budget(Device({"bytes_limit": 1000, "bytes_in_use": 300}), 0.9, held=200)
+    assert (budget.total, budget.used, budget.bytes) == (1000, 100, 800)
+
+
+def test_a_cpu_offers_what_the_machine_has():
+    budget = device_budget(jax.devices("cpu")[0], 0.5, held=0)
+    assert 0 < budget.bytes < budget.total
+    assert budget.used == 0
+
+
+def test_available_memory_is_bounded_by_a_containers_limit(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:   9000 kB\nMemAvailable:   5000 kB\n")
+    assert available_memory(tmp_path, tmp_path) == 5000 * 1024
+    limit = tmp_path / "fs" / "cgroup" / "memory.max"
+    limit.parent.mkdir(parents=True)
+    limit.write_text("max\n")
+    assert available_memory(tmp_path, tmp_path) == 5000 * 1024
+    limit.write_text("1000000\n")
+    assert available_memory(tmp_path, tmp_path) == 1000000
+    assert available_memory(tmp_path / "nothing", tmp_path) == 1000000
+
+
+# ---- models
+
+
+def tiny_model(dtype: str = "float32") -> Model:
+    return random_model(dtype, num_hidden_layers=1)
+
+
+def test_an_abstract_model_has_the_shapes_of_the_loaded_one():
+    for dtype in ("auto", "bfloat16"):
+        abstract, loaded = abstract_model("demo-draft", dtype), load_model("demo-draft", dtype, show_progress=False)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract.params) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), loaded.params
+        )
+        assert abstract.cache_spec == loaded.cache_spec
+        assert (abstract.module, abstract.config) == (loaded.module, loaded.config)
+
+
+def with_budget(monkeypatch, total: int) -> None:
+    monkeypatch.setattr(memory, "device_budget", lambda device, utilization, *_: Budget(total, utilization))
+
+
+def test_an_accelerators_pool_takes_what_weights_and_programs_leave(monkeypatch):
+    with_budget(monkeypatch, 64 * MIB)
+    model = tiny_model()
+    plan = plan_engine(model, CONFIG, "gpu")
+    llm = LLM(model, config=CONFIG, num_pages=plan.pages, compilation_cache_dir="")
+    assert plan.needs.temporaries == llm.engine.temporaries() > 0
+    assert llm.engine.config.prefill_lanes[0] > 1
+    assert plan.needs.weights == sum(x.nbytes for x in jax.tree.leaves(model.params))
+    assert plan.pages == (int(64 * MIB * 0.9) - plan.needs.fixed) // plan.needs.page
+    assert plan.pages > 2 * 8  # more than every row can fill: the rest is cache
+
+
+def test_the_bytes_of_the_cache_can_be_bounded_on_an_accelerator(monkeypatch):
+    with_budget(monkeypatch, 64 * MIB)
+    monkeypatch.setattr(memory, "_temporaries", lambda *_: 1)
+    plan = plan_engine(tiny_model(), dataclasses.replace(CONFIG, kv_cache_bytes=MIB), "gpu")
+    assert plan.pages == MIB // plan.needs.page
+
+
+def test_a_cpus_pool_is_bounded_and_compiles_nothing(monkeypatch):
+    monkeypatch.setattr(memory, "compile_largest", None)
+    plan = plan_engine(tiny_model(), CONFIG, "cpu")
+    assert plan.pages == 2 * 128 // 16
+    assert plan.needs.temporaries is None
+
+
+def test_a_cpu_that_is_nearly_full_leaves_room_for_programs(monkeypatch):
+    monkeypatch.setattr(memory, "_temporaries", lambda *_: 100_000)
+    roomy = plan_engine(tiny_model(), CONFIG, "cpu").needs
+    with_budget(monkeypatch, int((roomy.fixed + 100_000 + 10 * roomy.page) / 0.9) + 2)
+    plan = plan_engine(tiny_model(), CONFIG, "cpu")
+    assert (roomy.temporaries, plan.needs.temporaries) == (None, 100_000)
+    assert plan.pages == 10
+
+
+def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_looked_for(tmp_path):
+    config_json = llama_json(hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=100)
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    with pytest.raises(EngineConfigError, match=r"weights \d+\.\d GiB .* = \d+\.\d GiB > 0.90 x .*memory_utilization"):
+        LLM(str(tmp_path), "bfloat16", compilation_cache_dir="")
+
+
+def test_settings_are_refused_before_the_weights_are_looked_for(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(llama_json()))
+    with pytest.raises(EngineConfigError, match="max_model_len = 300 is beyond"):
+        LLM(str(tmp_path), "bfloat16", max_model_len=300, compilation_cache_dir="")
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"), [("cpu", "for GPUs, and this is a CPU"), ("gpu", r"head_dim 8: this kernel does \(64, ")]
+)
+def test_kernels_that_cannot_be_are_refused_before_anything_is_loaded(platform, why):
+    with pytest.raises(EngineConfigError, match=f"attention_backend = mosaic cannot be: .*{why}"):
+        resolve_for(tiny_model(), EngineConfig(attention_backend="mosaic"), platform)
+
+
+@pytest.mark.gpu
+def test_a_gpus_pool_is_filled_and_serves():
+    model = random_model("bfloat16")
+    llm = LLM(model, max_num_seqs=2, memory_utilization=0.5, compilation_cache_dir="")
+    stats = jax.devices()[0].memory_stats()
+    assert stats["bytes_in_use"] <= 0.5 * stats["bytes_limit"]
+    assert stats["peak_bytes_in_use"] <= stats["bytes_limit"]
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].outputs[0].finish_reason == "length"
+
+
+def test_the_least_pool_holds_16_bit_pages_of_half_the_size():
+    wide, narrow = (plan_engine(tiny_model(dtype), CONFIG, "cpu").needs.page for dtype in ("float32", "bfloat16"))
+    assert wide == 2 * narrow == 2 * 2 * 2 * 16 * 8 * 4 // 2

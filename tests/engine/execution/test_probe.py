@@ -1,0 +1,175 @@
+"""Programs that stand in for others, and the proof that this changes no bit."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.probe import Proofs
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, unpack
+from jaxinfer.kv.pool import LayerPool
+from jaxinfer.llm import LLM
+from jaxinfer.types import SamplingParams
+from tests.engine.test_invariance import bits, prompts_of
+from tests.fakes import random_model
+
+
+def demo_engine(rows: int = 256) -> LLM:
+    """On the machines that were measured, the demo model's products of 64 rows and more agree."""
+    return LLM("demo", "float32", max_num_seqs=4, max_model_len=300, prefill_sizes=(64, 128), max_prefill_rows=rows)
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_wide_programs_are_compiled_as_asked(rows):
+    llm = LLM(random_model(), max_num_seqs=8, max_model_len=200, prefill_sizes=(16, 64), max_prefill_rows=rows)
+    made = set(llm.engine._executor.parts[-1].run.prefill)
+    assert made == {(16, 1), (64, 1)} | ({(16, 8), (64, 4)} if rows > 1 else set())
+
+
+def test_prompts_together_give_the_bits_of_prompts_alone():
+    wide, narrow = demo_engine(), demo_engine(rows=1)
+    prompts = prompts_of([40, 64, 65, 130, 199, 50, 299, 17], wide.model.config.vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    used = []
+    for key, program in list(wide.engine._executor.parts[-1].run.prefill.items()):
+        wide.engine._executor.parts[-1].run.prefill[key] = lambda *a, key=key, program=program: (
+            used.append(key) or program(*a)
+        )
+    together = [bits(output) for output in wide.generate(prompts, params)]
+    assert {lanes for _, lanes in used if lanes > 1}, "no chunks shared a program"
+    assert together == [bits(narrow.generate([prompt], params)[0]) for prompt in prompts]
+
+
+SPOILED_LANES = [(None, {64: 4, 128: 2}), ((64, 4), {128: 2}), ((128, 2), {64: 4})]
+SPOILED_CLASSES = [(None, {64: 0, 128: 0}), ((64, 1), {64: 0, 128: 1}), ((128, 1), {64: 0, 128: 1})]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return demo_engine().engine
+
+
+@contextlib.contextmanager
+def proofs_with(engine: Engine, **changes: Any) -> Iterator[Proofs]:
+    """Proofs on an engine's programs, some of them replaced."""
+    part, config, runner = engine._executor.parts[-1], engine.config, engine._runner
+    run, spec, itemsize = part.run, part.stage.model.cache_spec, part.pools[0].data.dtype.itemsize
+    per_token = spec.bytes_per_page(1, itemsize) // itemsize
+    part.run = dataclasses.replace(run, **changes)
+    try:
+        yield Proofs(engine._executor, config, runner._vocab, runner._groups, itemsize, per_token)
+    finally:
+        part.run = run
+
+
+def nudged(pools: list[LayerPool], page: int, slot: int = 0) -> list[LayerPool]:
+    """A last bit of one element of the last layer is another."""
+    pool = pools[-1]
+    data = jnp.nextafter(pool.data[page, 1, 0, slot, 0], jnp.inf)
+    data = jax.device_put(pool.data.at[page, 1, 0, slot, 0].set(data), pool.data.sharding)
+    return [*pools[:-1], pool._replace(data=data)]
+
+
+def programs_of(engine: Engine) -> dict[tuple[int, int], Any]:
+    return dict(engine._executor.parts[-1].run.prefill)
+
+
+def chunks_of(packed: np.ndarray, size: int, lanes: int, engine: Engine) -> PrefillBatch:
+    """What a prefill program is given."""
+    one, tables = np.zeros(lanes, np.int32), np.zeros((1, lanes, engine.config.table_width), np.int32)
+    return unpack(packed, PrefillBatch(np.zeros((lanes, size), np.int32), one, one, tables))
+
+
+def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
+    """The prefill programs, one of which gets a bit of its last lane wrong."""
+    programs = programs_of(engine)
+    if key is not None:
+        program = programs[key]
+
+        def wrong(params, pools, packed, arriving):
+            batch = chunks_of(packed, *key, engine)
+            page = batch.tables[0, -1, batch.starts[-1] // engine.config.page_size]
+            return nudged(program(params, pools, packed, arriving), int(page))
+
+        programs[key] = wrong
+    return programs
+
+
+@pytest.mark.parametrize(("spoil", "proved"), SPOILED_LANES)
+def test_a_wide_program_with_other_bits_is_not_used(engine, spoil, proved):
+    with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
+        assert proofs.lanes() == proved
+
+
+@pytest.mark.parametrize(("spoil", "classes"), SPOILED_CLASSES)
+def test_sizes_with_other_bits_are_in_other_classes(engine, spoil, classes):
+    with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
+        assert proofs.classes() == classes
+
+
+def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
+    """One that is right for whole pieces and wrong for what begins later is found."""
+    program = programs_of(engine)[64, 1]
+
+    def wrong(params, pools, packed, arriving):
+        batch = chunks_of(packed, 64, 1, engine)
+        pools, start = program(params, pools, packed, arriving), int(batch.starts[0])
+        return nudged(pools, int(batch.tables[0, 0, start // 64])) if start % 64 else pools
+
+    for prefill, resumes in [(programs_of(engine), True), ({**programs_of(engine), (64, 1): wrong}, False)]:
+        with proofs_with(engine, prefill=prefill) as proofs:
+            assert proofs.resumes({64: 0, 128: 1}) is resumes
+
+
+def test_a_model_that_shows_too_little_proves_nothing():
+    """Sixteen bits of a tiny model hide differences that are there."""
+    llm = LLM(random_model("bfloat16"), max_num_seqs=4, max_model_len=128, page_size=16, prefill_sizes=(8, 16))
+    assert llm.engine._runner.proved.classes == {8: 0, 16: 1}
+    assert not llm.engine._runner.proved.lanes
+
+
+def test_classes_are_not_looked_for_where_nothing_is_shared():
+    settings = {"max_num_seqs": 2, "max_model_len": 128, "prefill_sizes": (64, 128)}
+    for changes in ({"enable_prefix_caching": False}, {"exactness": "relaxed"}):
+        assert LLM("demo", "float32", **settings, **changes).engine._runner.proved.classes == {64: 0, 128: 1}
+
+
+# ---- several decode steps at once
+
+
+def several(engine: Engine, change: str) -> Any:
+    """``decode_many`` with something wrong."""
+    run, rows = engine._executor.parts[-1].run, np.zeros(engine.config.rows, np.int32)
+    like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
+
+    def wrong(params, slots, state, packed, steps):
+        assert run.decode_many is not None
+        batch = unpack(packed, like)
+        state, sampled, ran = run.decode_many(params, slots, state, packed, steps)
+        if change == "pages":
+            page, slot = divmod(int(batch.positions[1]), 16)
+            state = state._replace(pools=nudged(state.pools, int(batch.tables[0, 1, page]), slot))
+        if change == "logprobs":
+            better = jnp.nextafter(sampled.logprobs.logprob, jnp.inf)
+            sampled = sampled._replace(logprobs=sampled.logprobs._replace(logprob=better))
+        if change == "tokens":
+            sampled = sampled._replace(tokens=sampled.tokens.at[-1, 1].add(1))
+        return state, sampled, ran
+
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
+    llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
+    engine = llm.engine
+    assert engine._runner.proved.multi_step == 5
+    for change in ("nothing", "pages", "logprobs", "tokens"):
+        with proofs_with(engine, decode_many=several(engine, change)) as proofs:
+            assert proofs.multi_step(engine.limits) is (change == "nothing"), change

@@ -1,0 +1,61 @@
+"""What the host hands to a step, as one array and as itself."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, pack, unpack
+from jaxinfer.parallel.dp_attention import joined
+
+SIZES = st.integers(1, 5)
+
+
+def numbers(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-1, 1 << 30, shape, np.int32) for shape in shapes]
+
+
+def decode_batch(seed: int, groups: int, rows: int, width: int, owned: bool) -> DecodeBatch:
+    of_row = (rows,)
+    tokens, positions, generated, owners, tables = numbers(seed, *[of_row] * 4, (groups, rows, width))
+    return DecodeBatch(tokens, positions, generated, tables, owners if owned else None)
+
+
+def prefill_batch(seed: int, groups: int, lanes: int, width: int, size: int) -> PrefillBatch:
+    return PrefillBatch(*numbers(seed, (lanes, size), (lanes,), (lanes,), (groups, lanes, width)))
+
+
+def same(one, other) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@given(st.integers(0, 99), SIZES, SIZES, SIZES, st.booleans(), SIZES)
+def test_a_batch_is_what_was_packed(seed, groups, rows, width, owned, size):
+    for batch in (decode_batch(seed, groups, rows, width, owned), prefill_batch(seed, groups, rows, width, size)):
+        packed = pack(batch)
+        assert packed.shape == (sum(leaf.size for leaf in jax.tree.leaves(batch)),)
+        same(unpack(packed, batch), batch)
+
+
+@given(st.integers(0, 99), SIZES, SIZES, st.integers(1, 4))
+def test_each_lane_has_its_own_part(seed, rows, width, lanes):
+    own = [decode_batch(seed + lane, 1, rows, width, owned=True) for lane in range(lanes)]
+    parts = np.split(joined([pack(batch) for batch in own]), lanes)
+    for batch, part in zip(own, parts, strict=True):
+        same(unpack(part, batch), batch)
+
+
+def test_it_is_a_copy():
+    """The host writes its tables on while a step reads what it was given."""
+    batch = prefill_batch(0, 1, 1, 4, 1)
+    packed = pack(PrefillBatch(*(leaf[:0] for leaf in batch[:3]), batch.tables))
+    assert not np.shares_memory(packed, batch.tables)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_program_unpacks_it(owned):
+    batch = decode_batch(7, 2, 3, 4, owned)
+    same(jax.jit(lambda packed: unpack(packed, batch))(pack(batch)), batch)

@@ -1,0 +1,225 @@
+"""Fair shares: who uses little never waits, who uses much gets what its weight says, and bits stay as they are."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from jaxinfer.engine.scheduling.fair import FairQueue
+from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
+from tests.engine.scheduling.test_queues import make_sequence
+
+pytestmark = pytest.mark.attack
+
+
+def fair_loop(slots: int = 8, **changes: Any) -> Loop:
+    return make_loop(
+        **{
+            "scheduling_policy": "fair",
+            "max_num_seqs": slots,
+            "max_num_batched_tokens": slots + 16,
+            "num_pages": 40 * slots,
+            "host_pages": 20 * slots,
+            "costs": SWAP,
+            **changes,
+        }
+    )
+
+
+class Crowd:
+    """Tenants that always have ``depth`` requests here."""
+
+    def __init__(self, loop: Loop, tenants: dict[str, float], depth: int, prompt: int = 10, most: int = 60) -> None:
+        self.loop, self.tenants, self.depth, self.length = loop, tenants, depth, (prompt, most)
+        self.numbers = itertools.count()
+        self.got = dict.fromkeys(tenants, 0)
+
+    def fill(self) -> None:
+        for tenant, weight in self.tenants.items():
+            here = sum(name.startswith(f"{tenant}/") for name in self.loop.live)
+            for _ in range(self.depth - here):
+                number = next(self.numbers)
+                name, (prompt, most) = f"{tenant}/{number}", self.length
+                self.loop.add(make_request(name, prompt, most, seed=number, tenant=tenant, weight=weight))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.fill()
+            before = {name: len(output[0].tokens) for name, output in self.loop.outputs.items()}
+            self.loop.step()
+            for name in list(self.loop.outputs):
+                output, tenant = self.loop.outputs[name][0], name.split("/")[0]
+                if tenant in self.got:
+                    self.got[tenant] += len(output.tokens) - before[name]
+                if name not in self.loop.live:
+                    del self.loop.outputs[name]
+
+
+def steps_to_first_token(loop: Loop, crowd: Crowd, **changes: Any) -> int:
+    number = next(crowd.numbers)
+    name = f"light/{number}"
+    loop.add(make_request(name, 10, 4, seed=number, tenant="light", **changes))
+    output = loop.outputs[name][0]
+    for steps in range(1, 200):
+        crowd.step()
+        if output.tokens:
+            return steps
+    raise AssertionError("it starves")
+
+
+def jain(shares: list[float]) -> float:
+    """Jain's index of fairness: 1 where all have the same."""
+    return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+
+
+# ---- who uses little
+
+
+@pytest.mark.parametrize("way", [SWAP, RECOMPUTE], ids=["swap", "recompute"])
+@pytest.mark.parametrize("tenants", [1, 10, 100])
+def test_who_uses_little_has_its_first_token_as_if_alone(unchecked, tenants, way):
+    solo = fair_loop()
+    alone = steps_to_first_token(solo, Crowd(solo, {}, 0))
+    loop = fair_loop(costs=way)
+    crowd = Crowd(loop, {f"flood{i}": 1.0 for i in range(tenants)}, depth=20 if tenants == 1 else 2)
+    crowd.step(tenants + 40)
+    assert loop.scheduler.running >= 6
+    assert len(loop.scheduler._queue) >= 8
+    waits = []
+    for _ in range(8):
+        waits.append(steps_to_first_token(loop, crowd))
+        crowd.step(7)
+    assert max(waits) <= 2 * alone, waits
+
+
+def test_a_flood_of_prompts_does_not_take_the_whole_budget(unchecked):
+    loop = fair_loop()
+    crowd = Crowd(loop, {"flood": 1.0}, depth=20, prompt=120, most=2)
+    crowd.step(40)
+    assert [steps_to_first_token(loop, crowd) for _ in range(5)] == [2] * 5
+
+
+def test_it_has_its_share_of_the_slots_at_once(unchecked):
+    loop = fair_loop()
+    crowd = Crowd(loop, {"flood": 1.0}, depth=20)
+    crowd.step(30)
+    crowd.tenants["late"], crowd.got["late"] = 1.0, 0
+    crowd.step(10)
+    here = [sequence.request.tenant for sequence in loop.scheduler._running.values()]
+    assert sorted(here) == ["flood"] * 4 + ["late"] * 4
+
+
+# ---- shares
+
+
+@pytest.mark.parametrize(
+    ("weights", "depth"),
+    [([1, 1], 12), ([1] * 5, 6), ([1] * 24, 2), ([1, 2, 3], 12), ([1, 4], 12), ([1, 1, 1, 5] * 3, 4)],
+)
+def test_what_is_computed_goes_by_weight(unchecked, weights, depth):
+    loop = fair_loop()
+    tenants = {f"t{i}": float(weight) for i, weight in enumerate(weights)}
+    crowd = Crowd(loop, tenants, depth)
+    crowd.step(100)
+    start = dict(crowd.got)
+    crowd.step(40 * len(weights) + 300)
+    shares = [(crowd.got[name] - start[name]) / weight for name, weight in tenants.items()]
+    assert jain(shares) >= 0.95, shares
+
+
+def test_shares_are_of_what_is_used_not_of_what_is_asked_for(unchecked):
+    """One asks for 60 tokens and stops after a few, the other takes all: as many tokens to both."""
+    queue = FairQueue(slots=2)
+    asked = make_sequence(0, tenant="stops", prompt=3, most=1000)
+    other = make_sequence(1, tenant="takes", prompt=3, most=10)
+    queue.push(asked)
+    queue.push(other)
+    assert {queue.pop(), queue.pop()} == {asked, other}
+    for sequence, output in ((asked, 5), (other, 10)):
+        queue.charge(sequence, prompt=3, output=output)
+        queue.push(make_sequence(sequence.arrival + 10, tenant=sequence.request.tenant))
+        queue.left(sequence)
+    first = queue.peek()
+    assert first is not None
+    assert first.request.tenant == "stops", "it used 13, not 2003"
+
+
+def test_what_is_computed_again_is_not_charged_again(unchecked):
+    loop = fair_loop(slots=3, num_pages=12, max_model_len=64, costs=RECOMPUTE, enable_prefix_caching=False)
+    queue, charged = loop.scheduler._queue, dict.fromkeys("abc", 0)
+    charge = queue.charge
+
+    def counted(sequence, prompt=0, output=0):
+        charged[sequence.request.tenant] += prompt + output
+        charge(sequence, prompt, output)
+
+    queue.charge = counted  # type: ignore[method-assign]
+    for tenant in "abc":
+        loop.add(make_request(tenant, 9, 40, seed=ord(tenant), tenant=tenant))
+    loop.drain()
+    assert loop.scheduler.stats.snapshot().preemptions["recompute"]
+    assert charged == dict.fromkeys("abc", 8 + 40)
+
+
+# ---- no way round it
+
+
+def test_leaving_for_a_moment_pays_no_debt():
+    queue = FairQueue(slots=1, quantum=100)
+    stays, comes = make_sequence(0, tenant="stays"), make_sequence(1, tenant="comes")
+    queue.push(stays)
+    assert queue.pop() is stays
+    queue.charge(stays, prompt=1)
+    queue.push(comes)
+    assert queue.gives_way() is stays, "its first tokens"
+    queue.push(stays)
+    queue.left(stays)
+    assert queue.pop() is comes
+    queue.charge(comes, output=100)
+    queue.left(comes)
+    queue.push(make_sequence(2, tenant="comes"))
+    assert queue.pop() is stays
+    assert queue.gives_way() is None, "it has used 200 more than the other one"
+
+
+def test_nobody_saves_up_while_away():
+    queue = FairQueue(slots=1)
+    busy = make_sequence(0, tenant="busy")
+    queue.push(busy)
+    assert queue.pop() is busy
+    queue.charge(busy, output=1000)
+    late = make_sequence(1, tenant="late")
+    queue.push(late)
+    assert queue._tenants["late"].used == 2000
+
+
+def test_more_tenants_than_slots_take_turns_a_quantum_each():
+    queue = FairQueue(slots=1, quantum=10)
+    first, second = make_sequence(0, tenant="a"), make_sequence(1, tenant="b")
+    queue.push(first)
+    assert queue.pop() is first
+    queue.charge(first, prompt=1)
+    queue.push(second)
+    queue.charge(make_sequence(1, tenant="b"), prompt=1)  # no longer new
+    queue.charge(first, output=5)
+    assert queue.gives_way() is None, "ten ahead"
+    queue.charge(first, output=1)
+    assert queue.gives_way() is first
+
+
+def test_tenants_that_are_gone_leave_no_trace():
+    queue = FairQueue(slots=1)
+    queue.push(make_sequence(0, tenant="stays"))
+    tracemalloc.start()
+    try:
+        for arrival in range(1, 3000):
+            queue.push(sequence := make_sequence(arrival, tenant=str(arrival)))
+            queue.remove(sequence)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(queue._debts) < 100
+    assert grown < 100_000
