@@ -99,7 +99,7 @@ def compile_for(target: str, asked: Compilation, progress: CompileProgress | Non
     begin, config = time.perf_counter(), dataclasses.replace(asked.config, data_parallel_size=1)
     use_compilation_cache(str(asked.cache))
     device = TARGETS[_TARGETS[target]]
-    mesh = mesh_for(config, device.devices(config.devices * config.lanes * config.pipeline_parallel_size))
+    mesh = mesh_for(config, device.devices(config.devices * config.dp_ranks * config.pipeline_parallel_size))
     model, engine, limits = prepare(abstract_model(asked.model, asked.dtype), config, "gpu", mesh)
     places = stages(mesh)
     parts = cut(model, len(places))

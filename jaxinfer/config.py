@@ -110,7 +110,7 @@ class EngineConfig:
     seed: int | None = None
 
     @property
-    def lanes(self) -> int:
+    def dp_ranks(self) -> int:
         """Devices of which each serves sequences of its own."""
         return self.expert_parallel_size if self.enable_dp_attention else 1
 
@@ -126,8 +126,8 @@ class ResolvedEngine:
 
     ``rows`` is the number of slots; each decode program has an equal share of them, one program for each of ``turns``
     (see `Scheduler`); ``table_width`` the pages of one sequence,
-    ``prefill_lanes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none), ``host_pages`` the
-    pages that fit into ``swap_space_gib``.
+    ``prefill_batch_sizes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none),
+    ``host_pages`` the pages that fit into ``swap_space_gib``.
     """
 
     max_model_len: int
@@ -140,7 +140,7 @@ class ResolvedEngine:
     activation_dtype: str
     table_width: int
     prefill_sizes: tuple[int, ...]
-    prefill_lanes: tuple[int, ...]
+    prefill_batch_sizes: tuple[int, ...]
     max_logprobs: int
     enable_prefix_caching: bool
     host_pages: int
@@ -166,8 +166,8 @@ class ResolvedEngine:
     seed: int | None
 
     @property
-    def lanes(self) -> int:
-        """See `EngineConfig.lanes`."""
+    def dp_ranks(self) -> int:
+        """See `EngineConfig.dp_ranks`."""
         return self.expert_parallel_size if self.enable_dp_attention else 1
 
     @property
@@ -183,8 +183,8 @@ class ResolvedEngine:
 
     @property
     def wide_prefills(self) -> list[tuple[int, int]]:
-        """(size, lanes) of the prefill programs that take several chunks."""
-        return [pair for pair in zip(self.prefill_sizes, self.prefill_lanes, strict=True) if pair[1] > 1]
+        """(size, chunks) of the prefill programs that take several chunks."""
+        return [pair for pair in zip(self.prefill_sizes, self.prefill_batch_sizes, strict=True) if pair[1] > 1]
 
 
 def resolve(
@@ -211,7 +211,7 @@ def resolve(
     _require_prefill_sizes(config.prefill_sizes, config.page_size)
     length = _max_model_len(config.max_model_len, max_position)
     _require_simple(config)
-    _require_lanes(config)
+    _require_dp_attention(config)
     _require_even_tokens(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
@@ -234,7 +234,7 @@ def resolve(
         activation_dtype=config.activation_dtype,
         table_width=width,
         prefill_sizes=config.prefill_sizes,
-        prefill_lanes=_prefill_lanes(config, prefill_rows, width, pages),
+        prefill_batch_sizes=_prefill_batch_sizes(config, prefill_rows, width, pages),
         max_logprobs=config.max_logprobs,
         enable_prefix_caching=config.enable_prefix_caching,
         host_pages=int(config.swap_space_gib * 2**30 / cache.bytes_per_page(config.page_size, itemsize)),
@@ -305,7 +305,7 @@ def _require_simple(config: EngineConfig) -> None:
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
 
 
-_NOT_WITH_LANES = {
+_NOT_WITH_DP_ATTENTION = {
     "tensor_parallel_size": "each device has attention whole",
     "pipeline_parallel_size": "all devices run each program together",
     "data_parallel_size": "a larger expert_parallel_size is what serves more requests",
@@ -313,13 +313,13 @@ _NOT_WITH_LANES = {
 }
 
 
-def _require_lanes(config: EngineConfig) -> None:
+def _require_dp_attention(config: EngineConfig) -> None:
     """What cannot be beside ``enable_dp_attention``."""
     if not config.enable_dp_attention:
         return
     many = "needs expert_parallel_size above 1: as many devices have sequences of their own"
     _require(config.expert_parallel_size > 1, "enable_dp_attention", True, many)
-    for name, why in _NOT_WITH_LANES.items():
+    for name, why in _NOT_WITH_DP_ATTENTION.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
 
@@ -353,12 +353,12 @@ def _require_prefill_sizes(sizes: tuple[int, ...], page: int) -> None:
         _require_power_of_two("prefill_sizes", size)
 
 
-def _prefill_lanes(config: EngineConfig, rows: int, width: int, pages: int) -> tuple[int, ...]:
+def _prefill_batch_sizes(config: EngineConfig, rows: int, width: int, pages: int) -> tuple[int, ...]:
     """Chunks per wide program. Only the largest size can occur more than once in a prompt; the proof of a program
-    needs pages of its own for every lane."""
+    needs pages of its own for every chunk."""
     sizes = config.prefill_sizes
-    lanes = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
-    return tuple(max(1, min(lane, pages // width)) for lane in lanes)
+    counts = (rows // size if size == sizes[-1] else min(rows // size, config.max_num_seqs) for size in sizes)
+    return tuple(max(1, min(count, pages // width)) for count in counts)
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

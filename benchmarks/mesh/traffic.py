@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.mesh.models import EXPERTS, model
-from jaxinfer.engine.distributed.dp_attention import Lanes
+from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.replicas import Replicas
 from jaxinfer.llm import LLM
 
@@ -25,7 +25,7 @@ _SIZES: tuple[dict[str, int], ...] = (
     {"tensor": 4},
     {"expert": 4},
     {"expert": 4, "tensor": 2},
-    {"lane": 4},
+    {"dp_attn": 4},
     {"pipeline": 2, "tensor": 2},
 )
 
@@ -33,8 +33,9 @@ _SIZES: tuple[dict[str, int], ...] = (
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """For each mesh, the bytes of the arrays that a step's collectives make on a device, and what stages hand over.
 
-    A token's hidden state is ``hand_over`` bytes. Lanes (data-parallel attention) have as many rows together as the
-    other meshes, each its own; a share of one in ``lane`` of what they exchange is a device's own and goes nowhere.
+    A token's hidden state is ``hand_over`` bytes. Ranks of data-parallel attention have as many rows together
+    as the other meshes, each its own; a share of one in ``dp_attn`` of what they exchange is a device's own and
+    goes nowhere.
     """
     del options
     return [_row(sizes) for sizes in _SIZES]
@@ -55,13 +56,13 @@ def _arrays(result: str) -> Iterator[int]:
 
 
 def _row(sizes: dict[str, int]) -> dict[str, Any]:
-    mixture = {"expert", "lane"} & sizes.keys()
+    mixture = {"expert", "dp_attn"} & sizes.keys()
     own = model(num_hidden_layers=_LAYERS, **(EXPERTS if mixture else {}))
-    lanes = sizes.get("lane", 1)
-    settings: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items() if name != "lane"}
-    if lanes > 1:
-        settings |= {"expert_parallel_size": lanes, "enable_dp_attention": True}
-    engine = LLM(own, compilation_cache_dir="", max_num_seqs=_ROWS // lanes, **_SETTINGS, **settings).engine
+    ranks = sizes.get("dp_attn", 1)
+    settings: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items() if name != "dp_attn"}
+    if ranks > 1:
+        settings |= {"expert_parallel_size": ranks, "enable_dp_attention": True}
+    engine = LLM(own, compilation_cache_dir="", max_num_seqs=_ROWS // ranks, **_SETTINGS, **settings).engine
     found: collections.Counter[str] = collections.Counter()
     for program in _decode_programs(engine):
         found.update(collective_bytes(program.as_text()))
@@ -73,7 +74,7 @@ def _row(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def _decode_programs(engine: Any) -> list[Any]:
-    if isinstance(engine, Lanes):
+    if isinstance(engine, DpAttentionEngine):
         return [engine._lockstep.programs.decode]
     assert not isinstance(engine, Replicas)
     return [part.run.decode for part in engine._executor.parts]

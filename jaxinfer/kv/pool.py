@@ -80,10 +80,10 @@ def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backe
     Where XLA writes, it had better rotate before, together with what comes first. Never a refusal: where a kernel is
     asked for that cannot rotate such heads, it writes them rotated.
     """
-    one_lane = jax.ShapeDtypeStruct((1, *qkv.shape), qkv.dtype)
+    one_chunk = jax.ShapeDtypeStruct((1, *qkv.shape), qkv.dtype)
     options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved}
     wish: Wish = "xla" if backend == "xla" else "auto"
-    return kv_write.explain_projected(cache.data, one_lane, **options, path=wish).path == "mosaic"
+    return kv_write.explain_projected(cache.data, one_chunk, **options, path=wish).path == "mosaic"
 
 
 class DecodeAttend(NamedTuple):
@@ -150,16 +150,16 @@ class DecodeAttend(NamedTuple):
 
 
 class PrefillAttend(NamedTuple):
-    """`Attend` for chunks, one a lane: ``lengths`` tokens from ``starts``, which may lie within a page.
+    """`Attend` for prompt chunks: ``lengths`` tokens from ``starts``, which may lie within a page.
 
-    The rows are the lanes' tokens one lane after another, all padded to one size. A lane of length 0 writes nothing.
-    Lanes may be consecutive chunks of one sequence that share no page: all write before any attends.
+    The rows are the chunks' tokens one chunk after another, all padded to one size. A chunk of length 0 writes nothing.
+    They may be consecutive chunks of one sequence that share no page: all write before any attends.
     """
 
     spec: CacheSpec
-    tables: Int[Array, "groups lanes width"]
-    starts: Int[Array, " lanes"]
-    lengths: Int[Array, " lanes"]
+    tables: Int[Array, "groups batch width"]
+    starts: Int[Array, " batch"]
+    lengths: Int[Array, " batch"]
     backend: Wish = "auto"
 
     def __call__(
@@ -172,12 +172,12 @@ class PrefillAttend(NamedTuple):
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        q, k = self._by_lane(q), self._by_lane(k)
+        q, k = self._by_chunk(q), self._by_chunk(k)
         places = self._written(self.tables[self.spec.group(layer)], k.shape[1], cache)
         if v is None:
             cache = _with_latents(cache, k[:, :, 0], *places, layer)
         else:
-            cache = _with_written(cache, k, self._by_lane(v), *places, self.backend)
+            cache = _with_written(cache, k, self._by_chunk(v), *places, self.backend)
         return self._attended(q, cache, layer, scale, sinks), cache
 
     def fused(
@@ -193,7 +193,7 @@ class PrefillAttend(NamedTuple):
         """See `FusedAttend`."""
         if not fuses(cache, qkv, rope, interleaved, self.backend):
             return None
-        qkv, angles = self._by_lane(qkv), (self._by_lane(rope[0]), self._by_lane(rope[1]))
+        qkv, angles = self._by_chunk(qkv), (self._by_chunk(rope[0]), self._by_chunk(rope[1]))
         places = self._written(self.tables[self.spec.group(layer)], qkv.shape[1], cache)
         q, cache = _projected(cache, qkv, angles, interleaved, *places, self.backend)
         return self._attended(q, cache, layer, scale, sinks), cache
@@ -201,19 +201,19 @@ class PrefillAttend(NamedTuple):
     def _attended(
         self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
     ) -> jax.Array:
-        """Of queries by lane; the results are rows."""
+        """Of queries by chunk; the results are rows."""
         options = _options(layer, scale, sinks) | {"scales": cache.scales, "path": self.backend}
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
         prefill = paged_attention.prefill if layer.latent_rank is None else mla_attention.prefill
         mixed = prefill(q, cache.data, self.tables[self.spec.group(layer)], self.starts, ends, **options)
         return mixed.reshape(-1, *mixed.shape[2:])
 
-    def _by_lane(self, x: jax.Array) -> jax.Array:
-        lanes = self.tables.shape[1]
-        return x.reshape(lanes, x.shape[0] // lanes, *x.shape[1:])
+    def _by_chunk(self, x: jax.Array) -> jax.Array:
+        batch = self.tables.shape[1]
+        return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
 
     def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
-        """Pages that hold tokens of each lane, out of range where there is none, and the slot of the first token."""
+        """Pages that hold tokens of each chunk, out of range where there is none, and the slot of the first token."""
         pages, page, width = cache.data.shape[0], cache.data.shape[-2], table.shape[1]
         index, offsets = jnp.arange(-(-chunk // page) + 1), self.starts % page
         at = self.starts[:, None] // page + index
@@ -225,7 +225,7 @@ class PrefillAttend(NamedTuple):
 def _with_written(
     cache: LayerPool, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array, backend: Wish
 ) -> LayerPool:
-    """Keys and values ``[lanes, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
+    """Keys and values ``[batch, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
     done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.scales, path=backend)
     return LayerPool(done.pool, done.scales)
 
@@ -233,7 +233,7 @@ def _with_written(
 def _projected(
     cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, pages: jax.Array, offsets: jax.Array, backend: Wish
 ) -> tuple[jax.Array, LayerPool]:
-    """Rotated queries, and the pool with the rotated keys and the values of ``qkv [lanes, chunk, ...]``."""
+    """Rotated queries, and the pool with the rotated keys and the values of ``qkv [batch, chunk, ...]``."""
     options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved, "path": backend}
     done = kv_write.write_projected(cache.data, qkv, pages, offsets, **options)
     assert done.q is not None
@@ -243,7 +243,7 @@ def _projected(
 def _with_latents(
     cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
 ) -> LayerPool:
-    """Latents ``[lanes, chunk, latent]`` in their places, quantised where the pool has scales."""
+    """Latents ``[batch, chunk, latent]`` in their places, quantised where the pool has scales."""
     if cache.scales is None or layer.latent_rank is None:
         return cache._replace(data=kv_write.write_latents(cache.data, latents, pages, offsets))
     scaled = kv_write.write_scaled_latents

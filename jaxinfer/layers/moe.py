@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.layers.top_k import top_k
-from jaxinfer.parallel.mesh import RULES, traced_lanes, traced_size
+from jaxinfer.parallel.mesh import RULES, traced_dp_ranks, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition
 from pallas_kernels.grouped_matmul import group
@@ -186,31 +186,31 @@ class SharedExpert:
         return (jax.nn.sigmoid(gate) * result.astype(jnp.float32)).astype(x.dtype)
 
 
-def run_experts_of_lanes(
+def run_experts_over_ranks(
     x: Float[Array, "tokens d"],
     routing: Routing,
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Float[Array, "tokens d"]:
-    """`run_experts` where each lane has tokens of its own and some of the experts, in the dtype of ``x``.
+    """`run_experts` where each rank has tokens of its own and some of the experts, in the dtype of ``x``.
 
-    Two exchanges among all lanes (all-to-all; Lepikhin et al. 2020, GShard): tokens go to the lanes of their experts,
-    and what these make of them comes back. There is room for every token on every lane, so that none is dropped. Parts
-    are added in the order of lanes, whichever lane asks: a token's result depends neither on where it is served nor on
+    Two exchanges among all ranks (all-to-all; Lepikhin et al. 2020, GShard): tokens go to the ranks of their experts,
+    and what these make of them comes back. There is room for every token on every rank, so that none is dropped. Parts
+    are added in the order of ranks, whichever rank asks: a token's result depends neither on where it is served nor on
     the others.
 
     Args:
-        experts: this lane's; the lanes have equally many, in order.
+        experts: this rank's; the ranks have equally many, in order.
     """
-    lanes, (tokens, d) = traced_lanes(), x.shape
+    ranks, (tokens, d) = traced_dp_ranks(), x.shape
     top_k, count = routing.experts.shape[1], experts.gate_up.shape[0]
-    local = routing.experts - count * jnp.arange(lanes).reshape(-1, 1, 1)
+    local = routing.experts - count * jnp.arange(ranks).reshape(-1, 1, 1)
     asked = jnp.where((local >= 0) & (local < count), local, count)
-    each, weights = (jnp.broadcast_to(part, (lanes, *part.shape)) for part in (x, routing.weights))
-    there = lax.all_to_all(packed(each, weights, asked), "lane", 0, 0)
-    rows, weights, asked = unpacked(there.reshape(lanes * tokens, -1), x.dtype, (d, top_k, top_k))
-    parts = run_experts(rows, Routing(asked, weights), experts, glu, spread=lanes * count).astype(x.dtype)
-    back = lax.all_to_all(parts.reshape(lanes, tokens, d), "lane", 0, 0)
+    each, weights = (jnp.broadcast_to(part, (ranks, *part.shape)) for part in (x, routing.weights))
+    there = lax.all_to_all(packed(each, weights, asked), "dp_attn", 0, 0)
+    rows, weights, asked = unpacked(there.reshape(ranks * tokens, -1), x.dtype, (d, top_k, top_k))
+    parts = run_experts(rows, Routing(asked, weights), experts, glu, spread=ranks * count).astype(x.dtype)
+    back = lax.all_to_all(parts.reshape(ranks, tokens, d), "dp_attn", 0, 0)
     return functools.reduce(jnp.add, back.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -247,11 +247,11 @@ def run_spread_experts(
 ) -> Float[Array, "tokens d"]:
     """`run_experts` where each device has some experts, or a part of their hidden numbers, in the dtype of ``x``.
 
-    Tokens of lanes go to their experts (`run_experts_of_lanes`). Else all tokens are on every device, whose results are
-    parts of a sum, those of the expert that all tokens share, too: one sum is all it takes.
+    Tokens of ranks go to their experts (`run_experts_over_ranks`). Else all tokens are on every device, whose results
+    are parts of a sum, those of the expert that all tokens share, too: one sum is all it takes.
     """
-    if traced_lanes() > 1:
-        result = run_experts_of_lanes(x, routing, experts, glu)
+    if traced_dp_ranks() > 1:
+        result = run_experts_over_ranks(x, routing, experts, glu)
         return result if shared is None else result + shared(x)
     dealt, within = RULES["expert"], RULES["expert_mlp"]
     if traced_size("expert") * traced_size("expert_mlp") == 1:

@@ -1,7 +1,7 @@
-"""Programs of lanes: one program on several devices, each of which has arrays of its own.
+"""Programs of ranks: one program on several devices, each of which has arrays of its own.
 
-A lane is a device that serves sequences of its own and shares with the others what is dealt out among them, the experts
-of a mixture. What the lanes have is one array: their own ones, one after another along the first axis.
+A rank is a device that serves sequences of its own and shares with the others what is dealt out among them, the experts
+of a mixture. What the ranks have is one array: their own ones, one after another along the first axis.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_OWN = PartitionSpec("lane")
+_OWN = PartitionSpec("dp_attn")
 
 
-def lane_sharding(mesh: Mesh) -> NamedSharding:
-    """Where an array of all lanes lies: each has its own part of the first axis."""
+def rank_sharding(mesh: Mesh) -> NamedSharding:
+    """Where an array of all ranks lies: each has its own part of the first axis."""
     return NamedSharding(mesh, _OWN)
 
 
-def over_lanes(function: Callable[..., Any], arguments: tuple[Any, ...], shared: int = 0) -> Callable[..., Any]:
-    """One lane's function as that of all lanes, for the mesh that it is traced for.
+def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared: int = 0) -> Callable[..., Any]:
+    """One rank's function as that of all ranks, for the mesh that it is traced for.
 
-    Every array that it takes or gives is that of all lanes, and a number is an array with one for each.
+    Every array that it takes or gives is that of all ranks, and a number is an array with one for each.
 
     Args:
-        arguments: what one lane's is called with, as `jax.ShapeDtypeStruct` with shardings.
-        shared: so many of them, the first ones, are the lanes' together, and lie as they say: parameters.
+        arguments: what one rank's is called with, as `jax.ShapeDtypeStruct` with shardings.
+        shared: so many of them, the first ones, are the ranks' together, and lie as they say: parameters.
     """
     numbers = [
         jax.tree.map(lambda x, own=place >= shared: own and x.ndim == 0, tree) for place, tree in enumerate(arguments)
@@ -46,17 +46,17 @@ def over_lanes(function: Callable[..., Any], arguments: tuple[Any, ...], shared:
     return jax.shard_map(own, in_specs=tuple(specs), out_specs=_OWN, check_vma=False)
 
 
-def of_lanes(arguments: tuple[Any, ...], mesh: Mesh, shared: int = 0) -> tuple[Any, ...]:
-    """The arguments of `over_lanes`' function, from those of one lane's."""
-    lanes, sharding = mesh.shape["lane"], lane_sharding(mesh)
+def of_ranks(arguments: tuple[Any, ...], mesh: Mesh, shared: int = 0) -> tuple[Any, ...]:
+    """The arguments of `over_ranks`' function, from those of one rank's."""
+    ranks, sharding = mesh.shape["dp_attn"], rank_sharding(mesh)
 
     def together(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (lanes * x.shape[0], *x.shape[1:]) if x.ndim else (lanes,)
+        shape = (ranks * x.shape[0], *x.shape[1:]) if x.ndim else (ranks,)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
     return (*arguments[:shared], *jax.tree.map(together, arguments[shared:]))
 
 
 def joined(trees: Sequence[Any]) -> Any:
-    """Trees of the lanes' arrays on the host as one of all lanes."""
+    """Trees of the ranks' arrays on the host as one of all ranks."""
     return jax.tree.map(lambda *parts: np.concatenate(parts), *trees)

@@ -15,17 +15,17 @@ from jaxtyping import Array, Float
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.types import CacheSpec, ParamSpec
 
-AXES = ("data", "stage", "lane", "expert", "tensor")
+AXES = ("data", "stage", "dp_attn", "expert", "tensor")
 _SETTINGS = {
     "data": "data_parallel_size",
     "stage": "pipeline_parallel_size",
-    "lane": "expert_parallel_size",
+    "dp_attn": "expert_parallel_size",
     "expert": "expert_parallel_size",
     "tensor": "tensor_parallel_size",
 }
 
 # A logical axis that is not listed is replicated. Experts are dealt out along one axis, and each one's hidden size
-# along another; what is not an expert's is spread over all these devices alike. Lanes have experts dealt out among
+# along another; what is not an expert's is spread over all these devices alike. Ranks have experts dealt out among
 # them, and all else for themselves (`jaxinfer.engine.distributed.dp_attention`).
 _ALL = ("expert", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": _ALL,
     "mlp": _ALL,
     "vocab": _ALL,
-    "expert": ("lane", "expert"),
+    "expert": ("dp_attn", "expert"),
     "expert_mlp": ("tensor",),
     "tokens": _ALL,  # of hidden states, in programs that are traced for it (`jaxinfer.parallel.tokens`)
 }
@@ -48,18 +48,18 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     expert: int = 1,
-    lane: int = 1,
+    dp_attn: int = 1,
     stage: int = 1,
     data: int = 1,
 ) -> Mesh:
-    """A mesh over the first ``data * stage * lane * expert * tensor`` devices (JAX's own, unless given).
+    """A mesh over the first ``data * stage * dp_attn * expert * tensor`` devices (JAX's own, unless given).
 
     Of several processes the first has the last pipeline stage: there tokens are sampled, and it is who reads them.
 
     Raises:
         EngineConfigError: there are fewer.
     """
-    devices, shape = jax.devices() if devices is None else devices, (data, stage, lane, expert, tensor)
+    devices, shape = jax.devices() if devices is None else devices, (data, stage, dp_attn, expert, tensor)
     sizes, needed = dict(zip(AXES, shape, strict=True)), math.prod(shape)
     for axis, size in sizes.items():
         if size < 1:
@@ -80,7 +80,7 @@ def mesh_for(config: EngineConfig | ResolvedEngine, devices: Sequence[jax.Device
         config.tensor_parallel_size,
         devices,
         expert=1 if config.enable_dp_attention else config.expert_parallel_size,
-        lane=config.lanes,
+        dp_attn=config.dp_ranks,
         stage=config.pipeline_parallel_size,
         data=config.data_parallel_size,
     )
@@ -165,7 +165,7 @@ def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batc
     Each device computes those of its part of the vocabulary, and they are gathered once. Were only the result asked
     for everywhere, XLA would gather the weight.
     """
-    if jax.sharding.get_abstract_mesh().size <= 1 or traced_lanes() > 1:
+    if jax.sharding.get_abstract_mesh().size <= 1 or traced_dp_ranks() > 1:
         return logits
     if logits.shape[-1] % traced_size("vocab") == 0:
         own = PartitionSpec(*(None,) * (logits.ndim - 1), RULES["vocab"])
@@ -186,7 +186,7 @@ def traced_size(axis: str) -> int:
     return devices_along(jax.sharding.get_abstract_mesh().shape, axis)
 
 
-def traced_lanes() -> int:
-    """Lanes of the program that is being traced, where it is one lane's: it sees that lane's arrays alone. Else 1."""
+def traced_dp_ranks() -> int:
+    """Ranks of the program that is being traced, where it is one rank's: it sees that rank's arrays alone. Else 1."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh.shape["lane"] if "lane" in mesh.manual_axes else 1
+    return mesh.shape["dp_attn"] if "dp_attn" in mesh.manual_axes else 1

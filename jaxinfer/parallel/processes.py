@@ -42,7 +42,7 @@ def require_processes(mesh: Mesh) -> None:
     count = jax.process_count()
     if count == 1:
         return
-    if mesh.shape["lane"] > 1:
+    if mesh.shape["dp_attn"] > 1:
         both = f"and num_processes = {count} exclude each other:"
         raise EngineConfigError(f"enable_dp_attention = True {both} one process plans the steps of all its devices")
     local = jax.local_device_count()
@@ -56,7 +56,7 @@ def require_whole(sizes: Mapping[str, int], processes: int, devices: int) -> Non
     """Raises:
     EngineConfigError: a copy or a pipeline stage of a mesh of these sizes begins amid a process's ``devices``.
     """
-    stage = sizes["lane"] * sizes["expert"] * sizes["tensor"]
+    stage = sizes["dp_attn"] * sizes["expert"] * sizes["tensor"]
     for what, size in (("copy", stage * sizes["stage"]), ("stage", stage)):
         if size % devices and devices % size:
             why = f"the {size} devices of a {what} and the {devices} of a process: neither is a multiple of the other"

@@ -154,9 +154,9 @@ def _limit(name: str, most: int) -> str:
 
 
 def _slots(engine: Mapping[str, Any]) -> int:
-    """Of all replicas, or of all lanes."""
-    lanes = engine.get("expert_parallel_size", 1) if engine.get("enable_dp_attention") else 1
-    return int(engine.get("max_num_seqs", 0) * engine.get("data_parallel_size", 1) * lanes)
+    """Of all replicas, or of all ranks."""
+    ranks = engine.get("expert_parallel_size", 1) if engine.get("enable_dp_attention") else 1
+    return int(engine.get("max_num_seqs", 0) * engine.get("data_parallel_size", 1) * ranks)
 
 
 def _sum(one: Load, other: Load, sign: int) -> Load:

@@ -21,11 +21,11 @@ class Case:
     ``arrays`` and ``options`` go to a path of the op as they are: ``decode(*case.arrays, **case.options)``.
     """
 
-    q: np.ndarray  # [rows, heads, head_dim] or [lanes, chunk, heads, head_dim]
+    q: np.ndarray  # [rows, heads, head_dim] or [sequences, chunk, heads, head_dim]
     pool: np.ndarray  # [pages, 2, kv_heads, page, head_dim]
     tables: np.ndarray  # [rows, width]
     lengths: np.ndarray  # [rows]
-    starts: np.ndarray | None  # [lanes]
+    starts: np.ndarray | None  # [sequences]
     options: dict[str, Any]
 
     @property
@@ -66,7 +66,7 @@ def attention_case(
 
     Args:
         lengths: keys of each row, the queries' own included.
-        counts: queries of each lane (prefill), at most ``chunk``, the last of its keys; None makes a decode case.
+        counts: queries of each sequence (prefill), at most ``chunk``, the last of its keys; None makes a decode case.
         scales: "head" or "token" for a pool of numbers with scales (int8, float8_e4m3fn).
         spread: scales the queries: large ones make the softmax sharp.
         tree: a random tree over each chunk's tokens (each sees itself, its ancestors and all before the chunk).

@@ -59,18 +59,18 @@ def _choice(pool: Any, refusal: str | None, path: Wish, target: Target | None) -
 
 def write(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "lanes chunk kv_heads head_dim"],
-    v: Float[Array, "lanes chunk kv_heads head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    k: Float[Array, "sequences chunk kv_heads head_dim"],
+    v: Float[Array, "sequences chunk kv_heads head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     rope: Rope | None = None,
     interleaved: bool = False,
-    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    q: Float[Array, "sequences chunk heads head_dim"] | None = None,
     path: Wish = "auto",
 ) -> Written:
-    """Rotate, quantise and write the keys and values of ``chunk`` tokens a lane, see `reference` for all of it.
+    """Rotate, quantise and write the keys and values of ``chunk`` tokens a sequence, see `reference` for all of it.
 
     In place where the pool and the scales are donated. Raises ValueError where a forced path cannot do it.
     """
@@ -81,9 +81,9 @@ def write(
 
 def write_projected(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    qkv: Float[Array, "lanes chunk kv_heads parts head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    qkv: Float[Array, "sequences chunk kv_heads parts head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     rope: Rope,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
@@ -116,10 +116,10 @@ def write_rows(
 
 def write_pages(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "lanes chunk kv_heads head_dim"],
-    v: Float[Array, "lanes chunk kv_heads head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    k: Float[Array, "sequences chunk kv_heads head_dim"],
+    v: Float[Array, "sequences chunk kv_heads head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     path: Wish = "auto",
 ) -> Num[Array, "pages 2 kv_heads page head_dim"]:
@@ -132,9 +132,9 @@ def write_pages(
 
 def write_latents(
     pool: Num[Array, "pages page latent"],
-    latents: Float[Array, "lanes chunk latent"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    latents: Float[Array, "sequences chunk latent"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
 ) -> Num[Array, "pages page latent"]:
     """Chunks of latents (multi-head latent attention), placed as `write_pages` places keys; in place under donation.
 
@@ -146,9 +146,9 @@ def write_latents(
 def write_scaled_latents(
     pool: Num[Array, "pages page latent"],
     scales: Float[Array, "pages page 2"],
-    latents: Float[Array, "lanes chunk latent"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    latents: Float[Array, "sequences chunk latent"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     rank: int,
 ) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:

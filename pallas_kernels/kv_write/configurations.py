@@ -20,7 +20,7 @@ _SHORT = {jnp.bfloat16: "bf16", jnp.float16: "fp16", jnp.int8: "int8", jnp.float
 @dataclasses.dataclass(frozen=True)
 class _Write:
     name: str
-    lanes: int = 64
+    sequences: int = 64
     chunk: int = 1
     page: int = 64
     kv_heads: int = 8
@@ -37,11 +37,11 @@ class _Write:
         pool = shaped(256, 2, self.kv_heads, self.page, self.head_dim, dtype=self.pool_dtype)
         rank = {None: 0, "head": 3, "token": 4}[self.scales]
         scales = shaped(*pool.shape[:rank], dtype=jnp.float32) if rank else None
-        tokens, written = (self.lanes, self.chunk), -(-self.chunk // self.page) + (self.chunk > 1)
+        tokens, written = (self.sequences, self.chunk), -(-self.chunk // self.page) + (self.chunk > 1)
         keys = shaped(*tokens, self.kv_heads, self.head_dim, dtype=self.dtype)
         queries = shaped(*tokens, self.heads, self.head_dim, dtype=self.dtype) if self.rotary else None
         angles = shaped(*tokens, self.rotary // 2, dtype=jnp.float32) if self.rotary else None
-        places = shaped(self.lanes, written, dtype=jnp.int32), shaped(self.lanes, dtype=jnp.int32)
+        places = shaped(self.sequences, written, dtype=jnp.int32), shaped(self.sequences, dtype=jnp.int32)
 
         def write(pool: jax.Array, scales: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Written:
             pages, offsets, angles, q = rest
@@ -83,15 +83,15 @@ CONFIGURATIONS: tuple[Configuration, ...] = tuple(
         _Write("rows-partial", head_dim=96, rotary=48),
         _Write("rows-interleaved", interleaved=True),
         _Write("rows", dtype=jnp.float16, pool_dtype=jnp.float16),
-        _Write("pages", lanes=2, chunk=1024),
-        _Write("pages-page16", lanes=2, chunk=1024, page=16),
+        _Write("pages", sequences=2, chunk=1024),
+        _Write("pages-page16", sequences=2, chunk=1024, page=16),
         _Write("rows-token", pool_dtype=jnp.int8, scales="token"),
         _Write("rows-token", pool_dtype=jnp.float8_e4m3fn, scales="token"),
         _Write("rows-head", pool_dtype=jnp.float8_e4m3fn, scales="head"),
         _Write("rows-projected", projected=True),
         _Write("rows-projected", projected=True, head_dim=64, rotary=64, heads=56),
         _Write("rows-projected-token", projected=True, pool_dtype=jnp.int8, scales="token"),
-        _Write("pages-projected", projected=True, lanes=2, chunk=1024),
-        _Write("pages-token", lanes=2, chunk=1024, pool_dtype=jnp.int8, scales="token"),
+        _Write("pages-projected", projected=True, sequences=2, chunk=1024),
+        _Write("pages-token", sequences=2, chunk=1024, pool_dtype=jnp.int8, scales="token"),
     )
 )

@@ -60,10 +60,10 @@ def heuristic_tiles(head_dim: int) -> Tiles:
 
 
 class _Operands(NamedTuple):
-    """In device memory, ``tokens`` being all lanes' one after another. None: not part of this launch."""
+    """In device memory, ``tokens`` being all sequences' one after another. None: not part of this launch."""
 
-    pages: Any  # [lanes, written]
-    offsets: Any  # [lanes]
+    pages: Any  # [sequences, written]
+    offsets: Any  # [sequences]
     k: Any  # [tokens, kv_heads, *columns]; None, as v, where q holds them
     v: Any
     q: Any  # [tokens, heads, *columns]; [tokens, kv_heads, group + 2, *columns], each group's key and value behind it
@@ -90,15 +90,15 @@ class _Shape(NamedTuple):
 
 def write(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "lanes chunk kv_heads head_dim"],
-    v: Float[Array, "lanes chunk kv_heads head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    k: Float[Array, "sequences chunk kv_heads head_dim"],
+    v: Float[Array, "sequences chunk kv_heads head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     rope: Rope | None = None,
     interleaved: bool = False,
-    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    q: Float[Array, "sequences chunk heads head_dim"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Written:
@@ -123,9 +123,9 @@ def write(
 
 def write_projected(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    qkv: Float[Array, "lanes chunk kv_heads parts head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    qkv: Float[Array, "sequences chunk kv_heads parts head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     rope: Rope,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
@@ -140,23 +140,23 @@ def write_projected(
     """
     if (why := projected_refusal(pool, qkv, rope=rope, scales=scales, interleaved=interleaved)) is not None:
         raise ValueError(why)
-    (lanes, chunk, kv_heads, parts, head_dim), half = qkv.shape, rope[0].shape[-1]
+    (sequences, chunk, kv_heads, parts, head_dim), half = qkv.shape, rope[0].shape[-1]
     tiles, group = tiles or heuristic_tiles(head_dim), parts - 2
     rows = power_of_two(kv_heads, tiles.heads), power_of_two(group, tiles.heads)
-    shape = _Shape(lanes * chunk, chunk, half, head_dim, interleaved, kv_heads, group, *rows)
+    shape = _Shape(sequences * chunk, chunk, half, head_dim, interleaved, kv_heads, group, *rows)
     whole = qkv.reshape(shape.tokens, kv_heads, parts, *_columns(shape))
     done = _launched(shape, pool, (None, None, whole), pages, offsets, scales, rope, interpret)
     assert done.q is not None
-    return done._replace(q=done.q.reshape(lanes, chunk, kv_heads * group, head_dim))
+    return done._replace(q=done.q.reshape(sequences, chunk, kv_heads * group, head_dim))
 
 
 def projected_refusal(pool: Any, qkv: Any, *, rope: Any, scales: Any | None = None, interleaved: bool) -> str | None:
     """None, or why this kernel cannot do `write_projected`, like `refusal`."""
-    (lanes, chunk, kv_heads, parts, head_dim), dtype = qkv.shape, qkv.dtype
-    if parts < 3 or not rope[0].shape[-1] or not lanes * chunk:
+    (sequences, chunk, kv_heads, parts, head_dim), dtype = qkv.shape, qkv.dtype
+    if parts < 3 or not rope[0].shape[-1] or not sequences * chunk:
         return f"queries, keys and values {qkv.shape} with {2 * rope[0].shape[-1]} numbers rotated."
-    k = jax.ShapeDtypeStruct((lanes, chunk, kv_heads, head_dim), dtype)
-    q = jax.ShapeDtypeStruct((lanes, chunk, kv_heads * (parts - 2), head_dim), dtype)
+    k = jax.ShapeDtypeStruct((sequences, chunk, kv_heads, head_dim), dtype)
+    q = jax.ShapeDtypeStruct((sequences, chunk, kv_heads * (parts - 2), head_dim), dtype)
     return refusal(pool, k, k, scales=scales, rope=rope, interleaved=interleaved, q=q)
 
 
@@ -218,11 +218,11 @@ def refusal(
 
 
 def _shape_of(k: Array, q: Array | None, rope: Rope | None, interleaved: bool, tiles: Tiles) -> _Shape:
-    lanes, chunk, kv_heads, head_dim = k.shape
+    sequences, chunk, kv_heads, head_dim = k.shape
     half = 0 if rope is None else rope[0].shape[-1]
     q_tile = 0 if q is None or not half else power_of_two(q.shape[2], tiles.heads)
     pairs, kv_tile = interleaved and half > 0, power_of_two(kv_heads, tiles.heads)
-    return _Shape(lanes * chunk, chunk, half, head_dim, pairs, kv_heads, 0, kv_tile, q_tile)
+    return _Shape(sequences * chunk, chunk, half, head_dim, pairs, kv_heads, 0, kv_tile, q_tile)
 
 
 def _columns(shape: _Shape) -> tuple[int, ...]:
@@ -327,10 +327,10 @@ def _store_in_pool(shape: _Shape, gmem: _Operands, tile: _Part, side: int) -> No
 def _place(shape: _Shape, gmem: _Operands, token: Any) -> tuple[Any, Any, Any]:
     """Page and slot of a token, and whether there is such a page."""
     (pages, _, _, page), written = gmem.pool.shape[:4], gmem.pages.shape[1]
-    lane = lax.div(token, jnp.int32(shape.chunk))
-    at = gmem.offsets[lane] + lax.rem(token, jnp.int32(shape.chunk))
+    sequence = lax.div(token, jnp.int32(shape.chunk))
+    at = gmem.offsets[sequence] + lax.rem(token, jnp.int32(shape.chunk))
     index = lax.div(at, jnp.int32(page))
-    own = gmem.pages[lane, jnp.minimum(index, written - 1)]
+    own = gmem.pages[sequence, jnp.minimum(index, written - 1)]
     return own, lax.rem(at, jnp.int32(page)), (index < written) & (own >= 0) & (own < pages)
 
 

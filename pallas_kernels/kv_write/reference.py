@@ -1,13 +1,13 @@
 """The meaning of a write of new keys and values into a layer's pool, and of its options, token by token.
 
-Keys and values are ``[lanes, chunk, kv_heads, head_dim]``: ``chunk`` consecutive tokens of each lane, the first at
-slot ``offsets`` of the lane's first page in ``pages``. A token whose page is out of range, above or below, is dropped;
-``pages`` must be wide enough for the chunk at every offset that occurs. Decode is ``chunk`` 1 with one page a lane.
-No slot may be written twice.
+Keys and values are ``[sequences, chunk, kv_heads, head_dim]``: ``chunk`` consecutive tokens of each sequence, the first
+at slot ``offsets`` of the sequence's first page in ``pages``. A token whose page is out of range, above or below, is
+dropped; ``pages`` must be wide enough for the chunk at every offset that occurs. Decode is ``chunk`` 1 with one page a
+sequence. No slot may be written twice.
 
 Options, alike in every path:
 
-- ``rope``: cosines and sines ``[lanes, chunk, half]``. Keys (and ``q``, when given) are rotated in float32 and cast
+- ``rope``: cosines and sines ``[sequences, chunk, half]``. Keys (and ``q``, when given) are rotated in float32 and cast
   back to their own dtype before anything else (Su et al., arXiv:2104.09864). The first ``2 * half`` numbers of a head
   take part, the others stay as they are (partial rotation). Pairs are ``(i, i + half)``, or with ``interleaved``
   neighbours ``(2 i, 2 i + 1)``.
@@ -17,10 +17,10 @@ Options, alike in every path:
   ``[pages, 2, kv_heads]``, per page and head: given, as vLLM's and TensorRT-LLM's static scales are; a write reads
   them, never changes them, and saturates. `static_scales` makes them for a whole pool.
   A pool in uint8 holds the bits of float8_e4m3fn (`pallas_kernels.bits`).
-- ``q [lanes, chunk, heads, head_dim]``: rotated alike and given back, not written.
+- ``q [sequences, chunk, heads, head_dim]``: rotated alike and given back, not written.
 
-`write_projected` has all three in one array as a fused projection leaves them, ``[lanes, chunk, kv_heads, group + 2,
-head_dim]``: the queries of each KV head, its key and its value.
+`write_projected` has all three in one array as a fused projection leaves them, ``[sequences, chunk, kv_heads, group +
+2, head_dim]``: the queries of each KV head, its key and its value.
 
 Why a page's scale is given and not found from its tokens: it must be known at the page's first token, or what is
 written would depend on how a prompt was cut into chunks, and tokens written earlier would have to be quantised anew.
@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import bits
 
-Rope = tuple[Float[Array, "lanes chunk half"], Float[Array, "lanes chunk half"]]
+Rope = tuple[Float[Array, "sequences chunk half"], Float[Array, "sequences chunk half"]]
 
 # A head of zeros has this as its largest magnitude: its scale can be divided by.
 SMALLEST = 1e-30
@@ -49,7 +49,7 @@ class Written(NamedTuple):
 
     pool: Num[Array, "pages 2 kv_heads page head_dim"]
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None
-    q: Float[Array, "lanes chunk heads head_dim"] | None = None
+    q: Float[Array, "sequences chunk heads head_dim"] | None = None
 
 
 def limit(dtype: Any) -> float:
@@ -121,8 +121,8 @@ def quantise_latents(
 
 
 def places(
-    pages: Int[Array, "lanes written"], offsets: Int[Array, " lanes"], chunk: int, page: int
-) -> tuple[Int[Array, "lanes chunk"], Int[Array, "lanes chunk"]]:
+    pages: Int[Array, "sequences written"], offsets: Int[Array, " sequences"], chunk: int, page: int
+) -> tuple[Int[Array, "sequences chunk"], Int[Array, "sequences chunk"]]:
     """Page and slot of every token; page -1 for tokens beyond the ``written`` pages."""
     at = offsets[:, None] + jnp.arange(chunk)
     own = jnp.take_along_axis(pages, jnp.minimum(at // page, pages.shape[1] - 1), axis=1)
@@ -131,15 +131,15 @@ def places(
 
 def write(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "lanes chunk kv_heads head_dim"],
-    v: Float[Array, "lanes chunk kv_heads head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    k: Float[Array, "sequences chunk kv_heads head_dim"],
+    v: Float[Array, "sequences chunk kv_heads head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     rope: Rope | None = None,
     interleaved: bool = False,
-    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    q: Float[Array, "sequences chunk heads head_dim"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Written:
     """See the module. ``dtype`` is what is computed in; wider than float32, nothing is rounded on the way."""
@@ -148,14 +148,14 @@ def write(
         exact = jnp.promote_types(x.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else x.dtype
         return (x if rope is None else rotate(x, *rope, interleaved=interleaved, dtype=dtype)).astype(exact)
 
-    (lanes, chunk), page = k.shape[:2], pool.shape[3]
+    (sequences, chunk), page = k.shape[:2], pool.shape[3]
     ids, slots = places(pages, offsets, chunk, page)
     rows = jnp.stack([turned(k), v], axis=2).astype(dtype)
-    for lane in range(lanes):
+    for sequence in range(sequences):
         for token in range(chunk):
-            here = jnp.arange(pool.shape[0]) == ids[lane, token]
-            at = here[:, None, None, None] & (jnp.arange(page) == slots[lane, token])
-            row = rows[lane, token]
+            here = jnp.arange(pool.shape[0]) == ids[sequence, token]
+            at = here[:, None, None, None] & (jnp.arange(page) == slots[sequence, token])
+            row = rows[sequence, token]
             if scales is None:
                 pool = jnp.where(at[..., None], row[:, :, None].astype(pool.dtype), pool)
                 continue
@@ -163,17 +163,17 @@ def write(
                 scales = jnp.where(at, token_scales(row, pool.dtype)[:, :, None].astype(scales.dtype), scales)
                 own = token_scales(row, pool.dtype)
             else:
-                own = scales[jnp.clip(ids[lane, token], 0, pool.shape[0] - 1)].astype(dtype)
+                own = scales[jnp.clip(ids[sequence, token], 0, pool.shape[0] - 1)].astype(dtype)
             pool = jnp.where(at[..., None], quantise(row, own, pool.dtype)[:, :, None], pool)
     return Written(pool, scales, None if q is None else turned(q))
 
 
 def projected(
-    qkv: Float[Array, "lanes chunk kv_heads parts head_dim"],
+    qkv: Float[Array, "sequences chunk kv_heads parts head_dim"],
 ) -> tuple[
-    Float[Array, "lanes chunk heads head_dim"],
-    Float[Array, "lanes chunk kv_heads head_dim"],
-    Float[Array, "lanes chunk kv_heads head_dim"],
+    Float[Array, "sequences chunk heads head_dim"],
+    Float[Array, "sequences chunk kv_heads head_dim"],
+    Float[Array, "sequences chunk kv_heads head_dim"],
 ]:
     """The queries, keys and values of a fused projection."""
     q = qkv[..., :-2, :].reshape(*qkv.shape[:2], -1, qkv.shape[-1])
@@ -182,16 +182,16 @@ def projected(
 
 def write_latents(
     pool: Num[Array, "pages page latent"],
-    latents: Float[Array, "lanes chunk latent"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    latents: Float[Array, "sequences chunk latent"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
 ) -> Num[Array, "pages page latent"]:
     """One row a token, key and value of all heads (DeepSeek-V2, arXiv:2405.04434), placed like keys."""
-    (lanes, chunk), page = latents.shape[:2], pool.shape[1]
+    (sequences, chunk), page = latents.shape[:2], pool.shape[1]
     ids, slots = places(pages, offsets, chunk, page)
-    for lane in range(lanes):
+    for sequence in range(sequences):
         for token in range(chunk):
-            here = jnp.arange(pool.shape[0])[:, None] == ids[lane, token]
-            at = here & (jnp.arange(page) == slots[lane, token])
-            pool = jnp.where(at[..., None], latents[lane, token].astype(pool.dtype), pool)
+            here = jnp.arange(pool.shape[0])[:, None] == ids[sequence, token]
+            at = here & (jnp.arange(page) == slots[sequence, token])
+            pool = jnp.where(at[..., None], latents[sequence, token].astype(pool.dtype), pool)
     return pool

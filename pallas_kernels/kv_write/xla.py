@@ -19,15 +19,15 @@ from pallas_kernels.kv_write.reference import (
 
 def write(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    k: Float[Array, "lanes chunk kv_heads head_dim"],
-    v: Float[Array, "lanes chunk kv_heads head_dim"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    k: Float[Array, "sequences chunk kv_heads head_dim"],
+    v: Float[Array, "sequences chunk kv_heads head_dim"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     rope: Rope | None = None,
     interleaved: bool = False,
-    q: Float[Array, "lanes chunk heads head_dim"] | None = None,
+    q: Float[Array, "sequences chunk heads head_dim"] | None = None,
 ) -> Written:
     """See `reference`."""
 
@@ -35,9 +35,9 @@ def write(
         return x if rope is None else rotate(x, *rope, interleaved=interleaved).astype(x.dtype)
 
     # Token by token: on a CPU as fast as page by page, since that would have to shift the chunk to the pages' borders.
-    lanes, chunk = k.shape[:2]
+    sequences, chunk = k.shape[:2]
     ids, slots = _places(pages, offsets, chunk, pool.shape[3])
-    rows = jnp.stack([x.reshape(lanes * chunk, *x.shape[2:]) for x in (turned(k), v)], axis=1)
+    rows = jnp.stack([x.reshape(sequences * chunk, *x.shape[2:]) for x in (turned(k), v)], axis=1)
     pool, scales = _scatter(pool, scales, rows, ids.reshape(-1), slots.reshape(-1))
     return Written(pool, scales, None if q is None else turned(q))
 
@@ -62,9 +62,9 @@ def _scatter(
 
 def write_latents(
     pool: Num[Array, "pages page latent"],
-    latents: Float[Array, "lanes chunk latent"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    latents: Float[Array, "sequences chunk latent"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
 ) -> Num[Array, "pages page latent"]:
     """See `reference`."""
     ids, slots = _places(pages, offsets, latents.shape[1], pool.shape[1])
@@ -74,9 +74,9 @@ def write_latents(
 def write_scaled_latents(
     pool: Num[Array, "pages page latent"],
     scales: Float[Array, "pages page 2"],
-    latents: Float[Array, "lanes chunk latent"],
-    pages: Int[Array, "lanes written"],
-    offsets: Int[Array, " lanes"],
+    latents: Float[Array, "sequences chunk latent"],
+    pages: Int[Array, "sequences written"],
+    offsets: Int[Array, " sequences"],
     *,
     rank: int,
 ) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:
@@ -88,8 +88,8 @@ def write_scaled_latents(
 
 
 def _places(
-    pages: Int[Array, "lanes written"], offsets: Int[Array, " lanes"], chunk: int, page: int
-) -> tuple[Int[Array, "lanes chunk"], Int[Array, "lanes chunk"]]:
+    pages: Int[Array, "sequences written"], offsets: Int[Array, " sequences"], chunk: int, page: int
+) -> tuple[Int[Array, "sequences chunk"], Int[Array, "sequences chunk"]]:
     if (chunk, pages.shape[1]) == (1, 1):
         return pages, offsets[:, None]
     return places(pages, offsets, chunk, page)

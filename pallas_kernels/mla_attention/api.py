@@ -56,35 +56,35 @@ def decode(
 
 
 def extend(
-    q: Float[Array, "lanes chunk heads latent"],
+    q: Float[Array, "sequences chunk heads latent"],
     pool: Num[Array, "pages page latent"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     rank: int = RANK,
     scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
-) -> Float[Array, "lanes chunk heads rank"]:
-    """`prefill` of a few queries a lane (decode of several tokens): where a kernel does it, it splits the keys."""
+) -> Float[Array, "sequences chunk heads rank"]:
+    """`prefill` of a few queries a sequence (decode of several tokens): where a kernel does it, it splits the keys."""
     chosen = explain(q, pool, tables, lengths, rank=rank, scales=scales, path=path)
     kernel = attention.extend if chosen.path == "mosaic" else xla.prefill
     return kernel(q, pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales)
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads latent"],
+    q: Float[Array, "sequences chunk heads latent"],
     pool: Num[Array, "pages page latent"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     rank: int = RANK,
     scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
-) -> Float[Array, "lanes chunk heads rank"]:
+) -> Float[Array, "sequences chunk heads rank"]:
     """See `reference.prefill`; what padding queries give is finite and means nothing.
 
     Raises ValueError where a forced ``path`` cannot do it.

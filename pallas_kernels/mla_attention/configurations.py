@@ -17,16 +17,16 @@ _SHORT = {jnp.bfloat16: "bf16", jnp.float16: "fp16"}
 
 
 def _build(
-    entry: Callable[..., Any], page: int, heads: int, chunk: int, lanes: int, dtype: Any, context: int
+    entry: Callable[..., Any], page: int, heads: int, chunk: int, sequences: int, dtype: Any, context: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    queries = (lanes, heads) if entry is attention.decode else (lanes, chunk, heads)
-    middle = () if entry is attention.decode else (shaped(lanes, dtype=jnp.int32),)
+    queries = (sequences, heads) if entry is attention.decode else (sequences, chunk, heads)
+    middle = () if entry is attention.decode else (shaped(sequences, dtype=jnp.int32),)
     return functools.partial(entry, scale=192**-0.5), (
         shaped(*queries, RANK + _ROPE, dtype=dtype),
         shaped(_PAGES, page, RANK + _ROPE, dtype=dtype),
-        shaped(lanes, context // page, dtype=jnp.int32),
+        shaped(sequences, context // page, dtype=jnp.int32),
         *middle,
-        shaped(lanes, dtype=jnp.int32),
+        shaped(sequences, dtype=jnp.int32),
     )
 
 
@@ -36,12 +36,12 @@ def _configuration(
     heads: int,
     *,
     chunk: int = 1,
-    lanes: int = 64,
+    sequences: int = 64,
     dtype: Any = jnp.bfloat16,
     context: int = _CONTEXT,
 ) -> Configuration:
     name = f"page{page}-heads{heads}-chunk{chunk}-context{context}-{_SHORT[dtype]}"
-    build = functools.partial(_build, entry, page, heads, chunk, lanes, dtype, context)
+    build = functools.partial(_build, entry, page, heads, chunk, sequences, dtype, context)
     return Configuration(f"mla_attention.{entry.__name__}", name, build)
 
 
@@ -52,7 +52,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration(attention.decode, 64, 16, context=512),  # one split: no merge
     _configuration(attention.extend, 64, 16, chunk=4),
     _configuration(attention.extend, 64, 128, chunk=2),
-    _configuration(attention.prefill, 64, 16, chunk=1024, lanes=2),
-    _configuration(attention.prefill, 64, 128, chunk=1024, lanes=2),
-    _configuration(attention.prefill, 16, 24, chunk=256, lanes=2),
+    _configuration(attention.prefill, 64, 16, chunk=1024, sequences=2),
+    _configuration(attention.prefill, 64, 128, chunk=1024, sequences=2),
+    _configuration(attention.prefill, 16, 24, chunk=256, sequences=2),
 )

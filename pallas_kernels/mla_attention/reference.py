@@ -66,17 +66,17 @@ def decode(
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads latent"],
+    q: Float[Array, "sequences chunk heads latent"],
     pool: Num[Array, "pages page latent"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     rank: int = RANK,
     scales: Float[Array, "pages page 2"] | None = None,
     dtype: Any = jnp.float32,
-) -> Float[Array, "lanes chunk heads rank"]:
+) -> Float[Array, "sequences chunk heads rank"]:
     """Chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written. Length 0: zeros.
 
     Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
@@ -88,11 +88,11 @@ def prefill(
         raise ValueError(f"queries {q.shape} and pool {pool.shape} do not fit each other, or rank {rank} them")
     chunk = q.shape[1]
 
-    def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
+    def sequence(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
         keys = latents(pool, scales, table, rank, dtype)
         visible = visible_keys(chunk, keys.shape[0], start, length, None, None)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
         return attend(q, keys[None], keys[None, :, :rank], visible, scale=scale)
 
-    mixed = jax.vmap(lane)(q, tables, starts, lengths)
+    mixed = jax.vmap(sequence)(q, tables, starts, lengths)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -12,8 +12,8 @@ DECODE = "mla_attention.decode"
 
 
 def decode_key(q: Any, pool: Any, tables: Any) -> Key:
-    """Of ``q [lanes, chunk, heads, latent]``. Heads are an option: how long a split should be depends on them."""
-    lanes, chunk, heads, latent = q.shape
+    """Of ``q [sequences, chunk, heads, latent]``. Heads are an option: how long a split should be depends on them."""
+    sequences, chunk, heads, latent = q.shape
     page = pool.shape[1]
     options = {"page": page, "heads": heads, "latent": latent, "dtype": jnp.dtype(q.dtype).name}
-    return Key(options, {"lanes": lanes, "chunk": chunk, "keys": tables.shape[1] * page})
+    return Key(options, {"sequences": sequences, "chunk": chunk, "keys": tables.shape[1] * page})

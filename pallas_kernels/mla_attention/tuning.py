@@ -20,9 +20,9 @@ _ROPE = 64
 
 @dataclasses.dataclass(frozen=True)
 class MlaShape:
-    """DeepSeek-V3's heads on one device; every lane has ``context`` keys."""
+    """DeepSeek-V3's heads on one device; every sequence has ``context`` keys."""
 
-    lanes: int = 64
+    sequences: int = 64
     context: int = 4096
     chunk: int = 1
     heads: int = 128
@@ -33,18 +33,18 @@ class MlaShape:
         """Queries, pool and tables, as shapes."""
         width, latent = self.context // self.page, RANK + _ROPE
         return (
-            shaped(self.lanes, self.chunk, self.heads, latent, dtype=jnp.dtype(self.dtype)),
-            shaped(self.lanes * width, self.page, latent, dtype=jnp.dtype(self.dtype)),
-            shaped(self.lanes, width, dtype=jnp.int32),
+            shaped(self.sequences, self.chunk, self.heads, latent, dtype=jnp.dtype(self.dtype)),
+            shaped(self.sequences * width, self.page, latent, dtype=jnp.dtype(self.dtype)),
+            shaped(self.sequences, width, dtype=jnp.int32),
         )
 
 
 def problem(shape: MlaShape, multiprocessors: int) -> Problem:
     q, pool, table = shape.arguments()
-    per_lane = shaped(shape.lanes, dtype=jnp.int32)
+    per_sequence = shaped(shape.sequences, dtype=jnp.int32)
 
     def refuses(_: Any) -> str | None:
-        return refusal(q, pool, table, per_lane, starts=per_lane)
+        return refusal(q, pool, table, per_sequence, starts=per_sequence)
 
     return Problem(
         key=decode_key(q, pool, table),
@@ -62,9 +62,9 @@ def problem(shape: MlaShape, multiprocessors: int) -> Problem:
 def _operands(shape: MlaShape, q: Any, pool: Any) -> list[tuple[Any, ...]]:
     shared = (
         numbers(0, pool.shape, pool.dtype),
-        tables(shape.lanes, shape.context // shape.page),
-        filled(shape.lanes, shape.context - shape.chunk),
-        filled(shape.lanes, shape.context),
+        tables(shape.sequences, shape.context // shape.page),
+        filled(shape.sequences, shape.context - shape.chunk),
+        filled(shape.sequences, shape.context),
     )
     return [(numbers(1 + index, q.shape, q.dtype), *shared) for index in range(MOST_SETS)]
 
@@ -74,10 +74,10 @@ DECODE_TUNING = Tunable(
     bits=frozenset({"keys_per_split"}),
     shapes=(
         MlaShape(),
-        MlaShape(lanes=1),
-        MlaShape(lanes=128),
+        MlaShape(sequences=1),
+        MlaShape(sequences=128),
         MlaShape(heads=16),
-        MlaShape(heads=16, lanes=1),
+        MlaShape(heads=16, sequences=1),
         MlaShape(heads=32),
         MlaShape(heads=16, page=16),
     ),

@@ -1,8 +1,8 @@
 """MLA in plain XLA, for CPUs and for GPUs without a kernel.
 
-The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys, lane by lane in prefill and a
-few rows of like length at a time in decode, each up to its own last block: what is computed grows with the keys that
-are really attended. A block that a query does not see adds exact zeros, so neither the width of the tables nor the
+The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys, sequence by sequence in prefill
+and a few rows of like length at a time in decode, each up to its own last block: what is computed grows with the keys
+that are really attended. A block that a query does not see adds exact zeros, so neither the width of the tables nor the
 neighbours change a single bit of a row's result.
 """
 
@@ -128,33 +128,33 @@ def _decode_together(queries: jax.Array, pages: _Pages, rank: int) -> jax.Array:
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads latent"],
+    q: Float[Array, "sequences chunk heads latent"],
     pool: Num[Array, "pages page latent"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     rank: int = RANK,
     scales: Float[Array, "pages page 2"] | None = None,
-) -> Float[Array, "lanes chunk heads rank"]:
+) -> Float[Array, "sequences chunk heads rank"]:
     """See `reference.prefill`; what padding gives is not specified, but finite."""
-    lanes, chunk, heads, latent = q.shape
+    sequences, chunk, heads, latent = q.shape
     pages = _pages(pool, scales, tables, lengths, PREFILL_BLOCK, rank)
-    queries = q.astype(jnp.float32).reshape(lanes, chunk * heads, latent) * (scale * _LOG2_E)
+    queries = q.astype(jnp.float32).reshape(sequences, chunk * heads, latent) * (scale * _LOG2_E)
 
-    def lane(index: jax.Array, results: jax.Array) -> jax.Array:
+    def sequence(index: jax.Array, results: jax.Array) -> jax.Array:
         own, length, few = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, lengths, queries))
         one = dataclasses.replace(pages, tables=own, lengths=length)
-        mixed = _prefill_lane(few, starts[index] + jnp.arange(chunk * heads) // heads, one, rank)
+        mixed = _prefill_sequence(few, starts[index] + jnp.arange(chunk * heads) // heads, one, rank)
         return lax.dynamic_update_slice_in_dim(results, mixed, index, 0)
 
-    mixed = lax.fori_loop(0, lanes, lane, jnp.zeros((lanes, chunk * heads, rank)))
-    return mixed.reshape(lanes, chunk, heads, rank).astype(q.dtype)
+    mixed = lax.fori_loop(0, sequences, sequence, jnp.zeros((sequences, chunk * heads, rank)))
+    return mixed.reshape(sequences, chunk, heads, rank).astype(q.dtype)
 
 
-def _prefill_lane(queries: jax.Array, positions: jax.Array, pages: _Pages, rank: int) -> jax.Array:
-    """One lane's queries [1, queries, latent], scaled, at ``positions`` [queries]."""
+def _prefill_sequence(queries: jax.Array, positions: jax.Array, pages: _Pages, rank: int) -> jax.Array:
+    """One sequence's queries [1, queries, latent], scaled, at ``positions`` [queries]."""
 
     def body(index: jax.Array, state: Softmax) -> Softmax:
         latents, at = pages.read(index), pages.positions(index)

@@ -19,7 +19,7 @@ def _build(
     head_dim: int,
     group: int,
     *,
-    lanes: int = _ROWS,
+    sequences: int = _ROWS,
     chunk: int = 1,
     dtype: Any = jnp.bfloat16,
     sinks: bool = False,
@@ -33,13 +33,13 @@ def _build(
         return extend(q, pool, tables, starts, lengths, **given, tree=tree)
 
     return attend, (
-        shaped(lanes, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
+        shaped(sequences, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
         shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=dtype),
-        shaped(lanes, _CONTEXT // page, dtype=jnp.int32),
-        shaped(lanes, dtype=jnp.int32),
-        shaped(lanes, dtype=jnp.int32),
+        shaped(sequences, _CONTEXT // page, dtype=jnp.int32),
+        shaped(sequences, dtype=jnp.int32),
+        shaped(sequences, dtype=jnp.int32),
         shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
-        shaped(lanes, chunk, chunk, dtype=jnp.bool_) if tree else None,
+        shaped(sequences, chunk, chunk, dtype=jnp.bool_) if tree else None,
     )
 
 
@@ -67,8 +67,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     _configuration(64, 128, 2, "bf16-window-softcap", window=4096, softcap=50.0),
     _configuration(64, 128, 4, "bf16-chunk4", chunk=4),
     _configuration(64, 128, 4, "bf16-chunk8-tree", chunk=8, tree=True),
-    _configuration(64, 128, 4, "bf16-chunk512", lanes=2, chunk=512),
-    _configuration(16, 128, 7, "fp16-chunk512", lanes=2, chunk=512, dtype=jnp.float16),
-    _configuration(32, 64, 8, "bf16-chunk512", lanes=2, chunk=512),
-    _configuration(64, 128, 1, "bf16-chunk512-window-softcap-sinks", lanes=2, chunk=512, **_EVERY),
+    _configuration(64, 128, 4, "bf16-chunk512", sequences=2, chunk=512),
+    _configuration(16, 128, 7, "fp16-chunk512", sequences=2, chunk=512, dtype=jnp.float16),
+    _configuration(32, 64, 8, "bf16-chunk512", sequences=2, chunk=512),
+    _configuration(64, 128, 1, "bf16-chunk512-window-softcap-sinks", sequences=2, chunk=512, **_EVERY),
 )

@@ -90,20 +90,20 @@ def decode(
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads head_dim"],
+    q: Float[Array, "sequences chunk heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     path: Wish = "auto",
-) -> Float[Array, "lanes chunk heads head_dim"]:
+) -> Float[Array, "sequences chunk heads head_dim"]:
     """See `reference.prefill`; what padding queries give is finite and means nothing.
 
     Raises ValueError where a forced ``path`` cannot do it.

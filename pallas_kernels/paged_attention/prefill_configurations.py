@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.check.configuration import Configuration, shaped
 from pallas_kernels.paged_attention.mosaic.prefill import prefill
 
-_LANES, _KV_HEADS, _PAGES, _CONTEXT = 4, 8, 256, 8192
+_SEQUENCES, _KV_HEADS, _PAGES, _CONTEXT = 4, 8, 256, 8192
 
 
 def _build(
@@ -35,17 +35,17 @@ def _build(
     if sinks:
         extra["sinks"] = shaped(_KV_HEADS * group, dtype=jnp.float32)
     if tree:
-        extra["tree"] = shaped(_LANES, chunk, chunk, dtype=jnp.bool_)
+        extra["tree"] = shaped(_SEQUENCES, chunk, chunk, dtype=jnp.bool_)
 
     def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, extra: dict[str, Any]) -> Any:
         return prefill(q, pool, tables, starts, lengths, scale=head_dim**-0.5, **options, **extra)
 
     return attend, (
-        shaped(_LANES, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
+        shaped(_SEQUENCES, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
         shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=pool_dtype or dtype),
-        shaped(_LANES, _CONTEXT // page, dtype=jnp.int32),
-        shaped(_LANES, dtype=jnp.int32),
-        shaped(_LANES, dtype=jnp.int32),
+        shaped(_SEQUENCES, _CONTEXT // page, dtype=jnp.int32),
+        shaped(_SEQUENCES, dtype=jnp.int32),
+        shaped(_SEQUENCES, dtype=jnp.int32),
         extra,
     )
 

@@ -21,7 +21,7 @@ _SETS = 2  # a launch takes long enough
 class PrefillShape:
     """Llama-3.1-8B's heads; the chunks are the last tokens of their contexts. ``scales``: "head", "token" or ""."""
 
-    lanes: int = 1
+    sequences: int = 1
     chunk: int = 8192
     context: int = 8192
     kv_heads: int = 8
@@ -36,9 +36,9 @@ class PrefillShape:
         """Queries, pool and tables, as shapes."""
         width, heads = self.context // self.page, self.kv_heads * self.group
         return (
-            shaped(self.lanes, self.chunk, heads, self.head_dim, dtype=jnp.dtype(self.dtype)),
-            shaped(self.lanes * width, 2, self.kv_heads, self.page, self.head_dim, dtype=jnp.dtype(self.pool)),
-            shaped(self.lanes, width, dtype=jnp.int32),
+            shaped(self.sequences, self.chunk, heads, self.head_dim, dtype=jnp.dtype(self.dtype)),
+            shaped(self.sequences * width, 2, self.kv_heads, self.page, self.head_dim, dtype=jnp.dtype(self.pool)),
+            shaped(self.sequences, width, dtype=jnp.int32),
         )
 
 
@@ -49,11 +49,11 @@ def _factors(shape: PrefillShape, pool: Any) -> Any | None:
 def problem(shape: PrefillShape, _: int) -> Problem:
     """Any number of multiprocessors: a thread block has one tile."""
     q, pool, table = shape.arguments()
-    factors, per_lane = _factors(shape, pool), shaped(shape.lanes, dtype=jnp.int32)
+    factors, per_sequence = _factors(shape, pool), shaped(shape.sequences, dtype=jnp.int32)
     options: dict[str, Any] = {"scale": shape.head_dim**-0.5}
 
     def refuses(tiles: Any) -> str | None:
-        return refusal(q, pool, table, per_lane, per_lane, **options, scales=factors, tiles=tiles)
+        return refusal(q, pool, table, per_sequence, per_sequence, **options, scales=factors, tiles=tiles)
 
     def launch(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, scales: Any, **how: Any) -> Any:
         return prefill(q, pool, tables, starts, lengths, **options, scales=scales, **how)
@@ -71,9 +71,9 @@ def problem(shape: PrefillShape, _: int) -> Problem:
 def _operands(shape: PrefillShape, q: Any, pool: Any, factors: Any) -> list[tuple[Any, ...]]:
     shared = (
         numbers(0, pool.shape, pool.dtype),
-        tables(shape.lanes, shape.context // shape.page),
-        filled(shape.lanes, shape.context - shape.chunk),
-        filled(shape.lanes, shape.context),
+        tables(shape.sequences, shape.context // shape.page),
+        filled(shape.sequences, shape.context - shape.chunk),
+        filled(shape.sequences, shape.context),
         None if factors is None else jnp.full(factors.shape, 0.01, jnp.float32),
     )
     return [(numbers(1 + index, q.shape, q.dtype), *shared) for index in range(_SETS)]
@@ -84,10 +84,10 @@ PREFILL_TUNING = Tunable(
     bits=frozenset({"block_keys"}),
     shapes=(
         PrefillShape(),
-        PrefillShape(lanes=4, chunk=512, context=4096),
+        PrefillShape(sequences=4, chunk=512, context=4096),
         PrefillShape(chunk=2048, context=2048),
         PrefillShape(page=16),
-        PrefillShape(page=16, lanes=4, chunk=512, context=4096),
+        PrefillShape(page=16, sequences=4, chunk=512, context=4096),
         PrefillShape(head_dim=64),
         PrefillShape(head_dim=256, kv_heads=4, group=2),
         PrefillShape(pool="int8", scales="token"),

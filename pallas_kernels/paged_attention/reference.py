@@ -13,8 +13,8 @@ Options, alike in every path:
   learned variant, arXiv:2309.17453). It is neither scaled nor capped.
 - ``scales`` of a pool in int8 or float8: what its numbers are multiplied with, float32, per page and head
   ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``. A pool in uint8 holds the bits of float8_e4m3fn.
-- ``tree`` (prefill): which tokens of a chunk see which, ``[lanes, chunk, chunk]``, query first; a token sees itself.
-  Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781).
+- ``tree`` (prefill): which tokens of a chunk see which, ``[sequences, chunk, chunk]``, query first; a token sees
+  itself. Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781).
 """
 
 from __future__ import annotations
@@ -121,20 +121,20 @@ def decode(
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads head_dim"],
+    q: Float[Array, "sequences chunk heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     dtype: Any = jnp.float32,
-) -> Float[Array, "lanes chunk heads head_dim"]:
+) -> Float[Array, "sequences chunk heads head_dim"]:
     """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros.
 
     Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
@@ -143,11 +143,13 @@ def prefill(
     numbers = dequantise(pool, scales, dtype)
     chunk = q.shape[1]
 
-    def lane(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array, tree: jax.Array | None) -> jax.Array:
+    def sequence(
+        q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array, tree: jax.Array | None
+    ) -> jax.Array:
         keys, values = gather(numbers, table)
         visible = visible_keys(chunk, keys.shape[1], start, length, window, tree)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
         return attend(q, keys, values, visible, scale=scale, softcap=softcap, sinks=sinks)
 
-    mixed = jax.vmap(lane, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
+    mixed = jax.vmap(sequence, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -12,18 +12,18 @@ DECODE, PREFILL = "paged_attention.decode", "paged_attention.prefill"
 
 
 def decode_key(q: Any, pool: Any, tables: Any, *, window: int | None = None, scales: Any = None) -> Key:
-    """Of ``q [lanes, chunk, heads, head_dim]``. The group and the chunk are sizes: they share a model's bits."""
-    lanes, chunk, heads, _ = q.shape
-    sizes = {"rows": lanes, "queries": chunk * (heads // pool.shape[2]), "kv_heads": pool.shape[2]}
+    """Of ``q [sequences, chunk, heads, head_dim]``. The group and the chunk are sizes: they share a model's bits."""
+    sequences, chunk, heads, _ = q.shape
+    sizes = {"rows": sequences, "queries": chunk * (heads // pool.shape[2]), "kv_heads": pool.shape[2]}
     return Key(_options(q, pool, scales), {**sizes, "keys": _keys(pool, tables, window)})
 
 
 def prefill_key(
     q: Any, pool: Any, tables: Any, *, window: int | None = None, scales: Any = None, tree: Any = None
 ) -> Key:
-    """Of ``q [lanes, chunk, heads, head_dim]``."""
-    lanes, chunk, heads, _ = q.shape
-    sizes = {"lanes": lanes, "chunk": chunk, "group": heads // pool.shape[2], "kv_heads": pool.shape[2]}
+    """Of ``q [sequences, chunk, heads, head_dim]``."""
+    sequences, chunk, heads, _ = q.shape
+    sizes = {"sequences": sequences, "chunk": chunk, "group": heads // pool.shape[2], "kv_heads": pool.shape[2]}
     options: dict[str, Option] = {**_options(q, pool, scales), "tree": int(tree is not None)}
     return Key(options, {**sizes, "keys": _keys(pool, tables, window)})
 

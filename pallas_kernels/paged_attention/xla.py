@@ -1,7 +1,7 @@
 """Paged attention in plain XLA, for CPUs and for GPUs without a kernel.
 
 The online softmax (Milakov & Gimelshein 2018) runs over fixed absolute blocks of keys. Decode sorts its rows by
-length and takes a few at a time, prefill one lane after the other, each up to its own last block: what is computed
+length and takes a few at a time, prefill one sequence after the other, each up to its own last block: what is computed
 grows with the keys that are really attended. A block that a query does not see adds exact zeros, so neither the width
 of the tables nor the neighbours change a single bit of a row's result.
 """
@@ -178,40 +178,42 @@ def _decode_together(equation: _Equation, queries: jax.Array, pages: _Pages, sin
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads head_dim"],
+    q: Float[Array, "sequences chunk heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "lanes chunk chunk"] | None = None,
-) -> Float[Array, "lanes chunk heads head_dim"]:
+    tree: Bool[Array, "sequences chunk chunk"] | None = None,
+) -> Float[Array, "sequences chunk heads head_dim"]:
     """See `reference.prefill`; what padding gives is not specified, but finite. One product per KV head and block."""
-    lanes, chunk, heads, head_dim = q.shape
+    sequences, chunk, heads, head_dim = q.shape
     kv_heads, group = pool.shape[2], heads // pool.shape[2]
     equation, pages = _Equation(scale, window, softcap), _pages(pool, scales, tables, lengths, PREFILL_BLOCK)
-    grouped = jnp.transpose(q.reshape(lanes, chunk, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
-    grouped = equation.scaled(grouped.reshape(lanes, kv_heads, group * chunk, head_dim))
+    grouped = jnp.transpose(q.reshape(sequences, chunk, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
+    grouped = equation.scaled(grouped.reshape(sequences, kv_heads, group * chunk, head_dim))
     sinks = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), chunk, axis=1)
 
-    def lane(index: jax.Array, results: jax.Array) -> jax.Array:
+    def sequence(index: jax.Array, results: jax.Array) -> jax.Array:
         own, start, length = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, starts, lengths))
         seen = None if tree is None else jnp.tile(tree[index], (group, 1))
         one = dataclasses.replace(pages, tables=own, lengths=length)
         queries = lax.dynamic_slice_in_dim(grouped, index, 1)
-        mixed = _prefill_lane(equation, queries, jnp.tile(jnp.arange(chunk), group), start[0], one, sinks, seen)
+        mixed = _prefill_sequence(equation, queries, jnp.tile(jnp.arange(chunk), group), start[0], one, sinks, seen)
         return lax.dynamic_update_slice_in_dim(results, mixed, index, 0)
 
-    mixed = lax.fori_loop(0, lanes, lane, jnp.zeros_like(grouped)).reshape(lanes, kv_heads, group, chunk, head_dim)
+    mixed = lax.fori_loop(0, sequences, sequence, jnp.zeros_like(grouped)).reshape(
+        sequences, kv_heads, group, chunk, head_dim
+    )
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).reshape(q.shape).astype(q.dtype)
 
 
-def _prefill_lane(
+def _prefill_sequence(
     equation: _Equation,
     queries: jax.Array,
     places: jax.Array,
@@ -220,7 +222,7 @@ def _prefill_lane(
     sinks: jax.Array | None,
     tree: jax.Array | None,
 ) -> jax.Array:
-    """One lane's queries [1, kv_heads, queries, head_dim], scaled, at ``places`` [queries] of its chunk."""
+    """One sequence's queries [1, kv_heads, queries, head_dim], scaled, at ``places`` [queries] of its chunk."""
     length = pages.lengths[0]
     depths = places if tree is None else tree.sum(-1) - 1
     at_query = (start + depths)[:, None]

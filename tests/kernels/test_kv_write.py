@@ -32,34 +32,34 @@ def test_write_rows_and_drop():
 @pytest.mark.parametrize("chunk", [8, 16, 32])
 @pytest.mark.parametrize("offsets", [(0, 0), (0, 15), (5, 9)])
 def test_write_pages_is_a_loop_over_tokens(chunk, offsets, dtype):
-    """Pages of the first lane end with its chunk; of the second one the middle page is out of range."""
+    """Pages of the first sequence end with its chunk; of the second one the middle page is out of range."""
     pool = random(8, PAGES, 2, 2, PAGE, 8, dtype=dtype)
     k, v = (random(seed, 2, chunk, 2, 8) for seed in (9, 10))
     pages = np.array([[3, 6, 1], [0, PAGES, 5]])[:, : -(-chunk // PAGE) + 1]
     got = jax.jit(kv_write.write_pages)(pool, k, v, jnp.array(pages), jnp.array(offsets))
     want = np.array(pool)
-    for lane in range(2):
+    for sequence in range(2):
         for token in range(chunk):
-            at = offsets[lane] + token
-            if (page := pages[lane, at // PAGE]) < PAGES:
-                want[page, 0, :, at % PAGE] = k[lane, token].astype(dtype)
-                want[page, 1, :, at % PAGE] = v[lane, token].astype(dtype)
+            at = offsets[sequence] + token
+            if (page := pages[sequence, at // PAGE]) < PAGES:
+                want[page, 0, :, at % PAGE] = k[sequence, token].astype(dtype)
+                want[page, 1, :, at % PAGE] = v[sequence, token].astype(dtype)
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("written", [[[2], [PAGES], [0], [-1]], [[3, 6], [0, PAGES], [8, 1], [-5, 7]]])
 def test_latents_are_written_like_keys(written, dtype):
-    """One token a lane on one page, or chunks over two pages; some pages are out of range."""
+    """One token a sequence on one page, or chunks over two pages; some pages are out of range."""
     chunk, offsets = (1, 16)[len(written[0]) - 1], jnp.array([15, 3, 0, 9])
     pool, latents = random(8, PAGES, PAGE, 12, dtype=dtype), random(9, 4, chunk, 12)
     got = jax.jit(kv_write.write_latents)(pool, latents, jnp.array(written), offsets)
     np.testing.assert_array_equal(got, reference.write_latents(pool, latents, jnp.array(written), offsets))
     want = np.array(pool)
-    for lane, token in np.ndindex(4, chunk):
-        at = int(offsets[lane]) + token
-        if 0 <= (page := written[lane][at // PAGE]) < PAGES:
-            want[page, at % PAGE] = latents[lane, token].astype(dtype)
+    for sequence, token in np.ndindex(4, chunk):
+        at = int(offsets[sequence]) + token
+        if 0 <= (page := written[sequence][at // PAGE]) < PAGES:
+            want[page, at % PAGE] = latents[sequence, token].astype(dtype)
     np.testing.assert_array_equal(got, want)
 
 
@@ -98,13 +98,13 @@ def test_writes_stay_in_place():
 # Options.
 
 
-def operands(dtype="float32", *, lanes=2, chunk=5, half=4, pool_dtype=None, scales=None, heads=0):
-    """Lane 0 crosses from page 4 to page 1, lane 1's second page is out of range."""
+def operands(dtype="float32", *, sequences=2, chunk=5, half=4, pool_dtype=None, scales=None, heads=0):
+    """Sequence 0 crosses from page 4 to page 1, sequence 1's second page is out of range."""
     pool = random(0, PAGES, 2, 2, PAGE, 16).astype(pool_dtype or dtype)
-    k, v = (3 * random(seed, lanes, chunk, 2, 16, dtype=dtype) for seed in (1, 2))
-    angles = random(3, lanes, chunk, half)
+    k, v = (3 * random(seed, sequences, chunk, 2, 16, dtype=dtype) for seed in (1, 2))
+    angles = random(3, sequences, chunk, half)
     options = {"rope": (jnp.cos(angles), jnp.sin(angles)) if half else None}
-    options["q"] = random(4, lanes, chunk, heads, 16, dtype=dtype) if heads else None
+    options["q"] = random(4, sequences, chunk, heads, 16, dtype=dtype) if heads else None
     shape = {None: None, "head": pool.shape[:3], "token": pool.shape[:4]}[scales]
     options["scales"] = None if shape is None else jnp.abs(random(5, *shape)) / 10 + 0.03
     return (pool, k, v, jnp.array([[4, 1], [2, PAGES]]), jnp.array([PAGE - 2, PAGE - 3])), options
@@ -144,7 +144,7 @@ def test_rotation_is_that_of_the_models(dtype):
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
 def test_a_quantised_pool_stands_for_what_was_written(pool_dtype, scales):
-    (pool, k, v, _, _), _ = operands(chunk=PAGE, lanes=1, pool_dtype=pool_dtype)
+    (pool, k, v, _, _), _ = operands(chunk=PAGE, sequences=1, pool_dtype=pool_dtype)
     factors = jnp.full(pool.shape[:4], jnp.nan) if scales == "token" else static_scales(pool, jnp.full((2, 2), 12.0))
     got = kv_write.write(pool, k, v, jnp.array([[3]]), jnp.array([0]), scales=factors)
     numbers = dequantise(got.pool, got.scales, jnp.float32)[3]
@@ -159,7 +159,7 @@ def test_a_quantised_pool_stands_for_what_was_written(pool_dtype, scales):
 
 @pytest.mark.parametrize("scales", ["token", "head"])
 def test_how_a_prompt_is_cut_changes_no_bit_of_a_quantised_pool(scales):
-    (pool, k, v, _, _), options = operands(lanes=1, chunk=30, pool_dtype="int8", scales=scales)
+    (pool, k, v, _, _), options = operands(sequences=1, chunk=30, pool_dtype="int8", scales=scales)
     table, write = [4, 1, 6], jax.jit(kv_write.write)
 
     def written(cuts):

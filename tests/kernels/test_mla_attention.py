@@ -30,7 +30,7 @@ HALF_ULP = {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.float32: 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``counts`` of queries a lane make a case of `prefill`; without them, it is one of `decode`."""
+    """``counts`` of queries a sequence make a case of `prefill`; without them, it is one of `decode`."""
 
     q: np.ndarray
     pool: np.ndarray
@@ -184,8 +184,8 @@ def no_clearing(*_):
     return None
 
 
-def wrong_page(shape, gmem, lane, key):
-    return page_id(shape, gmem, lane, key + shape.page)
+def wrong_page(shape, gmem, sequence, key):
+    return page_id(shape, gmem, sequence, key + shape.page)
 
 
 def unscaled(own):
@@ -227,9 +227,9 @@ def test_the_mutants_case_is_right_without_mutation():
 def test_every_unit_has_one_block(lengths, blocks):
     tiles = Tiles(keys_per_split=256, blocks=blocks)
     shape = Shape(len(lengths), 1, 128, 512, 64, 2000, jnp.bfloat16, 1.0, tiles, True, False)
-    lanes, within, counts = np.asarray(schedule.plan(shape, jnp.asarray(lengths, jnp.int32)))
+    sequences, within, counts = np.asarray(schedule.plan(shape, jnp.asarray(lengths, jnp.int32)))
     units = [max(1, math.ceil(length / 256)) * shape.tile_count for length in lengths]
-    flat = np.concatenate([[0], np.cumsum(units)])[lanes] + within
+    flat = np.concatenate([[0], np.cumsum(units)])[sequences] + within
     assert counts.sum() == sum(units)
     done = 0
     for first, count in zip(flat, counts, strict=True):

@@ -116,7 +116,7 @@ OF_CHUNKS = {
         "start + (part + 9) * shape.tokens, start",
     ),
     "a part's last token": (ampere_kernel, "start + (part + 1) * shape.tokens", "start + part * shape.tokens"),
-    "a part's lane": (ampere_kernel, "for operation in (lax.div, lax.rem)", "for operation in (lax.rem, lax.div)"),
+    "a part's sequence": (ampere_kernel, "for operation in (lax.div, lax.rem)", "for operation in (lax.rem, lax.div)"),
     "a query's head": (ampere, "jnp.tile(grouped, (1, shape.tokens))", "jnp.repeat(grouped, shape.tokens, axis=1)"),
 }
 

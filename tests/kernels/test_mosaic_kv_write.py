@@ -21,7 +21,7 @@ BF16, FP16, INT8, FP8 = jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Three lanes: one in mid-page, one whose second page is out of range, one that is padding."""
+    """Three sequences: one in mid-page, one whose second page is out of range, one that is padding."""
 
     chunk: int = 1
     page: int = 16

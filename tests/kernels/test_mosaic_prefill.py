@@ -60,7 +60,7 @@ def assert_close(case, got):
 
 TOKEN = {"scales": "token"}
 FAST = {
-    "lanes of all kinds": (Tiles(64, 2, 4), {"lengths": (70, 0, 1, 48), "counts": (24, 0, 1, 16), "chunk": 32}),
+    "sequences of all kinds": (Tiles(64, 2, 4), {"lengths": (70, 0, 1, 48), "counts": (24, 0, 1, 16), "chunk": 32}),
     "block 128, one head": (
         Tiles(128, 2, 1),
         {"lengths": (330,), "counts": (128,), "group": 1, "kv_heads": 1, "page": 128, "head_dim": 128},
@@ -157,8 +157,8 @@ def test_equals_float64_further(name):
     assert_close(case, run(case, tiles))
 
 
-def test_no_bit_depends_on_lane_table_pages_or_chunk():
-    """The second lane, alone, in a wider table, its pages elsewhere, and its queries from the second tile on.
+def test_no_bit_depends_on_sequence_table_pages_or_chunk():
+    """The second sequence, alone, in a wider table, its pages elsewhere, and its queries from the second tile on.
 
     Only by whole tiles may queries move here: numpy's products, unlike wgmma's, depend on a row's place in the matrix.
     """

@@ -38,18 +38,18 @@ def test_decode_equals_the_equation(kv_heads, group, head_dim, page, window):
 @pytest.mark.parametrize("window", [None, 5, 300])
 @pytest.mark.parametrize("chunks", [[(0, 1)], [(0, 32), (256, 32), (0, 0)], [(448, 20), (64, 17)], [(37, 32), (3, 9)]])
 def test_prefill_equals_the_equation(chunks, window):
-    page, chunk, lanes = 32, 32, len(chunks)
-    pool, q = _pool(2, 50, 2, page, 16), _queries(3, lanes, chunk, 6, 16)
-    tables = jnp.asarray(np.random.default_rng(4).permutation(50)[: 15 * lanes].reshape(lanes, 15), jnp.int32)
+    page, chunk, sequences = 32, 32, len(chunks)
+    pool, q = _pool(2, 50, 2, page, 16), _queries(3, sequences, chunk, 6, 16)
+    tables = jnp.asarray(np.random.default_rng(4).permutation(50)[: 15 * sequences].reshape(sequences, 15), jnp.int32)
     starts, ends = jnp.array([start for start, _ in chunks]), jnp.array([sum(pair) for pair in chunks])
     prefill = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=window))
     got = prefill(q, pool, tables, starts, ends)
     want = reference.prefill(q, pool, tables, starts, ends, scale=SCALE, window=window)
-    for lane, (_, count) in enumerate(chunks):
-        np.testing.assert_allclose(got[lane, :count], want[lane, :count], atol=2e-6, rtol=1e-5)
+    for sequence, (_, count) in enumerate(chunks):
+        np.testing.assert_allclose(got[sequence, :count], want[sequence, :count], atol=2e-6, rtol=1e-5)
 
 
-def test_a_chunk_does_not_depend_on_other_lanes():
+def test_a_chunk_does_not_depend_on_other_sequences():
     pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 16, 4, 8)
     tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
     prefill = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=40))
@@ -81,10 +81,10 @@ OPTIONS = {
     "sinks": {"lengths": (37, 0, 150, 64, 1, 2, 3, 4, 5, 6), "sinks": True, "window": 9},
     "float8 per token": {"lengths": (40, 75), "pool_dtype": jnp.float8_e4m3fn, "scales": "token"},
     "int8 per head": {"lengths": (40, 75, *range(9)), "pool_dtype": jnp.int8, "scales": "head"},
-    "lanes": {"lengths": (37, 0, 150), "counts": (37, 0, 9), "chunk": 40, "sinks": True},
+    "sequences": {"lengths": (37, 0, 150), "counts": (37, 0, 9), "chunk": 40, "sinks": True},
     "tree": {"lengths": (37, 0, 150), "counts": (37, 0, 9), "chunk": 40, "tree": True, "softcap": 3.0},
     "window in a tree": {"lengths": (300, 20), "counts": (12, 3), "window": 70, "tree": True, "head_dim": 80},
-    "float8 lanes": {"lengths": (90, 20), "counts": (8, 3), "pool_dtype": jnp.float8_e4m3fn, "scales": "head"},
+    "float8 sequences": {"lengths": (90, 20), "counts": (8, 3), "pool_dtype": jnp.float8_e4m3fn, "scales": "head"},
 }
 
 
@@ -96,8 +96,8 @@ def test_every_option_is_that_of_the_equation(name):
     got = np.array(jax.jit(lambda *a: path(*a, **case.options))(*case.arrays))
     assert np.isfinite(got).all()
     if case.starts is not None:  # padding
-        for lane, count in enumerate(case.lengths - case.starts):
-            got[lane, count:] = 0
+        for sequence, count in enumerate(case.lengths - case.starts):
+            got[sequence, count:] = 0
     np.testing.assert_allclose(got, case.expected(), atol=5e-6, rtol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_a_row_does_not_depend_on_those_that_it_is_sorted_among():
 
 
 def shapes(dtype, *, chunk=None, group=4, head_dim=128, page=64):
-    """Operands of `decode`, or of `prefill` of so many queries a lane."""
+    """Operands of `decode`, or of `prefill` of so many queries a sequence."""
     rows = (3,) if chunk is None else (3, chunk)
     q = jax.ShapeDtypeStruct((*rows, 2 * group, head_dim), dtype)
     pool = jax.ShapeDtypeStruct((9, 2, 2, page, head_dim), dtype)

@@ -173,7 +173,7 @@ def test_what_ships_can_be_read():
 FEW = shaped(2, 1, 32, 128, dtype=jnp.bfloat16)
 QUERIES = shaped(2, 64, 32, 128, dtype=jnp.bfloat16)
 POOL = shaped(32, 2, 8, 64, 128, dtype=jnp.bfloat16)
-TABLES, LANES = shaped(2, 16, dtype=jnp.int32), shaped(2, dtype=jnp.int32)
+TABLES, PER_SEQUENCE = shaped(2, 16, dtype=jnp.int32), shaped(2, dtype=jnp.int32)
 
 
 class Hopper(jax.sharding.AbstractDevice):
@@ -192,12 +192,12 @@ LATENTS, LATENT_POOL = shaped(2, 1, 16, 576, dtype=jnp.bfloat16), shaped(32, 64,
 CALLS = {
     "paged_attention.decode": (
         (decode, "_launcher", lambda shape: shape.tiles),
-        (functools.partial(decode.extend, scale=1.0), (FEW, POOL, TABLES, LANES, LANES)),
+        (functools.partial(decode.extend, scale=1.0), (FEW, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
         (decode_key(FEW, POOL, TABLES), decode.Tiles(128, 2, 256, 66), {"block_keys", "keys_per_split"}),
     ),
     "paged_attention.prefill": (
         (prefill, "_launcher", prefill_tiles),
-        (functools.partial(prefill.prefill, scale=1.0), (QUERIES, POOL, TABLES, LANES, LANES)),
+        (functools.partial(prefill.prefill, scale=1.0), (QUERIES, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
         (prefill_key(QUERIES, POOL, TABLES), prefill.Tiles(64, 5, 2), {"block_keys"}),
     ),
     "quant_matmul": (
@@ -212,7 +212,7 @@ CALLS = {
     ),
     "mla_attention.decode": (
         (mla, "_launch", lambda shape: shape.tiles),
-        (functools.partial(mla.extend, scale=1.0), (LATENTS, LATENT_POOL, TABLES, LANES, LANES)),
+        (functools.partial(mla.extend, scale=1.0), (LATENTS, LATENT_POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
         (mla_key(LATENTS, LATENT_POOL, TABLES), mla.Tiles(256, 66), {"keys_per_split"}),
     ),
 }

@@ -428,7 +428,7 @@ def test_signals_write_what_was_found(tmp_path, stop, monkeypatch):
 @pytest.mark.slow
 def test_a_real_sweep_of_two_candidates_interpreted(tmp_path):
     """MLA's decode: splits of 128 and 256 keys, whose results are compared. The times mean nothing."""
-    shape = mla.MlaShape(lanes=1, context=256, heads=8, page=64)
+    shape = mla.MlaShape(sequences=1, context=256, heads=8, page=64)
     real = mla.problem(shape, 1)
     interpret = compat.interpret_params(detect_races=False)
     small = dataclasses.replace(

@@ -28,7 +28,7 @@ def rows() -> tuple[DecodeAttend, jax.Array]:
 
 
 def chunks() -> tuple[PrefillAttend, jax.Array]:
-    """Two lanes of eight tokens: one over the end of a page, one that is part padding."""
+    """Two chunks of eight tokens: one over the end of a page, one that is part padding."""
     starts = jnp.array([11, 3])
     attend = PrefillAttend(SPECS["auto"], TABLES, starts, jnp.array([8, 5]))
     return attend, (starts[:, None] + jnp.arange(8)).reshape(-1)

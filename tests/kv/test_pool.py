@@ -67,7 +67,7 @@ def test_padding_rows_write_on_no_page_of_others():
     np.testing.assert_array_equal(data[9, 0, :, 0], k[2])
 
 
-def test_a_lane_of_length_0_writes_nothing():
+def test_a_chunk_of_length_0_writes_nothing():
     q, k, v = (x[:40] for x in tokens())
     attend = PrefillAttend(SPEC, jnp.asarray(TABLES[:, None]), jnp.array([5]), jnp.array([0]))
     _, cache = attend(q, k, v, pool(), GROUPS[0], 0.3)

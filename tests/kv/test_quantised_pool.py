@@ -163,7 +163,7 @@ def test_a_cpus_bytes_are_the_bits_of_float8(layer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_idle_lanes_and_rows_write_no_scale(kind):
+def test_idle_chunks_and_rows_write_no_scale(kind):
     before, layer = soiled(kind), GROUPS[0]
     _, after = chunk(*tokens(), 5, 5, before, kind, layer)
     _, again = row(*(x[:1] for x in tokens()), np.array([-1], np.int32), after, kind=kind, layer=layer)

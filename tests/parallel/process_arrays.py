@@ -67,7 +67,7 @@ def check_refusals() -> None:
     for mesh in (make_mesh(4), make_mesh(2, expert=2), make_mesh(2, stage=2), make_mesh(stage=4), make_mesh(2, data=2)):
         require_processes(mesh)
     for mesh, words in (
-        (make_mesh(lane=4), "enable_dp_attention = True and num_processes = 2 exclude each other"),
+        (make_mesh(dp_attn=4), "enable_dp_attention = True and num_processes = 2 exclude each other"),
         (make_mesh(2), "tensor_parallel_size = 2 must be all devices of the group: 2 processes x 2 = 4"),
     ):
         with pytest.raises(EngineConfigError, match=words):

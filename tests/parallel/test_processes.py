@@ -30,7 +30,7 @@ def test_each_process_puts_and_sees_its_own_part(repo: pathlib.Path) -> None:
 
 
 def sizes(data: int, stage: int, tensor: int) -> dict[str, int]:
-    return {"data": data, "stage": stage, "lane": 1, "expert": 1, "tensor": tensor}
+    return {"data": data, "stage": stage, "dp_attn": 1, "expert": 1, "tensor": tensor}
 
 
 def test_copies_and_stages_are_whole_processes_or_lie_in_one():

@@ -140,7 +140,7 @@ pick = jax.jit(_pick)
 def test_sums_that_round_more_than_a_weight_do_not_end_the_search() -> None:
     """Flat rows of 100,000 tokens: float32 sums are off by about the weights at the edge of the nucleus."""
     weights = np.random.default_rng(0).uniform(size=(ROWS, 100_000)).astype(np.float32) ** 6
-    sum_from = jax.jit(lambda w, floor: total(jnp.where(lanes_of(w) >= floor[:, None, None], lanes_of(w), 0)))
+    sum_from = jax.jit(lambda w, floor: total(jnp.where(ranks_of(w) >= floor[:, None, None], ranks_of(w), 0)))
     ordered = np.sort(weights, axis=1)
     for p in np.linspace(0.997, 0.9998, 30, dtype=np.float32):
         found = np.asarray(find_floor(weights, np.full(ROWS, p), np.ones(ROWS, bool)))
@@ -153,7 +153,7 @@ def test_sums_that_round_more_than_a_weight_do_not_end_the_search() -> None:
         assert (fewer < p * whole).all()
 
 
-def lanes_of(weights: jax.Array) -> jax.Array:
+def ranks_of(weights: jax.Array) -> jax.Array:
     return to_lanes(weights, 0)
 
 

@@ -156,14 +156,14 @@ def _decode_paths(shape: Decode) -> Iterator[Path]:
 
 def _prefill_paths(shape: Prefill) -> Iterator[Path]:
     module, options = "pallas_kernels.paged_attention", {"scale": shape.head_dim**-0.5}
-    starts = jnp.full((shape.lanes,), shape.context - shape.chunk, jnp.int32)
-    paged = functools.partial(_paged, shape, (shape.lanes, shape.chunk, shape.heads, shape.head_dim), (starts,))
+    starts = jnp.full((shape.sequences,), shape.context - shape.chunk, jnp.int32)
+    paged = functools.partial(_paged, shape, (shape.sequences, shape.chunk, shape.heads, shape.head_dim), (starts,))
     yield Path(MOSAIC, f"{module}.mosaic.prefill:prefill", options, paged)
     if shape.operations <= _XLA_OPERATIONS:
         yield Path(XLA, f"{module}.xla:prefill", options, paged)
     if shape.chunk == shape.context:  # jax's causal mask begins at the first key
         yield from _jax_paths(
-            {**options, "is_causal": True}, functools.partial(_contiguous, shape, shape.lanes, shape.chunk)
+            {**options, "is_causal": True}, functools.partial(_contiguous, shape, shape.sequences, shape.chunk)
         )
 
 
@@ -240,10 +240,10 @@ def _pool(pages: int, shape: Write | Copy, index: int) -> jax.Array:
 
 def _write(shape: Write, index: int) -> tuple[Any, ...]:
     width = math.ceil(shape.tokens / shape.page) + (shape.tokens > 1)
-    table = page_table(shape.lanes, width * shape.page, shape.page)
-    new = (shape.lanes, shape.tokens, shape.kv_heads, shape.head_dim)
+    table = page_table(shape.sequences, width * shape.page, shape.page)
+    new = (shape.sequences, shape.tokens, shape.kv_heads, shape.head_dim)
     keys, values = (fill(2 * index + one, new, jnp.bfloat16) for one in (1, 2))
-    return _pool(table.size, shape, index), keys, values, jnp.asarray(table), jnp.full((shape.lanes,), 5, jnp.int32)
+    return _pool(table.size, shape, index), keys, values, jnp.asarray(table), jnp.full((shape.sequences,), 5, jnp.int32)
 
 
 def _copy(shape: Copy, index: int) -> tuple[Any, ...]:

@@ -110,7 +110,7 @@ def _torch_calls(backend: str | None) -> Callable[[Any, Decode | Prefill, int], 
     def calls(torch: Any, shape: Decode | Prefill, sets: int) -> list[Callable[[], Any]]:
         attention = importlib.import_module("torch.nn.attention")
         compute = torch.nn.functional.scaled_dot_product_attention
-        rows, queries = (shape.rows, 1) if isinstance(shape, Decode) else (shape.lanes, shape.chunk)
+        rows, queries = (shape.rows, 1) if isinstance(shape, Decode) else (shape.sequences, shape.chunk)
         keys = (rows, shape.kv_heads, shape.context, shape.head_dim)
         options = {"is_causal": isinstance(shape, Prefill), "enable_gqa": True}
 
@@ -134,7 +134,7 @@ def _torch_calls(backend: str | None) -> Callable[[Any, Decode | Prefill, int], 
 def _flashinfer_calls(torch: Any, shape: Decode | Prefill, sets: int) -> list[Callable[[], Any]]:
     """Its page layout "HND" is ours: [pages, 2, kv_heads, page, head_dim]."""
     flashinfer = importlib.import_module("flashinfer")
-    decode, rows = isinstance(shape, Decode), shape.rows if isinstance(shape, Decode) else shape.lanes
+    decode, rows = isinstance(shape, Decode), shape.rows if isinstance(shape, Decode) else shape.sequences
     queries = 1 if isinstance(shape, Decode) else shape.chunk
     table = page_table(rows, shape.context, shape.page)
     width = table.shape[1]

@@ -195,7 +195,7 @@ def _mla_problem(kind: str, page: int, heads: int, chunk: int, dtype: Any) -> Pr
 def _write(
     quick: bool, *, chunk: int, pool_dtype: Any, scales: str | None, rotary: int, interleaved: bool = False
 ) -> Operands:
-    """Three lanes: one in mid-page, one whose second page is out of range, one of padding. What stays is NaN or 127."""
+    """Chunks: one in mid-page, one whose second page is out of range, one of padding. What stays is NaN or 127."""
     page, kv_heads, heads, head_dim = (16, 2, 4, 64) if quick else (64, 8, 32, 128)
     rng, pages = np.random.default_rng(0), 6
     shape = (pages, 2, kv_heads, page, head_dim)

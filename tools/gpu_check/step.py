@@ -41,11 +41,11 @@ class Decode(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """A prompt of ``tokens`` on each of ``lanes``, computed in chunks."""
+    """A prompt of ``tokens`` on each of ``sequences``, computed in chunks."""
 
     tokens: int
     chunk: int
-    lanes: int = 1
+    sequences: int = 1
     backend: str = "auto"
 
 
@@ -59,7 +59,7 @@ WORK: tuple[Decode | Prefill, ...] = (
     Decode(8, (4096, 512)),
     Decode(64, (4096, 512), "xla"),
     Prefill(2048, 2048, backend="xla"),
-    Prefill(256, 256, lanes=8),
+    Prefill(256, 256, sequences=8),
 )
 QUICK_WORK: tuple[Decode | Prefill, ...] = (Decode(2, (64, 128)), Prefill(128, 64))
 
@@ -114,15 +114,15 @@ def _fitting(report: Report, model: Model, rows: int, context: int) -> int:
 
 
 def _measure_prefill(report: Report, model: Model, work: Prefill, config: dict[str, Any]) -> None:
-    state, tables = _state(model, work.lanes, work.tokens // PAGE)
+    state, tables = _state(model, work.sequences, work.tokens // PAGE)
     starts = range(0, work.tokens, work.chunk)
     batches = [_prefill_batch(tables, start, work.chunk) for start in starts]
     function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).prefill
     program, seconds = _compiled(function, 1, model.params, state.pools, batches[0])
-    name = f"prefill, {work.lanes} x {work.tokens} tokens in chunks of {work.chunk}, {work.backend}"
+    name = f"prefill, {work.sequences} x {work.tokens} tokens in chunks of {work.chunk}, {work.backend}"
     timing, pools = _time(program, (model.params,), state.pools, batches)
-    operations = work.lanes * sum(prefill_operations(config, start, work.chunk) for start in starts)
-    speed = {"tokens_s": round(work.lanes * work.tokens / timing["best_ms"] * 1e3, 1)}
+    operations = work.sequences * sum(prefill_operations(config, start, work.chunk) for start in starts)
+    speed = {"tokens_s": round(work.sequences * work.tokens / timing["best_ms"] * 1e3, 1)}
     found = report.rate(operations, timing["best_ms"])
     report.put(name, compile_s=seconds, **timing, **speed, **found, **_look_at_program(program, pools))
 
@@ -153,9 +153,9 @@ def _decode_batch(tables: np.ndarray, context: int) -> DecodeBatch:
 
 
 def _prefill_batch(tables: np.ndarray, start: int, chunk: int) -> PrefillBatch:
-    lanes = tables.shape[0]
-    starts, lengths = (np.full((lanes,), value, np.int32) for value in (start, chunk))
-    return PrefillBatch(np.ones((lanes, chunk), np.int32), starts, lengths, tables[None])
+    sequences = tables.shape[0]
+    starts, lengths = (np.full((sequences,), value, np.int32) for value in (start, chunk))
+    return PrefillBatch(np.ones((sequences, chunk), np.int32), starts, lengths, tables[None])
 
 
 def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any]) -> tuple[dict[str, Any], Any]:

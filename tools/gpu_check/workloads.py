@@ -27,9 +27,9 @@ class Decode(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """``lanes`` prompts whose last ``chunk`` of ``context`` tokens ask, causal, 16 bits a number."""
+    """``sequences`` prompts whose last ``chunk`` of ``context`` tokens ask, causal, 16 bits a number."""
 
-    lanes: int
+    sequences: int
     chunk: int
     context: int
     page: int = 64
@@ -38,14 +38,14 @@ class Prefill(NamedTuple):
     head_dim: int = 128
 
     def __str__(self) -> str:
-        return f"prefill, {self.lanes} x {self.chunk} of {self.context} tokens, page {self.page}"
+        return f"prefill, {self.sequences} x {self.chunk} of {self.context} tokens, page {self.page}"
 
     @property
     def operations(self) -> int:
         """Floating-point operations of both products; what is masked does not count."""
         before = self.context - self.chunk
         seen = self.chunk * before + self.chunk * (self.chunk + 1) // 2
-        return 4 * self.lanes * self.heads * self.head_dim * seen
+        return 4 * self.sequences * self.heads * self.head_dim * seen
 
 
 class Latent(NamedTuple):
@@ -106,20 +106,20 @@ class Mixture(NamedTuple):
 
 
 class Write(NamedTuple):
-    """New keys and values of ``lanes`` x ``tokens``, into pages of 64."""
+    """New keys and values of ``sequences`` x ``tokens``, into pages of 64."""
 
-    lanes: int
+    sequences: int
     tokens: int
     kv_heads: int = 8
     head_dim: int = 128
     page: int = 64
 
     def __str__(self) -> str:
-        return f"kv_write, {self.lanes} x {self.tokens} tokens"
+        return f"kv_write, {self.sequences} x {self.tokens} tokens"
 
     @property
     def bytes(self) -> int:
-        return 2 * 4 * self.lanes * self.tokens * self.kv_heads * self.head_dim
+        return 2 * 4 * self.sequences * self.tokens * self.kv_heads * self.head_dim
 
 
 class Copy(NamedTuple):

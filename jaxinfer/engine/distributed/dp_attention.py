@@ -1,8 +1,8 @@
 """Data-parallel attention: devices that serve sequences of their own and share the experts of a mixture.
 
-Each lane is an engine with a scheduler, slots, pages and a prefix cache of its own, on one device that has all
-parameters but routed experts whole. These are dealt out among the lanes, so that all lanes must run each program
-together: every step is planned by each lane, and launched once (`jaxinfer.engine.distributed.lockstep`).
+Each rank is an engine with a scheduler, slots, pages and a prefix cache of its own, on one device that has all
+parameters but routed experts whole. These are dealt out among the ranks, so that all ranks must run each program
+together: every step is planned by each rank, and launched once (`jaxinfer.engine.distributed.lockstep`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import override
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.lockstep import Lane, Lockstep
+from jaxinfer.engine.distributed.lockstep import Lockstep, RankExecutor
 from jaxinfer.engine.distributed.replicas import Replicas, config_of_each
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
@@ -22,10 +22,10 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 
 
-class Lanes(Replicas):
-    """Has the methods of `Engine`. A request is served by one lane from its first to its last token.
+class DpAttentionEngine(Replicas):
+    """Has the methods of `Engine`. A request is served by one rank from its first to its last token.
 
-    Settings hold for each of the lanes, as for each of `Replicas`. A request's bits do not depend on its lane.
+    Settings hold for each of the ranks, as for each of `Replicas`. A request's bits do not depend on its rank.
 
     Args, Raises: as `Engine`.
     """
@@ -39,12 +39,12 @@ class Lanes(Replicas):
         mesh: Mesh | None = None,
     ) -> None:
         mesh = mesh or mesh_for(config)
-        one = config_of_each(config, mesh.shape["lane"])
+        one = config_of_each(config, mesh.shape["dp_attn"])
         self._lockstep = Lockstep(*prepare(model, one, platform, mesh), mesh, progress)
         engines, proved = list[Engine](), None
-        for lane in self._lockstep.lanes:
-            engine = _engine_of(lane, model, one, platform, mesh, proved)
-            proved = engine.proved  # of programs that all lanes run
+        for rank in self._lockstep.ranks:
+            engine = _engine_of(rank, model, one, platform, mesh, proved)
+            proved = engine.proved  # of programs that all ranks run
             self._lockstep.classes = proved.classes
             engines.append(engine)
         self._begin(engines, config, 1)
@@ -55,6 +55,6 @@ class Lanes(Replicas):
 
 
 def _engine_of(
-    lane: Lane, model: Model, config: EngineConfig, platform: str, mesh: Mesh, proved: Proved | None
+    rank: RankExecutor, model: Model, config: EngineConfig, platform: str, mesh: Mesh, proved: Proved | None
 ) -> Engine:
-    return Engine(model, config, platform, None, mesh, lambda *_: lane, proved)
+    return Engine(model, config, platform, None, mesh, lambda *_: rank, proved)

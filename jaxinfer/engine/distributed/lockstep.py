@@ -1,8 +1,8 @@
-"""All device memory of an engine's lanes, and the calls that change it: each is made once for all lanes.
+"""All device memory of an engine's ranks, and the calls that change it: each is made once for all ranks.
 
-What a lane's engine asks of its executor (`Lane`) is written down. When all lanes have planned their step,
-`Lockstep.run` makes the calls: what several lanes ask for is one call, in which those that ask for nothing do nothing.
-The order of a lane's own calls is kept, so that its step means what it means to an engine with a device of its own.
+What a rank's engine asks of its executor (`RankExecutor`) is written down. When all ranks have planned their step,
+`Lockstep.run` makes the calls: what several ranks ask for is one call, in which those that ask for nothing do nothing.
+The order of a rank's own calls is kept, so that its step means what it means to an engine with a device of its own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, StepState,
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.dp_attention import joined, lane_sharding
+from jaxinfer.parallel.dp_attention import joined, rank_sharding
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
 
 
 class Awaited:
-    """One lane's part of an array that is there when the lanes have run."""
+    """One rank's part of an array that is there when the ranks have run."""
 
     def __init__(self) -> None:
         self.array: Array
@@ -39,7 +39,7 @@ class Awaited:
         self._to_host = False
 
     def arrive(self, array: Array, part: slice = slice(None)) -> None:
-        """``part`` of the array's rows is the lane's."""
+        """``part`` of the array's rows is the rank's."""
         self.array, self._part = array, part
         if self._to_host:
             array.copy_to_host_async()
@@ -57,11 +57,11 @@ def _awaited(kind: Any) -> Any:
     return kind(*(Awaited() for _ in kind._fields))
 
 
-class Lane(Executor):
-    """What the engine of one lane takes for its executor. Results are `Awaited`.
+class RankExecutor(Executor):
+    """What the engine of one rank takes for its executor. Results are `Awaited`.
 
-    Before READY, when one lane tries programs out, a call that must see what the device has done runs what was asked
-    for so far. There is nothing for several steps in one call: settings refuse them beside lanes.
+    Before READY, when one rank tries programs out, a call that must see what the device has done runs what was asked
+    for so far. There is nothing for several steps in one call: settings refuse them beside ranks.
 
     Attributes:
         asked: the arguments of each kind of call, in order.
@@ -148,7 +148,7 @@ class Lane(Executor):
 
 
 class _Nothing(NamedTuple):
-    """What a call is given for a lane that did not ask for it."""
+    """What a call is given for a rank that did not ask for it."""
 
     decode: DecodeBatch
     pages: np.ndarray
@@ -157,17 +157,17 @@ class _Nothing(NamedTuple):
 
 
 class Lockstep:
-    """Every lane's parameters, pools and slots, and the programs of them all. Nothing waits, `wait` aside.
+    """Every rank's parameters, pools and slots, and the programs of them all. Nothing waits, `wait` aside.
 
     Args:
         model: in the form of `spread_model`.
-        engine: of each lane.
-        mesh: of the lanes.
+        engine: of each rank.
+        mesh: of the ranks.
         progress: of the compilations.
 
     Attributes:
-        lanes: what their engines call.
-        programs: take and give arrays of all lanes (`jaxinfer.parallel.dp_attention`).
+        ranks: what their engines call.
+        programs: take and give arrays of all ranks (`jaxinfer.parallel.dp_attention`).
         classes: see `Proved`: chunks of sizes that are equal in it may run in one program.
     """
 
@@ -180,7 +180,7 @@ class Lockstep:
         progress: CompileProgress | None = None,
     ) -> None:
         self._engine, self._model, self.mesh = engine, model, mesh
-        self._own, count = lane_sharding(mesh), mesh.shape["lane"]
+        self._own, count = rank_sharding(mesh), mesh.shape["dp_attn"]
         self.classes: Mapping[int, int] = {size: size for size in engine.prefill_sizes}
         self.params = place_params(model, mesh)
         spec, page = model.cache_spec, engine.page_size
@@ -189,7 +189,7 @@ class Lockstep:
         self._slots = self._placed(HostSlots(count * engine.rows, limits).snapshot())
         self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
         hosts = [HostPages(spec, engine.host_pages, page, model.dtype) for _ in range(count)]
-        self.lanes = [Lane(self, host) for host in hosts]
+        self.ranks = [RankExecutor(self, host) for host in hosts]
         stage = Stage(model)
         arrays = abstract_arrays(stage, engine, limits, mesh)
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
@@ -218,7 +218,7 @@ class Lockstep:
         return _Nothing(DecodeBatch(none, none, none, tables, owners), pages, rows, np.int32(engine.rows))
 
     def run(self) -> None:
-        """Make the calls that the lanes have asked for, in the order in which a step asks for them."""
+        """Make the calls that the ranks have asked for, in the order in which a step asks for them."""
         calls: dict[str, Callable[[list[Any]], None]] = {
             "export": self._export,
             "copy": self._copy,
@@ -232,13 +232,13 @@ class Lockstep:
             "decode": self._decode,
         }
         for kind, call in calls.items():
-            while any(lane.asked[kind] for lane in self.lanes):
+            while any(rank.asked[kind] for rank in self.ranks):
                 taken = self._together if kind == "prefill" else self._next
                 call(taken(kind))
 
     def _next(self, kind: str) -> list[Any]:
-        """The next call of each lane; None where it has none."""
-        return [lane.asked[kind].popleft() if lane.asked[kind] else None for lane in self.lanes]
+        """The next call of each rank; None where it has none."""
+        return [rank.asked[kind].popleft() if rank.asked[kind] else None for rank in self.ranks]
 
     def wait(self) -> None:
         """Until all that was asked for has run."""
@@ -267,7 +267,7 @@ class Lockstep:
         self.pools = self.programs.restore(self.pools, pages, target)
 
     def _parts(self, array: Array) -> list[Array]:
-        """Each lane's part, on its device."""
+        """Each rank's part, on its device."""
         where = {shard.device: shard.data for shard in array.addressable_shards}
         return [where[device] for device in self.mesh.devices.flat]
 
@@ -282,7 +282,7 @@ class Lockstep:
         fields = {name: np.concatenate([shown[name] for shown in self._shown]) for name in sorted(changed)}
         self._slots = self._slots._replace(**self._placed(fields))
 
-    def _slot_numbers(self, asked: list[Any]) -> Int32[np.ndarray, " lanes"]:
+    def _slot_numbers(self, asked: list[Any]) -> Int32[np.ndarray, " ranks"]:
         return np.array([self._nothing.slot if own is None else own[0] for own in asked])
 
     def _admit(self, asked: list[Any]) -> None:
@@ -309,14 +309,14 @@ class Lockstep:
     # ---- steps
 
     def _together(self, kind: str) -> list[Any]:
-        """The next call of each lane whose chunks can run beside those of the largest size."""
-        sizes = [lane.asked[kind][0][0].tokens.shape[1] if lane.asked[kind] else 0 for lane in self.lanes]
+        """The next call of each rank whose chunks can run beside those of the largest size."""
+        sizes = [rank.asked[kind][0][0].tokens.shape[1] if rank.asked[kind] else 0 for rank in self.ranks]
         largest, classes = max(sizes), self.classes
         fits = [size == largest or (size > 0 and classes[size] == classes[largest]) for size in sizes]
-        return [lane.asked[kind].popleft()[0] if fit else None for lane, fit in zip(self.lanes, fits, strict=True)]
+        return [rank.asked[kind].popleft()[0] if fit else None for rank, fit in zip(self.ranks, fits, strict=True)]
 
     def _prefill(self, asked: list[Any]) -> None:
-        """A lane's chunks run in the widest program that one of them needs: the runner has proved it equal."""
+        """A rank's chunks run in the widest program that one of them needs: the runner has proved it equal."""
         shapes = [batch.tokens.shape for batch in asked if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
         batch = joined([pack(self._chunks(own, side, size)) for own in asked])
@@ -349,7 +349,7 @@ class Lockstep:
         self._deal(sampled, [None if own is None else own[1] for own in asked], self._engine.rows)
 
     def _deal(self, results: Any, awaited: list[Any], rows: int) -> None:
-        """To each lane that awaits them its rows of the results."""
+        """To each rank that awaits them its rows of the results."""
         for number, own in enumerate(awaited):
             if own is not None:
                 part = slice(number * rows, (number + 1) * rows)

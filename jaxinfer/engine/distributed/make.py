@@ -7,7 +7,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.distributed.dp_attention import Lanes
+from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.group import Group
 from jaxinfer.engine.distributed.replicas import Replicas, config_of_each, make_for, share
 from jaxinfer.engine.engine import Engine
@@ -31,8 +31,8 @@ def make_engine(
     mesh = mesh or mesh_for(config)
     if mesh.shape["data"] > 1:
         return Replicas(model, config, platform, progress, mesh, group)
-    if mesh.shape["lane"] > 1:
-        return Lanes(model, config, platform, progress, mesh)
+    if mesh.shape["dp_attn"] > 1:
+        return DpAttentionEngine(model, config, platform, progress, mesh)
     return Engine(model, config, platform, progress, mesh, make_for(group, 0, mesh))
 
 

@@ -28,7 +28,7 @@ from jaxinfer.engine.execution.step import (
     unpack,
 )
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
-from jaxinfer.parallel.dp_attention import lane_sharding, of_lanes, over_lanes
+from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 
 # Called with the programs that are compiled, and with how many there will be.
@@ -45,7 +45,7 @@ _GPU_LOOP_OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStage:
-    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and lanes.
+    """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and how many chunks.
 
     They take a batch as `engine.step.pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
     `PassPrograms`, and what needs the head or the sampler is None. ``decode_many`` is None unless several steps may run
@@ -94,7 +94,8 @@ def compile_stages(
 
     Args:
         arrays: of each stage. They may be abstract: they are only asked for shape, dtype and sharding. Where the mesh
-            has lanes, one lane's; the programs take and give those of all (`jaxinfer.parallel.dp_attention`).
+            has ranks of data-parallel attention, one rank's; the programs take and give those of all
+            (`jaxinfer.parallel.dp_attention`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
     works = [_Work(stage, _abstract(own), engine) for stage, own in zip(stages, arrays, strict=True)]
@@ -108,8 +109,8 @@ def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *
     All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one.
     """
     work = _Work(stage, _abstract(arrays), engine)
-    size, lanes = max(work.prefills, key=math.prod)
-    wanted = ["decode", "prefill_logprobs", f"prefill_{size}x{lanes}", *(["decode_many"] if several else [])]
+    size, count = max(work.prefills, key=math.prod)
+    wanted = ["decode", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile([(work.mesh, jobs)])[0].values())
 
@@ -143,18 +144,18 @@ class _Work:
         return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
 
     def named(self, done: dict[str, Any]) -> CompiledStage:
-        prefill = {(size, lanes): done.pop(f"prefill_{size}x{lanes}") for size, lanes in self.prefills}
+        prefill = {(size, count): done.pop(f"prefill_{size}x{count}") for size, count in self.prefills}
         return CompiledStage(prefill=prefill, **done)
 
     # ---- programs
 
     def jobs(self) -> dict[str, _Job]:
         rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
-        return {**self.computing(), **{name: _of_lanes(job, self.mesh) for name, job in rest.items()}}
+        return {**self.computing(), **{name: _of_ranks(job, self.mesh) for name, job in rest.items()}}
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
-        return {name: _of_lanes(_packed(job, self.everywhere), self.mesh, shared=1) for name, job in jobs.items()}
+        return {name: _of_ranks(_packed(job, self.everywhere), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
         engine = self.engine
@@ -168,10 +169,10 @@ class _Work:
                 programs.decode, (params, pools, batch, self._arriving(batch.positions.shape[0])), 1, results, batch=2
             )
         }
-        for size, lanes in self.prefills:
-            given = None if self.stage.first else self._arriving(size * lanes)
-            arguments = (params, pools, self._prefill_batch(size, lanes), given)
-            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, results, batch=2)
+        for size, count in self.prefills:
+            given = None if self.stage.first else self._arriving(size * count)
+            arguments = (params, pools, self._prefill_batch(size, count), given)
+            jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, arguments, 1, results, batch=2)
         return jobs
 
     def _whole(self) -> dict[str, _Job]:
@@ -193,9 +194,9 @@ class _Work:
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown), batch=2)
-        for size, lanes in self.prefills:
-            arguments = (params, pools, self._prefill_batch(size, lanes), self._arriving(size * lanes))
-            jobs[f"prefill_{size}x{lanes}"] = _Job(programs.prefill, arguments, 1, pages, batch=2)
+        for size, count in self.prefills:
+            arguments = (params, pools, self._prefill_batch(size, count), self._arriving(size * count))
+            jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, arguments, 1, pages, batch=2)
         return jobs
 
     def moving(self) -> dict[str, _Job]:
@@ -244,9 +245,9 @@ class _Work:
         rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
         return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
 
-    def _prefill_batch(self, size: int, lanes: int) -> PrefillBatch:
-        tables = self._ints(self.groups, lanes, self.engine.table_width)
-        return PrefillBatch(self._ints(lanes, size), self._ints(lanes), self._ints(lanes), tables)
+    def _prefill_batch(self, size: int, count: int) -> PrefillBatch:
+        tables = self._ints(self.groups, count, self.engine.table_width)
+        return PrefillBatch(self._ints(count, size), self._ints(count), self._ints(count), tables)
 
     def _exported(self) -> jax.ShapeDtypeStruct:
         """Pages of all layers, as the export program gives them: each device its own heads, the host reads them all."""
@@ -255,12 +256,12 @@ class _Work:
         return self._array(pages.shape, pages.dtype, page_sharding(self.mesh, model.cache_spec))
 
 
-def _of_lanes(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
-    """One lane's job as that of all lanes, who have the first ``shared`` arguments together."""
-    if mesh.shape["lane"] == 1:
+def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
+    """One rank's job as that of all ranks, who have the first ``shared`` arguments together."""
+    if mesh.shape["dp_attn"] == 1:
         return job
-    function = over_lanes(job.function, job.arguments, shared)
-    return job._replace(function=function, arguments=of_lanes(job.arguments, mesh, shared), results=lane_sharding(mesh))
+    function = over_ranks(job.function, job.arguments, shared)
+    return job._replace(function=function, arguments=of_ranks(job.arguments, mesh, shared), results=rank_sharding(mesh))
 
 
 def _packed(job: _Job, everywhere: NamedSharding) -> _Job:

@@ -58,8 +58,8 @@ class Part:
         return hidden
 
     def pass_prefill(self, batch: PrefillBatch, arriving: Array | None) -> Array:
-        lanes, size = batch.tokens.shape
-        self.pools, hidden = self.run.prefill[size, lanes](self.params, self.pools, pack(batch), arriving)
+        count, size = batch.tokens.shape
+        self.pools, hidden = self.run.prefill[size, count](self.params, self.pools, pack(batch), arriving)
         return hidden
 
 
@@ -174,12 +174,12 @@ class Executor:
         return sampled, ran
 
     def prefill(self, batch: PrefillBatch) -> None:
-        """Prompt chunks, one a lane."""
-        lanes, size = batch.tokens.shape
+        """Prompt chunks."""
+        count, size = batch.tokens.shape
         arriving = self._chunks_through(batch)
         if self.turns:
             last = self.parts[-1]
-            last.pools = last.run.prefill[size, lanes](last.params, last.pools, pack(batch), arriving)
+            last.pools = last.run.prefill[size, count](last.params, last.pools, pack(batch), arriving)
 
     def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         """One chunk of the largest size, and how probable each token behind it was."""
@@ -303,7 +303,7 @@ class Executor:
 
 def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine, rows: int) -> list[Link]:
     """From each stage but the last to the next one, for whatever a step may have."""
-    chunks = [*engine.prefill_sizes, *(size * lanes for size, lanes in engine.wide_prefills)]
+    chunks = [*engine.prefill_sizes, *(size * count for size, count in engine.wide_prefills)]
     return [
         Link(source, target, stage.width, stage.model.dtype, (rows, *chunks))
         for stage, source, target in zip(cuts, meshes, meshes[1:], strict=False)

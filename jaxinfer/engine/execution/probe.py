@@ -50,44 +50,44 @@ class Proofs:
 
     # ---- chunks that share a program
 
-    def lanes(self) -> dict[int, int]:
+    def prefill_batches(self) -> dict[int, int]:
         """Chunks per wide program, by size, of those programs that give the bits of the narrow one.
 
-        The first and the last lane are compared, in all layers, for a first chunk and for one with context.
+        The first and the last chunk are compared, in all layers, for a first chunk and for one with context.
         """
         return {size: count for size, count in self._engine.wide_prefills if self._wide_agrees(size, count)}
 
-    def _wide_agrees(self, size: int, lanes: int) -> bool:
-        probes = self._wide_probes(size, lanes)
+    def _wide_agrees(self, size: int, count: int) -> bool:
+        probes = self._wide_probes(size, count)
         rounds = self._rounds(sum(int(batch.lengths[[0, -1]].sum()) for batch in probes))
         for _ in range(rounds if rounds <= _ROUNDS else 0):
-            batches = self._wide_probes(size, lanes)
+            batches = self._wide_probes(size, count)
             for batch in batches:
                 self._executor.prefill(batch)
             want = self._outer_bits(batches)
             for batch in batches:
-                for lane in (0, lanes - 1):
-                    self._executor.prefill(_lane(batch, lane))
+                for index in (0, count - 1):
+                    self._executor.prefill(_chunk_of(batch, index))
             if not _equal(want, self._outer_bits(batches)):
                 return False
         return rounds <= _ROUNDS
 
-    def _wide_probes(self, size: int, lanes: int) -> list[PrefillBatch]:
-        """Random tokens in every lane, each of another length and with pages of its own."""
+    def _wide_probes(self, size: int, count: int) -> list[PrefillBatch]:
+        """Random tokens in every chunk, each of another length and with pages of its own."""
         width = self._engine.table_width
-        tables = np.arange(lanes * width, dtype=np.int32).reshape(lanes, width)
-        lengths = (min(size, self._room) - np.arange(lanes) % size).clip(1).astype(np.int32)
-        tokens = self._tokens(2 * lanes * size).reshape(2, lanes, size)
+        tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
+        lengths = (min(size, self._room) - np.arange(count) % size).clip(1).astype(np.int32)
+        tokens = self._tokens(2 * count * size).reshape(2, count, size)
         return [
-            PrefillBatch(tokens[i], np.full(lanes, start, np.int32), lengths, self._for_groups(tables))
+            PrefillBatch(tokens[i], np.full(count, start, np.int32), lengths, self._for_groups(tables))
             for i, start in enumerate(self._starts(size))
         ]
 
     def _outer_bits(self, batches: list[PrefillBatch]) -> list[np.ndarray]:
         return [
-            self._bits(batch.tables[0, lane], int(batch.starts[lane]), int(batch.lengths[lane]))
+            self._bits(batch.tables[0, index], int(batch.starts[index]), int(batch.lengths[index]))
             for batch in batches
-            for lane in (0, len(batch.starts) - 1)
+            for index in (0, len(batch.starts) - 1)
         ]
 
     # ---- prefill sizes
@@ -239,8 +239,8 @@ class Proofs:
         return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
 
 
-def _lane(batch: PrefillBatch, lane: int) -> PrefillBatch:
-    one = slice(lane, lane + 1)
+def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:
+    one = slice(index, index + 1)
     return PrefillBatch(batch.tokens[one], batch.starts[one], batch.lengths[one], batch.tables[:, one])
 
 

@@ -49,7 +49,7 @@ class Proved:
     """What was found out about an executor's programs.
 
     Attributes:
-        lanes: chunks of the wide program of each prefill size that has the narrow one's bits.
+        prefill_batches: chunks of the wide program of each prefill size that has the narrow one's bits.
         classes: a number for each prefill size; equal numbers: programs with equal bits.
         resumes: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken for
             granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
@@ -57,7 +57,7 @@ class Proved:
         costs: of swapping and of computing again, measured.
     """
 
-    lanes: Mapping[int, int]
+    prefill_batches: Mapping[int, int]
     classes: Mapping[int, int]
     resumes: bool
     multi_step: int
@@ -102,7 +102,7 @@ class Runner:
         """Find out which programs may stand in for which."""
         engine, executor = self._engine, self._executor
         proofs = Proofs(executor, engine, self._vocab, self._groups, itemsize, spec.exact_per_token)
-        lanes = proofs.lanes()
+        count = proofs.prefill_batches()
         exact, classes, resumes = engine.exactness == "exact", _each_alone(engine.prefill_sizes), True
         if exact and engine.enable_prefix_caching and self._affordable(proofs.class_tokens()):
             classes = proofs.classes()
@@ -110,7 +110,7 @@ class Runner:
         several = engine.multi_step > 1 and (not exact or proofs.multi_step(limits))
         executor.put_slots(0, self._shown[0]._asdict())  # those of the proofs were there
         costs = measure_costs(executor, engine, self._groups, self._decode_batch(0, []))
-        return Proved(lanes, classes, resumes, engine.multi_step if several else 1, costs)
+        return Proved(count, classes, resumes, engine.multi_step if several else 1, costs)
 
     def _affordable(self, tokens: int) -> bool:
         operations = 2 * tokens * self._executor.parameters()
@@ -205,11 +205,11 @@ class Runner:
     def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
         """Launch all chunks, several in one program where there is a wide one for their size."""
         results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
-        plain, wide = [plan for plan in plans if not plan.logprobs], self.proved.lanes
+        plain, wide = [plan for plan in plans if not plan.logprobs], self.proved.prefill_batches
         for group in group_chunks([plan.chunk.size for plan in plain], wide):
             size = plain[group[0]].chunk.size
-            lanes = 1 if len(group) == 1 else wide[size]
-            batch = self._prefill_batch([plain[index] for index in group], size, lanes)
+            count = 1 if len(group) == 1 else wide[size]
+            batch = self._prefill_batch([plain[index] for index in group], size, count)
             self._executor.prefill(batch)
         return results
 
@@ -220,13 +220,13 @@ class Runner:
         batch = self._prefill_batch([plan], size, 1)
         return self._executor.prefill_logprobs(batch, following)
 
-    def _prefill_batch(self, plans: list[PrefillPlan], size: int, lanes: int) -> PrefillBatch:
-        tokens, (starts, lengths) = np.zeros((lanes, size), np.int32), np.zeros((2, lanes), np.int32)
-        tables = np.zeros((self._groups, lanes, self._engine.table_width), np.int32)
-        for lane, plan in enumerate(plans):
-            starts[lane], lengths[lane], _ = start, length, _ = plan.chunk
-            tokens[lane, :length] = plan.sequence.prompt[start : start + length]
-            tables[:, lane] = self._tables[:, plan.sequence.slot]
+    def _prefill_batch(self, plans: list[PrefillPlan], size: int, count: int) -> PrefillBatch:
+        tokens, (starts, lengths) = np.zeros((count, size), np.int32), np.zeros((2, count), np.int32)
+        tables = np.zeros((self._groups, count, self._engine.table_width), np.int32)
+        for index, plan in enumerate(plans):
+            starts[index], lengths[index], _ = start, length, _ = plan.chunk
+            tokens[index, :length] = plan.sequence.prompt[start : start + length]
+            tables[:, index] = self._tables[:, plan.sequence.slot]
         return PrefillBatch(tokens, starts, lengths, tables)
 
     # ---- decode rows

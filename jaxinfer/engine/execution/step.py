@@ -62,15 +62,15 @@ class DecodeBatch(NamedTuple):
 
 
 class PrefillBatch(NamedTuple):
-    """A prompt chunk a lane: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
+    """Prompt chunks: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
 
-    A lane of length 0 is idle.
+    A chunk of length 0 is idle.
     """
 
-    tokens: Int[Any, "lanes chunk"]
-    starts: Int[Any, " lanes"]
-    lengths: Int[Any, " lanes"]
-    tables: Int[Any, "groups lanes width"]
+    tokens: Int[Any, "batch chunk"]
+    starts: Int[Any, " batch"]
+    lengths: Int[Any, " batch"]
+    tables: Int[Any, "groups batch width"]
 
 
 def pack(batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
@@ -248,7 +248,7 @@ def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., t
         attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
-        # Lanes end to end: the products see one matrix.
+        # Chunks end to end: the products see one matrix.
         x = batch.tokens.reshape(-1) if stage.first else arriving
         with tokens_spread(spread_tokens):
             hidden, pools = stage.backbone(params, x, positions.reshape(-1), attend, pools)

@@ -52,17 +52,17 @@ def page_code(page: int, page_size: int, end: int, sizes: Sequence[int], classes
     return classes[rule_size(first, end, sizes)] * (page_size + 1) + split if split else 0
 
 
-def group_chunks(sizes: Sequence[int], lanes: Mapping[int, int]) -> Iterator[list[int]]:
+def group_chunks(sizes: Sequence[int], widths: Mapping[int, int]) -> Iterator[list[int]]:
     """Chunks (by index) that run together, in the order of their launch.
 
     Args:
         sizes: of all chunks of a step; those of one prompt in order, so none is larger than the one before.
-        lanes: chunks that a wide program of a size takes. It is used where more than half of it is filled.
+        widths: chunks that a wide program of a size takes. It is used where more than half of it is filled.
     """
     for size in sorted(set(sizes), reverse=True):
         same = [index for index, other in enumerate(sizes) if other == size]
         while same:
-            width = lanes.get(size, 1)
+            width = widths.get(size, 1)
             taken = min(width, len(same)) if 2 * len(same) > width else 1
             yield same[:taken]
             same = same[taken:]

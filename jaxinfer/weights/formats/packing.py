@@ -16,10 +16,10 @@ def fields(words: np.ndarray, bits: int) -> np.ndarray:
     stream = np.array(words, order="C").view(np.uint8)
     if bits == 8:
         return stream
-    lanes, each = (_of_three_bytes(stream), 8) if bits == 3 else (stream, 8 // bits)
-    result = np.empty((*lanes.shape, each), np.uint8)
+    units, each = (_of_three_bytes(stream), 8) if bits == 3 else (stream, 8 // bits)
+    result = np.empty((*units.shape, each), np.uint8)
     for index in range(each):
-        np.right_shift(lanes, bits * index, out=result[..., index], casting="unsafe")
+        np.right_shift(units, bits * index, out=result[..., index], casting="unsafe")
     np.bitwise_and(result, (1 << bits) - 1, out=result)
     return result.reshape(*words.shape[:-1], -1)
 

@@ -96,19 +96,19 @@ def decode(
 
 
 def extend(
-    q: Float[Array, "lanes chunk heads latent"],
+    q: Float[Array, "sequences chunk heads latent"],
     pool: Float[Array, "pages page latent"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     rank: int = RANK,
     scales: Float[Array, "pages page"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "lanes chunk heads rank"]:
-    """`reference.prefill` of a few queries a lane, split over the keys. Padding queries give finite numbers.
+) -> Float[Array, "sequences chunk heads rank"]:
+    """`reference.prefill` of a few queries a sequence, split over the keys. Padding queries give finite numbers.
 
     Raises:
         ValueError: what `refusal` says.
@@ -124,19 +124,19 @@ def extend(
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads latent"],
+    q: Float[Array, "sequences chunk heads latent"],
     pool: Float[Array, "pages page latent"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     rank: int = RANK,
     scales: Float[Array, "pages page"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "lanes chunk heads rank"]:
-    """`reference.prefill` of many queries a lane. Padding queries give finite numbers.
+) -> Float[Array, "sequences chunk heads rank"]:
+    """`reference.prefill` of many queries a sequence. Padding queries give finite numbers.
 
     Raises:
         ValueError: what `refusal` says.
@@ -157,11 +157,15 @@ def refusal(
     starts: Any = None,
 ) -> str | None:
     """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
-    lanes, latent = q.shape[0], q.shape[-1]
+    sequences, latent = q.shape[0], q.shape[-1]
     if pool.ndim != 3 or pool.shape[-1] != latent:
         return f"queries {q.shape} and pool {pool.shape} do not fit each other"
-    if tables.shape[0] != lanes or lengths.shape != (lanes,) or (starts is not None and starts.shape != (lanes,)):
-        return f"{lanes} lanes, but tables {tables.shape} and lengths {lengths.shape}"
+    if (
+        tables.shape[0] != sequences
+        or lengths.shape != (sequences,)
+        or (starts is not None and starts.shape != (sequences,))
+    ):
+        return f"{sequences} sequences, but tables {tables.shape} and lengths {lengths.shape}"
     if rank not in RANKS or latent != rank + ROPE:
         return f"a latent of {rank} numbers and {latent - rank} rotated ones: this kernel does {RANKS} and {ROPE}"
     if pool.shape[1] not in PAGES:
@@ -189,9 +193,9 @@ def _checked(
 ) -> Shape:
     if why := refusal(q, pool, tables, lengths, rank=rank, scales=scales, starts=starts):
         raise ValueError(why)
-    lanes, chunk, heads, _ = q.shape
+    sequences, chunk, heads, _ = q.shape
     return Shape(
-        lanes=lanes,
+        sequences=sequences,
         chunk=chunk,
         heads=heads,
         rank=rank,
@@ -207,7 +211,7 @@ def _checked(
 
 def _unpacked(shape: Shape, output: Array) -> Array:
     rows = shape.chunk * shape.heads
-    return output[:, :rows].reshape(shape.lanes, shape.chunk, shape.heads, shape.rank)
+    return output[:, :rows].reshape(shape.sequences, shape.chunk, shape.heads, shape.rank)
 
 
 def _launch(
@@ -220,7 +224,7 @@ def _launch(
     lengths: Array,
     more: dict[str, Array],
 ) -> tuple[Array, ...]:
-    packed = q.reshape(shape.lanes, shape.chunk * shape.heads, shape.latent)
+    packed = q.reshape(shape.sequences, shape.chunk * shape.heads, shape.latent)
     packed = jnp.pad(packed, ((0, 0), (0, shape.packed - packed.shape[1]), (0, 0)))
     tables = tables.astype(jnp.int32)
     given = {"query": packed, "pool": pool, "tables": tables, "starts": starts, "lengths": lengths, **more}
@@ -229,8 +233,8 @@ def _launch(
         functools.partial(_body, shape, (*given, *results)),
         out_type=tuple(results.values()),
         scratch_types={"smem": operands.smem(shape), "barriers": operands.barriers(shape)},
-        grid=(shape.tiles.blocks,) if shape.split else (shape.tile_count, shape.lanes),
-        grid_names=("block",) if shape.split else ("tile", "lane"),
+        grid=(shape.tiles.blocks,) if shape.split else (shape.tile_count, shape.sequences),
+        grid_names=("block",) if shape.split else ("tile", "sequence"),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="mla_decode" if shape.split else "mla_prefill",
@@ -245,8 +249,8 @@ def _launch(
 
 def _results(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     if shape.splits == 1:
-        return {"output": jax.ShapeDtypeStruct((shape.lanes, shape.packed, shape.rank), shape.dtype)}
-    part = (shape.lanes, shape.splits)
+        return {"output": jax.ShapeDtypeStruct((shape.sequences, shape.packed, shape.rank), shape.dtype)}
+    part = (shape.sequences, shape.splits)
     return {
         "sums": jax.ShapeDtypeStruct((*part, shape.packed, shape.rank), jnp.float32),
         "stats": jax.ShapeDtypeStruct((*part, 2, shape.tile_count * TILE), jnp.float32),
@@ -254,8 +258,8 @@ def _results(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every lane filled its table: lengths are not known when the step is compiled."""
-    keys = shape.lanes * shape.width * shape.page
+    """As if every sequence filled its table: lengths are not known when the step is compiled."""
+    keys = shape.sequences * shape.width * shape.page
     pairs = keys * shape.packed
     return pl.CostEstimate(
         flops=2 * pairs * (shape.latent + shape.rank),

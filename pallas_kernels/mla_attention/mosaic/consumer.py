@@ -168,7 +168,7 @@ def _mask(shape: Shape, unit: Unit, key: Any, scores: Any) -> Any:
 
 
 def _positions(shape: Shape, unit: Unit) -> Any:
-    """Of each row's query, minus that of the lane's first."""
+    """Of each row's query, minus that of the sequence's first."""
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_ROW) + unit.tile * shape.tile_rows
     return lax.div(row, jnp.full_like(row, shape.heads))
 
@@ -258,7 +258,7 @@ def _write_result(own: Consumer, unit: Unit, mixed: Any, total: Any) -> None:
     share = jnp.where(total > 0, 1.0 / total, 0.0)
     staging = queries[own.me].at[0]
     _stage(staging, mixed, share)
-    target = own.gmem.output.at[unit.lane, _rows(shape, unit), pl.ds(own.me * shape.half, shape.half)]
+    target = own.gmem.output.at[unit.sequence, _rows(shape, unit), pl.ds(own.me * shape.half, shape.half)]
     plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, shape.tile_rows)], target)
 
 
@@ -270,10 +270,10 @@ def _write_part(own: Consumer, unit: Unit, sums: Sums) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         _stage(staging, sums.mixed[:, i * quarter : (i + 1) * quarter])
         columns = pl.ds(own.me * shape.half + i * quarter, quarter)
-        target = own.gmem.sums.at[unit.lane, unit.split, _rows(shape, unit), columns]
+        target = own.gmem.sums.at[unit.sequence, unit.split, _rows(shape, unit), columns]
         plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, shape.tile_rows)], target)
     if own.me == 0:
-        stats = own.gmem.stats.at[unit.lane, unit.split]
+        stats = own.gmem.stats.at[unit.sequence, unit.split]
         rows = pl.ds(pl.multiple_of(unit.tile * TILE, TILE), TILE)
         compat.store(stats.at[0, rows], sums.top)
         compat.store(stats.at[1, rows], sums.total)

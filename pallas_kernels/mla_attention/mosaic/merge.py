@@ -1,4 +1,4 @@
-"""Merges what decode's splits left: one thread block for each query, as many steps as its lane has splits."""
+"""Merges what decode's splits left: one thread block for each query, as many steps as its sequence has splits."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _AT_ONCE = 8  # splits whose loads are on their way together
 
 def merge(
     shape: Shape,
-    sums: Float[Array, "lanes splits packed rank"],
-    stats: Float[Array, "lanes splits two tiled"],
-    lengths: Int[Array, " lanes"],
+    sums: Float[Array, "sequences splits packed rank"],
+    stats: Float[Array, "sequences splits two tiled"],
+    lengths: Int[Array, " sequences"],
     interpret: plgpu.InterpretGPUParams | None,
-) -> Float[Array, "lanes packed rank"]:
+) -> Float[Array, "sequences packed rank"]:
     """Splits are added in their order, rescaled by powers of two: those without keys change no bit."""
-    result = jax.ShapeDtypeStruct((shape.lanes, shape.packed, shape.rank), shape.dtype)
+    result = jax.ShapeDtypeStruct((shape.sequences, shape.packed, shape.rank), shape.dtype)
     read = 4 * sums.size
     launch = compat.kernel(
         functools.partial(_body, shape),
         out_type=result,
         scratch_types=(),
-        grid=(shape.lanes, shape.packed),
-        grid_names=("lane", "row"),
+        grid=(shape.sequences, shape.packed),
+        grid_names=("sequence", "row"),
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="mla_merge",
@@ -46,16 +46,16 @@ def merge(
 
 
 def _body(shape: Shape, sums: Any, stats: Any, lengths: Any, output: Any) -> None:
-    lane, row = lax.axis_index("lane"), lax.axis_index("row")
+    sequence, row = lax.axis_index("sequence"), lax.axis_index("row")
     tile = lax.div(row, jnp.int32(shape.tile_rows))
-    used = pl.cdiv(lengths[lane], jnp.int32(shape.tiles.keys_per_split))
+    used = pl.cdiv(lengths[sequence], jnp.int32(shape.tiles.keys_per_split))
 
     def part(split: Any) -> tuple[Any, Any, Any]:
         """What past the last split lies in memory may be anything, NaN included."""
         there, split = split < used, jnp.minimum(split, shape.splits - 1)
         column = tile * TILE + row - tile * shape.tile_rows
-        top, total = stats[lane, split, 0, column], stats[lane, split, 1, column]
-        mixed = jnp.where(jnp.broadcast_to(there, (shape.rank,)), sums[lane, split, row], 0.0)
+        top, total = stats[sequence, split, 0, column], stats[sequence, split, 1, column]
+        mixed = jnp.where(jnp.broadcast_to(there, (shape.rank,)), sums[sequence, split, row], 0.0)
         return mixed, jnp.where(there, top, LOWEST), jnp.where(there, total, 0.0)
 
     def add(step: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -68,4 +68,4 @@ def _body(shape: Shape, sums: Any, stats: Any, lengths: Any, output: Any) -> Non
     nothing = jnp.zeros((shape.rank,), jnp.float32), jnp.float32(LOWEST), jnp.float32(0.0)
     mixed, _, total = lax.fori_loop(0, pl.cdiv(used, jnp.int32(_AT_ONCE)), add, nothing)
     share = jnp.where(total > 0, 1.0 / total, 0.0)
-    compat.store(output.at[lane, row], (mixed * share).astype(shape.dtype))
+    compat.store(output.at[sequence, row], (mixed * share).astype(shape.dtype))

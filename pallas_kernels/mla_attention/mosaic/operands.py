@@ -37,9 +37,9 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static about one launch. Queries are packed: row ``token * heads + head`` of a lane."""
+    """What is static about one launch. Queries are packed: row ``token * heads + head`` of a sequence."""
 
-    lanes: int
+    sequences: int
     chunk: int
     heads: int
     rank: int
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def packed(self) -> int:
-        """A lane's queries, filled up to whole tiles."""
+        """A sequence's queries, filled up to whole tiles."""
         return self.tile_count * self.tile_rows
 
     @property
@@ -92,15 +92,17 @@ class Shape:
 class Gmem(NamedTuple):
     """Operands and results in device memory; None where a launch has none."""
 
-    query: Any  # [lanes, packed, latent]
+    query: Any  # [sequences, packed, latent]
     pool: Any  # [pages, page, latent]
-    tables: Any  # [lanes, width]
-    starts: Any  # [lanes]
-    lengths: Any  # [lanes]
+    tables: Any  # [sequences, width]
+    starts: Any  # [sequences]
+    lengths: Any  # [sequences]
     plan: Any  # [3, blocks]: decode, see `schedule.plan`
-    output: Any  # [lanes, packed, rank]: of a launch without splits
-    sums: Any  # [lanes, splits, packed, rank] float32: splits' weighted values, not yet divided by their totals
-    stats: Any  # [lanes, splits, 2, tile_count * TILE] float32: what they are relative to (powers of two), their totals
+    output: Any  # [sequences, packed, rank]: of a launch without splits
+    sums: Any  # [sequences, splits, packed, rank] float32: splits' weighted values, not yet divided by their totals
+    stats: (
+        Any  # [sequences, splits, 2, tile_count * TILE] float32: what they are relative to (powers of 2), their totals
+    )
 
 
 class Latent(NamedTuple):

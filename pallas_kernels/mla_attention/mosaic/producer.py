@@ -45,7 +45,7 @@ def _copy_queries(shape: Shape, unit: Unit, gmem: Gmem, smem: Smem, barriers: Ba
     queries, _ = smem.query
     rows = pl.ds(pl.multiple_of(unit.tile * shape.tile_rows, shape.tile_rows), shape.tile_rows)
     for columns, target in zip(_columns(shape), queries, strict=True):
-        source = gmem.query.at[unit.lane, rows, columns]
+        source = gmem.query.at[unit.sequence, rows, columns]
         plgpu.copy_gmem_to_smem(source, target.at[0, pl.ds(0, shape.tile_rows)], barriers.query_ready)
 
 
@@ -54,7 +54,7 @@ def _fill_pair(
 ) -> None:
     for slot in range(SLOTS):
         key = ((unit.first + index) * SLOTS + slot) * TILE
-        pages = [_page_id(shape, gmem, unit.lane, key + i * shape.piece) for i in range(shape.pieces)]
+        pages = [_page_id(shape, gmem, unit.sequence, key + i * shape.piece) for i in range(shape.pieces)]
         for part, columns in enumerate(_columns(shape)):
             _await_free(barriers.free[part].at[slot], done + index > 0)
             target, ready = smem.slots[part].at[slot], barriers.ready[part].at[slot]
@@ -67,10 +67,10 @@ def _await_free(free: Any, used: Any) -> None:
     pl.when(used)(lambda: plgpu.barrier_wait(free))
 
 
-def _page_id(shape: Shape, gmem: Gmem, lane: Any, key: Any) -> Any:
-    """Past the lane's end the table may hold anything: any page of the pool will do there."""
+def _page_id(shape: Shape, gmem: Gmem, sequence: Any, key: Any) -> Any:
+    """Past the sequence's end the table may hold anything: any page of the pool will do there."""
     index = jnp.minimum(lax.div(key, jnp.int32(shape.page)), shape.width - 1)
-    return jnp.clip(gmem.tables[lane, index], 0, gmem.pool.shape[0] - 1)
+    return jnp.clip(gmem.tables[sequence, index], 0, gmem.pool.shape[0] - 1)
 
 
 def _copy_piece(

@@ -1,7 +1,8 @@
 """Who computes what in MLA decode: an equal share of the units of work for each of a fixed number of thread blocks.
 
-A unit is one split of one tile of one lane, numbered by lane, then tile, then split. A thread block takes a run of
-them, so that a long lane occupies many blocks and short lanes share one (Osama et al. 2023, arXiv:2301.03598).
+A unit is one split of one tile of one sequence, numbered by sequence, then tile, then split. A thread block takes a run
+of them, so that a long sequence occupies many blocks and short sequences share one (Osama et al. 2023,
+arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pallas_kernels.mla_attention.mosaic.operands import PAIR, Shape
 _UNIT_COST = 1
 
 
-def plan(shape: Shape, lengths: Int[Array, " lanes"]) -> Int[Array, "3 blocks"]:
-    """Each thread block's run: lane of its first unit, that unit's index within the lane, how many units.
+def plan(shape: Shape, lengths: Int[Array, " sequences"]) -> Int[Array, "3 blocks"]:
+    """Each thread block's run: sequence of its first unit, that unit's index within the sequence, how many units.
 
     A block begins at the first unit that starts at or after its share of the total cost.
     """
@@ -25,18 +26,18 @@ def plan(shape: Shape, lengths: Int[Array, " lanes"]) -> Int[Array, "3 blocks"]:
     tile_cost = -(-lengths // PAIR) + _UNIT_COST * splits
     cost_end, unit_end = (_running_sum(x * shape.tile_count) for x in (tile_cost, splits))
     share = _shares(cost_end[-1], shape.tiles.blocks)
-    lane = _count(cost_end, share)
-    tile, left = jnp.divmod(share - _before(cost_end, lane), tile_cost[lane])
+    sequence = _count(cost_end, share)
+    tile, left = jnp.divmod(share - _before(cost_end, sequence), tile_cost[sequence])
     step = shape.tiles.keys_per_split // PAIR + _UNIT_COST
-    split = jnp.minimum((left + step - 1) // step, splits[lane])
-    first = _before(unit_end, lane) + tile * splits[lane] + split
+    split = jnp.minimum((left + step - 1) // step, splits[sequence])
+    first = _before(unit_end, sequence) + tile * splits[sequence] + split
     end = jnp.concatenate([first[1:], unit_end[-1:]])
-    lane = _count(unit_end, first)
-    return jnp.stack([lane, first - _before(unit_end, lane), end - first]).astype(jnp.int32)
+    sequence = _count(unit_end, first)
+    return jnp.stack([sequence, first - _before(unit_end, sequence), end - first]).astype(jnp.int32)
 
 
 def _running_sum(x: jax.Array) -> jax.Array:
-    """Lanes are few: one comparison of all with all is one fused kernel, a cumulative sum is several."""
+    """Sequences are few: one comparison of all with all is one fused kernel, a cumulative sum is several."""
     at = jnp.arange(x.shape[0])
     return jnp.where(at[None, :] <= at[:, None], x[None, :], 0).sum(1)
 
@@ -47,10 +48,10 @@ def _shares(total: jax.Array, blocks: int) -> jax.Array:
     return at * (total // blocks) + at * (total % blocks) // blocks
 
 
-def _before(ends: jax.Array, lane: jax.Array) -> jax.Array:
-    return jnp.where(lane > 0, ends[lane - 1], 0)
+def _before(ends: jax.Array, sequence: jax.Array) -> jax.Array:
+    return jnp.where(sequence > 0, ends[sequence - 1], 0)
 
 
 def _count(ends: jax.Array, at: jax.Array) -> jax.Array:
-    """The lane in which each of ``at`` lies, by the lanes' ends."""
+    """The sequence in which each of ``at`` lies, by the sequences' ends."""
     return jnp.minimum((ends[None, :] <= at[:, None]).sum(1), ends.shape[0] - 1)

@@ -14,7 +14,7 @@ from pallas_kernels.mla_attention.mosaic.operands import PAIR, Gmem, Shape
 class Place(NamedTuple):
     """Names a unit. Traced scalars."""
 
-    lane: Any
+    sequence: Any
     tile: Any
     split: Any
 
@@ -22,11 +22,11 @@ class Place(NamedTuple):
 class Unit(NamedTuple):
     """One split of the keys that one tile of queries sees. Traced scalars."""
 
-    lane: Any
+    sequence: Any
     tile: Any
     split: Any
-    splits: Any  # of the lane
-    start: Any  # position of the lane's first query
+    splits: Any  # of the sequence
+    start: Any  # position of the sequence's first query
     length: Any
     high: Any  # one past the last key that any query of the tile sees
     first: Any  # first pair of key blocks
@@ -37,14 +37,14 @@ def run_of(shape: Shape, gmem: Gmem) -> tuple[Place, Any]:
     """The first unit of this thread block, and how many it has."""
     if not shape.split:  # tiles in falling order of their positions: those with the most keys start first
         tile = shape.tile_count - 1 - lax.axis_index("tile")
-        return Place(lax.axis_index("lane"), tile, jnp.int32(0)), jnp.int32(1)
-    lane, within, count = (gmem.plan[i, lax.axis_index("block")] for i in range(3))
-    in_tile = _splits(shape, gmem.lengths[lane])
-    return Place(lane, lax.div(within, in_tile), lax.rem(within, in_tile)), count
+        return Place(lax.axis_index("sequence"), tile, jnp.int32(0)), jnp.int32(1)
+    sequence, within, count = (gmem.plan[i, lax.axis_index("block")] for i in range(3))
+    in_tile = _splits(shape, gmem.lengths[sequence])
+    return Place(sequence, lax.div(within, in_tile), lax.rem(within, in_tile)), count
 
 
 def unit_at(shape: Shape, gmem: Gmem, place: Place) -> Unit:
-    start, length = gmem.starts[place.lane], gmem.lengths[place.lane]
+    start, length = gmem.starts[place.sequence], gmem.lengths[place.sequence]
     heads = jnp.int32(shape.heads)
     row = place.tile * shape.tile_rows
     first_token, last_token = lax.div(row, heads), lax.div(row + (shape.tile_rows - 1), heads)
@@ -59,16 +59,16 @@ def unit_at(shape: Shape, gmem: Gmem, place: Place) -> Unit:
 
 
 def after(shape: Shape, unit: Unit) -> Place:
-    """Next split, else next tile, else next lane (the last lane's successor is never visited)."""
+    """Next split, else next tile, else next sequence (the last sequence's successor is never visited)."""
     tile_ends = unit.split == unit.splits - 1
     tile = jnp.where(tile_ends, unit.tile + 1, unit.tile)
-    lane_ends = tile == shape.tile_count
-    lane = jnp.where(lane_ends, jnp.minimum(unit.lane + 1, shape.lanes - 1), unit.lane)
-    return Place(lane, jnp.where(lane_ends, 0, tile), jnp.where(tile_ends, 0, unit.split + 1))
+    sequence_ends = tile == shape.tile_count
+    sequence = jnp.where(sequence_ends, jnp.minimum(unit.sequence + 1, shape.sequences - 1), unit.sequence)
+    return Place(sequence, jnp.where(sequence_ends, 0, tile), jnp.where(tile_ends, 0, unit.split + 1))
 
 
 def _splits(shape: Shape, length: Any) -> Any:
-    """A lane without keys has one split without steps: it writes the zeros."""
+    """A sequence without keys has one split without steps: it writes the zeros."""
     if not shape.split:
         return jnp.int32(1)
     return jnp.maximum(pl.cdiv(length, jnp.int32(shape.tiles.keys_per_split)), 1)

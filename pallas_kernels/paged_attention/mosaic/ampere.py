@@ -1,8 +1,8 @@
 """Paged attention for GPUs below Hopper, which have neither the TMA nor wgmma, in Pallas Mosaic GPU.
 
-One thread block of 128 threads has a *unit*: one split of the keys that some tokens of one lane see, for one KV head.
-Keys are the rows of both products, as in the decode kernel for Hopper; the columns, 8 to 32, are the queries of the
-KV head's group of one token (decode) or of a few that follow each other, ``token * group + head``:
+One thread block of 128 threads has a *unit*: one split of the keys that some tokens of one sequence see, for one KV
+head. Keys are the rows of both products, as in the decode kernel for Hopper; the columns, 8 to 32, are the queries of
+the KV head's group of one token (decode) or of a few that follow each other, ``token * group + head``:
 
     pages, by cp.async ->  keys   [stages, 64, dim] -> scores [64, columns]  = keys . queries       (mma)
                        ->  values [stages, 64, dim]    probs  [64, columns]  <- softmax, 16 bits
@@ -11,10 +11,10 @@ KV head's group of one token (decode) or of a few that follow each other, ``toke
 ``stages - 1`` key blocks are on their way while one is computed. Copies are waited for by their number, so that every
 step issues as many: beyond a split's end it copies the last block again, which the L2 cache has.
 
-Where one unit has all of a lane's queries (decode, drafts), keys are split at absolute positions, for blocks enough;
-a longer chunk has enough units of tokens, each of which goes through all the keys that it sees. Units leave float32
-sums, which XLA merges and divides. Maxima are rounded to integers (scores are in powers of two), so rescaling is exact:
-no bit of a row depends on other rows or on where its pages lie.
+Where one unit has all of a sequence's queries (decode, drafts), keys are split at absolute positions, for blocks
+enough; a longer chunk has enough units of tokens, each of which goes through all the keys that it sees. Units leave
+float32 sums, which XLA merges and divides. Maxima are rounded to integers (scores are in powers of two), so rescaling
+is exact: no bit of a row depends on other rows or on where its pages lie.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ def decode(
 
 
 def extend(
-    q: Float[Array, "lanes chunk heads head_dim"],
+    q: Float[Array, "sequences chunk heads head_dim"],
     pool: Float[Array, "pages 2 kv_heads page head_dim"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scales: None = None,
-    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "lanes chunk heads head_dim"]:
+) -> Float[Array, "sequences chunk heads head_dim"]:
     """See `reference.prefill`: chunks of any length. Probabilities are rounded to 16 bits. Padding gives zeros.
 
     Args:
@@ -110,11 +110,11 @@ def refusal(
     """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
     if q.ndim == 3:
         q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
-    (lanes, chunk, heads, head_dim), (_, two, kv_heads, page, pool_dim) = q.shape, pool.shape
+    (sequences, chunk, heads, head_dim), (_, two, kv_heads, page, pool_dim) = q.shape, pool.shape
     if two != 2 or pool_dim != head_dim or heads % kv_heads:
         return f"queries {q.shape} and pool {pool.shape} do not fit each other"
-    if {tables.shape[:1], lengths.shape, (lengths if starts is None else starts).shape} != {(lanes,)}:
-        return f"{lanes} rows, but tables {tables.shape} and lengths {lengths.shape}"
+    if {tables.shape[:1], lengths.shape, (lengths if starts is None else starts).shape} != {(sequences,)}:
+        return f"{sequences} rows, but tables {tables.shape} and lengths {lengths.shape}"
     if head_dim not in HEAD_DIMS or page not in PAGES or page * head_dim < _LEAST_COPY:
         return (
             f"head_dim {head_dim}, pages of {page}: below Hopper the kernel does {HEAD_DIMS} and {PAGES}, not 64 and 16"
@@ -123,8 +123,8 @@ def refusal(
         return f"{heads // kv_heads} heads to a KV head: below Hopper the kernel does {COLUMNS}"
     if q.dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != q.dtype or scales is not None:
         return f"queries of {q.dtype}, a pool of {pool.dtype}: below Hopper the kernel does bfloat16, and float16"
-    if tree is not None and (tree.shape != (lanes, chunk, chunk) or chunk > MOST_IN_TREE):
-        return f"a tree of shape {tree.shape}: [lanes, chunk, chunk] with at most {MOST_IN_TREE} tokens is needed"
+    if tree is not None and (tree.shape != (sequences, chunk, chunk) or chunk > MOST_IN_TREE):
+        return f"a tree of shape {tree.shape}: [sequences, chunk, chunk] with at most {MOST_IN_TREE} tokens is needed"
     if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
         return f"window {window} and softcap {softcap} must be positive"
     return None if sinks is None or sinks.shape == (heads,) else f"{heads} heads, but sinks {sinks.shape}"
@@ -133,11 +133,11 @@ def refusal(
 def _shape_of(
     q: Any, pool: Any, tables: Any, scale: float, options: dict[str, Any], tiles: Tiles, interpret: bool
 ) -> Shape:
-    (lanes, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
+    (sequences, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
     tokens = min(chunk, COLUMNS // (heads // kv_heads))
     parts = pl.cdiv(chunk, tokens)
     return Shape(
-        lanes=lanes,
+        sequences=sequences,
         parts=parts,
         tokens=tokens,
         kv_heads=kv_heads,
@@ -161,7 +161,7 @@ def _heuristic_tiles(q: Any) -> Tiles:
 
 
 def _parted(
-    shape: Shape, q: Float[Array, "lanes chunk heads head_dim"]
+    shape: Shape, q: Float[Array, "sequences chunk heads head_dim"]
 ) -> Float[Array, "units kv_heads columns head_dim"]:
     """Columns are a part's tokens, of each the heads of a group."""
     missing = shape.parts * shape.tokens - q.shape[1]
@@ -173,16 +173,16 @@ def _parted(
 
 def _whole(
     shape: Shape, q: Any, mixed: Float[Array, "units kv_heads head_dim columns"]
-) -> Float[Array, "lanes chunk heads head_dim"]:
+) -> Float[Array, "sequences chunk heads head_dim"]:
     """`_parted` undone."""
     mixed = mixed[..., : shape.tokens * shape.group]
     mixed = mixed.reshape(*mixed.shape[:3], shape.tokens, shape.group)
-    mixed = mixed.transpose(0, 3, 1, 4, 2).reshape(shape.lanes, shape.parts * shape.tokens, *q.shape[2:])
+    mixed = mixed.transpose(0, 3, 1, 4, 2).reshape(shape.sequences, shape.parts * shape.tokens, *q.shape[2:])
     return mixed[:, : q.shape[1]].astype(q.dtype)
 
 
 def _bounds(
-    shape: Shape, starts: Int[Array, " lanes"], lengths: Int[Array, " lanes"], tree: Any
+    shape: Shape, starts: Int[Array, " sequences"], lengths: Int[Array, " sequences"], tree: Any
 ) -> tuple[Int[Array, "units columns"], Int[Array, "units columns"], Int[Array, "units columns"]]:
     """See `Gmem`; padding sees nothing."""
     at = starts[:, None] + jnp.arange(shape.parts * shape.tokens)
@@ -197,7 +197,7 @@ def _bounds(
     return low, high, seen
 
 
-def _of_columns(shape: Shape, of_tokens: Int[Array, "lanes padded"]) -> Int[Array, "units columns"]:
+def _of_columns(shape: Shape, of_tokens: Int[Array, "sequences padded"]) -> Int[Array, "units columns"]:
     repeated = jnp.repeat(of_tokens.reshape(shape.units, shape.tokens), shape.group, axis=1)
     return jnp.pad(repeated, ((0, 0), (0, shape.columns - repeated.shape[1])))
 

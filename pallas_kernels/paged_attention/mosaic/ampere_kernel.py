@@ -46,8 +46,8 @@ class Tiles:
 class Shape(NamedTuple):
     """What is static about one launch."""
 
-    lanes: int
-    parts: int  # of a lane's chunk
+    sequences: int
+    parts: int  # of a sequence's chunk
     tokens: int  # of a part
     kv_heads: int
     group: int
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
     @property
     def units(self) -> int:
-        return self.lanes * self.parts
+        return self.sequences * self.parts
 
     @property
     def columns(self) -> int:
@@ -84,9 +84,9 @@ class Shape(NamedTuple):
 class Gmem(NamedTuple):
     q: Any  # [units, kv_heads, columns, head_dim]
     pool: Any  # [pages, 2, kv_heads, page, head_dim]
-    tables: Any  # [lanes, width]
-    starts: Any  # [lanes]: of the first token
-    lengths: Any  # [lanes]
+    tables: Any  # [sequences, width]
+    starts: Any  # [sequences]: of the first token
+    lengths: Any  # [sequences]
     low: Any  # [units, columns]: first key that a query sees
     high: Any  # [units, columns]: one past the last, or past those before a tree
     seen: Any  # [units, columns]: bits, which of a tree's tokens a query sees
@@ -102,13 +102,13 @@ class Smem(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """One split of what some tokens of a lane see, of one KV head. Traced scalars."""
+    """One split of what some tokens of a sequence see, of one KV head. Traced scalars."""
 
     number: Any
-    lane: Any
+    sequence: Any
     head: Any
     split: Any
-    start: Any  # of the lane's chunk
+    start: Any  # of the sequence's chunk
     low: Any  # first key that any of its queries sees
     high: Any  # one past the last
     first: Any  # key block
@@ -197,8 +197,8 @@ def _body(shape: Shape, *refs: Any, smem: Smem) -> None:
 
 def _unit_at(shape: Shape, gmem: Gmem) -> Unit:
     number, head, split = (lax.axis_index(name) for name in ("unit", "head", "split"))
-    lane, part = (operation(number, jnp.int32(shape.parts)) for operation in (lax.div, lax.rem))
-    start, length = gmem.starts[lane], gmem.lengths[lane]
+    sequence, part = (operation(number, jnp.int32(shape.parts)) for operation in (lax.div, lax.rem))
+    start, length = gmem.starts[sequence], gmem.lengths[sequence]
     begin, end = start + part * shape.tokens, start + (part + 1) * shape.tokens
     own = (start, length) if shape.tree else (begin, jnp.minimum(length, end))
     keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.window)
@@ -206,7 +206,7 @@ def _unit_at(shape: Shape, gmem: Gmem) -> Unit:
     if shape.blocks_per_split is not None:
         first = jnp.maximum(first, split * shape.blocks_per_split)
         end = jnp.minimum(end, (split + 1) * shape.blocks_per_split)
-    return Unit(number, lane, head, split, start, keys.low, keys.high, first, jnp.maximum(end - first, 0))
+    return Unit(number, sequence, head, split, start, keys.low, keys.high, first, jnp.maximum(end - first, 0))
 
 
 def _slot(shape: Shape, index: Any) -> Any:
@@ -220,7 +220,7 @@ def _copy_block(shape: Shape, unit: Unit, index: Any, gmem: Gmem, smem: Smem) ->
         for first in range(0, BLOCK, shape.piece):
             key = block * BLOCK + first
             place = jnp.minimum(lax.div(key, jnp.int32(shape.page)), gmem.tables.shape[1] - 1)
-            page = jnp.clip(gmem.tables[unit.lane, place], 0, gmem.pool.shape[0] - 1)
+            page = jnp.clip(gmem.tables[unit.sequence, place], 0, gmem.pool.shape[0] - 1)
             rows = pl.ds(pl.multiple_of(lax.rem(key, jnp.int32(shape.page)), shape.piece), shape.piece)
             source, to = gmem.pool.at[page, half, unit.head, rows], target.at[slot, pl.ds(first, shape.piece)]
             if shape.interpret:  # which knows no copies without a barrier

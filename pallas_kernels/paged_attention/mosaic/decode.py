@@ -92,21 +92,21 @@ def decode(
 
 
 def extend(
-    q: Float[Array, "lanes chunk heads head_dim"],
+    q: Float[Array, "sequences chunk heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "lanes chunk heads head_dim"]:
+) -> Float[Array, "sequences chunk heads head_dim"]:
     """See `reference.prefill`: a few queries per row, at most 64 to a KV head. Padding queries give finite numbers.
 
     Raises:
@@ -189,7 +189,7 @@ def _option_refusal(q: Any, window: int | None, softcap: float | None, sinks: An
     if sinks is not None and sinks.shape != (heads,):
         return f"{heads} heads, but sinks {sinks.shape}"
     if tree is not None and (tree.shape != (rows, chunk, chunk) or chunk > MOST_IN_TREE):
-        return f"a tree of shape {tree.shape}: [lanes, chunk, chunk] with at most {MOST_IN_TREE} tokens is needed"
+        return f"a tree of shape {tree.shape}: [sequences, chunk, chunk] with at most {MOST_IN_TREE} tokens is needed"
     return None
 
 
@@ -296,8 +296,8 @@ def _unflat(shape: Shape, output: Array) -> Array:
     return jnp.swapaxes(grouped, 1, 2).reshape(shape.rows, shape.chunk, -1, shape.head_dim)
 
 
-def _scales_of(shape: Shape, tables: Int[Array, "lanes width"], scales: Array) -> Array:
-    """As they are, or [lanes, 2, kv_heads, keys] in the order of the keys, whole blocks of them."""
+def _scales_of(shape: Shape, tables: Int[Array, "sequences width"], scales: Array) -> Array:
+    """As they are, or [sequences, 2, kv_heads, keys] in the order of the keys, whole blocks of them."""
     scales = scales.astype(jnp.float32)
     if not shape.gathered:
         return scales

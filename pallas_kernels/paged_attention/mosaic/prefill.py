@@ -26,7 +26,8 @@ Of a quantised pool the producer copies into buffers of its own, and writes the 
 scales and rounded to the queries' type; it then has more registers, and the consumers fewer.
 
 Key blocks lie at absolute multiples of ``block_keys``, and one that a row does not see adds exact zeros to it: no bit
-of a row depends on other lanes, on its lane, on the chunk it is part of, on the width of the table or on the pages.
+of a row depends on other sequences, on its sequence, on the chunk it is part of, on the width of the table or on the
+pages.
 
 Online softmax: Milakov and Gimelshein 2018 (arXiv:1805.02867).
 """
@@ -106,22 +107,22 @@ def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantised: bool = 
 
 
 def prefill(
-    q: Float[Array, "lanes chunk heads head_dim"],
+    q: Float[Array, "sequences chunk heads head_dim"],
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
-    tables: Int[Array, "lanes width"],
-    starts: Int[Array, " lanes"],
-    lengths: Int[Array, " lanes"],
+    tables: Int[Array, "sequences width"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "lanes chunk chunk"] | None = None,
+    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> Float[Array, "lanes chunk heads head_dim"]:
-    """`reference.prefill` on Hopper GPUs. Padding queries give zeros, and so does a lane of length 0.
+) -> Float[Array, "sequences chunk heads head_dim"]:
+    """`reference.prefill` on Hopper GPUs. Padding queries give zeros, and so does a sequence of length 0.
 
     Products are of bfloat16 or float16 numbers, probabilities among them; sums are float32; exp2 is the hardware's
     approximation. Numbers of a quantised pool are rounded to the queries' type when they have been scaled.
@@ -190,15 +191,20 @@ def _tiles_refusal(shape: Shape) -> str | None:
 def _wrong_shapes(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any) -> str | None:
     if q.ndim != 4 or pool.ndim != 5:
         return f"queries {q.shape} and pool {pool.shape}: 4 and 5 dimensions are needed"
-    (lanes, _, heads, head_dim), (_, two, kv_heads, page, pool_dim) = q.shape, pool.shape
+    (sequences, _, heads, head_dim), (_, two, kv_heads, page, pool_dim) = q.shape, pool.shape
     if two != 2 or pool_dim != head_dim or heads % kv_heads:
         return f"queries {q.shape} and pool {pool.shape} do not fit"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}: this kernel does {HEAD_DIMS}"
     if page not in PAGES:
         return f"page size {page}: this kernel does {PAGES}"
-    if tables.ndim != 2 or tables.shape[0] != lanes or starts.shape != (lanes,) or lengths.shape != (lanes,):
-        return f"{lanes} lanes, but tables {tables.shape}, starts {starts.shape} and lengths {lengths.shape}"
+    if (
+        tables.ndim != 2
+        or tables.shape[0] != sequences
+        or starts.shape != (sequences,)
+        or lengths.shape != (sequences,)
+    ):
+        return f"{sequences} sequences, but tables {tables.shape}, starts {starts.shape} and lengths {lengths.shape}"
     return None
 
 
@@ -215,14 +221,14 @@ def _wrong_dtypes(q: Any, pool: Any, scales: Any) -> str | None:
 def _wrong_options(
     q: Any, pool: Any, scale: float, window: int | None, softcap: float | None, sinks: Any, scales: Any, tree: Any
 ) -> str | None:
-    lanes, chunk, heads, _ = q.shape
+    sequences, chunk, heads, _ = q.shape
     if scale <= 0 or (softcap is not None and softcap <= 0) or (window is not None and window < 1):
         return f"scale {scale}, softcap {softcap} and window {window} must be positive"
     if sinks is not None and sinks.shape != (heads,):
         return f"{heads} heads, but sinks {sinks.shape}"
     if scales is not None and scales.shape not in (pool.shape[:3], pool.shape[:4]):
         return f"pool {pool.shape}, but scales {scales.shape}"
-    if tree is not None and (tree.shape != (lanes, chunk, chunk) or chunk > LARGEST_TREE):
+    if tree is not None and (tree.shape != (sequences, chunk, chunk) or chunk > LARGEST_TREE):
         return f"queries {q.shape}, but a tree {tree.shape}; at most {LARGEST_TREE} tokens"
     return None
 
@@ -241,12 +247,12 @@ def _shape_of(
     tree: Any,
     interpret: bool,
 ) -> Shape:
-    (lanes, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
+    (sequences, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
 
     def shape(tiles: Tiles) -> Shape:
         tokens = BLOCK_ROWS // tiles.heads
         return Shape(
-            lanes=lanes,
+            sequences=sequences,
             chunk=pl.cdiv(chunk, tokens) * tokens,
             heads=heads,
             kv_heads=kv_heads,
@@ -278,10 +284,10 @@ def _shape_of(
 def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
     return compat.kernel(
         functools.partial(_body, shape),
-        out_type=jax.ShapeDtypeStruct((shape.lanes, shape.chunk, shape.heads, shape.head_dim), shape.dtype),
+        out_type=jax.ShapeDtypeStruct((shape.sequences, shape.chunk, shape.heads, shape.head_dim), shape.dtype),
         scratch_types={"smem": smem_types(shape), "barriers": barrier_types(shape)},
-        grid=(shape.tiles, shape.lanes, shape.heads // shape.block_heads),
-        grid_names=("tile", "lane", "head"),  # the last one fastest: neighbours read the same keys
+        grid=(shape.tiles, shape.sequences, shape.heads // shape.block_heads),
+        grid_names=("tile", "sequence", "head"),  # the last one fastest: neighbours read the same keys
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="paged_prefill",
@@ -293,11 +299,11 @@ def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every lane filled its table: lengths are not known when the step is compiled."""
+    """As if every sequence filled its table: lengths are not known when the step is compiled."""
     keys = shape.width * shape.page
-    pairs = shape.lanes * shape.heads * shape.chunk * keys
-    queries = 2 * shape.lanes * shape.heads * shape.chunk * jnp.dtype(shape.dtype).itemsize
-    pool = 2 * shape.lanes * shape.kv_heads * keys * jnp.dtype(shape.pool_dtype).itemsize
+    pairs = shape.sequences * shape.heads * shape.chunk * keys
+    queries = 2 * shape.sequences * shape.heads * shape.chunk * jnp.dtype(shape.dtype).itemsize
+    pool = 2 * shape.sequences * shape.kv_heads * keys * jnp.dtype(shape.pool_dtype).itemsize
     return pl.CostEstimate(
         flops=4 * pairs * shape.head_dim, transcendentals=pairs, bytes_accessed=(queries + pool) * shape.head_dim
     )
@@ -335,37 +341,42 @@ def _registers(shape: Shape) -> tuple[int, int]:
 
 
 def _factors(
-    shape: Shape, scales: Float[Array, "pages 2 kv_heads *page"], tables: Int[Array, "lanes width"]
-) -> Float[Array, "lanes 2 kv_heads keys"]:
+    shape: Shape, scales: Float[Array, "pages 2 kv_heads *page"], tables: Int[Array, "sequences width"]
+) -> Float[Array, "sequences 2 kv_heads keys"]:
     """Scales in the order of the keys, one per key: so that the kernel reads both kinds alike, and in large pieces."""
     taken = scales.astype(jnp.float32)[jnp.clip(tables, 0, scales.shape[0] - 1)]
     if scales.ndim == 3:
         taken = jnp.broadcast_to(taken[..., None], (*taken.shape, shape.page))
-    ordered = jnp.transpose(taken, (0, 2, 3, 1, 4)).reshape(shape.lanes, 2, shape.kv_heads, -1)
+    ordered = jnp.transpose(taken, (0, 2, 3, 1, 4)).reshape(shape.sequences, 2, shape.kv_heads, -1)
     return jnp.pad(ordered, ((0, 0), (0, 0), (0, 0), (0, -ordered.shape[-1] % shape.block_keys)))
 
 
 def _tree_masks(
-    shape: Shape, tree: Bool[Array, "lanes chunk chunk"], starts: Int[Array, " lanes"], lengths: Int[Array, " lanes"]
+    shape: Shape,
+    tree: Bool[Array, "sequences chunk chunk"],
+    starts: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
 ) -> tuple[Any, Any]:
     """`Gmem.seen` and `Gmem.depths`. The mask's columns begin with the key block in which the chunk starts."""
     chunk, block = tree.shape[1], shape.block_keys
     rows = jnp.pad(tree, ((0, 0), (0, shape.chunk - chunk), (0, 0)))
     keys = (starts // block * block)[:, None, None] + jnp.arange(shape.tree_blocks * block)
     within = keys - starts[:, None, None]
-    columns = jnp.broadcast_to(jnp.clip(within, 0, chunk - 1), (shape.lanes, shape.chunk, keys.shape[-1]))
+    columns = jnp.broadcast_to(jnp.clip(within, 0, chunk - 1), (shape.sequences, shape.chunk, keys.shape[-1]))
     own = jnp.take_along_axis(rows, columns, axis=2) & (within < chunk)
     seen = (keys < lengths[:, None, None]) & ((within < 0) | own)
-    before = jnp.ones((shape.lanes, shape.chunk, block), bool)
-    blocks = jnp.concatenate([before, seen], axis=2).astype(jnp.int8).reshape(shape.lanes, shape.chunk, -1, block)
+    before = jnp.ones((shape.sequences, shape.chunk, block), bool)
+    blocks = jnp.concatenate([before, seen], axis=2).astype(jnp.int8).reshape(shape.sequences, shape.chunk, -1, block)
     depths = rows.sum(-1, dtype=jnp.int32) - 1
     return _by_rows(shape, blocks).swapaxes(3, 4), _by_rows(shape, depths)
 
 
-def _by_rows(shape: Shape, per_token: Num[Array, "lanes chunk *rest"]) -> Num[Array, "lanes tiles 2 rows *rest"]:
+def _by_rows(
+    shape: Shape, per_token: Num[Array, "sequences chunk *rest"]
+) -> Num[Array, "sequences tiles 2 rows *rest"]:
     """Each token's entry, once for each row that holds it."""
     rest = per_token.shape[2:]
     parts = shape.tokens // shape.part_tokens
-    split = per_token.reshape(shape.lanes, shape.tiles, parts, 1, shape.part_tokens, *rest)
-    repeated = (shape.lanes, shape.tiles, 2, shape.part_heads, shape.part_tokens, *rest)
-    return jnp.broadcast_to(split, repeated).reshape(shape.lanes, shape.tiles, 2, WARPGROUP_ROWS, *rest)
+    split = per_token.reshape(shape.sequences, shape.tiles, parts, 1, shape.part_tokens, *rest)
+    repeated = (shape.sequences, shape.tiles, 2, shape.part_heads, shape.part_tokens, *rest)
+    return jnp.broadcast_to(split, repeated).reshape(shape.sequences, shape.tiles, 2, WARPGROUP_ROWS, *rest)

@@ -114,7 +114,7 @@ def _boxes(rows: Rows, tensor: Any, smem: Smem) -> list[tuple[Any, Any]]:
     count = rows.shape.part_tokens
     tokens = pl.ds(pl.multiple_of(rows.token, count), count)
     return [
-        (tensor.at[rows.tile.lane, tokens, rows.head + i], smem.query.at[rows.warpgroup, pl.ds(i * count, count)])
+        (tensor.at[rows.tile.sequence, tokens, rows.head + i], smem.query.at[rows.warpgroup, pl.ds(i * count, count)])
         for i in range(rows.shape.part_heads)
     ]
 
@@ -313,7 +313,7 @@ def _visible(rows: Rows, step: Any) -> Any:
 
 
 def _depths(rows: Rows) -> Any:
-    place = rows.gmem.depths.at[rows.tile.lane, rows.tile.index, rows.warpgroup]
+    place = rows.gmem.depths.at[rows.tile.sequence, rows.tile.index, rows.warpgroup]
     return plgpu.load(place, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
@@ -321,5 +321,5 @@ def _tree_block(rows: Rows, step: Any) -> Any:
     """Part 0 of the mask is all ones, for blocks before the chunk."""
     shape, tile = rows.shape, rows.tile
     part = tile.last - step - lax.div(tile.start, jnp.int32(shape.block_keys))
-    place = rows.gmem.seen.at[tile.lane, tile.index, rows.warpgroup, jnp.maximum(part, 0)]
+    place = rows.gmem.seen.at[tile.sequence, tile.index, rows.warpgroup, jnp.maximum(part, 0)]
     return plgpu.load(place, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.int32) > 0

@@ -77,7 +77,7 @@ def _source(shape: Shape, tile: Tile, gmem: Gmem, step: Any, i: Any) -> _Source:
     """A block may end past the sequence's last page, or past the table: any page of the pool will do there."""
     key = tile.first_key(shape, step) + i * shape.piece
     index = lax.div(key, jnp.int32(shape.page))
-    page = gmem.tables[tile.lane, jnp.minimum(index, shape.width - 1)]
+    page = gmem.tables[tile.sequence, jnp.minimum(index, shape.width - 1)]
     return _Source(jnp.clip(page, 0, gmem.pool.shape[0] - 1), key - index * shape.page)
 
 
@@ -141,7 +141,7 @@ def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: An
         first = start + rows.start
         if shape.scales:
             keys = pl.ds(pl.multiple_of(first, rows.size), rows.size)
-            place = gmem.factors.at[tile.lane, half, tile.kv_head, keys]
+            place = gmem.factors.at[tile.sequence, half, tile.kv_head, keys]
             factors = plgpu.load(place, layout=layout.reduce(1), optimized=False)
             numbers = numbers * lax.broadcast_in_dim(factors, numbers.shape, [0])
         kept = rows_between(numbers.shape, tile.low - first, tile.high - first, layout)

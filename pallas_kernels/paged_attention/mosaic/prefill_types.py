@@ -18,7 +18,7 @@ BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
 class Shape:
     """What is static about one launch."""
 
-    lanes: int
+    sequences: int
     chunk: int  # a multiple of `tokens`
     heads: int
     kv_heads: int
@@ -96,16 +96,16 @@ class Shape:
 class Gmem(NamedTuple):
     """Operands and result in device memory. Operands of options that are off are single numbers that nobody reads."""
 
-    query: Any  # [lanes, chunk, heads, head_dim]
+    query: Any  # [sequences, chunk, heads, head_dim]
     pool: Any  # [pages, 2, kv_heads, page, head_dim]
-    tables: Any  # [lanes, width]
-    starts: Any  # [lanes]
-    lengths: Any  # [lanes]
+    tables: Any  # [sequences, width]
+    starts: Any  # [sequences]
+    lengths: Any  # [sequences]
     sinks: Any  # [heads] float32, in units of log 2
-    factors: Any  # [lanes, 2, kv_heads, keys] float32: a quantised pool's scales in the order of the keys
-    seen: Any  # [lanes, tiles, 2, 1 + tree_blocks, WARPGROUP_ROWS, block_keys] int8: the tree's mask
-    depths: Any  # [lanes, tiles, 2, WARPGROUP_ROWS] int32: each row's distance from its tree's root
-    output: Any  # [lanes, chunk, heads, head_dim]
+    factors: Any  # [sequences, 2, kv_heads, keys] float32: a quantised pool's scales in the order of the keys
+    seen: Any  # [sequences, tiles, 2, 1 + tree_blocks, WARPGROUP_ROWS, block_keys] int8: the tree's mask
+    depths: Any  # [sequences, tiles, 2, WARPGROUP_ROWS] int32: each row's distance from its tree's root
+    output: Any  # [sequences, chunk, heads, head_dim]
 
 
 class Smem(NamedTuple):
@@ -136,7 +136,7 @@ class Tile(NamedTuple):
     """Which part of the work a thread block does. Traced scalars."""
 
     index: Any  # which of the chunk's tiles
-    lane: Any
+    sequence: Any
     head: Any  # first query head
     kv_head: Any
     token: Any  # first query token, within the chunk
@@ -191,8 +191,8 @@ def barrier_types(shape: Shape) -> Barriers:
 def this_tile(shape: Shape, gmem: Gmem) -> Tile:
     """Tiles come in falling order of their tokens: those with the most keys start first."""
     index = shape.tiles - 1 - lax.axis_index("tile")
-    lane, head = lax.axis_index("lane"), lax.axis_index("head") * shape.block_heads
-    start, length, token = gmem.starts[lane], gmem.lengths[lane], index * shape.tokens
+    sequence, head = lax.axis_index("sequence"), lax.axis_index("head") * shape.block_heads
+    start, length, token = gmem.starts[sequence], gmem.lengths[sequence], index * shape.tokens
     high = length if shape.tree else jnp.minimum(length, start + token + shape.tokens)
     low = jnp.int32(0)
     if shape.window is not None:
@@ -200,7 +200,7 @@ def this_tile(shape: Shape, gmem: Gmem) -> Tile:
     last = pl.cdiv(high, jnp.int32(shape.block_keys))
     steps = jnp.where(start + token < length, last - lax.div(low, jnp.int32(shape.block_keys)), 0)
     kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
-    return Tile(index, lane, head, kv_head, token, start, length, low, high, last, steps)
+    return Tile(index, sequence, head, kv_head, token, start, length, low, high, last, steps)
 
 
 def slot_of(shape: Shape, step: Any) -> Any:

@@ -10,8 +10,8 @@ MOST_IN_TREE = 32  # tokens: the bits of a word
 
 
 def tree_words(
-    tree: Bool[Array, "lanes chunk chunk"],
-) -> tuple[Int32[Array, "lanes chunk"], Int32[Array, "lanes chunk"]]:
+    tree: Bool[Array, "sequences chunk chunk"],
+) -> tuple[Int32[Array, "sequences chunk"], Int32[Array, "sequences chunk"]]:
     """Which tokens each token sees, as bits (the first token's is the lowest), and how deep it lies: the root 0."""
     bits = jnp.arange(tree.shape[-1], dtype=jnp.uint32)
     words = (tree.astype(jnp.uint32) << bits).sum(-1, dtype=jnp.uint32)

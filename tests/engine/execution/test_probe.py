@@ -42,11 +42,11 @@ def test_prompts_together_give_the_bits_of_prompts_alone():
             used.append(key) or program(*a)
         )
     together = [bits(output) for output in wide.generate(prompts, params)]
-    assert {lanes for _, lanes in used if lanes > 1}, "no chunks shared a program"
+    assert {count for _, count in used if count > 1}, "no chunks shared a program"
     assert together == [bits(narrow.generate([prompt], params)[0]) for prompt in prompts]
 
 
-SPOILED_LANES = [(None, {64: 4, 128: 2}), ((64, 4), {128: 2}), ((128, 2), {64: 4})]
+SPOILED_CHUNKS = [(None, {64: 4, 128: 2}), ((64, 4), {128: 2}), ((128, 2), {64: 4})]
 SPOILED_CLASSES = [(None, {64: 0, 128: 0}), ((64, 1), {64: 0, 128: 1}), ((128, 1), {64: 0, 128: 1})]
 
 
@@ -80,14 +80,14 @@ def programs_of(engine: Engine) -> dict[tuple[int, int], Any]:
     return dict(engine._executor.parts[-1].run.prefill)
 
 
-def chunks_of(packed: np.ndarray, size: int, lanes: int, engine: Engine) -> PrefillBatch:
+def chunks_of(packed: np.ndarray, size: int, count: int, engine: Engine) -> PrefillBatch:
     """What a prefill program is given."""
-    one, tables = np.zeros(lanes, np.int32), np.zeros((1, lanes, engine.config.table_width), np.int32)
-    return unpack(packed, PrefillBatch(np.zeros((lanes, size), np.int32), one, one, tables))
+    one, tables = np.zeros(count, np.int32), np.zeros((1, count, engine.config.table_width), np.int32)
+    return unpack(packed, PrefillBatch(np.zeros((count, size), np.int32), one, one, tables))
 
 
 def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int], Any]:
-    """The prefill programs, one of which gets a bit of its last lane wrong."""
+    """The prefill programs, one of which gets a bit of its last chunk wrong."""
     programs = programs_of(engine)
     if key is not None:
         program = programs[key]
@@ -101,10 +101,10 @@ def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int]
     return programs
 
 
-@pytest.mark.parametrize(("spoil", "proved"), SPOILED_LANES)
+@pytest.mark.parametrize(("spoil", "proved"), SPOILED_CHUNKS)
 def test_a_wide_program_with_other_bits_is_not_used(engine, spoil, proved):
     with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
-        assert proofs.lanes() == proved
+        assert proofs.prefill_batches() == proved
 
 
 @pytest.mark.parametrize(("spoil", "classes"), SPOILED_CLASSES)
@@ -131,7 +131,7 @@ def test_a_model_that_shows_too_little_proves_nothing():
     """Sixteen bits of a tiny model hide differences that are there."""
     llm = LLM(random_model("bfloat16"), max_num_seqs=4, max_model_len=128, page_size=16, prefill_sizes=(8, 16))
     assert llm.engine._runner.proved.classes == {8: 0, 16: 1}
-    assert not llm.engine._runner.proved.lanes
+    assert not llm.engine._runner.proved.prefill_batches
 
 
 def test_classes_are_not_looked_for_where_nothing_is_shared():

@@ -23,8 +23,8 @@ def decode_batch(seed: int, groups: int, rows: int, width: int, owned: bool) -> 
     return DecodeBatch(tokens, positions, generated, tables, owners if owned else None)
 
 
-def prefill_batch(seed: int, groups: int, lanes: int, width: int, size: int) -> PrefillBatch:
-    return PrefillBatch(*numbers(seed, (lanes, size), (lanes,), (lanes,), (groups, lanes, width)))
+def prefill_batch(seed: int, groups: int, count: int, width: int, size: int) -> PrefillBatch:
+    return PrefillBatch(*numbers(seed, (count, size), (count,), (count,), (groups, count, width)))
 
 
 def same(one, other) -> None:
@@ -41,9 +41,9 @@ def test_a_batch_is_what_was_packed(seed, groups, rows, width, owned, size):
 
 
 @given(st.integers(0, 99), SIZES, SIZES, st.integers(1, 4))
-def test_each_lane_has_its_own_part(seed, rows, width, lanes):
-    own = [decode_batch(seed + lane, 1, rows, width, owned=True) for lane in range(lanes)]
-    parts = np.split(joined([pack(batch) for batch in own]), lanes)
+def test_each_rank_has_its_own_part(seed, rows, width, ranks):
+    own = [decode_batch(seed + rank, 1, rows, width, owned=True) for rank in range(ranks)]
+    parts = np.split(joined([pack(batch) for batch in own]), ranks)
     for batch, part in zip(own, parts, strict=True):
         same(unpack(part, batch), batch)
 

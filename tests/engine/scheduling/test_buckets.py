@@ -84,14 +84,14 @@ def test_pages_of_equal_code_were_computed_by_equal_programs(end, other, page, c
     st.lists(st.lists(st.sampled_from([8, 32, 64]), max_size=6).map(lambda sizes: sorted(sizes, reverse=True))),
     st.fixed_dictionaries({8: st.integers(1, 9), 32: st.integers(1, 4)}),
 )
-def test_groups_take_every_chunk_once_and_keep_the_order_of_each_prompt(prompts, lanes):
+def test_groups_take_every_chunk_once_and_keep_the_order_of_each_prompt(prompts, widths):
     sizes = [size for prompt in prompts for size in prompt]
-    groups = list(group_chunks(sizes, lanes))
+    groups = list(group_chunks(sizes, widths))
     order = [index for group in groups for index in group]
     assert sorted(order) == list(range(len(sizes)))
     for group in groups:
         assert len({sizes[index] for index in group}) == 1
-        assert len(group) <= lanes.get(sizes[group[0]], 1)
+        assert len(group) <= widths.get(sizes[group[0]], 1)
     first = 0
     for prompt in prompts:
         places = [order.index(index) for index in range(first, first + len(prompt))]

@@ -9,13 +9,13 @@ from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT
 from tests.parallel.devices.test_pipeline import spread_llm
 from tests.parallel.devices.test_tensor import generate, greedy, model_of
 
-LANES = {"expert_parallel_size": 2, "enable_dp_attention": True}
+DP_ATTENTION = {"expert_parallel_size": 2, "enable_dp_attention": True}
 TENSOR, STAGE, DATA = ({f"{axis}_parallel_size": 2} for axis in ("tensor", "pipeline", "data"))
 SLOW = [
     ("fp8", {**TENSOR, **STAGE}),
     ("int8", {**TENSOR, **STAGE, **DATA}),
     ("fp8", {"tensor_parallel_size": 4}),  # copies of KV heads
-    ("int8", LANES),
+    ("int8", DP_ATTENTION),
 ]
 
 
@@ -25,7 +25,7 @@ SLOW = [
 def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
     """With few pages, which leave the devices and come back."""
     monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
-    model = model_of("experts" if sizes == LANES else "few KV heads")
+    model = model_of("experts" if sizes == DP_ATTENTION else "few KV heads")
     requests = greedy(20, model)
     want = generate(spread_llm(model, num_pages=ROOMY, kv_cache_dtype=kind), requests)
     llm = spread_llm(model, kv_cache_dtype=kind, **sizes)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.distributed.dp_attention import Lanes
+from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
 from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.memory import plan_engine
@@ -19,7 +19,7 @@ from jaxinfer.engine.execution.placement import device_bytes, place_params, spre
 from jaxinfer.layers.moe import GLU, Experts, Routing, run_experts, run_spread_experts
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.dp_attention import of_lanes, over_lanes
+from jaxinfer.parallel.dp_attention import of_ranks, over_ranks
 from jaxinfer.parallel.mesh import make_mesh, traced_for
 from jaxinfer.quant import dense
 from jaxinfer.types import Request, SamplingParams
@@ -35,13 +35,13 @@ DEEPSEEK = "deepseek_v3-hub"
 ONE = {**SETTINGS, "prefill_sizes": (64,), "max_prefill_rows": 1}
 
 
-def lanes_of(model: Model, count: int, **changes: Any) -> LLM:
+def ranks_of(model: Model, count: int, **changes: Any) -> LLM:
     settings = {**SETTINGS, "num_pages": TIGHT, "expert_parallel_size": count, "enable_dp_attention": True, **changes}
     return LLM(model, compilation_cache_dir="", **settings)
 
 
 def _lockstep(llm: LLM) -> Lockstep:
-    assert isinstance(llm.engine, Lanes)
+    assert isinstance(llm.engine, DpAttentionEngine)
     return llm.engine._lockstep
 
 
@@ -53,28 +53,28 @@ def _abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def same_logits(model: Model, lanes: int, bound: float = 1e-5) -> collections.Counter[str]:
-    """As those of one device, each lane with sequences of its own; what the program exchanges."""
-    mesh, rng = make_mesh(lane=lanes), np.random.default_rng(0)
-    tokens = rng.integers(0, model.config.vocab_size, (2 * lanes, 24), np.int32)
+def same_logits(model: Model, ranks: int, bound: float = 1e-5) -> collections.Counter[str]:
+    """As those of one device, each rank with sequences of its own; what the program exchanges."""
+    mesh, rng = make_mesh(dp_attn=ranks), np.random.default_rng(0)
+    tokens = rng.integers(0, model.config.vocab_size, (2 * ranks, 24), np.int32)
     spread = spread_model(model, mesh)
     params = place_params(spread, mesh)
     own = (_abstract(params), jax.ShapeDtypeStruct((2, 24), jnp.int32))
     with traced_for(mesh):
-        program = jax.jit(over_lanes(spread.apply, own, shared=1)).lower(*of_lanes(own, mesh, shared=1)).compile()
+        program = jax.jit(over_ranks(spread.apply, own, shared=1)).lower(*of_ranks(own, mesh, shared=1)).compile()
     got, want = np.float32(program(params, tokens)), np.asarray(model.apply(model.params, jnp.asarray(tokens)))
     assert np.abs(got - want).max() < bound * np.abs(want).max()
     return collectives(program)
 
 
-@pytest.mark.parametrize("lanes", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_logits_are_those_of_one_device_with_two_exchanges_a_layer(lanes):
-    assert same_logits(model_of("experts"), lanes) == {"all-to-all": 2 * 2}
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_logits_are_those_of_one_device_with_two_exchanges_a_layer(ranks):
+    assert same_logits(model_of("experts"), ranks) == {"all-to-all": 2 * 2}
 
 
-@pytest.mark.parametrize("lanes", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_logits_of_latents_and_a_shared_expert(lanes, tmp_path):
-    assert same_logits(load_case(golden(DEEPSEEK), tmp_path), lanes) == {"all-to-all": 2}
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_logits_of_latents_and_a_shared_expert(ranks, tmp_path):
+    assert same_logits(load_case(golden(DEEPSEEK), tmp_path), ranks) == {"all-to-all": 2}
 
 
 @pytest.mark.slow
@@ -98,13 +98,13 @@ def test_biases_of_experts():
     "name", ["int8 in groups", *(pytest.param(each, marks=pytest.mark.slow) for each in ("codebook", "ggml"))]
 )
 def test_stored_experts(name):
-    """Dealt out as they are: no lane has another one's weights as plain numbers."""
-    mesh, rng = make_mesh(lane=2), np.random.default_rng(0)
+    """Dealt out as they are: no rank has another one's weights as plain numbers."""
+    mesh, rng = make_mesh(dp_attn=2), np.random.default_rng(0)
     gate_up, down = (example(LAYOUTS[name], out, seed=len(out)) for out in ((4, 2, INPUTS), (4, INPUTS)))
     x = rng.standard_normal((6, INPUTS), np.float32)
     chosen = np.array([[0, 3], [3, 1], [2, 0], [1, 2], [3, 2], [0, 1]], np.int32)
     routing = Routing(chosen, rng.uniform(0.1, 1, (6, 2)).astype(np.float32))
-    dealt = jax.device_put(Experts(gate_up, down), NamedSharding(mesh, PartitionSpec("lane")))
+    dealt = jax.device_put(Experts(gate_up, down), NamedSharding(mesh, PartitionSpec("dp_attn")))
     own = (_abstract(dealt), jax.ShapeDtypeStruct((3, INPUTS), jnp.float32))
     own = (*own, Routing(jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3, 2), jnp.float32)))
 
@@ -112,7 +112,7 @@ def test_stored_experts(name):
         return run_spread_experts(x, routing, experts, GLU("silu"))
 
     with traced_for(mesh):
-        program = jax.jit(over_lanes(layer, own, shared=1)).lower(*of_lanes(own, mesh, shared=1)).compile()
+        program = jax.jit(over_ranks(layer, own, shared=1)).lower(*of_ranks(own, mesh, shared=1)).compile()
     want = run_experts(
         jnp.asarray(x), Routing(*map(jnp.asarray, routing)), Experts(*map(dense, (gate_up, down))), GLU("silu")
     )
@@ -130,7 +130,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def two(deepseek: Model) -> LLM:
-    return lanes_of(deepseek, 2)
+    return ranks_of(deepseek, 2)
 
 
 def test_tokens_are_those_of_one_device(two):
@@ -147,7 +147,7 @@ def test_tokens_are_those_of_one_device(two):
     assert all(engine.stats().finished for engine in two.engine._engines)
 
 
-def test_bits_depend_neither_on_the_lane_nor_on_what_else_is_served(two, monkeypatch):
+def test_bits_depend_neither_on_the_rank_nor_on_what_else_is_served(two, monkeypatch):
     monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     requests = make_requests(24, two.model.config.vocab_size)
     want, swapped = [], two.engine.stats().preemptions["swap"]
@@ -163,7 +163,7 @@ def test_bits_depend_neither_on_the_lane_nor_on_what_else_is_served(two, monkeyp
 
 
 def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
-    """In one call: the smaller chunk of the one lane beside the larger one of the other."""
+    """In one call: the smaller chunk of the one rank beside the larger one of the other."""
     prompts, lockstep = [[3, 5, 7] * 20, [2, 4, 6] * 4], _lockstep(two)
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     shapes = list[tuple[int, ...]]()
@@ -183,7 +183,7 @@ def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
     assert tokens[0] == tokens[1]
 
 
-def test_a_request_can_be_ended_on_its_lane(two):
+def test_a_request_can_be_ended_on_its_rank(two):
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, seed=0)
     for name in "abcd":
         two.engine.add(Request(name, (1, 2, 3), params))
@@ -225,7 +225,7 @@ def test_a_device_holds_its_own_pages_and_experts_and_the_plan_says_so(two):
     assert lockstep.programs.decode.memory_analysis().alias_size_in_bytes == kept
 
 
-def test_the_plan_of_a_cache_with_heads_has_all_of_them_on_each_lane():
+def test_the_plan_of_a_cache_with_heads_has_all_of_them_on_each_rank():
     model = model_of("experts")
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, expert_parallel_size=4, enable_dp_attention=True)
     assert plan_engine(model, config, "cpu").needs.page == model.cache_spec.bytes_per_page(16, 4)
@@ -244,7 +244,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_cannot_be_is_refused_with_a_sentence(sentence):
     with pytest.raises(EngineConfigError, match=sentence):
-        lanes_of(model_of("experts"), **{"count": 2, **_counted(REFUSED[sentence])})
+        ranks_of(model_of("experts"), **{"count": 2, **_counted(REFUSED[sentence])})
 
 
 def _counted(changes: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _counted(changes: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_model_without_experts_is_refused():
     with pytest.raises(EngineConfigError, match="expert_parallel_size = 2 cannot be: the model has no experts"):
-        lanes_of(model_of("groups"), 2)
+        ranks_of(model_of("groups"), 2)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -277,7 +277,7 @@ def test_tokens_in_other_modes(mode, monkeypatch):
         monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     requests, stored = greedy(60, model), MODES[mode].get("kv_cache_dtype", "auto")
     one = LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY, kv_cache_dtype=stored)
-    want, llm = generate(one, requests), lanes_of(model, 2, **MODES[mode])
+    want, llm = generate(one, requests), ranks_of(model, 2, **MODES[mode])
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want
     assert not llm.engine.stats().compilations
@@ -296,13 +296,13 @@ def test_a_folder_is_loaded_where_it_is_served(deepseek, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
-def test_200_requests_have_the_tokens_of_one_device(name, lanes, deepseek):
+def test_200_requests_have_the_tokens_of_one_device(name, ranks, deepseek):
     model = deepseek if name == "deepseek" else model_of("experts")
     requests = greedy(200, model)
     want = generate(LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
-    llm = lanes_of(model, lanes)
+    llm = ranks_of(model, ranks)
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want
     assert llm.engine.stats().prefix_hits > 0
