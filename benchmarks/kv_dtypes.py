@@ -112,7 +112,7 @@ def decode(tables: np.ndarray, context: int) -> Callable[[Executor], Any]:
     rows = tables.shape[1]
 
     def call(executor: Executor) -> None:
-        few = executor.turns[0].last_tokens.shape[0]  # a CPU may have more rows than were asked for
+        few = executor.microbatches[0].last_tokens.shape[0]  # a CPU may have more rows than were asked for
         own = np.resize(tables, (1, few, tables.shape[2]))
         positions = np.where(np.arange(few) < rows, context - 1, -1).astype(np.int32)
         executor.decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), own))

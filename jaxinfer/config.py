@@ -124,8 +124,8 @@ class EngineConfig:
 class ResolvedEngine:
     """Every number that shapes the compiled programs and the pool.
 
-    ``rows`` is the number of slots; each decode program has an equal share of them, one program for each of ``turns``
-    (see `Scheduler`); ``table_width`` the pages of one sequence,
+    ``rows`` is the number of slots; each decode program has an equal share of them, one program for each of
+    ``microbatches`` (see `Scheduler`); ``table_width`` the pages of one sequence,
     ``prefill_batch_sizes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none),
     ``host_pages`` the pages that fit into ``swap_space_gib``.
     """
@@ -176,9 +176,10 @@ class ResolvedEngine:
         return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
 
     @property
-    def turns(self) -> int:
+    def microbatches(self) -> int:
         """Into how many parts the slots are dealt; those of a part decode together. As many as pipeline stages: while
-        one part is in the last of them, another is in the first. Slot s is row ``s // turns`` of part ``s % turns``."""
+        one part is in the last of them, another is in the first. Slot s is row ``s // microbatches`` of part ``s %
+        microbatches``."""
         return self.pipeline_parallel_size
 
     @property
@@ -215,8 +216,8 @@ def resolve(
     _require_even_tokens(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
-    turns, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
-    rows = turns * max(math.ceil(config.max_num_seqs / turns), min_rows)
+    microbatches, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
+    rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), min_rows)
     chunk = config.prefill_sizes[-1]
     least = chunk + config.max_num_seqs
     budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens

@@ -34,16 +34,20 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         llm = LLM(model(), pipeline_parallel_size=count, async_scheduling=ahead, compilation_cache_dir="", **_SETTINGS)
         engine = llm.engine
         assert not isinstance(engine, Replicas)
-        turn, batches = _decode(llm, options)
+        microbatch, batches = _decode(llm, options)
         free = statistics.median(_free(engine._executor, batches, options.seconds) for _ in range(options.rounds))
-        times = {"turn_ms": round(1e3 * turn, 2), "free_ms": round(1e3 * free, 2), "idle": round(1 - free / turn, 3)}
+        times = {
+            "turn_ms": round(1e3 * microbatch, 2),
+            "free_ms": round(1e3 * free, 2),
+            "idle": round(1 - free / microbatch, 3),
+        }
         found.append({"stages": count, "steps": name, **times})
         print(f"{count} stages, steps {name}: {times}")
     return found
 
 
 def _decode(llm: LLM, options: argparse.Namespace) -> tuple[float, list[tuple[int, DecodeBatch]]]:
-    """Seconds of a turn, and the decode batch of each."""
+    """Seconds of a microbatch, and the decode batch of each."""
     engine = llm.engine
     assert not isinstance(engine, Replicas)
     params = SamplingParams(temperature=0.0, max_tokens=700, seed=0)
@@ -59,38 +63,38 @@ def _decode(llm: LLM, options: argparse.Namespace) -> tuple[float, list[tuple[in
             steps += 1
         seconds.append((time.perf_counter() - start) / steps)
     batches = []
-    for _ in range(engine.config.turns):
+    for _ in range(engine.config.microbatches):
         plan = engine._scheduler.plan()
-        batches.append((plan.turn, engine._runner._decode_batch(plan.turn, plan.decodes)))
+        batches.append((plan.microbatch, engine._runner._decode_batch(plan.microbatch, plan.decodes)))
     engine._executor.wait()
     return statistics.median(seconds), batches
 
 
 def _free(executor: Executor, batches: list[tuple[int, DecodeBatch]], limit: float) -> float:
-    """Seconds of a turn when each stage is given what once arrived there."""
-    arrived = [(turn, batch, _arrivals(executor, turn, batch)) for turn, batch in batches]
+    """Seconds of a microbatch when each stage is given what once arrived there."""
+    arrived = [(microbatch, batch, _arrivals(executor, microbatch, batch)) for microbatch, batch in batches]
     start, rounds = time.perf_counter(), 0
     while time.perf_counter() < start + limit:
         for _ in range(_AT_ONCE):
-            for turn, batch, arrivals in arrived:
-                _all_stages(executor, turn, batch, arrivals)
+            for microbatch, batch, arrivals in arrived:
+                _all_stages(executor, microbatch, batch, arrivals)
         rounds += _AT_ONCE
         executor.wait()
     return (time.perf_counter() - start) / (rounds * len(batches))
 
 
-def _arrivals(executor: Executor, turn: int, batch: DecodeBatch) -> list[Any]:
-    x: Any = executor.turns[turn].fed
+def _arrivals(executor: Executor, microbatch: int, batch: DecodeBatch) -> list[Any]:
+    x: Any = executor.microbatches[microbatch].fed
     found = []
-    for part in executor.parts:
+    for part in executor.runtimes:
         found.append(jax.block_until_ready(part.arrive(x)))
         x = None if part.stage.last else part.pass_decode(batch, found[-1])
     return found
 
 
-def _all_stages(executor: Executor, turn: int, batch: DecodeBatch, arrivals: list[Any]) -> None:
-    for part, arriving in zip(executor.parts[:-1], arrivals, strict=False):
+def _all_stages(executor: Executor, microbatch: int, batch: DecodeBatch, arrivals: list[Any]) -> None:
+    for part, arriving in zip(executor.runtimes[:-1], arrivals, strict=False):
         part.pass_decode(batch, arriving)
-    last, own = executor.parts[-1], executor.turns[turn]
+    last, own = executor.runtimes[-1], executor.microbatches[microbatch]
     state, _ = last.run.decode(last.params, own.slots, executor._state(own), batch, arrivals[-1])
     last.pools, own.last_tokens, own.sampler = state

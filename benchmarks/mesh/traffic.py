@@ -66,7 +66,7 @@ def _row(sizes: dict[str, int]) -> dict[str, Any]:
     found: collections.Counter[str] = collections.Counter()
     for program in _decode_programs(engine):
         found.update(collective_bytes(program.as_text()))
-    rows, state = engine.config.rows // engine.config.turns, own.config.hidden_size * own.dtype.itemsize
+    rows, state = engine.config.rows // engine.config.microbatches, own.config.hidden_size * own.dtype.itemsize
     row: dict[str, Any] = {"mesh": sizes, "rows": rows, "layers": _LAYERS, "bytes": dict(found)}
     row["hand_over"] = rows * state * (sizes.get("pipeline", 1) - 1)
     print(f"{sizes}: {row['bytes']}, handed over {row['hand_over']}")
@@ -77,4 +77,4 @@ def _decode_programs(engine: Any) -> list[Any]:
     if isinstance(engine, DpAttentionEngine):
         return [engine._lockstep.programs.decode]
     assert not isinstance(engine, Replicas)
-    return [part.run.decode for part in engine._executor.parts]
+    return [part.run.decode for part in engine._executor.runtimes]

@@ -83,7 +83,7 @@ class RunnerServer:
     def __init__(self, load: Load) -> None:
         config = dataclasses.replace(load.config, swap_space_gib=0.0)
         self._engine = Engine(_model(), config, jax.default_backend())
-        self.runner = TimedRunner(self._engine._runner, self._engine._executor.parts[-1])
+        self.runner = TimedRunner(self._engine._runner, self._engine._executor.runtimes[-1])
         self._engine._runner = self.runner  # type: ignore[assignment]
         self.add(next(Requests()))
         while self._engine.has_work:

@@ -75,7 +75,7 @@ class Engine:
             costs=proved.costs,
         )
         self._pending: collections.deque[Launched] = collections.deque()
-        self._ahead = self.config.turns if self.config.async_scheduling else 0
+        self._ahead = self.config.microbatches if self.config.async_scheduling else 0
         self._last_read = time.monotonic()
         seed = self.config.seed
         self._seeds = np.random.default_rng(seed if seed is not None else secrets.randbits(64))

@@ -178,7 +178,7 @@ class FakeDevice:
         self._host: dict[int, list[tuple[np.ndarray, np.ndarray] | None]] = {}
         self._owners: dict[int, Sequence] = {}
         self._states: dict[int, int] = {}
-        self._turn = 0
+        self._microbatch = 0
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
@@ -187,7 +187,7 @@ class FakeDevice:
         """What the runner's launch does; like it, an empty plan launches nothing."""
         if not plan:
             return None
-        self._tables, self._turn = self._live_tables.copy(), plan.turn
+        self._tables, self._microbatch = self._live_tables.copy(), plan.microbatch
         self._move(plan)
         self._seat(plan)
         self._holders = self._count_holders(plan)
@@ -224,8 +224,8 @@ class FakeDevice:
         self._numbers[group, page], self._notes[group, page] = content
 
     def _seat(self, plan: StepPlan) -> None:
-        for sequence, slot in plan.parked:
-            assert self._owners.pop(slot) is sequence, "a slot is parked that another sequence has"
+        for sequence, slot in plan.preempted:
+            assert self._owners.pop(slot) is sequence, "a slot is preempted that another sequence has"
             if sequence.stateful and sequence.swapped is not None:
                 sequence.sampler_state = self._states[slot]
         taken = [sequence.slot for sequence in plan.admitted]
@@ -244,7 +244,9 @@ class FakeDevice:
         assert sum(prefill.chunk.size for prefill in plan.prefills) <= budget, "over the token budget"
         rows = [row.row for row in plan.decodes]
         assert len(set(rows)) == len(rows), "a row is used twice"
-        assert all(0 <= row < self._engine.rows // self._engine.turns for row in rows), "no such row in the program"
+        assert all(0 <= row < self._engine.rows // self._engine.microbatches for row in rows), (
+            "no such row in the program"
+        )
         reach: dict[int, int] = {}
         for prefill in plan.prefills:
             sequence, chunk = prefill.sequence, prefill.chunk
@@ -381,7 +383,7 @@ class FakeDevice:
 
     def _own(self, row: DecodePlan) -> bool:
         """Whether it is the row of its sequence's slot."""
-        return row.row * self._engine.turns + self._turn == row.sequence.slot
+        return row.row * self._engine.microbatches + self._microbatch == row.sequence.slot
 
     def _input(self, row: DecodePlan) -> int:
         if row.token >= 0:

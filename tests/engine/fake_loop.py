@@ -89,7 +89,7 @@ class Loop:
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()
         self._pending: collections.deque[Launched] = collections.deque()
-        self._ahead = engine.turns if engine.async_scheduling else 0
+        self._ahead = engine.microbatches if engine.async_scheduling else 0
         self._stalled = 0  # steps in a row in which nothing was launched although there is work
 
     def _alone(self, sequence: Sequence) -> Alone:
@@ -206,7 +206,7 @@ def make_loop(
     }
     cache = CacheSpec(tuple(LayerSpec(window) for window in windows), kv_heads=1, head_dim=8)
     engine = resolve(EngineConfig(**config), cache, max_position=128, itemsize=4)
-    rows = -(-max(rows, engine.rows) // engine.turns) * engine.turns
+    rows = -(-max(rows, engine.rows) // engine.microbatches) * engine.microbatches
     engine = dataclasses.replace(engine, host_pages=host_pages, rows=rows)
     pairs = tuple(zip(engine.prefill_sizes, classes, strict=True))
     model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed")

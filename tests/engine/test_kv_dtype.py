@@ -91,7 +91,7 @@ def test_latents_have_the_bits_of_each_request_alone_in_short():
     requests = make_requests(6, model.config.vocab_size)
     expected = [run(llm, [request])[0] for request in requests]
     assert run(llm, requests) == expected
-    pools = llm.engine._executor.parts[-1].pools
+    pools = llm.engine._executor.runtimes[-1].pools
     assert {pool.data.dtype.name for pool in pools} == {"int8"}
     size = sum(array.nbytes for array in jax.tree.leaves(pools))
     assert size == ROOMY * model.with_cache("int8").cache_spec.bytes_per_page(16, 4) == ROOMY * 16 * (16 + 8)
@@ -168,7 +168,7 @@ def test_no_program_copies_or_converts_a_pool(kind, elements):
     """Nor its scales. XLA:CPU would widen a whole pool of float8 to write a token."""
     settings = {**SETTINGS, "num_pages": 1031, "multi_step": 3, "max_prefill_rows": 1}
     engine = LLM(random_model(), **settings, kv_cache_dtype=kind).engine
-    pools = sum(array.nbytes for array in jax.tree.leaves(engine._executor.parts[-1].pools))
+    pools = sum(array.nbytes for array in jax.tree.leaves(engine._executor.runtimes[-1].pools))
     for name, program in programs(engine).items():
         text, memory = program.as_text(), program.memory_analysis()
         made = re.findall(r"= (\w+)\[1031,2,2,16(?:,8)?\]\S* ([\w-]+)\(", text)
@@ -203,7 +203,7 @@ def test_a_pool_of_8_bits_has_nearly_twice_the_pages(wide, monkeypatch):
 def test_the_plan_is_what_the_pools_take(model):
     config = dataclasses.replace(EngineConfig(**SETTINGS), kv_cache_dtype="int8", num_pages=TIGHT)
     needs, llm = plan_engine(model, config, "cpu").needs, LLM(model, config=config)
-    (part,) = llm.engine._executor.parts
+    (part,) = llm.engine._executor.runtimes
     assert sum(array.nbytes for array in jax.tree.leaves(part.pools)) == needs.page * TIGHT
     assert part.run.decode.memory_analysis().alias_size_in_bytes >= needs.page * TIGHT
 

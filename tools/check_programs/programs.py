@@ -79,14 +79,14 @@ class Planned:
         return self.needs.page * self.engine.num_pages
 
     @property
-    def turn(self) -> int:
+    def microbatch(self) -> int:
         """What the sampler keeps of the slots that decode together."""
-        return self.needs.sampler // self.engine.turns
+        return self.needs.sampler // self.engine.microbatches
 
     def tokens(self, program: str) -> int:
         """That one call computes."""
         if program.startswith("decode"):
-            return self.engine.rows // self.engine.turns
+            return self.engine.rows // self.engine.microbatches
         chunk = self.engine.prefill_sizes[-1]
         wide = [] if program == "prefill_logprobs" else map(math.prod, self.engine.wide_prefills)
         return max([chunk, *wide])
@@ -94,7 +94,7 @@ class Planned:
     def donated(self, program: str) -> int:
         """Bytes by the planner's arithmetic, and what the slots sampled last."""
         if program.startswith("decode") and self.stage.last:
-            return self.pool + self.turn + device_bytes(self.arrays.last_tokens)
+            return self.pool + self.microbatch + device_bytes(self.arrays.last_tokens)
         return self.pool
 
 
@@ -123,9 +123,9 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     seconds = time.perf_counter() - start
     steps = list(_steps(planned, compiled, dumps, work.weights))
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
-    # A decode step's arguments are all that the stage has, but for the samplers of the other turns.
+    # A decode step's arguments are all that the stage has, but for the samplers of the other microbatches.
     (decode,) = (step for step in steps if step.name == "decode")
-    held = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.turn
+    held = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.microbatch
     total = needs.fixed + planned.pool
     return Part(
         number=number,
@@ -154,7 +154,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
         text, memory = executable.as_text(), executable.memory_analysis()
         name = _name(text)
         dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
-        (layers, tail), sampler = should.gemms(name), planned.turn * name.startswith("decode")
+        (layers, tail), sampler = should.gemms(name), planned.microbatch * name.startswith("decode")
         yield Step(
             name=name,
             module=read_module(text),

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.distributed.group import Group, GroupError
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.executor import Executor, Kept
+from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
 from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.frames import Frame
@@ -62,15 +62,15 @@ class Answer:
         return np.array(self.array, dtype, copy=copy)
 
 
-class HostFeed:
-    """What the slots of a turn sampled last, for a first stage that cannot have it from the last one's devices."""
+class HostInputTokens:
+    """The tokens that a microbatch sampled last, for a first stage whose devices cannot have them from the last's."""
 
     def __init__(self, rows: int) -> None:
         self._tokens = np.zeros(rows, np.int32)
         self._newest: collections.deque[tuple[np.ndarray, Any]] = collections.deque()
 
-    def fed(self, batch: DecodeBatch) -> DecodeBatch:
-        """With a token in each row. Waits for the turn's last step where one was sampled there."""
+    def with_tokens(self, batch: DecodeBatch) -> DecodeBatch:
+        """With a token in each row. Waits for the microbatch's last step where one was sampled there."""
         missing = batch.tokens < 0
         if (missing & (batch.positions >= 0)).any():
             self._settle(0)
@@ -95,7 +95,7 @@ class LeadingExecutor(Executor):
     gives what is here.
 
     A call costs a message to each other process that takes part, and waits for none of them. What an executor keeps
-    (`Kept`) goes by a number: the others keep their own copies, until ours is dropped.
+    (`SamplerSnapshot`) goes by a number: the others keep their own copies, until ours is dropped.
 
     Args:
         group: of which this is process 0.
@@ -116,147 +116,147 @@ class LeadingExecutor(Executor):
     ) -> None:
         self._group, self._replica, self._processes = group, replica, processes
         self._numbers = itertools.count()
-        self._known: weakref.WeakKeyDictionary[Kept, int] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[SamplerSnapshot, int] = weakref.WeakKeyDictionary()
         self._dropped: collections.deque[int] = collections.deque()
         last = processes_of(stages(mesh)[-1])
         self._answers = None if 0 in last else Answers(group, last[0])
         self._staged = mesh.shape["stage"] > 1 and len(processes_of(mesh)) > 1
-        rows, turns = engine.rows // engine.turns, engine.turns
-        self._feeds = [HostFeed(rows) for _ in range(turns)] if self._staged else None
+        rows, microbatches = engine.rows // engine.microbatches, engine.microbatches
+        self._host_tokens = [HostInputTokens(rows) for _ in range(microbatches)] if self._staged else None
         super().__init__(model, engine, limits, mesh, progress)
         group.ready()
 
-    def _tell(self, name: str, *arrays: np.ndarray, **values: Any) -> None:
+    def _broadcast(self, name: str, *arrays: np.ndarray, **values: Any) -> None:
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         values |= {"replica": self._replica, "dropped": dropped}
         self._group.call(name, values, arrays, self._processes)
 
-    def _called(self, results: Any = None) -> None:
+    def _launched(self, results: Any = None) -> None:
         """This process's part of a call is on its way."""
-        if self.parts:
+        if self.runtimes:
             self._group.launched(results)
 
-    def _told(self, results: Any) -> Any:
+    def _with_answers(self, results: Any) -> Any:
         """What a call gives, of which it was told that it is wanted."""
-        self._called(results)
+        self._launched(results)
         return results if self._answers is None else self._answers.of(results)
 
     @property
-    def _asked(self) -> list[int]:
+    def _answering(self) -> list[int]:
         """The process that answers."""
         return [] if self._answers is None else [self._answers.process]
 
     # ---- steps
 
     @override
-    def decode(self, turn: int, batch: DecodeBatch) -> Sampled:
-        feed = None if self._feeds is None else self._feeds[turn]
-        batch = batch if feed is None else feed.fed(batch)
-        self._tell("decode", *_arrays(batch), turn=turn, answers=self._asked)
-        sampled: Sampled = self._told(super().decode(turn, batch))
-        if feed is not None:
-            feed.sampled(batch, sampled.tokens)
+    def decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
+        host = None if self._host_tokens is None else self._host_tokens[microbatch]
+        batch = batch if host is None else host.with_tokens(batch)
+        self._broadcast("decode", *_arrays(batch), microbatch=microbatch, answers=self._answering)
+        sampled: Sampled = self._with_answers(super().decode(microbatch, batch))
+        if host is not None:
+            host.sampled(batch, sampled.tokens)
         return sampled
 
     @override
     def decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
-        self._tell("decode_many", *_arrays(batch), steps=steps, answers=self._asked)
-        results: tuple[Sampled, Array] = self._told(super().decode_many(batch, steps))
+        self._broadcast("decode_many", *_arrays(batch), steps=steps, answers=self._answering)
+        results: tuple[Sampled, Array] = self._with_answers(super().decode_many(batch, steps))
         return results
 
     @override
     def prefill(self, batch: PrefillBatch) -> None:
-        self._tell("prefill", *batch)
+        self._broadcast("prefill", *batch)
         super().prefill(batch)
-        self._called()
+        self._launched()
 
     @override
     def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
-        self._tell("prefill_logprobs", *batch, following, answers=self._asked)
-        logprobs: Logprobs = self._told(super().prefill_logprobs(batch, following))
+        self._broadcast("prefill_logprobs", *batch, following, answers=self._answering)
+        logprobs: Logprobs = self._with_answers(super().prefill_logprobs(batch, following))
         return logprobs
 
     # ---- pages
 
     @override
     def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
-        self._tell("copy", source, target)
+        self._broadcast("copy", source, target)
         super().copy(source, target)
-        self._called()
+        self._launched()
 
     @override
     def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
-        self._tell("export", source, hosts=list(hosts))
+        self._broadcast("export", source, hosts=list(hosts))
         super().export(source, hosts)
-        self._called()
+        self._launched()
 
     @override
     def settle(self, hosts: Sequence[int]) -> None:
         if hosts:
-            self._tell("settle", hosts=list(hosts))
+            self._broadcast("settle", hosts=list(hosts))
             super().settle(hosts)
-            self._called()
+            self._launched()
 
     @override
     def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
-        self._tell("restore", target, hosts=list(hosts))
+        self._broadcast("restore", target, hosts=list(hosts))
         super().restore(hosts, target)
-        self._called()
+        self._launched()
 
     @override
     def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
         """Whether two programs give the same bits is asked of them. Of heads those on this process's devices do, as the
         others' programs are the same; of other stages, whose programs are others, a digest of each slot is added."""
         others = [number for number in self._processes if number != 0] if self._staged else []
-        self._tell("pages", source, answers=others)
+        self._broadcast("pages", source, answers=others)
         found = super().pages(source)
-        self._called()
+        self._launched()
         digests = [self._group.answer(number)[0].view(np.uint8) for number in others]
         return np.concatenate([found, *digests], -1)
 
     # ---- slots
 
     @override
-    def put_slots(self, turn: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
+    def set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
         if fields:
-            self._tell("put_slots", *fields.values(), turn=turn, names=list(fields))
-            super().put_slots(turn, fields)
-            self._called()
+            self._broadcast("set_slots", *fields.values(), microbatch=microbatch, names=list(fields))
+            super().set_slots(microbatch, fields)
+            self._launched()
 
     @override
     def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
-        self._tell("admit", prompt, bias, slot=slot)
+        self._broadcast("admit", prompt, bias, slot=slot)
         super().admit(slot, prompt, bias)
-        self._called()
+        self._launched()
 
     @override
-    def keep(self, slot: int) -> Kept:
+    def save_slot(self, slot: int) -> SamplerSnapshot:
         number = next(self._numbers)
-        self._tell("keep", slot=slot, number=number)
-        return self._numbered(super().keep(slot), number)
+        self._broadcast("save_slot", slot=slot, number=number)
+        return self._numbered(super().save_slot(slot), number)
 
     @override
-    def resume(self, slot: int, kept: Kept) -> None:
-        self._tell("resume", slot=slot, number=self._known[kept])
-        super().resume(slot, kept)
-        self._called()
+    def restore_slot(self, slot: int, kept: SamplerSnapshot) -> None:
+        self._broadcast("restore_slot", slot=slot, number=self._known[kept])
+        super().restore_slot(slot, kept)
+        self._launched()
 
     @override
-    def sampler(self, turn: int) -> Kept:
+    def save_sampler(self, microbatch: int) -> SamplerSnapshot:
         number = next(self._numbers)
-        self._tell("sampler", turn=turn, number=number)
-        return self._numbered(super().sampler(turn), number)
+        self._broadcast("save_sampler", microbatch=microbatch, number=number)
+        return self._numbered(super().save_sampler(microbatch), number)
 
     @override
-    def put_sampler(self, turn: int, kept: Kept) -> None:
-        self._tell("put_sampler", turn=turn, number=self._known[kept])
-        super().put_sampler(turn, kept)
-        self._called()
+    def restore_sampler(self, microbatch: int, kept: SamplerSnapshot) -> None:
+        self._broadcast("restore_sampler", microbatch=microbatch, number=self._known[kept])
+        super().restore_sampler(microbatch, kept)
+        self._launched()
 
-    def _numbered(self, kept: Kept, number: int) -> Kept:
+    def _numbered(self, kept: SamplerSnapshot, number: int) -> SamplerSnapshot:
         self._known[kept] = number
         weakref.finalize(kept, self._dropped.append, number)
-        self._called(kept.state)
+        self._launched(kept.state)
         return kept
 
 
@@ -274,31 +274,31 @@ def follow(executors: Mapping[int, Executor], group: Group) -> None:
         GroupError: process 0 calls what there is not: it runs another version.
     """
     group.ready()
-    kept: dict[int, dict[int, Kept]] = {number: {} for number in executors}
+    kept: dict[int, dict[int, SamplerSnapshot]] = {number: {} for number in executors}
     for frame in group.calls():
         number, wanted = frame.values["replica"], group.membership.process_id in frame.values.get("answers", ())
         executor, own = executors[number], kept[number]
         for dropped in frame.values["dropped"]:
             own.pop(dropped, None)
-        if frame.kind in ("keep", "resume", "sampler", "put_sampler"):
+        if frame.kind in ("save_slot", "restore_slot", "save_sampler", "restore_sampler"):
             group.launched(_keep(executor, frame, own))
             continue
         results = _call(executor, frame)
         group.launched(results if wanted else (results, executor.handed), wanted)
 
 
-def _keep(executor: Executor, frame: Frame, kept: dict[int, Kept]) -> Any:
+def _keep(executor: Executor, frame: Frame, kept: dict[int, SamplerSnapshot]) -> Any:
     number = frame.values["number"]
     match frame.kind:
-        case "keep":
-            kept[number] = executor.keep(frame.values["slot"])
+        case "save_slot":
+            kept[number] = executor.save_slot(frame.values["slot"])
             return kept[number].state
-        case "sampler":
-            kept[number] = executor.sampler(frame.values["turn"])
-        case "resume":
-            executor.resume(frame.values["slot"], kept[number])
-        case "put_sampler":
-            executor.put_sampler(frame.values["turn"], kept[number])
+        case "save_sampler":
+            kept[number] = executor.save_sampler(frame.values["microbatch"])
+        case "restore_slot":
+            executor.restore_slot(frame.values["slot"], kept[number])
+        case "restore_sampler":
+            executor.restore_sampler(frame.values["microbatch"], kept[number])
     return None
 
 
@@ -307,7 +307,7 @@ def _call(executor: Executor, frame: Frame) -> Any:
     values, arrays = frame.values, frame.arrays
     match frame.kind:
         case "decode":
-            return executor.decode(values["turn"], DecodeBatch(*arrays))
+            return executor.decode(values["microbatch"], DecodeBatch(*arrays))
         case "decode_many":
             return executor.decode_many(DecodeBatch(*arrays), values["steps"])
         case "prefill":
@@ -324,8 +324,8 @@ def _call(executor: Executor, frame: Frame) -> Any:
             return executor.restore(values["hosts"], arrays[0])
         case "pages":
             return _digests(executor.pages(arrays[0]))
-        case "put_slots":
-            return executor.put_slots(values["turn"], dict(zip(values["names"], arrays, strict=True)))
+        case "set_slots":
+            return executor.set_slots(values["microbatch"], dict(zip(values["names"], arrays, strict=True)))
         case "admit":
             return executor.admit(values["slot"], *arrays)
     raise GroupError(f"process 0 calls {frame.kind}, which this version of jaxinfer does not have")

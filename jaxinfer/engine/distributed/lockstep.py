@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
-from jaxinfer.engine.execution.executor import Executor, Kept
+from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, StepState, pack
@@ -64,36 +64,36 @@ class RankExecutor(Executor):
     for so far. There is nothing for several steps in one call: settings refuse them beside ranks.
 
     Attributes:
-        asked: the arguments of each kind of call, in order.
+        pending: the arguments of each kind of call, in order.
     """
 
     def __init__(self, lockstep: Lockstep, host: HostPages) -> None:
         self._all, self._host = lockstep, host
-        self.asked: dict[str, collections.deque[tuple[Any, ...]]] = collections.defaultdict(collections.deque)
+        self.pending: dict[str, collections.deque[tuple[Any, ...]]] = collections.defaultdict(collections.deque)
 
     @override
-    def decode(self, turn: int, batch: DecodeBatch) -> Sampled:
+    def decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
         sampled: Sampled = _awaited(Sampled)._replace(logprobs=_awaited(Logprobs))
-        self.asked["decode"].append((batch, sampled))
+        self.pending["decode"].append((batch, sampled))
         return sampled
 
     @override
     def prefill(self, batch: PrefillBatch) -> None:
-        self.asked["prefill"].append((batch,))
+        self.pending["prefill"].append((batch,))
 
     @override
     def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         logprobs: Logprobs = _awaited(Logprobs)
-        self.asked["prefill_logprobs"].append((batch, following, logprobs))
+        self.pending["prefill_logprobs"].append((batch, following, logprobs))
         return logprobs
 
     @override
     def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
-        self.asked["copy"].append((source, target))
+        self.pending["copy"].append((source, target))
 
     @override
     def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
-        self.asked["export"].append((source, lambda pages: self._host.put(hosts, pages)))
+        self.pending["export"].append((source, lambda pages: self._host.put(hosts, pages)))
 
     @override
     def settle(self, hosts: Sequence[int]) -> None:
@@ -101,33 +101,33 @@ class RankExecutor(Executor):
 
     @override
     def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
-        self.asked["restore"].append((lambda: self._host.take(hosts, TRANSFER_PAGES), target))
+        self.pending["restore"].append((lambda: self._host.take(hosts, TRANSFER_PAGES), target))
 
     @override
     def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
         self._all.run()  # what is to be seen
         found: list[Array] = []
-        self.asked["export"].append((source, found.append))
+        self.pending["export"].append((source, found.append))
         self._all.run()
         return slot_bytes(np.asarray(found[0]))
 
     @override
-    def put_slots(self, turn: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
-        self.asked["put_slots"].append((dict(fields),))
+    def set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
+        self.pending["set_slots"].append((dict(fields),))
 
     @override
     def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
-        self.asked["admit"].append((np.int32(slot), prompt, bias))
+        self.pending["admit"].append((np.int32(slot), prompt, bias))
 
     @override
-    def keep(self, slot: int) -> Kept:
+    def save_slot(self, slot: int) -> SamplerSnapshot:
         state: SlotState = _awaited(SlotState)
-        self.asked["keep"].append((np.int32(slot), state))
-        return Kept(state)
+        self.pending["save_slot"].append((np.int32(slot), state))
+        return SamplerSnapshot(state)
 
     @override
-    def resume(self, slot: int, kept: Kept) -> None:
-        self.asked["resume"].append((np.int32(slot), kept.state))
+    def restore_slot(self, slot: int, kept: SamplerSnapshot) -> None:
+        self.pending["restore_slot"].append((np.int32(slot), kept.state))
 
     @override
     def wait(self) -> None:
@@ -185,7 +185,7 @@ class Lockstep:
         self.params = place_params(model, mesh)
         spec, page = model.cache_spec, engine.page_size
         self.pools = new_pools(spec, count * engine.num_pages, page, model.dtype, self._own)
-        self._shown = [HostSlots(engine.rows, limits).snapshot()._asdict() for _ in range(count)]
+        self._device_slots = [HostSlots(engine.rows, limits).snapshot()._asdict() for _ in range(count)]
         self._slots = self._placed(HostSlots(count * engine.rows, limits).snapshot())
         self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
         hosts = [HostPages(spec, engine.host_pages, page, model.dtype) for _ in range(count)]
@@ -223,22 +223,22 @@ class Lockstep:
             "export": self._export,
             "copy": self._copy,
             "restore": self._restore,
-            "keep": self._keep,
-            "resume": self._resume,
+            "save_slot": self._keep,
+            "restore_slot": self._resume,
             "admit": self._admit,
-            "put_slots": self._put_slots,
+            "set_slots": self._set_slots,
             "prefill_logprobs": self._prefill_logprobs,
             "prefill": self._prefill,
             "decode": self._decode,
         }
         for kind, call in calls.items():
-            while any(rank.asked[kind] for rank in self.ranks):
+            while any(rank.pending[kind] for rank in self.ranks):
                 taken = self._together if kind == "prefill" else self._next
                 call(taken(kind))
 
     def _next(self, kind: str) -> list[Any]:
         """The next call of each rank; None where it has none."""
-        return [rank.asked[kind].popleft() if rank.asked[kind] else None for rank in self.ranks]
+        return [rank.pending[kind].popleft() if rank.pending[kind] else None for rank in self.ranks]
 
     def wait(self) -> None:
         """Until all that was asked for has run."""
@@ -273,13 +273,16 @@ class Lockstep:
 
     # ---- slots
 
-    def _put_slots(self, asked: list[Any]) -> None:
+    def _set_slots(self, asked: list[Any]) -> None:
         changed = set[str]()
-        for shown, own in zip(self._shown, asked, strict=True):
+        for device_slots, own in zip(self._device_slots, asked, strict=True):
             if own is not None:
-                shown.update(own[0])
+                device_slots.update(own[0])
                 changed |= own[0].keys()
-        fields = {name: np.concatenate([shown[name] for shown in self._shown]) for name in sorted(changed)}
+        fields = {
+            name: np.concatenate([device_slots[name] for device_slots in self._device_slots])
+            for name in sorted(changed)
+        }
         self._slots = self._slots._replace(**self._placed(fields))
 
     def _slot_numbers(self, asked: list[Any]) -> Int32[np.ndarray, " ranks"]:
@@ -290,7 +293,7 @@ class Lockstep:
         self.sampler = self.programs.admit(self.sampler, self._slot_numbers(asked), *rows)
 
     def _keep(self, asked: list[Any]) -> None:
-        kept = self.programs.keep(self.sampler, self._slot_numbers(asked))
+        kept = self.programs.save_slot(self.sampler, self._slot_numbers(asked))
         for field, array in enumerate(kept):
             for own, part in zip(asked, self._parts(array), strict=True):
                 if own is not None:
@@ -298,22 +301,22 @@ class Lockstep:
 
     def _resume(self, asked: list[Any]) -> None:
         """Each row goes back to the device that it has never left; the others are given rows of their own."""
-        slots, spare = self._slot_numbers(asked), self.programs.keep(self.sampler, self._slot_numbers(asked))
+        slots, spare = self._slot_numbers(asked), self.programs.save_slot(self.sampler, self._slot_numbers(asked))
         rows = []
         for field, array in enumerate(spare):
             parts = zip(asked, self._parts(array), strict=True)
             own = [part if mine is None else mine[1][field].array for mine, part in parts]
             rows.append(jax.make_array_from_single_device_arrays(array.shape, self._own, own))
-        self.sampler = self.programs.resume(self.sampler, slots, SlotState(*rows))
+        self.sampler = self.programs.restore_slot(self.sampler, slots, SlotState(*rows))
 
     # ---- steps
 
     def _together(self, kind: str) -> list[Any]:
         """The next call of each rank whose chunks can run beside those of the largest size."""
-        sizes = [rank.asked[kind][0][0].tokens.shape[1] if rank.asked[kind] else 0 for rank in self.ranks]
+        sizes = [rank.pending[kind][0][0].tokens.shape[1] if rank.pending[kind] else 0 for rank in self.ranks]
         largest, classes = max(sizes), self.classes
         fits = [size == largest or (size > 0 and classes[size] == classes[largest]) for size in sizes]
-        return [rank.asked[kind].popleft()[0] if fit else None for rank, fit in zip(self.ranks, fits, strict=True)]
+        return [rank.pending[kind].popleft()[0] if fit else None for rank, fit in zip(self.ranks, fits, strict=True)]
 
     def _prefill(self, asked: list[Any]) -> None:
         """A rank's chunks run in the widest program that one of them needs: the runner has proved it equal."""

@@ -49,6 +49,6 @@ def make_followers(
     one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, Executor]()
     for count, number in enumerate(own):
         prepared, resolved, limits = prepare(model, one, platform, places[number])
-        told = share(progress, count, len(own))
-        executors[number] = Executor(prepared, resolved, limits, places[number], told)
+        on_progress = share(progress, count, len(own))
+        executors[number] = Executor(prepared, resolved, limits, places[number], on_progress)
     return dataclasses.replace(resolved, data_parallel_size=len(places)), executors

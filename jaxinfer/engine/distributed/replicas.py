@@ -53,9 +53,9 @@ class Replicas:
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
         here = sum(bool(own_devices(place)) for place in places)  # the first ones
         for number, place in enumerate(places):
-            told, make = share(progress, number, here), make_for(group, number, place)
+            on_progress, make = share(progress, number, here), make_for(group, number, place)
             proved = None if own_devices(place) else engines[0].proved  # of the same programs, on such devices
-            engines.append(Engine(model, one, platform, told, place, make, proved))
+            engines.append(Engine(model, one, platform, on_progress, place, make, proved))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
@@ -171,7 +171,7 @@ def share(progress: CompileProgress | None, number: int, replicas: int) -> Compi
     if progress is None:
         return None
 
-    def told(done: int, total: int) -> None:
+    def on_progress(done: int, total: int) -> None:
         progress(number * total + done, replicas * total)
 
-    return told
+    return on_progress

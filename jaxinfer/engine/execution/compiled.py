@@ -60,8 +60,8 @@ class CompiledStage:
     decode_many: Callable[..., Any] | None = None
     prefill_logprobs: Callable[..., Any] | None = None
     admit: Callable[..., Any] | None = None
-    keep: Callable[..., Any] | None = None
-    resume: Callable[..., Any] | None = None
+    save_slot: Callable[..., Any] | None = None
+    restore_slot: Callable[..., Any] | None = None
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
@@ -130,7 +130,7 @@ class _Work:
     engine: ResolvedEngine
 
     @property
-    def everywhere(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
         return replicated(self.mesh)
 
     @property
@@ -155,14 +155,14 @@ class _Work:
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
-        return {name: _of_ranks(_packed(job, self.everywhere), self.mesh, shared=1) for name, job in jobs.items()}
+        return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
         engine = self.engine
         programs = make_pass_programs(
             self.stage, engine.attention_backend, spread_tokens=engine.sequence_parallel_norms
         )
-        (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.everywhere)
+        (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.replicated)
         batch = self._decode_batch()
         jobs = {
             "decode": _Job(
@@ -185,7 +185,7 @@ class _Work:
             engine.attention_backend,
             spread_tokens=engine.sequence_parallel_norms,
         )
-        kept, shown, pages = _shardings(state), self.everywhere, _shardings(pools)
+        kept, shown, pages = _shardings(state), self.replicated, _shardings(pools)
         given = self._arriving(batch.positions.shape[0])
         jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown), batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
@@ -219,8 +219,8 @@ class _Work:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), sampler)
         return {
             "admit": _Job(programs.admit, (sampler, slot, *rows), 0, kept),
-            "keep": _Job(programs.keep, (sampler, slot), None, self.everywhere),
-            "resume": _Job(programs.resume, (sampler, slot, one), 0, kept),
+            "save_slot": _Job(programs.save_slot, (sampler, slot), None, self.replicated),
+            "restore_slot": _Job(programs.restore_slot, (sampler, slot, one), 0, kept),
         }
 
     # ---- what the host hands to them, and the stage before
@@ -230,7 +230,7 @@ class _Work:
         return len(self.stage.model.cache_spec.windows)
 
     def _array(self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding or self.everywhere)
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=sharding or self.replicated)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._array(shape, np.int32)
@@ -241,7 +241,7 @@ class _Work:
         return self._array((rows, self.stage.width), self.stage.model.dtype)
 
     def _decode_batch(self) -> DecodeBatch:
-        count = self.engine.rows // self.engine.turns
+        count = self.engine.rows // self.engine.microbatches
         rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
         return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
 
@@ -264,7 +264,7 @@ def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
     return job._replace(function=function, arguments=of_ranks(job.arguments, mesh, shared), results=rank_sharding(mesh))
 
 
-def _packed(job: _Job, everywhere: NamedSharding) -> _Job:
+def _packed(job: _Job, replicated: NamedSharding) -> _Job:
     """The job whose batch is one array. Each array of the host costs a transfer, and moves from call to call: what
     reads it is a node of a command buffer to be updated."""
     place = job.batch
@@ -278,7 +278,7 @@ def _packed(job: _Job, everywhere: NamedSharding) -> _Job:
         return job.function(*given[:place], own, *given[place + 1 :])
 
     size = sum(leaf.size for leaf in jax.tree.leaves(batch))
-    one = jax.ShapeDtypeStruct((size,), np.dtype(np.int32), sharding=everywhere)
+    one = jax.ShapeDtypeStruct((size,), np.dtype(np.int32), sharding=replicated)
     return job._replace(function=function, arguments=(*job.arguments[:place], one, *job.arguments[place + 1 :]))
 
 

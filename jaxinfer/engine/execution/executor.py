@@ -30,15 +30,15 @@ _NONE: Any = None
 _ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results that another process has
 
 
-class Part:
-    """What one pipeline stage has: parameters, pools, pages in host memory, executables.
+class StageRuntime:
+    """A pipeline stage on its devices: parameters, pools, pages in host memory, executables.
 
     ``pools`` are donated to each call: whoever calls stores what comes back.
     """
 
     def __init__(self, stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> None:
         model = stage.model
-        self.stage, self.mesh, self.everywhere = stage, mesh, replicated(mesh)
+        self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
         self.pools = new_pools_on(model, engine, mesh)
         pages = page_sharding(mesh, model.cache_spec)
@@ -47,11 +47,11 @@ class Part:
 
     def arrive(self, tokens: Array) -> Array:
         """What slots sampled, on this stage's devices: copied from device to device, nobody waits."""
-        return jax.device_put(tokens, self.everywhere)
+        return jax.device_put(tokens, self.replicated)
 
     def tokens(self, rows: int) -> Array:
         """What arrives at the first stage where all tokens come from the host."""
-        return put_whole(np.zeros(rows, np.int32), self.everywhere)
+        return put_whole(np.zeros(rows, np.int32), self.replicated)
 
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None) -> Array:
         self.pools, hidden = self.run.decode(self.params, self.pools, pack(batch), arriving)
@@ -64,22 +64,25 @@ class Part:
 
 
 @dataclasses.dataclass
-class Turn:
-    """What is kept of the slots that decode together, on the last stage.
+class MicrobatchState:
+    """Slots that decode together, as the last stage has them.
 
-    ``fed`` is ``last_tokens`` once more, on its way to the first stage; None where that is the last one, too, or where
-    the host feeds it.
+    ``input_tokens`` is ``last_tokens`` once more, on its way to the first stage; None where that is the last one, too,
+    or where the host feeds it.
     """
 
     slots: SlotParams
     last_tokens: Array
     sampler: SlotState
-    fed: Array | None
+    input_tokens: Array | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """What an executor keeps of a slot, or of all: for it alone to look into. None: another process keeps it."""
+class SamplerSnapshot:
+    """A copy of the sampler's state of a slot or of a microbatch, for its executor alone to look into.
+
+    None: another process has it.
+    """
 
     state: SlotState | None
 
@@ -97,7 +100,7 @@ class Executor:
 
     Attributes:
         parts: one for each stage of which this process has devices.
-        turns: see `ResolvedEngine.turns`; none where the last stage is not here: results are None there.
+        microbatches: see `ResolvedEngine.microbatches`; none where the last stage is not here: results are None there.
         handed: what the last call gave to the stages of other processes: it is there when the call has run here.
     """
 
@@ -112,185 +115,198 @@ class Executor:
         self._engine, self._mesh, meshes = engine, mesh, stages(mesh)
         cuts = cut(model, len(meshes))
         places = [
-            Part(stage, engine, own) if own_devices(own) else None for stage, own in zip(cuts, meshes, strict=True)
+            StageRuntime(stage, engine, own) if own_devices(own) else None
+            for stage, own in zip(cuts, meshes, strict=True)
         ]
-        self.parts, last = [part for part in places if part is not None], places[-1]
+        self.runtimes, last = [runtime for runtime in places if runtime is not None], places[-1]
         self._parameters = sum(leaf.size for stage in cuts for leaf in jax.tree.leaves(stage.model.params))
-        rows = engine.rows // engine.turns
+        rows = engine.rows // engine.microbatches
         self._passing = list(zip(places[:-1], _links(cuts, meshes, engine, rows), strict=True))
         self._first = places[0] if self._passing else None
         # Where all stages are one process's, tokens go back to the first one from device to device.
         self._loops = self._first is not None and len(processes_of(mesh)) == 1
-        self._unfed = None if self._first is None else self._first.tokens(rows)
+        self._no_tokens = None if self._first is None else self._first.tokens(rows)
         self.handed: Array | None = None
-        self.turns = [] if last is None else self._turns(last, rows, limits)
-        arrays = [self._arrays(part) for part in self.parts]
-        compiled = compile_stages([part.stage for part in self.parts], arrays, engine, progress) if self.parts else []
-        for part, run in zip(self.parts, compiled, strict=True):
-            part.run = run
+        self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
+        arrays = [self._arrays(runtime) for runtime in self.runtimes]
+        compiled = (
+            compile_stages([runtime.stage for runtime in self.runtimes], arrays, engine, progress)
+            if self.runtimes
+            else []
+        )
+        for runtime, run in zip(self.runtimes, compiled, strict=True):
+            runtime.run = run
 
-    def _turns(self, last: Part, rows: int, limits: SamplingLimits) -> list[Turn]:
+    def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
         model, shown = last.stage.model, HostSlots(rows, limits).snapshot()
         return [
-            self._turn(put_whole(shown, last.everywhere), *new_slots(model, rows, limits, last.mesh))
-            for _ in range(self._engine.turns)
+            self._microbatch(put_whole(shown, last.replicated), *new_slots(model, rows, limits, last.mesh))
+            for _ in range(self._engine.microbatches)
         ]
 
-    def _turn(self, slots: SlotParams, last_tokens: Array, sampler: SlotState) -> Turn:
-        return Turn(slots, last_tokens, sampler, self._fed(last_tokens))
+    def _microbatch(self, slots: SlotParams, last_tokens: Array, sampler: SlotState) -> MicrobatchState:
+        return MicrobatchState(slots, last_tokens, sampler, self._input_tokens(last_tokens))
 
-    def _fed(self, last_tokens: Array) -> Array | None:
+    def _input_tokens(self, last_tokens: Array) -> Array | None:
         return self._first.arrive(last_tokens) if self._first is not None and self._loops else None
 
-    def _arrays(self, part: Part) -> StageArrays:
-        if not part.stage.last:
-            return StageArrays(part.params, part.pools)
-        turn = self.turns[0]
-        return StageArrays(part.params, part.pools, turn.slots, turn.last_tokens, turn.sampler)
+    def _arrays(self, runtime: StageRuntime) -> StageArrays:
+        if not runtime.stage.last:
+            return StageArrays(runtime.params, runtime.pools)
+        microbatch = self.microbatches[0]
+        return StageArrays(runtime.params, runtime.pools, microbatch.slots, microbatch.last_tokens, microbatch.sampler)
 
     # ---- steps
 
-    def decode(self, turn: int, batch: DecodeBatch) -> Sampled:
-        """One token for each row of a turn."""
-        fed = self.turns[turn].fed if self._loops else self._unfed
+    def decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
+        """One token for each row of a microbatch."""
+        input_tokens = self.microbatches[microbatch].input_tokens if self._loops else self._no_tokens
         rows = batch.positions.shape[0]
-        arriving = self._through(rows, lambda part, x: part.pass_decode(batch, x), fed)
-        if not self.turns:
+        arriving = self._through(rows, lambda runtime, x: runtime.pass_decode(batch, x), input_tokens)
+        if not self.microbatches:
             return _ELSEWHERE
-        own, last = self.turns[turn], self.parts[-1]
-        state, sampled = last.run.decode(last.params, own.slots, self._state(own), pack(batch), arriving)
-        self._keep(own, state)
+        chosen, last = self.microbatches[microbatch], self.runtimes[-1]
+        state, sampled = last.run.decode(last.params, chosen.slots, self._state(chosen), pack(batch), arriving)
+        self._keep(chosen, state)
         return sampled
 
     def decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
         """Several steps in one call, where there is one stage; also how many ran."""
-        if not self.turns:
+        if not self.microbatches:
             return _ELSEWHERE, _NONE
-        own, last = self.turns[0], self.parts[-1]
+        chosen, last = self.microbatches[0], self.runtimes[-1]
         assert last.run.decode_many is not None
         given = pack(batch), np.int32(steps)
-        state, sampled, ran = last.run.decode_many(last.params, own.slots, self._state(own), *given)
-        self._keep(own, state)
+        state, sampled, ran = last.run.decode_many(last.params, chosen.slots, self._state(chosen), *given)
+        self._keep(chosen, state)
         return sampled, ran
 
     def prefill(self, batch: PrefillBatch) -> None:
         """Prompt chunks."""
         count, size = batch.tokens.shape
         arriving = self._chunks_through(batch)
-        if self.turns:
-            last = self.parts[-1]
+        if self.microbatches:
+            last = self.runtimes[-1]
             last.pools = last.run.prefill[size, count](last.params, last.pools, pack(batch), arriving)
 
     def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         """One chunk of the largest size, and how probable each token behind it was."""
         arriving = self._chunks_through(batch)
-        if not self.turns:
+        if not self.microbatches:
             return _ELSEWHERE.logprobs
-        last = self.parts[-1]
+        last = self.runtimes[-1]
         assert last.run.prefill_logprobs is not None
         given = pack(batch), arriving, following
         last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *given)
         return logprobs
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
-        return self._through(batch.tokens.size, lambda part, x: part.pass_prefill(batch, x))
+        return self._through(batch.tokens.size, lambda runtime, x: runtime.pass_prefill(batch, x))
 
-    def _through(self, rows: int, run: Callable[[Part, Array | None], Array], x: Array | None = None) -> Array | None:
+    def _through(
+        self, rows: int, run: Callable[[StageRuntime, Array | None], Array], x: Array | None = None
+    ) -> Array | None:
         """Rows through all stages but the last; what arrives there, or None where that is not here."""
-        for part, link in self._passing:
-            if part is not None:
-                x = run(part, x)
+        for runtime, link in self._passing:
+            if runtime is not None:
+                x = run(runtime, x)
                 self.handed = x if link.crosses else None
             x = link.carry(rows, x)
         return x
 
-    def _state(self, turn: Turn) -> StepState:
-        return StepState(self.parts[-1].pools, turn.last_tokens, turn.sampler)
+    def _state(self, microbatch: MicrobatchState) -> StepState:
+        return StepState(self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler)
 
-    def _keep(self, turn: Turn, state: StepState) -> None:
-        self.parts[-1].pools, turn.last_tokens, turn.sampler = state
-        turn.fed = self._fed(turn.last_tokens)
+    def _keep(self, microbatch: MicrobatchState, state: StepState) -> None:
+        self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler = state
+        microbatch.input_tokens = self._input_tokens(microbatch.last_tokens)
 
     # ---- pages
 
     def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
         """Pages to other pages, in all layers; a target beyond the pool is dropped."""
-        for part in self.parts:
-            part.pools = part.run.copy(part.pools, source, target)
+        for runtime in self.runtimes:
+            runtime.pools = runtime.run.copy(runtime.pools, source, target)
 
     def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
         """Pages to the host; `settle` waits for them."""
-        for part in self.parts:
-            part.host.put(hosts, part.run.export(part.pools, source))
+        for runtime in self.runtimes:
+            runtime.host.put(hosts, runtime.run.export(runtime.pools, source))
 
     def settle(self, hosts: Sequence[int]) -> None:
-        for part in self.parts:
-            part.host.settle(hosts)
+        for runtime in self.runtimes:
+            runtime.host.settle(hosts)
 
     def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
         """Pages back from the host; a target beyond the pool is dropped."""
-        for part in self.parts:
-            part.pools = part.run.restore(part.pools, part.host.take(hosts, TRANSFER_PAGES), target)
+        for runtime in self.runtimes:
+            runtime.pools = runtime.run.restore(runtime.pools, runtime.host.take(hosts, TRANSFER_PAGES), target)
 
     def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
         """The bytes of each slot of pages in all layers, as far as this process has them. Waits."""
-        return np.concatenate([slot_bytes(own_part(part.run.export(part.pools, source))) for part in self.parts], -1)
+        return np.concatenate(
+            [slot_bytes(own_part(runtime.run.export(runtime.pools, source))) for runtime in self.runtimes], -1
+        )
 
-    # ---- slots; each is a row of its turn
+    # ---- slots; each is a row of its microbatch
 
-    def put_slots(self, turn: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
+    def set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
         """New sampling parameters, by name in `SlotParams`."""
-        if self.turns:
-            own = self.turns[turn]
-            own.slots = own.slots._replace(**put_whole(dict(fields), self.parts[-1].everywhere))
+        if self.microbatches:
+            chosen = self.microbatches[microbatch]
+            chosen.slots = chosen.slots._replace(**put_whole(dict(fields), self.runtimes[-1].replicated))
 
     def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
         """What the sampler keeps of a slot begins anew."""
-        if not self.turns:
+        if not self.microbatches:
             return
-        turn, row, run = self._place(slot)
+        microbatch, row, run = self._place(slot)
         assert run.admit is not None
-        turn.sampler = run.admit(turn.sampler, row, prompt, bias)
+        microbatch.sampler = run.admit(microbatch.sampler, row, prompt, bias)
 
-    def keep(self, slot: int) -> Kept:
+    def save_slot(self, slot: int) -> SamplerSnapshot:
         """A copy of what the sampler keeps of a slot."""
-        if not self.turns:
-            return Kept(None)
-        turn, row, run = self._place(slot)
-        assert run.keep is not None
-        return Kept(run.keep(turn.sampler, row))
+        if not self.microbatches:
+            return SamplerSnapshot(None)
+        microbatch, row, run = self._place(slot)
+        assert run.save_slot is not None
+        return SamplerSnapshot(run.save_slot(microbatch.sampler, row))
 
-    def resume(self, slot: int, kept: Kept) -> None:
-        """What `keep` gave is that of a slot from now on."""
+    def restore_slot(self, slot: int, kept: SamplerSnapshot) -> None:
+        """What `save_slot` gave is that of a slot from now on."""
         if kept.state is None:
             return
-        turn, row, run = self._place(slot)
-        assert run.resume is not None
-        turn.sampler = run.resume(turn.sampler, row, kept.state)
+        microbatch, row, run = self._place(slot)
+        assert run.restore_slot is not None
+        microbatch.sampler = run.restore_slot(microbatch.sampler, row, kept.state)
 
-    def sampler(self, turn: int) -> Kept:
-        """What the sampler keeps of all slots of a turn, on the host. Waits."""
-        return Kept(jax.tree.map(np.array, self.turns[turn].sampler) if self.turns else None)
+    def save_sampler(self, microbatch: int) -> SamplerSnapshot:
+        """What the sampler keeps of all slots of a microbatch, on the host. Waits."""
+        return SamplerSnapshot(
+            jax.tree.map(np.array, self.microbatches[microbatch].sampler) if self.microbatches else None
+        )
 
-    def put_sampler(self, turn: int, kept: Kept) -> None:
-        """What `sampler` gave holds again."""
+    def restore_sampler(self, microbatch: int, kept: SamplerSnapshot) -> None:
+        """What `save_sampler` gave holds again."""
         if kept.state is not None:
             copies = jax.tree.map(np.copy, kept.state)  # what is donated is not the caller's
-            self.turns[turn].sampler = put_whole(copies, self.parts[-1].everywhere)
+            self.microbatches[microbatch].sampler = put_whole(copies, self.runtimes[-1].replicated)
 
-    def _place(self, slot: int) -> tuple[Turn, np.int32, CompiledStage]:
-        row, turn = divmod(slot, len(self.turns))
-        return self.turns[turn], np.int32(row), self.parts[-1].run
+    def _place(self, slot: int) -> tuple[MicrobatchState, np.int32, CompiledStage]:
+        row, microbatch = divmod(slot, len(self.microbatches))
+        return self.microbatches[microbatch], np.int32(row), self.runtimes[-1].run
 
     # ---- what is asked before READY
 
     def wait(self) -> None:
         """Until all that was called has run."""
-        jax.block_until_ready([part.pools for part in self.parts] + [turn.last_tokens for turn in self.turns])
+        jax.block_until_ready(
+            [runtime.pools for runtime in self.runtimes] + [microbatch.last_tokens for microbatch in self.microbatches]
+        )
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses on a device while it runs."""
-        return max((part.run.temporaries() for part in self.parts), default=0)
+        return max((runtime.run.temporaries() for runtime in self.runtimes), default=0)
 
     def parameters(self) -> int:
         """Those of all stages."""

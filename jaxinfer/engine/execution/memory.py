@@ -189,7 +189,7 @@ def stage_needs(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> Needs:
     """
     arrays = _arrays(part, engine, mesh)
     page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, engine.devices)
-    return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.turns, page)
+    return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.microbatches, page)
 
 
 def _arrays(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> StageArrays:

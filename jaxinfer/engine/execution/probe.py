@@ -161,13 +161,13 @@ class Proofs:
         of keys and values. Rows use every feature of the sampler."""
         if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
-        self._executor.put_slots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict())
-        kept, batch = self._executor.sampler(0), self._decode_probe()
+        self._executor.set_slots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict())
+        kept, batch = self._executor.save_sampler(0), self._decode_probe()
         tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
             batch, probes = self._decode_probe(), list[list[np.ndarray]]()
             for run in (self._at_once, self._one_by_one):
-                self._executor.put_sampler(0, kept)
+                self._executor.restore_sampler(0, kept)
                 probes.append([*run(batch), *self._rows_bits(batch)])
             if not _equal(*probes):
                 return False
@@ -175,7 +175,7 @@ class Proofs:
 
     def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
         sampled, ran = self._executor.decode_many(batch, self._engine.multi_step)
-        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self._executor.turns[0].last_tokens)]
+        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self._executor.microbatches[0].last_tokens)]
 
     def _one_by_one(self, batch: DecodeBatch) -> list[np.ndarray]:
         each, steps = list[list[np.ndarray]](), self._engine.multi_step
@@ -187,7 +187,7 @@ class Proofs:
             )
             each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.decode(0, now))])
         sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
-        return [*sampled, np.asarray(steps, np.int32), np.asarray(self._executor.turns[0].last_tokens)]
+        return [*sampled, np.asarray(steps, np.int32), np.asarray(self._executor.microbatches[0].last_tokens)]
 
     def _decode_probe(self) -> DecodeBatch:
         """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""

@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.executor import Executor, Kept
+from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.probe import Proofs
 from jaxinfer.engine.execution.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
 from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
 from jaxinfer.engine.scheduling.buckets import group_chunks
-from jaxinfer.engine.scheduling.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
@@ -91,11 +91,12 @@ class Runner:
         proved: Proved | None = None,
     ) -> None:
         self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
-        self._groups, self._rows = tables.shape[0], engine.rows // engine.turns
-        self._slots = [HostSlots(self._rows, limits) for _ in range(engine.turns)]
-        self._shown = [slots.snapshot() for slots in self._slots]  # what is on the device
-        # Of what is on the device as `StepState.last_tokens`: by turn and row, whose token (`arrival`), which position.
-        self._sampled = np.full((engine.turns, 2, self._rows), -1, np.int64)
+        self._groups, self._rows = tables.shape[0], engine.rows // engine.microbatches
+        self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
+        self._device_slots = [slots.snapshot() for slots in self._slots]  # what is on the device
+        # Of what is on the device as `StepState.last_tokens`: by microbatch and row, whose token (`arrival`), which
+        # position.
+        self._sampled = np.full((engine.microbatches, 2, self._rows), -1, np.int64)
         self.proved = proved or self._prove(limits, spec, itemsize)
 
     def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> Proved:
@@ -108,7 +109,7 @@ class Runner:
             classes = proofs.classes()
             resumes = proofs.resumes(classes)
         several = engine.multi_step > 1 and (not exact or proofs.multi_step(limits))
-        executor.put_slots(0, self._shown[0]._asdict())  # those of the proofs were there
+        executor.set_slots(0, self._device_slots[0]._asdict())  # those of the proofs were there
         costs = measure_costs(executor, engine, self._groups, self._decode_batch(0, []))
         return Proved(count, classes, resumes, engine.multi_step if several else 1, costs)
 
@@ -125,7 +126,7 @@ class Runner:
         self._export(plan.exports)
         self._copy(plan.copies)
         self._import(plan.imports)
-        self._park(plan.parked)
+        self._save_preempted(plan.preempted)
         self._admit(plan.admitted)
         prompt = self._prefills(plan.prefills)
         sampled, ran = self._decode(plan) if plan.decodes else (None, None)
@@ -172,33 +173,35 @@ class Runner:
 
     # ---- slots
 
-    def _park(self, parked: list[Parked]) -> None:
+    def _save_preempted(self, preempted: list[Preempted]) -> None:
         """What comes back from the host goes on where it was; what is computed again begins anew."""
-        for sequence, slot in parked:
+        for sequence, slot in preempted:
             if sequence.stateful and sequence.swapped is not None:
-                sequence.sampler_state = self._executor.keep(slot)
+                sequence.sampler_state = self._executor.save_slot(slot)
 
     def _admit(self, admitted: list[Sample]) -> None:
         for sequence in admitted:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
             kept, sequence.sampler_state = sequence.sampler_state, None
-            if isinstance(kept, Kept):
-                self._executor.resume(sequence.slot, kept)
+            if isinstance(kept, SamplerSnapshot):
+                self._executor.restore_slot(sequence.slot, kept)
             elif sequence.stateful:
                 self._executor.admit(sequence.slot, *slots.state_rows(sequence.request, self._vocab))
-        for turn in {sequence.slot % self._engine.turns for sequence in admitted}:
-            self._put_slots(turn)
+        for microbatch in {sequence.slot % self._engine.microbatches for sequence in admitted}:
+            self._set_slots(microbatch)
 
     def _place(self, slot: int) -> tuple[HostSlots, int]:
-        row, turn = divmod(slot, self._engine.turns)
-        return self._slots[turn], row
+        row, microbatch = divmod(slot, self._engine.microbatches)
+        return self._slots[microbatch], row
 
-    def _put_slots(self, turn: int) -> None:
+    def _set_slots(self, microbatch: int) -> None:
         """Most fields are the same in most requests: what did not change is on the device already."""
-        before, shown = self._shown[turn]._asdict(), self._slots[turn].snapshot()
-        self._shown[turn] = shown
-        self._executor.put_slots(turn, {name: new for name, new in shown._asdict().items() if new is not before[name]})
+        before, current = self._device_slots[microbatch]._asdict(), self._slots[microbatch].snapshot()
+        self._device_slots[microbatch] = current
+        self._executor.set_slots(
+            microbatch, {name: new for name, new in current._asdict().items() if new is not before[name]}
+        )
 
     # ---- prompts
 
@@ -232,46 +235,46 @@ class Runner:
     # ---- decode rows
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
-        batch, ran = self._decode_batch(plan.turn, plan.decodes), None
+        batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None
         if plan.steps > 1:
             sampled, ran = self._executor.decode_many(batch, plan.steps)
         else:
-            sampled = self._executor.decode(plan.turn, batch)
+            sampled = self._executor.decode(plan.microbatch, batch)
         for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
             array.copy_to_host_async()
         return sampled, ran
 
-    def _decode_batch(self, turn: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
-        """The rows of a turn; those without a plan are idle."""
-        turns = self._engine.turns
+    def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
+        """The rows of a microbatch; those without a plan are idle."""
+        microbatches = self._engine.microbatches
         tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
         sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), ())
         rows, fed, given = np.array(columns, np.int32)
         positions[rows], tokens[rows] = fed, given
         generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
         arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
-        tables = self._tables[:, turn::turns]
+        tables = self._tables[:, microbatch::microbatches]
         if self._engine.speculative is None:
-            self._note(turn, rows, arrivals, fed, given)
+            self._note(microbatch, rows, arrivals, fed, given)
             return DecodeBatch(tokens, positions, generated, tables.copy())
         owners = np.arange(self._rows, dtype=np.int32)
-        owners[rows] = [sequence.slot // turns for sequence in sequences]
+        owners[rows] = [sequence.slot // microbatches for sequence in sequences]
         own = owners[rows] == rows
-        self._note(turn, rows[own], arrivals[own], fed[own], given[own])
+        self._note(microbatch, rows[own], arrivals[own], fed[own], given[own])
         return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
 
-    def _note(self, turn: int, rows: _Column, arrivals: _Column, positions: _Column, given: _Column) -> None:
+    def _note(self, microbatch: int, rows: _Column, arrivals: _Column, positions: _Column, given: _Column) -> None:
         """Write down whose tokens these rows, each its slot's own, will sample.
 
         Raises:
             WrongTokenError: a row without a token asks for one that its slot did not sample (`Sequence.sampled`).
         """
-        whose, where = self._sampled[turn]
+        whose, where = self._sampled[microbatch]
         wrong = (given < 0) & ((whose[rows] != arrivals) | (where[rows] != positions - 1))
         if wrong.any():
             row = rows[wrong][0]
             raise WrongTokenError(
-                f"row {row} of turn {turn} asks for the token of sequence {arrivals[wrong][0]} at position "
+                f"row {row} of microbatch {microbatch} asks for the token of sequence {arrivals[wrong][0]} at position "
                 f"{positions[wrong][0]}; its slot sampled that of sequence {whose[row]} at {where[row] + 1}"
             )
         whose[rows], where[rows] = arrivals, positions

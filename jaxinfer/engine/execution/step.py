@@ -97,8 +97,8 @@ class Programs(NamedTuple):
     prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], list[LayerPool]]
     prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[list[LayerPool], Logprobs]]
     admit: Callable[[SlotState, jax.Array, jax.Array, jax.Array], SlotState]
-    keep: Callable[[SlotState, jax.Array], SlotState]
-    resume: Callable[[SlotState, jax.Array, SlotState], SlotState]
+    save_slot: Callable[[SlotState, jax.Array], SlotState]
+    restore_slot: Callable[[SlotState, jax.Array, SlotState], SlotState]
 
 
 class PassPrograms(NamedTuple):

@@ -106,7 +106,7 @@ class SequencePages:
             limit = sequence.prefill_end  # the sampler counts the generated tokens as they come
         return self._kv.match(self.keys(sequence), self._codes(sequence), limit)
 
-    def park(self, sequence: Sequence, *, swap: bool) -> bool:
+    def preempt(self, sequence: Sequence, *, swap: bool) -> bool:
         """Take the pages of a sequence that gives way; whether its bytes are kept on the host.
 
         Otherwise its pages may still be found in the tree when it comes back.

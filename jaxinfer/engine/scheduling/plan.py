@@ -24,7 +24,7 @@ class DecodePlan(NamedTuple):
     """One row of the decode program.
 
     ``position`` is the fed token's; ``token`` is -1 where the device sampled it last. ``row`` is that of the sequence's
-    slot in its turn, or for a draft token any row that is idle otherwise.
+    slot in its microbatch, or for a draft token any row that is idle otherwise.
     """
 
     sequence: Sequence
@@ -33,7 +33,7 @@ class DecodePlan(NamedTuple):
     token: int
 
 
-class Parked(NamedTuple):
+class Preempted(NamedTuple):
     """A sequence that leaves ``slot`` and will be back: its sampler state must be kept."""
 
     sequence: Sequence
@@ -46,27 +46,27 @@ class StepPlan:
 
     Attributes:
         exports, copies, imports: pages that go to the host, to other pages, and back from the host.
-        parked: sequences that are preempted; their slots may be taken again in this step.
+        preempted: sequences that are preempted; their slots may be taken again in this step.
         admitted: sequences that take a slot, new or back from the host.
         prefills: prompt chunks; those of one prompt in order.
         decodes: one token each; a sequence's rows in order of position.
         steps: how often the decode rows run, each time on what they sampled before (at most: until one stops).
-        turn: the part of the slots that the decode rows belong to, see `ResolvedEngine.turns`.
+        microbatch: the part of the slots that the decode rows belong to, see `ResolvedEngine.microbatches`.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
     copies: list[Copy] = dataclasses.field(default_factory=list)
     imports: list[Import] = dataclasses.field(default_factory=list)
-    parked: list[Parked] = dataclasses.field(default_factory=list)
+    preempted: list[Preempted] = dataclasses.field(default_factory=list)
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
     prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
     decodes: list[DecodePlan] = dataclasses.field(default_factory=list)
     steps: int = 1
-    turn: int = 0
+    microbatch: int = 0
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
-        return bool(runs or moves or self.admitted or self.parked)
+        return bool(runs or moves or self.admitted or self.preempted)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
 from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
@@ -68,8 +68,8 @@ class Scheduler:
         self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
         self._preempted: set[Sequence] = set()  # of those that wait
         self._arrivals = itertools.count(1)
-        self._held = 0
-        self._turn = 0  # whose slots decode in the plan that is being made
+        self._waiting_for_prompt = 0
+        self._microbatch = 0  # whose slots decode in the plan that is being made
         self._gave_way: Sequence | None = None  # in the plan that is being made, to the next one of the queue
         self._batch_runs = False  # static batching: nobody is admitted until all have ended
 
@@ -83,7 +83,7 @@ class Scheduler:
     def waiting(self) -> dict[str, int]:
         """Sequences without a slot: new ones, ones that gave theirs up, and samples whose prompt is being computed."""
         queued, preempted = len(self._queue), len(self._preempted)
-        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._held}
+        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._waiting_for_prompt}
 
     @property
     def running(self) -> int:
@@ -92,7 +92,7 @@ class Scheduler:
     @property
     def queued(self) -> Queued:
         """What waits. From any thread."""
-        return Queued(len(self._queue), len(self._queue) + self._held, self._queue.tokens)
+        return Queued(len(self._queue), len(self._queue) + self._waiting_for_prompt, self._queue.tokens)
 
     def cached(self, request: Request) -> int:
         """Tokens of a prompt that would be found in the prefix cache now."""
@@ -112,8 +112,8 @@ class Scheduler:
         self._requests[request.request_id] = samples
         samples[0].followers = samples[1:]
         for sample in samples[1:]:
-            sample.status, sample.leader = Status.HELD, samples[0]
-        self._held += len(samples) - 1
+            sample.status, sample.leader = Status.WAITING_FOR_PROMPT, samples[0]
+        self._waiting_for_prompt += len(samples) - 1
         for sample in samples:
             self.stats.queued(sample)
         self._enqueue(samples[0])
@@ -172,18 +172,20 @@ class Scheduler:
         self._expire()
         self._publish()
         self._batch_runs = self._batch_runs and bool(self._running)
-        self._turn = self._next_turn()
-        parked = self._grow()
+        self._microbatch = self._next_microbatch()
+        preempted = self._grow()
         prefills, admitted = list[PrefillPlan](), list[Sequence]()
-        outranked = [] if parked or self._batch_runs else self._outrank()
+        outranked = [] if preempted or self._batch_runs else self._outrank()
         budget, started = self._engine.max_num_batched_tokens - self._engine.max_num_seqs, self._started()
         if started:
-            budget = self._admit(parked, admitted, budget, prefills, started)
-        budget = self._prompts(started, parked, budget, prefills)
-        self._admit(parked, admitted, budget, prefills)
+            budget = self._admit(preempted, admitted, budget, prefills, started)
+        budget = self._prompts(started, preempted, budget, prefills)
+        self._admit(preempted, admitted, budget, prefills)
         decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
         self._release_followers([*(plan.sequence for plan in prefills), *admitted])
-        return StepPlan(*self._kv.take_moves(), [*parked, *outranked], admitted, prefills, decodes, steps, self._turn)
+        return StepPlan(
+            *self._kv.take_moves(), [*preempted, *outranked], admitted, prefills, decodes, steps, self._microbatch
+        )
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -230,57 +232,59 @@ class Scheduler:
                 self._pages.publish(sequence)
         self._filled = []
 
-    def _next_turn(self) -> int:
+    def _next_microbatch(self) -> int:
         """The slots of one part decode in each plan, one part after the other; a part that cannot is left out."""
-        turns = self._engine.turns
-        after = [(self._turn + 1 + more) % turns for more in range(turns)]
-        if turns > 1:
-            ready = {slot % turns for slot, sequence in self._running.items() if not sequence.prefilling}
-            after = [turn for turn in after if turn in ready] or after
+        microbatches = self._engine.microbatches
+        after = [(self._microbatch + 1 + more) % microbatches for more in range(microbatches)]
+        if microbatches > 1:
+            ready = {slot % microbatches for slot, sequence in self._running.items() if not sequence.prefilling}
+            after = [microbatch for microbatch in after if microbatch in ready] or after
         return after[0]
 
     def _mine(self) -> dict[int, Sequence]:
         """Those that run whose slots decode in this plan."""
-        turns = self._engine.turns
-        if turns == 1:
+        microbatches = self._engine.microbatches
+        if microbatches == 1:
             return self._running
-        return {slot: sequence for slot, sequence in self._running.items() if slot % turns == self._turn}
+        return {slot: sequence for slot, sequence in self._running.items() if slot % microbatches == self._microbatch}
 
-    def _grow(self) -> list[Parked]:
+    def _grow(self) -> list[Preempted]:
         """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
-        parked: list[Parked] = []
+        preempted: list[Preempted] = []
         short = [s for s in self._mine().values() if s.capacity <= s.scheduled and not s.prefilling]
         for sequence in sorted(short, key=self._queue.rank):
             while sequence.status is Status.RUNNING:
                 if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
                     break
-                parked.append(self._preempt(self._last()))
-        return parked
+                preempted.append(self._preempt(self._last()))
+        return preempted
 
     def _last(self) -> Sequence:
         """The running sequence that is served last."""
         return max(self._running.values(), key=self._queue.rank)
 
-    def _preempt(self, sequence: Sequence) -> Parked:
-        parked = Parked(sequence, sequence.slot)
+    def _preempt(self, sequence: Sequence) -> Preempted:
+        preempted = Preempted(sequence, sequence.slot)
         swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs)
-        swapped = self._pages.park(sequence, swap=swap)
+        swapped = self._pages.preempt(sequence, swap=swap)
         self.stats.preempted("swap" if swapped else "recompute")
         self._preempted.add(sequence)
         self._enqueue(sequence)  # before it leaves: its tenant is here all the time
         self._vacate(sequence)
-        return parked
+        return preempted
 
     def _started(self) -> list[Sequence]:
         """Those whose prompts are being computed, in the order in which they get on."""
         return sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
 
-    def _prompts(self, started: list[Sequence], parked: list[Parked], budget: int, plans: list[PrefillPlan]) -> int:
+    def _prompts(
+        self, started: list[Sequence], preempted: list[Preempted], budget: int, plans: list[PrefillPlan]
+    ) -> int:
         """Chunks of the prompts that run; the budget that is left."""
         for sequence in started:
             budget = self._prefill(sequence, budget, plans)
         if started and not plans and 1 < len(started) == len(self._running):
-            parked.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
+            preempted.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
         return budget
 
     def _prefill(self, sequence: Sequence, budget: int, plans: list[PrefillPlan], spare: int = 0) -> int:
@@ -300,7 +304,7 @@ class Scheduler:
             sequence.charged = max(sequence.charged, sequence.scheduled)
         return budget
 
-    def _outrank(self) -> list[Parked]:
+    def _outrank(self) -> list[Preempted]:
         """Who waits takes the slot of one that the policy puts behind it."""
         first, self._gave_way = self._queue.peek(), None
         if first is None or self._free_slots:
@@ -310,7 +314,7 @@ class Scheduler:
 
     def _admit(
         self,
-        parked: list[Parked],
+        preempted: list[Preempted],
         admitted: list[Sequence],
         budget: int,
         plans: list[PrefillPlan],
@@ -322,7 +326,7 @@ class Scheduler:
             started: those alone that come before these prompts, which are being computed.
         """
         # Not in a step that throws somebody out: what was freed is for those that run.
-        if parked or self._batch_runs or not self._free_slots or not len(self._queue):
+        if preempted or self._batch_runs or not self._free_slots or not len(self._queue):
             return budget
         # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
         spare = sum(other.capacity < other.final_length for other in self._running.values())
@@ -356,7 +360,7 @@ class Scheduler:
     def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
         """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
         rows: list[DecodePlan] = []
-        turns = self._engine.turns
+        microbatches = self._engine.microbatches
         for slot, sequence in self._mine().items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
@@ -366,7 +370,7 @@ class Scheduler:
             token = sequence.token_at(position)
             if token is None or (sequence.in_flight and self._drafts_next(sequence)):
                 continue
-            rows.append(DecodePlan(sequence, slot // turns, position, token))
+            rows.append(DecodePlan(sequence, slot // microbatches, position, token))
             sequence.scheduled, sequence.sampled = position + 1, position
             sequence.in_flight += 1
         steps = self._steps(rows, prefills) if self._engine.multi_step > 1 else 1
@@ -399,7 +403,7 @@ class Scheduler:
 
     def _with_drafts(self, rows: list[DecodePlan]) -> list[DecodePlan]:
         used = {row.row for row in rows}
-        idle = [row for row in range(self._engine.rows // self._engine.turns) if row not in used]
+        idle = [row for row in range(self._engine.rows // self._engine.microbatches) if row not in used]
         planned: list[DecodePlan] = []
         for row in rows:
             planned.append(row)
@@ -435,8 +439,8 @@ class Scheduler:
 
     def _queue_followers(self, sequence: Sequence) -> None:
         for follower in sequence.followers:
-            if follower.status is Status.HELD:
-                self._held -= 1
+            if follower.status is Status.WAITING_FOR_PROMPT:
+                self._waiting_for_prompt -= 1
                 self._enqueue(follower)
         sequence.followers = []
 
@@ -482,8 +486,8 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._pages.release(sequence)
             self._vacate(sequence)
-        elif sequence.status is Status.HELD:
-            self._held -= 1
+        elif sequence.status is Status.WAITING_FOR_PROMPT:
+            self._waiting_for_prompt -= 1
         elif sequence.status is Status.WAITING:
             self._queue.remove(sequence)
             self._preempted.discard(sequence)
@@ -509,7 +513,7 @@ class Scheduler:
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
         alive = {id(s): s for samples in self._requests.values() for s in samples if s.status is not Status.FINISHED}
         queued, running = list(self._queue), list(self._running.values())
-        held = [s for s in alive.values() if s.status is Status.HELD]
+        held = [s for s in alive.values() if s.status is Status.WAITING_FOR_PROMPT]
         if sorted(map(id, [*queued, *running, *held])) != sorted(alive):
             raise AssertionError(
                 f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(held)} are held"

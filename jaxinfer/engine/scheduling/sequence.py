@@ -15,7 +15,7 @@ from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingPara
 class Status(enum.Enum):
     """Where a sequence is: held back for a sibling's prompt, queued, in a slot, or done."""
 
-    HELD = "held"
+    WAITING_FOR_PROMPT = "waiting_for_prompt"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"

@@ -10,11 +10,14 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.distributed.group import Group, GroupError
-from jaxinfer.engine.distributed.leader import HostFeed, LeadingExecutor, _digests, follow
+from jaxinfer.engine.distributed.leader import HostInputTokens, LeadingExecutor, _digests, follow
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.executor import Executor, Kept
+from jaxinfer.engine.execution import runner
+from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
+from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.step import DecodeBatch
+from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.types import Request
 from tests.engine.distributed.test_group import SOON, group_of
@@ -85,7 +88,11 @@ def pair():
 
         member.calls = calls
         threading.Thread(target=follow, args=({0: follower}, member), daemon=True).start()
-        engine = Engine(model, SMALL, "cpu", make_executor=functools.partial(LeadingExecutor, leader, 0, [0, 1]))
+        with pytest.MonkeyPatch.context() as patch:
+            # Measured ones may say that computing again is cheaper, and nothing would be swapped.
+            patch.setattr(runner, "measure_costs", lambda *given: (measure_costs(*given), Costs())[1])
+            make = functools.partial(LeadingExecutor, leader, 0, [0, 1])
+            engine = Engine(model, SMALL, "cpu", make_executor=make)
         yield Pair(engine, leader, follower, member, called)
         assert not ends.reasons
 
@@ -101,21 +108,23 @@ def test_what_follows_has_the_same_bits(pair):
     pair.until_done()
     leader, follower = pair.engine._executor, pair.follower
     assert isinstance(leader, LeadingExecutor)
-    for mine, theirs in zip(leader.parts, follower.parts, strict=True):
+    for mine, theirs in zip(leader.runtimes, follower.runtimes, strict=True):
         assert same(mine.pools, theirs.pools)
         assert mine.host._pages.keys() == theirs.host._pages.keys()
         assert same(mine.host._pages, theirs.host._pages)
-    for mine, theirs in zip(leader.turns, follower.turns, strict=True):
+    for mine, theirs in zip(leader.microbatches, follower.microbatches, strict=True):
         assert same((mine.slots, mine.last_tokens, mine.sampler), (theirs.slots, theirs.last_tokens, theirs.sampler))
     assert {"decode", "prefill", "prefill_logprobs", "copy", "export", "settle", "restore"} <= set(pair.called)
-    assert {"pages", "put_slots", "admit", "keep", "resume", "sampler", "put_sampler"} <= set(pair.called)
+    assert {"pages", "set_slots", "admit", "save_slot", "restore_slot", "save_sampler", "restore_sampler"} <= set(
+        pair.called
+    )
 
 
 def test_what_is_no_longer_kept_is_dropped_by_all(pair):
     leader = pair.engine._executor
     before = len(leader._known)
-    kept = leader.keep(0)
-    assert isinstance(kept, Kept)
+    kept = leader.save_slot(0)
+    assert isinstance(kept, SamplerSnapshot)
     number = leader._known[kept]
     del kept
     assert len(leader._known) == before
@@ -127,7 +136,7 @@ def test_what_is_no_longer_kept_is_dropped_by_all(pair):
 def test_nothing_is_sent_where_nothing_is_to_do(pair):
     sent = pair.group.sent
     pair.engine._executor.settle([])
-    pair.engine._executor.put_slots(0, {})
+    pair.engine._executor.set_slots(0, {})
     pair.engine.step()
     assert pair.group.sent == sent
 
@@ -149,17 +158,17 @@ def rows(tokens: list[int], positions: list[int], owners: list[int] | None = Non
 
 
 def test_the_host_feeds_what_slots_sampled_last():
-    feed = HostFeed(3)
+    feed = HostInputTokens(3)
     first, second, third = Promised(7, 8, 9), Promised(17, 18, 19), Promised(27, 28, 29)
     feed.sampled(rows([1, 2, 3], [4, 4, -1]), first)
     feed.sampled(rows([-1, 5, 6], [5, 9, 9], [0, 0, 2]), second)  # row 1 is borrowed by slot 0
     given = rows([5, 5, 5], [6, 6, 6])
-    np.testing.assert_array_equal(feed.fed(given).tokens, given.tokens)
-    np.testing.assert_array_equal(feed.fed(rows([-1, 5, -1], [-1, 6, -1])).tokens, [0, 5, 0])
+    np.testing.assert_array_equal(feed.with_tokens(given).tokens, given.tokens)
+    np.testing.assert_array_equal(feed.with_tokens(rows([-1, 5, -1], [-1, 6, -1])).tokens, [0, 5, 0])
     assert [each.read for each in (first, second)] == [False] * 2, "nobody waits for what nobody needs"
-    np.testing.assert_array_equal(feed.fed(rows([-1, -1, -1], [6, 6, 6])).tokens, [17, 8, 19])
+    np.testing.assert_array_equal(feed.with_tokens(rows([-1, -1, -1], [6, 6, 6])).tokens, [17, 8, 19])
     feed.sampled(rows([-1, -1, -1], [-1, -1, 6]), third)
-    np.testing.assert_array_equal(feed.fed(rows([-1, -1, -1], [7, 7, 7])).tokens, [17, 8, 29])
+    np.testing.assert_array_equal(feed.with_tokens(rows([-1, -1, -1], [7, 7, 7])).tokens, [17, 8, 29])
 
 
 def test_digests_tell_slots_apart():

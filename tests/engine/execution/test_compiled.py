@@ -20,7 +20,7 @@ def engine(request) -> Engine:
 
 
 def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:
-    run = engine._executor.parts[-1].run
+    run = engine._executor.runtimes[-1].run
     return {
         "decode": run.decode,
         "decode_many": run.decode_many,
@@ -52,7 +52,7 @@ def test_no_program_takes_an_array_of_nothing(engine):
 
 
 def test_every_pool_is_aliased(engine):
-    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._executor.parts[-1].pools))
+    pools = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._executor.runtimes[-1].pools))
     for name, program in programs(engine).items():
         assert program.memory_analysis().alias_size_in_bytes >= pools, name
         assert program.memory_analysis().temp_size_in_bytes < pools, name
@@ -60,6 +60,6 @@ def test_every_pool_is_aliased(engine):
 
 def test_a_pool_that_is_not_donated_is_seen(engine):
     """The checks above can fail: the same program without donation aliases nothing."""
-    pool = engine._executor.parts[-1].pools[0].data
+    pool = engine._executor.runtimes[-1].pools[0].data
     program = jax.jit(lambda x: x.at[np.array([1])].set(0)).lower(pool).compile()
     assert program.memory_analysis().alias_size_in_bytes == 0

@@ -28,7 +28,7 @@ def demo_engine(rows: int = 256) -> LLM:
 @pytest.mark.parametrize("rows", [1, 256])
 def test_wide_programs_are_compiled_as_asked(rows):
     llm = LLM(random_model(), max_num_seqs=8, max_model_len=200, prefill_sizes=(16, 64), max_prefill_rows=rows)
-    made = set(llm.engine._executor.parts[-1].run.prefill)
+    made = set(llm.engine._executor.runtimes[-1].run.prefill)
     assert made == {(16, 1), (64, 1)} | ({(16, 8), (64, 4)} if rows > 1 else set())
 
 
@@ -37,8 +37,8 @@ def test_prompts_together_give_the_bits_of_prompts_alone():
     prompts = prompts_of([40, 64, 65, 130, 199, 50, 299, 17], wide.model.config.vocab_size)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     used = []
-    for key, program in list(wide.engine._executor.parts[-1].run.prefill.items()):
-        wide.engine._executor.parts[-1].run.prefill[key] = lambda *a, key=key, program=program: (
+    for key, program in list(wide.engine._executor.runtimes[-1].run.prefill.items()):
+        wide.engine._executor.runtimes[-1].run.prefill[key] = lambda *a, key=key, program=program: (
             used.append(key) or program(*a)
         )
     together = [bits(output) for output in wide.generate(prompts, params)]
@@ -58,7 +58,7 @@ def engine() -> Engine:
 @contextlib.contextmanager
 def proofs_with(engine: Engine, **changes: Any) -> Iterator[Proofs]:
     """Proofs on an engine's programs, some of them replaced."""
-    part, config, runner = engine._executor.parts[-1], engine.config, engine._runner
+    part, config, runner = engine._executor.runtimes[-1], engine.config, engine._runner
     run, spec, itemsize = part.run, part.stage.model.cache_spec, part.pools[0].data.dtype.itemsize
     per_token = spec.bytes_per_page(1, itemsize) // itemsize
     part.run = dataclasses.replace(run, **changes)
@@ -77,7 +77,7 @@ def nudged(pools: list[LayerPool], page: int, slot: int = 0) -> list[LayerPool]:
 
 
 def programs_of(engine: Engine) -> dict[tuple[int, int], Any]:
-    return dict(engine._executor.parts[-1].run.prefill)
+    return dict(engine._executor.runtimes[-1].run.prefill)
 
 
 def chunks_of(packed: np.ndarray, size: int, count: int, engine: Engine) -> PrefillBatch:
@@ -145,7 +145,7 @@ def test_classes_are_not_looked_for_where_nothing_is_shared():
 
 def several(engine: Engine, change: str) -> Any:
     """``decode_many`` with something wrong."""
-    run, rows = engine._executor.parts[-1].run, np.zeros(engine.config.rows, np.int32)
+    run, rows = engine._executor.runtimes[-1].run, np.zeros(engine.config.rows, np.int32)
     like = DecodeBatch(rows, rows, rows, np.zeros((1, *rows.shape, engine.config.table_width), np.int32))
 
     def wrong(params, slots, state, packed, steps):

@@ -15,7 +15,7 @@ from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.executor import Executor
 from jaxinfer.engine.execution.runner import Runner, WrongTokenError
 from jaxinfer.engine.scheduling.buckets import Chunk
-from jaxinfer.engine.scheduling.plan import DecodePlan, Parked, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
@@ -105,7 +105,7 @@ class Bench:
 
     def kept(self, sequence: Sequence) -> list[np.ndarray]:
         """Keys and values of a sequence in all layers, by group, as far as tokens were fed."""
-        pools, length = self.executor.parts[-1].pools, len(sequence.tokens) - 1
+        pools, length = self.executor.runtimes[-1].pools, len(sequence.tokens) - 1
         groups = [0, 0, 1, 1]
         return [
             np.concatenate(np.asarray(pool.data)[self.tables[group, sequence.slot]], axis=2)[:, :, :length]
@@ -240,13 +240,13 @@ def test_a_borrowed_row_leaves_the_slot_as_it_is(drafting):
     owner, guest = drafting.sequence(2, PENALISED), drafting.sequence(0, SAMPLED, 8)
     drafting.start(owner, guest)
     first = drafting.generate(3, owner)
-    (turn,) = drafting.executor.turns
-    before, last = drafting.executor.sampler(0).state, np.asarray(turn.last_tokens)
+    (microbatch,) = drafting.executor.microbatches
+    before, last = drafting.executor.save_sampler(0).state, np.asarray(microbatch.last_tokens)
     rows = [DecodePlan(guest, 0, 37, PROMPT[-1]), DecodePlan(guest, 2, 38, 5)]
     drafting.run(decodes=rows)
-    after = drafting.executor.sampler(0).state
+    after = drafting.executor.save_sampler(0).state
     assert equal([x[2] for x in before], [x[2] for x in after])
-    assert last[2] == np.asarray(turn.last_tokens)[2]
+    assert last[2] == np.asarray(microbatch.last_tokens)[2]
     assert not equal([x[0] for x in before], [x[0] for x in after])
     assert [first[0] + drafting.generate(3, owner)[0]] == want
 
@@ -262,7 +262,7 @@ def test_a_sequence_goes_on_after_a_swap(bench, params):
     exports = [Export(tuple(map(int, bench.tables[:, 0, page])), 5 + page) for page in range(3)]
     sequence.swapped = Swapped((5, 6, 7), (0, 0))
     other = bench.sequence(0, PENALISED, 0)
-    bench.step(exports=exports, parked=[Parked(sequence, 0)], admitted=[other])
+    bench.step(exports=exports, preempted=[Preempted(sequence, 0)], admitted=[other])
     assert (sequence.sampler_state is not None) is sequence.stateful
     bench.start(other)
     bench.generate(3, other)
@@ -288,22 +288,22 @@ def test_a_page_comes_back_in_the_step_that_sent_it(bench):
 
 
 def test_more_pages_than_a_call_moves(bench):
-    pools, rng = bench.executor.parts[-1].pools, np.random.default_rng(1)
+    pools, rng = bench.executor.runtimes[-1].pools, np.random.default_rng(1)
     data = [rng.standard_normal(pool.data.shape, np.float32) for pool in pools]
     spoiled = [pool._replace(data=new.copy()) for pool, new in zip(pools, data, strict=True)]
-    bench.executor.parts[-1].pools = jax.device_put(spoiled, bench.executor.parts[-1].everywhere)
+    bench.executor.runtimes[-1].pools = jax.device_put(spoiled, bench.executor.runtimes[-1].replicated)
     bench.step(exports=[Export((page, page + 1 if page % 2 else -1), page) for page in range(11)])
     bench.step(copies=[Copy((page, page), (page + 20, page + 21 if page % 2 else -1)) for page in range(11)])
     want = [new.copy() for new in data]
     for page in range(11):
         for layer in range(4) if page % 2 else range(2):
             want[layer][page + 20 + layer // 2] = data[layer][page]
-    assert equal([pool.data for pool in bench.executor.parts[-1].pools], want)
+    assert equal([pool.data for pool in bench.executor.runtimes[-1].pools], want)
     bench.step(imports=[Import(page, (39 - page, 10 + page if page % 2 else -1)) for page in range(3)])
     for page in range(3):
         want[0][39 - page], want[1][39 - page] = data[0][page], data[1][page]
     want[2][11], want[3][11] = data[2][2], data[3][2]
-    assert equal([pool.data for pool in bench.executor.parts[-1].pools], want)
+    assert equal([pool.data for pool in bench.executor.runtimes[-1].pools], want)
 
 
 def test_a_copied_page_goes_on_as_its_own(bench):

@@ -30,10 +30,10 @@ def three_that_grow(**changes):
     return [make_request(name, 6, 30, seed=ord(name), cache_salt=name, **changes) for name in "abc"]
 
 
-def parked_in(loop: Loop) -> list[str]:
+def preempted_in(loop: Loop) -> list[str]:
     order: list[str] = []
     while loop.busy:
-        order += [parked.sequence.request.request_id for parked in loop.step().parked]
+        order += [preempted.sequence.request.request_id for preempted in loop.step().preempted]
     loop.check_idle()
     return order
 
@@ -62,14 +62,14 @@ def test_the_latest_gives_way():
     loop = tight_loop("swap")
     for request in three_that_grow():
         loop.add(request)
-    assert parked_in(loop)[:2] == ["c", "b"]
+    assert preempted_in(loop)[:2] == ["c", "b"]
 
 
 def test_under_the_priority_policy_the_least_urgent_gives_way():
     loop = tight_loop("recompute", scheduling_policy="priority")
     for request, priority in zip(three_that_grow(), (2, 0, 1), strict=True):
         loop.add(dataclasses.replace(request, priority=priority))
-    assert parked_in(loop)[:2] == ["a", "c"]
+    assert preempted_in(loop)[:2] == ["a", "c"]
 
 
 def test_who_was_preempted_comes_back_before_those_who_came_later():
@@ -88,7 +88,7 @@ def test_nobody_is_admitted_in_a_step_that_throws_somebody_out():
         loop.add(request)
     while loop.busy:
         plan = loop.step()
-        assert not (plan.parked and plan.admitted)
+        assert not (plan.preempted and plan.admitted)
 
 
 # ---- how
@@ -219,24 +219,26 @@ def test_of_prompts_that_hold_all_pages_and_cannot_go_on_one_gives_way():
     for name in "xy":
         loop.add(make_request(name, 6, 24, priority=0, cache_salt=name))
     loop.add(make_request("a", 44, 4, priority=2, cache_salt="a"))
-    while not loop.step().parked:
+    while not loop.step().preempted:
         pass
-    assert loop.plan.parked[0].sequence.swapped is not None
+    assert loop.plan.preempted[0].sequence.swapped is not None
     loop.abort("x")
     loop.abort("y")
     loop.add(make_request("b", 44, 4, priority=1, cache_salt="b"))
     assert [prefill.sequence.request.request_id for prefill in loop.step().prefills] == ["b"]
     assert loop.kv.usage().held == 4 + 2, "four came back from the host, and neither can have the two that are next"
-    assert parked_in(loop) == ["a"]
+    assert preempted_in(loop) == ["a"]
 
 
 def test_what_is_computed_again_costs_its_tenant_again():
     loop = tight_loop("recompute")
     for request in three_that_grow():
         loop.add(request)
-    while not loop.step().parked:
+    while not loop.step().preempted:
         pass
-    assert {(parked.sequence.scheduled, parked.sequence.capacity) for parked in loop.plan.parked} == {(0, 0)}
+    assert {(preempted.sequence.scheduled, preempted.sequence.capacity) for preempted in loop.plan.preempted} == {
+        (0, 0)
+    }
     loop.drain()
 
 
@@ -245,7 +247,7 @@ def test_one_that_was_preempted_may_be_aborted(way):
     loop = tight_loop(way)
     for request in three_that_grow():
         loop.add(request)
-    while not loop.plan.parked:
+    while not loop.plan.preempted:
         loop.step()
     loop.abort("c")
     loop.drain()
@@ -283,7 +285,7 @@ def moved_in_flight(costs: Costs, when: int) -> Loop:
     for _ in range(when):
         loop.step()
     loop.add(make_request("urgent", 5, 30, seed=7, priority=-1, cache_salt="urgent"))
-    assert ids(parked.sequence for parked in loop.step().parked) == ["moves"]
+    assert ids(preempted.sequence for preempted in loop.step().preempted) == ["moves"]
     loop.abort("aborted")
     assert ids(loop.step().admitted) == ["moves"]
     return loop

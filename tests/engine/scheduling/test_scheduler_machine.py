@@ -126,8 +126,8 @@ class World:
             assert len(self.loop.scheduler._queue) >= 6
             return
         # Each part of the slots has its turn once in as many steps as there are pipeline stages.
-        turns = self.loop.engine.turns
-        self.bounds[request.request_id] = self.loop.steps + turns * self._bound(request, before)
+        microbatches = self.loop.engine.microbatches
+        self.bounds[request.request_id] = self.loop.steps + microbatches * self._bound(request, before)
 
     def _bound(self, request: Request, before: list[Request]) -> float:
         """Steps within which a request is done.

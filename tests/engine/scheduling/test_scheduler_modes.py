@@ -76,9 +76,9 @@ def test_a_draft_never_makes_anybody_give_way():
     assert rows(loop.step()) == [("a", 9), ("a", 10), ("a", 11), ("a", 12), ("a", 13)]
     plan = loop.step()
     assert rows(plan) == [("a", 14), ("a", 15), ("b", 8)], "16 needs a page, and all four are taken"
-    assert not plan.parked
+    assert not plan.preempted
     plan = loop.step()
-    assert ids(parked.sequence for parked in plan.parked) == ["b"], "now it is a token that is due"
+    assert ids(preempted.sequence for preempted in plan.preempted) == ["b"], "now it is a token that is due"
     assert rows(plan)[0] == ("a", 16)
     loop.drain()
 

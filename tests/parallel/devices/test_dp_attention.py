@@ -202,7 +202,7 @@ def test_a_step_exchanges_tokens_and_nothing_else(two):
     assert collectives(run.decode) == collectives(run.prefill_logprobs) == {"all-to-all": 2}
     for program in run.prefill.values():
         assert not collectives(program)  # a prompt's chunk ends with the keys of the last layer, the one with experts
-    for program in (run.copy, run.export, run.restore, run.admit, run.keep, run.resume):
+    for program in (run.copy, run.export, run.restore, run.admit, run.save_slot, run.restore_slot):
         assert not collectives(program)
 
 

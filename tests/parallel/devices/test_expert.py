@@ -63,7 +63,7 @@ def test_tokens_are_those_of_one_device(four):
 
 @pytest.mark.slow
 def test_each_device_holds_its_experts_and_its_heads(four):
-    params = four.engine._executor.parts[-1].params["layers_0"]
+    params = four.engine._executor.runtimes[-1].params["layers_0"]
     layer = model_of("experts").params["layers_0"]
     parts = {shard.data.shape for shard in params["mlp"]["gate_up"].addressable_shards}
     experts, two, hidden, d = layer["mlp"]["gate_up"].shape
@@ -76,7 +76,7 @@ def test_each_device_holds_its_experts_and_its_heads(four):
 
 @pytest.mark.slow
 def test_a_decode_step_has_two_sums_a_layer(four):
-    found = collections.Counter(re.findall(COLLECTIVES, four.engine._executor.parts[-1].run.decode.as_text()))
+    found = collections.Counter(re.findall(COLLECTIVES, four.engine._executor.runtimes[-1].run.decode.as_text()))
     assert found == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
 
 

@@ -36,7 +36,7 @@ def test_tokens_are_those_of_one_device(kind, sizes, monkeypatch):
     assert stats.prefix_hits > 0
     assert not stats.compilations
     if sizes == TENSOR:
-        (part,) = llm.engine._executor.parts
+        (part,) = llm.engine._executor.runtimes
         assert {shard.data.shape for shard in part.pools[0].scales.addressable_shards} == {(TIGHT, 2, 1, 16)}
         config = EngineConfig(**SETTINGS, **sizes, num_pages=TIGHT, kv_cache_dtype=kind)
         assert plan_engine(model, config, "cpu").needs.page * TIGHT == device_bytes(part.pools)

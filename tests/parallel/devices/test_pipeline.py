@@ -119,8 +119,8 @@ def test_stages_work_at_the_same_time(five):
 
     def watched(launched):
         if launched is not None and launched.plan.decodes and len(engine._scheduler._running) == 8:
-            turns = [launched.plan.turn, *(each.plan.turn for each in engine._pending)]
-            seen[len(set(turns))] += 1
+            microbatches = [launched.plan.microbatch, *(each.plan.microbatch for each in engine._pending)]
+            seen[len(set(microbatches))] += 1
         return read(launched)
 
     engine._runner.read = watched
@@ -217,7 +217,7 @@ def test_a_stage_holds_its_layers_alone_and_the_plan_says_so(five):
     needs = plan_engine(five, config, "cpu").needs
     held: collections.Counter[jax.Device] = collections.Counter()
     for engine in llm.engine._engines:
-        first, last = engine._executor.parts
+        first, last = engine._executor.runtimes
         assert set(first.params) == {"embed", "layers_0", "layers_1", "layers_2"}
         assert set(last.params) == {"layers_3", "layers_4", "final_norm", "head"}
         for part in (first, last):

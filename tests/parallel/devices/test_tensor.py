@@ -125,7 +125,7 @@ def test_tokens_are_those_of_one_device(two):
 
 
 def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
-    run = two.engine._executor.parts[-1].run
+    run = two.engine._executor.runtimes[-1].run
     for program in (run.decode, run.prefill_logprobs):
         text = program.as_text()
         found = collections.Counter(re.findall(COLLECTIVES, text))
@@ -140,20 +140,20 @@ def test_a_decode_step_has_two_sums_a_layer_and_gathers_logits_alone(two):
 
 
 def test_pools_are_updated_in_place_and_hold_own_heads(two):
-    (part,) = two.engine._executor.parts
+    (part,) = two.engine._executor.runtimes
     pool = part.pools[0].data
     assert {shard.data.shape for shard in pool.addressable_shards} == {(TIGHT, 2, 2, 16, 8)}
-    pools, turn = device_bytes(part.pools), two.engine._executor.turns[0]
+    pools, microbatch = device_bytes(part.pools), two.engine._executor.microbatches[0]
     for program in (part.run.prefill[64, 1], part.run.restore, part.run.copy):
         assert program.memory_analysis().alias_size_in_bytes == pools
-    kept = pools + device_bytes((turn.last_tokens, turn.sampler))
+    kept = pools + device_bytes((microbatch.last_tokens, microbatch.sampler))
     assert part.run.decode.memory_analysis().alias_size_in_bytes == kept
 
 
 def test_the_plan_is_what_a_device_holds(two):
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, tensor_parallel_size=2)
     needs = plan_engine(two.model, config, "cpu").needs
-    (part,) = two.engine._executor.parts
+    (part,) = two.engine._executor.runtimes
     held = collections.Counter()
     for array in jax.tree.leaves(part.params):
         for shard in array.addressable_shards:
