@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.decode import DecodePlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
+from jaxinfer.engine.scheduling.prefill import PrefillPlanner
 from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
 from jaxinfer.engine.scheduling.sequence import Sequence, Status
+from jaxinfer.engine.scheduling.siblings import Siblings
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.identity import cache_identity
 from jaxinfer.kv.manager import KVManager
@@ -55,21 +58,21 @@ class Scheduler:
         stats: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._kv, self._drafter, self._clock = engine, kv, drafter, clock
+        self._engine, self._kv, self._clock = engine, kv, clock
         self._costs = costs or Costs()
         self._pages = SequencePages(engine, kv, classes)
         self._queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
         self._deadlines = Deadlines()
         self.stats = stats or StatsRecorder(clock)
+        self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
+        self._decode = DecodePlanner(engine, self._pages, drafter, self.stats)
+        self._siblings = Siblings(self._enqueue)
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(engine.max_num_seqs))  # a heap: the lowest free slot is taken first
         self._requests: dict[str, list[Sequence]] = {}
-        self._filled: list[Sequence] = []  # pages of these may be shared from the next plan on
         self._ended: list[SequenceDelta] = []  # ends that no row brought, for the next commit
         self._preempted: set[Sequence] = set()  # of those that wait
         self._arrivals = itertools.count(1)
-        self._waiting_for_prompt = 0
-        self._microbatch = 0  # whose slots decode in the plan that is being made
         self._gave_way: Sequence | None = None  # in the plan that is being made, to the next one of the queue
         self._batch_runs = False  # static batching: nobody is admitted until all have ended
 
@@ -83,7 +86,7 @@ class Scheduler:
     def waiting(self) -> dict[str, int]:
         """Sequences without a slot: new ones, ones that gave theirs up, and samples whose prompt is being computed."""
         queued, preempted = len(self._queue), len(self._preempted)
-        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._waiting_for_prompt}
+        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._siblings.waiting}
 
     @property
     def running(self) -> int:
@@ -92,7 +95,7 @@ class Scheduler:
     @property
     def queued(self) -> Queued:
         """What waits. From any thread."""
-        return Queued(len(self._queue), len(self._queue) + self._waiting_for_prompt, self._queue.tokens)
+        return Queued(len(self._queue), len(self._queue) + self._siblings.waiting, self._queue.tokens)
 
     def cached(self, request: Request) -> int:
         """Tokens of a prompt that would be found in the prefix cache now."""
@@ -110,10 +113,7 @@ class Scheduler:
         samples = [self._sequence(request, index) for index in range(request.params.n)]
         self._refuse(samples)
         self._requests[request.request_id] = samples
-        samples[0].followers = samples[1:]
-        for sample in samples[1:]:
-            sample.status, sample.leader = Status.WAITING_FOR_PROMPT, samples[0]
-        self._waiting_for_prompt += len(samples) - 1
+        self._siblings.add(samples)
         for sample in samples:
             self.stats.queued(sample)
         self._enqueue(samples[0])
@@ -170,22 +170,21 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the next step and advance the scheduled lengths, before any earlier result is known."""
         self._expire()
-        self._publish()
+        self._prefill.begin()
         self._batch_runs = self._batch_runs and bool(self._running)
-        self._microbatch = self._next_microbatch()
-        preempted = self._grow()
-        prefills, admitted = list[PrefillPlan](), list[Sequence]()
+        self._decode.advance(self._running)
+        preempted, admitted = self._grow(), list[Sequence]()
         outranked = [] if preempted or self._batch_runs else self._outrank()
-        budget, started = self._engine.max_num_batched_tokens - self._engine.max_num_seqs, self._started()
+        started = self._started()
         if started:
-            budget = self._admit(preempted, admitted, budget, prefills, started)
-        budget = self._prompts(started, preempted, budget, prefills)
-        self._admit(preempted, admitted, budget, prefills)
-        decodes, steps = self._decodes(bool(prefills)) if self._may_decode(prefills, admitted) else ([], 1)
-        self._release_followers([*(plan.sequence for plan in prefills), *admitted])
-        return StepPlan(
-            *self._kv.take_moves(), [*preempted, *outranked], admitted, prefills, decodes, steps, self._microbatch
-        )
+            self._admit(preempted, admitted, started)
+        self._continue(started, preempted)
+        self._admit(preempted, admitted)
+        decodes, steps = self._decodes(admitted)
+        prefills = self._prefill.plans
+        self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
+        moves, gone = self._kv.take_moves(), [*preempted, *outranked]
+        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, self._decode.microbatch)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -225,33 +224,12 @@ class Scheduler:
                         SequenceDelta(sequence.request.request_id, sequence.index, [], (), FinishReason.DEADLINE)
                     )
 
-    def _publish(self) -> None:
-        """What earlier plans filled was launched: later steps may read it."""
-        for sequence in self._filled:
-            if sequence.status is Status.RUNNING:
-                self._pages.publish(sequence)
-        self._filled = []
-
-    def _next_microbatch(self) -> int:
-        """The slots of one part decode in each plan, one part after the other; a part that cannot is left out."""
-        microbatches = self._engine.microbatches
-        after = [(self._microbatch + 1 + more) % microbatches for more in range(microbatches)]
-        if microbatches > 1:
-            ready = {slot % microbatches for slot, sequence in self._running.items() if not sequence.prefilling}
-            after = [microbatch for microbatch in after if microbatch in ready] or after
-        return after[0]
-
-    def _mine(self) -> dict[int, Sequence]:
-        """Those that run whose slots decode in this plan."""
-        microbatches = self._engine.microbatches
-        if microbatches == 1:
-            return self._running
-        return {slot: sequence for slot, sequence in self._running.items() if slot % microbatches == self._microbatch}
-
     def _grow(self) -> list[Preempted]:
         """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
         preempted: list[Preempted] = []
-        short = [s for s in self._mine().values() if s.capacity <= s.scheduled and not s.prefilling]
+        short = [
+            s for s in self._decode.members(self._running).values() if s.capacity <= s.scheduled and not s.prefilling
+        ]
         for sequence in sorted(short, key=self._queue.rank):
             while sequence.status is Status.RUNNING:
                 if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
@@ -277,32 +255,17 @@ class Scheduler:
         """Those whose prompts are being computed, in the order in which they get on."""
         return sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
 
-    def _prompts(
-        self, started: list[Sequence], preempted: list[Preempted], budget: int, plans: list[PrefillPlan]
-    ) -> int:
-        """Chunks of the prompts that run; the budget that is left."""
+    def _continue(self, started: list[Sequence], preempted: list[Preempted]) -> None:
+        """Plan chunks of the prompts that run."""
         for sequence in started:
-            budget = self._prefill(sequence, budget, plans)
-        if started and not plans and 1 < len(started) == len(self._running):
+            self._prefill.extend(sequence)
+        if started and not self._prefill.plans and 1 < len(started) == len(self._running):
             preempted.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
-        return budget
 
-    def _prefill(self, sequence: Sequence, budget: int, plans: list[PrefillPlan], spare: int = 0) -> int:
-        """Chunks of one prompt as far as budget and pages reach, less ``spare``; the budget that is left."""
-        before = len(plans)
-        while sequence.prefilling:
-            chunk = self._pages.next_chunk(sequence, sequence.scheduled)
-            end, first = sequence.scheduled + chunk.length, len(plans) == before
-            if chunk.size > budget or not self._pages.extend(sequence, end, slide=first, spare=spare):
-                break
-            budget -= chunk.size
-            sequence.scheduled += chunk.length
-            plans.append(PrefillPlan(sequence, chunk, sequence.params.prompt_logprobs is not None))
-        if len(plans) > before:
-            self._filled.append(sequence)
-            self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
-            sequence.charged = max(sequence.charged, sequence.scheduled)
-        return budget
+    def _charge_prompt(self, sequence: Sequence) -> None:
+        """Once for each token: what is computed again after a preemption was paid for."""
+        self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
+        sequence.charged = max(sequence.charged, sequence.scheduled)
 
     def _outrank(self) -> list[Preempted]:
         """Who waits takes the slot of one that the policy puts behind it."""
@@ -312,34 +275,27 @@ class Scheduler:
         self._gave_way = self._queue.gives_way()
         return [] if self._gave_way is None else [self._preempt(self._gave_way)]
 
-    def _admit(
-        self,
-        preempted: list[Preempted],
-        admitted: list[Sequence],
-        budget: int,
-        plans: list[PrefillPlan],
-        started: Row[Sequence] = (),
-    ) -> int:
-        """Slots, and first chunks, for those whose turn it is; the budget that is left.
+    def _admit(self, preempted: list[Preempted], admitted: list[Sequence], started: Row[Sequence] = ()) -> None:
+        """Give slots and first chunks to those whose turn it is.
 
         Args:
             started: those alone that come before these prompts, which are being computed.
         """
         # Not in a step that throws somebody out: what was freed is for those that run.
         if preempted or self._batch_runs or not self._free_slots or not len(self._queue):
-            return budget
+            return
         # A page is left for each that may still need one, so that nobody is thrown out for a newcomer.
         spare = sum(other.capacity < other.final_length for other in self._running.values())
         # And what lets the prompts end that were begun: else they would take turns for ever.
         ends = (self._kv.pages_for(other.prefill_end) - other.capacity // self._engine.page_size for other in started)
         theirs = sum(max(0, pages) for pages in ends)
         while self._free_slots and (sequence := self._queue.peek()) is not None:
-            if sequence.leader in self._filled:
+            if sequence.leader in self._prefill.filled:
                 break  # what it will share is computed in this very step
             if sequence is self._gave_way or not all(map(self._queue.precedes, started)):
                 break
             slot, swapped = self._free_slots[0], sequence.swapped is not None
-            cached = self._pages.place(sequence, slot, budget, spare + theirs)
+            cached = self._prefill.place(sequence, slot, spare + theirs)
             if cached is None:
                 break
             sequence.charged = max(sequence.charged, cached)
@@ -353,96 +309,16 @@ class Scheduler:
             sequence.slot, sequence.status = heapq.heappop(self._free_slots), Status.RUNNING
             self._running[slot] = sequence
             admitted.append(sequence)
-            budget = self._prefill(sequence, budget, plans, theirs)
+            self._prefill.extend(sequence, theirs)
             spare += sequence.capacity < sequence.final_length
-        return budget
 
-    def _decodes(self, prefills: bool) -> tuple[list[DecodePlan], int]:
-        """A row for each sequence that can decode, and drafts in rows that are idle otherwise."""
-        rows: list[DecodePlan] = []
-        microbatches = self._engine.microbatches
-        for slot, sequence in self._mine().items():
-            position = sequence.scheduled
-            if position < sequence.prefill_end or position >= sequence.final_length:
-                continue
-            if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
-                continue
-            token = sequence.token_at(position)
-            if token is None or (sequence.in_flight and self._drafts_next(sequence)):
-                continue
-            rows.append(DecodePlan(sequence, slot // microbatches, position, token))
-            sequence.scheduled, sequence.sampled = position + 1, position
-            sequence.in_flight += 1
-        steps = self._steps(rows, prefills) if self._engine.multi_step > 1 else 1
-        if self._drafter is not None:
-            rows = self._with_drafts(rows)
-        return rows, steps
-
-    def _may_decode(self, prefills: list[PrefillPlan], admitted: list[Sequence]) -> bool:
-        """Always, but in static batching: not before the batch is full and its prompts are computed."""
+    def _decodes(self, admitted: list[Sequence]) -> tuple[list[DecodePlan], int]:
+        """Rows and steps; none in static batching before the batch is full and its prompts are computed."""
         if self._engine.batching == "static":
-            self._batch_runs = self._batch_runs or not (prefills or admitted)
-            return self._batch_runs
-        return True
-
-    def _drafts_next(self, sequence: Sequence) -> bool:
-        """Its next row waits for what is in flight: a draft needs the last token."""
-        return self._drafter is not None and not sequence.stateful
-
-    def _steps(self, rows: list[DecodePlan], prefills: bool) -> int:
-        """How many steps the device may run alone: nobody waits, nothing ends by length, and pages are there."""
-        steps = 1
-        if rows and not prefills and not len(self._queue):
-            steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
-        known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
-        if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
-            steps = 1
-        for row in rows:
-            row.sequence.scheduled += steps - 1  # not `sampled`: a run may stop early, so the host feeds the next one
-        return steps
-
-    def _with_drafts(self, rows: list[DecodePlan]) -> list[DecodePlan]:
-        used = {row.row for row in rows}
-        idle = [row for row in range(self._engine.rows // self._engine.microbatches) if row not in used]
-        planned: list[DecodePlan] = []
-        for row in rows:
-            planned.append(row)
-            sequence = row.sequence
-            if sequence.stateful or row.token < 0:
-                continue
-            newest = sequence.generated > 0 and row.position == len(sequence.tokens) - 1
-            for token in self._proposals(sequence, len(idle)):
-                if not self._pages.extend(sequence, sequence.scheduled + 1, slide=newest):
-                    break
-                planned.append(DecodePlan(sequence, idle.pop(), sequence.scheduled, token))
-                sequence.scheduled += 1
-                sequence.in_flight += 1
-        return planned
-
-    def _proposals(self, sequence: Sequence, idle: int) -> list[int]:
-        """What to feed behind the next token: known tokens after a preemption, else the drafter's."""
-        assert self._drafter is not None
-        room = min(idle, sequence.final_length - sequence.scheduled)
-        known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
-        if known or not room:
-            return known.tolist()
-        drafts = self._drafter.propose(
-            self._pages.keys(sequence).tokens, min(room, self._engine.num_speculative_tokens)
-        )
-        self.stats.drafted(len(drafts))
-        return drafts.tolist()
-
-    def _release_followers(self, started: list[Sequence]) -> None:
-        for sequence in started:
-            if sequence.followers and not sequence.prefilling:
-                self._queue_followers(sequence)
-
-    def _queue_followers(self, sequence: Sequence) -> None:
-        for follower in sequence.followers:
-            if follower.status is Status.WAITING_FOR_PROMPT:
-                self._waiting_for_prompt -= 1
-                self._enqueue(follower)
-        sequence.followers = []
+            self._batch_runs = self._batch_runs or not (self._prefill.plans or admitted)
+            if not self._batch_runs:
+                return [], 1
+        return self._decode.plan(self._running, alone=not self._prefill.plans and not len(self._queue))
 
     # ---- results
 
@@ -487,13 +363,13 @@ class Scheduler:
             self._pages.release(sequence)
             self._vacate(sequence)
         elif sequence.status is Status.WAITING_FOR_PROMPT:
-            self._waiting_for_prompt -= 1
+            self._siblings.ended()
         elif sequence.status is Status.WAITING:
             self._queue.remove(sequence)
             self._preempted.discard(sequence)
             self._pages.drop(sequence)
         sequence.status = Status.FINISHED
-        self._queue_followers(sequence)
+        self._siblings.release_of(sequence)
         self.stats.finished(sequence)
         samples = self._requests[sequence.request.request_id]
         if all(sample.status is Status.FINISHED for sample in samples):

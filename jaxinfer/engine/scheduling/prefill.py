@@ -1,0 +1,55 @@
+"""The chunks of prompts that a step computes, under its token budget. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.pages import SequencePages
+from jaxinfer.engine.scheduling.plan import PrefillPlan
+from jaxinfer.engine.scheduling.sequence import Sequence, Status
+
+
+class PrefillPlanner:
+    """Plans chunks, advances the scheduled lengths of their sequences, and takes the pages that they need.
+
+    Args:
+        charge: told of each sequence that got on.
+
+    Attributes:
+        plans: of the step that is being planned.
+        filled: sequences with chunks in it: their pages may be shared from the next step on.
+    """
+
+    def __init__(self, engine: ResolvedEngine, pages: SequencePages, charge: Callable[[Sequence], None]) -> None:
+        self._engine, self._pages, self._charge = engine, pages, charge
+        self._budget = 0
+        self.plans: list[PrefillPlan] = []
+        self.filled: list[Sequence] = []
+
+    def begin(self) -> None:
+        """Begin a step. What the one before filled was launched: later steps may read it."""
+        for sequence in self.filled:
+            if sequence.status is Status.RUNNING:
+                self._pages.publish(sequence)
+        self._budget = self._engine.max_num_batched_tokens - self._engine.max_num_seqs
+        self.plans, self.filled = [], []
+
+    def place(self, sequence: Sequence, slot: int, spare: int) -> int | None:
+        """Give pages to a sequence that is admitted, and leave ``spare``; its cached tokens, or None for no room."""
+        return self._pages.place(sequence, slot, self._budget, spare)
+
+    def extend(self, sequence: Sequence, spare: int = 0) -> None:
+        """Plan chunks of one prompt as far as the budget and pages, less ``spare``, reach."""
+        before = len(self.plans)
+        while sequence.prefilling:
+            chunk = self._pages.next_chunk(sequence, sequence.scheduled)
+            end, first = sequence.scheduled + chunk.length, len(self.plans) == before
+            if chunk.size > self._budget or not self._pages.extend(sequence, end, slide=first, spare=spare):
+                break
+            self._budget -= chunk.size
+            sequence.scheduled += chunk.length
+            self.plans.append(PrefillPlan(sequence, chunk, sequence.params.prompt_logprobs is not None))
+        if len(self.plans) > before:
+            self.filled.append(sequence)
+            self._charge(sequence)
