@@ -35,9 +35,9 @@ from jaxinfer.loading import load_model, model_folder, open_model
 from jaxinfer.models.model import Model
 from jaxinfer.quantise import Calibration, Recipe, quantise
 from jaxinfer.types import SamplingParams
-from jaxinfer.weights.checkpoint import open_checkpoint, read_json_object
 from jaxinfer.weights.formats import quantised_weights
-from jaxinfer.weights.gguf import open_gguf
+from jaxinfer.weights.gguf.checkpoint import open_gguf
+from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 GROUPS = (128, 64, 32)

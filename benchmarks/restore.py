@@ -31,8 +31,8 @@ from benchmarks.traces import record
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import ParamTree
 from jaxinfer.weights import init_params, load_params, orbax, save_params
-from jaxinfer.weights.manifest import PARAMS, read_manifest
-from jaxinfer.weights.restore import ConvertedCheckpoint
+from jaxinfer.weights.native.manifest import PARAMS, read_manifest
+from jaxinfer.weights.native.reader import ConvertedCheckpoint
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs" / "models"
 

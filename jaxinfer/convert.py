@@ -15,9 +15,9 @@ from jaxinfer.quantise import RecipeError, command
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
-from jaxinfer.weights.orbax import Unfinished, leaves_of, unfinished, write_folder
+from jaxinfer.weights.native.writer import Unfinished, leaves_of, unfinished, write_folder
 from jaxinfer.weights.progress import counting_bar, loading_bar
-from jaxinfer.weights.save import save_params
+from jaxinfer.weights.safetensors.save import save_params
 
 FORMATS = ("orbax", "safetensors")
 

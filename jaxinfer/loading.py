@@ -34,13 +34,13 @@ from jaxinfer.quant import with_values
 from jaxinfer.text import TemplateError, TokenizerError, gguf_files, load_template, load_tokenizer
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights import CheckpointError, load_params, on_devices
-from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.companions import copy_companions
-from jaxinfer.weights.converted import open_model_files
-from jaxinfer.weights.deferred import deferred
 from jaxinfer.weights.files import ModelFiles
+from jaxinfer.weights.lazy import deferred
 from jaxinfer.weights.load import Progress, auto_dtype
+from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.progress import loading_bar
+from jaxinfer.weights.safetensors.checkpoint import read_json_object
+from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill, Place
 
@@ -231,7 +231,7 @@ def open_model(
         name, dtype, check_finite, progress: see `load_model`.
 
     Returns:
-        what lies behind the name, and the model: its parameters are `jaxinfer.weights.deferred.Deferred`.
+        what lies behind the name, and the model: its parameters are `jaxinfer.weights.lazy.Deferred`.
 
     Raises:
         CheckpointError, ConfigError: one sentence that says what is wrong; of values, when they are read.

@@ -16,7 +16,7 @@ from jaxinfer.convert import main
 from jaxinfer.generate import main as generate
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.weights import save_params
-from jaxinfer.weights.manifest import MANIFEST
+from jaxinfer.weights.native.manifest import MANIFEST
 from tests.fakes import llama_json, random_model
 
 COMPLETE = "layers_*[0-9]/_METADATA"  # of a part that has its name

@@ -13,8 +13,8 @@ MEDIAN, P90 = 6, 16
 # Longer than `LINES`, each to be cut where it is next worked on. None may grow, and none may come.
 LONG = {
     "jaxinfer/engine/distributed/group.py": 458,
-    "jaxinfer/weights/gguf_config.py": 483,
-    "jaxinfer/weights/orbax.py": 490,
+    "jaxinfer/weights/gguf/config.py": 483,
+    "jaxinfer/weights/native/writer.py": 490,
     "pallas_kernels/quant_matmul/mosaic.py": 473,
 }
 

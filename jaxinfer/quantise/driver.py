@@ -28,10 +28,10 @@ from jaxinfer.quantise.layer import LayerWeights, Linear, linears, tensors
 from jaxinfer.quantise.work import Tell, Work
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.load import Progress
-from jaxinfer.weights.orbax import Unfinished, unfinished
-from jaxinfer.weights.safetensors import SafetensorsFile
+from jaxinfer.weights.native.writer import Unfinished, unfinished
+from jaxinfer.weights.safetensors.reader import SafetensorsFile
+from jaxinfer.weights.safetensors.writer import write_tensors
 from jaxinfer.weights.tree import target_dtype
-from jaxinfer.weights.write import write_tensors
 
 _HIDDEN = "hidden-{:05}.safetensors"
 

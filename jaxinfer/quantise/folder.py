@@ -16,13 +16,13 @@ import numpy as np
 from jaxinfer.loading import write_companions
 from jaxinfer.quantise.layer import tensors
 from jaxinfer.quantise.work import Work, layer_name
-from jaxinfer.weights.checkpoint import INDEX_FILE
-from jaxinfer.weights.described import describe
-from jaxinfer.weights.held import Held, as_loaded
-from jaxinfer.weights.orbax import Unfinished, complete_folder, leaves_of
-from jaxinfer.weights.safetensors import SafetensorsFile
+from jaxinfer.weights.memory import Held, as_loaded
+from jaxinfer.weights.native.layouts import describe
+from jaxinfer.weights.native.writer import Unfinished, complete_folder, leaves_of
+from jaxinfer.weights.safetensors.checkpoint import INDEX_FILE
+from jaxinfer.weights.safetensors.reader import SafetensorsFile
+from jaxinfer.weights.safetensors.writer import write_tensors
 from jaxinfer.weights.tree import dtype_of, target_dtype, walk
-from jaxinfer.weights.write import write_tensors
 
 
 @runtime_checkable

@@ -3,11 +3,11 @@
 ``jaxinfer.weights.source`` (hub ids) and ``jaxinfer.weights.progress`` (the bar) are imported by who needs them.
 """
 
-from jaxinfer.weights.checkpoint import Checkpoint, open_checkpoint
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.init import init_params
 from jaxinfer.weights.load import checkpoint_dtype, load_params, on_default_device, on_devices
-from jaxinfer.weights.save import save_params
+from jaxinfer.weights.safetensors.checkpoint import Checkpoint, open_checkpoint
+from jaxinfer.weights.safetensors.save import save_params
 
 __all__ = [
     "Checkpoint",

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.types import ParamTree
-from jaxinfer.weights.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.formats import quantised_weights
-from jaxinfer.weights.restore import ConvertedCheckpoint
-from jaxinfer.weights.stored import StoredCheckpoint, StoredWeight, storages
+from jaxinfer.weights.native.reader import ConvertedCheckpoint
+from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
+from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.tree import with_names
 
 _NOTHING: Mapping[str, StoredWeight] = MappingProxyType({})

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from jaxinfer.types import ParamSpec, ParamTree, Source
-from jaxinfer.weights.checkpoint import Tensors, open_checkpoint, read_json_object
+from jaxinfer.weights.buffers import all_finite, new_buffer
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
-from jaxinfer.weights.restore import ConvertedCheckpoint
-from jaxinfer.weights.safetensors import TensorInfo
+from jaxinfer.weights.native.reader import ConvertedCheckpoint
+from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
+from jaxinfer.weights.safetensors.reader import TensorInfo
 from jaxinfer.weights.tree import (
     PARTS,
     Fill,
@@ -33,7 +34,6 @@ from jaxinfer.weights.tree import (
     target_dtype,
     walk,
 )
-from jaxinfer.weights.values import all_finite, new_buffer
 
 Progress = Callable[[int, int, str], None]
 

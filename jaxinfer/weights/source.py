@@ -9,7 +9,7 @@ import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
 from jaxinfer.weights.errors import CheckpointError, quoted
-from jaxinfer.weights.manifest import MANIFEST, PARAMS
+from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 
 # No pickles, nothing in subfolders, and not Mistral's second copy of the weights in its own format.
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]

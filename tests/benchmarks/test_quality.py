@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import quality
 from jaxinfer.quantise import Recipe, quantise
-from jaxinfer.weights.checkpoint import open_checkpoint, read_json_object
 from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
 from tests.quantise.models import folder_of, samples
 
 

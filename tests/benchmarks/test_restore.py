@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks import restore
 from jaxinfer.weights import save_params
-from jaxinfer.weights.orbax import save_params as convert_params
+from jaxinfer.weights.native.writer import save_params as convert_params
 from tests.fakes import llama_json, random_model
 
 

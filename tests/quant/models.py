@@ -13,7 +13,7 @@ from jaxinfer.quant.layouts import Layout
 from jaxinfer.types import ParamSpec, Source
 from jaxinfer.weights import load_params, open_checkpoint, save_params
 from jaxinfer.weights.load import on_default_device
-from jaxinfer.weights.stored import StoredCheckpoint, StoredWeight, storages
+from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.tree import Place, walk
 from tests.quant.examples import arrays_of
 

@@ -15,7 +15,7 @@ import pytest
 from jaxinfer import gguf
 from jaxinfer.quant import codebooks
 from jaxinfer.quant.ggml import KINDS
-from jaxinfer.weights.gguf import GgufFile
+from jaxinfer.weights.gguf.checkpoint import GgufFile
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "ggml_blocks.npz"
 OF_CODEBOOKS = ("IQ1_M", "IQ1_S", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ3_S", "IQ3_XXS")

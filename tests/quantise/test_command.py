@@ -9,8 +9,8 @@ from jaxinfer.loading import model_folder
 from jaxinfer.quantise import BUILT_IN, Recipe, read_calibration
 from jaxinfer.quantise.command import recipe_of
 from jaxinfer.text import load_tokenizer
-from jaxinfer.weights.checkpoint import read_json_object
-from jaxinfer.weights.converted import open_model_files
+from jaxinfer.weights.open import open_model_files
+from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from tests.quantise.models import folder_of
 
 

@@ -12,9 +12,9 @@ from jaxinfer import load_model
 from jaxinfer.quant.make import IntegerGrid, integers
 from jaxinfer.quantise import Recipe, RecipeError, quantise
 from jaxinfer.weights import CheckpointError
-from jaxinfer.weights.checkpoint import open_checkpoint
 from jaxinfer.weights.files import open_files
 from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.safetensors.checkpoint import open_checkpoint
 from tests.quantise.models import folder_of, samples
 
 

@@ -9,8 +9,8 @@ import pytest
 from jaxinfer import convert
 from jaxinfer.quantise import Recipe, RecipeError, quantise
 from jaxinfer.weights import CheckpointError
-from jaxinfer.weights.converted import open_model_files
-from jaxinfer.weights.manifest import MANIFEST, UNFINISHED
+from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
+from jaxinfer.weights.open import open_model_files
 from tests.quantise.models import folder_of, samples
 from tests.quantise.test_driver import logits
 

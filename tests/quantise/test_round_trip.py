@@ -16,8 +16,8 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.quantise import Calibration, Recipe, quantise
-from jaxinfer.weights.checkpoint import open_checkpoint, read_json_object
 from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
 from tests.quantise.models import folder_of
 
 PACKED = "compressed-tensors"

@@ -9,10 +9,10 @@ import pytest
 from jaxinfer.text import TemplateError, Tokenizer, TokenizerError, load_template, load_tokenizer
 from jaxinfer.text.gguf import MAX_PIECE, gguf_chat_template, gguf_tokenizer
 from jaxinfer.text.gguf_pre import PRE_TOKENIZERS
-from jaxinfer.weights.gguf import GgufFile
+from jaxinfer.weights.gguf.checkpoint import GgufFile
 from tests.text.build import CORPUS, byte_level, write_folder
 from tests.text.gguf_metadata import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, metadata_of
-from tests.weights.gguf_files import TINY, tiny_tensors, write_gguf
+from tests.weights.gguf.files import TINY, tiny_tensors, write_gguf
 
 PATH = pathlib.Path("model.gguf")
 TEXTS = [*CORPUS, "", " ", "  two  spaces ", "\n\n\tx\r\n", "it's 1234567 o'clock", "<s>a</s>b", "\x00é\u0301ﬁ"]

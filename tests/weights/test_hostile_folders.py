@@ -19,8 +19,8 @@ from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import abstract, describe
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights import CheckpointError, load_params
-from jaxinfer.weights.converted import open_model_files
 from jaxinfer.weights.load import auto_dtype
+from jaxinfer.weights.open import open_model_files
 from tests.weights.formats.checkpoints import save
 
 pytestmark = pytest.mark.attack

@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from jaxinfer.weights.manifest import MANIFEST
+from jaxinfer.weights.native.manifest import MANIFEST
 from jaxinfer.weights.source import locate
 from tests.weights.files import refused
 

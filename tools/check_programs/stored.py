@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from jaxinfer.models.model import Model, describe
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
 from jaxinfer.types import ParamSpec, ParamTree
-from jaxinfer.weights.stored import StoredWeight, is_upright, storages
+from jaxinfer.weights.quantized import StoredWeight, is_upright, storages
 from jaxinfer.weights.tree import walk
 
 WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "nf4")

@@ -20,7 +20,7 @@ from jaxinfer.serve.core.group import enter_group, run_follower
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.text.intake import recommended_sampling
-from jaxinfer.weights.converted import open_model_files
+from jaxinfer.weights.open import open_model_files
 
 
 def build(settings: CoreSettings, report: Report) -> Built:

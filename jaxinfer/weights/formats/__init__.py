@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.weights.checkpoint import Tensors
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.tensors import RawTensors
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
+from jaxinfer.weights.safetensors.checkpoint import Tensors
 
 Adapter = Callable[[RawTensors, Fields], dict[str, StoredWeight]]
 

@@ -13,7 +13,7 @@ from jaxinfer.weights.formats.columns import columns_of
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.packing import lowered, signed, transposed
 from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, dtype_name, pieces
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
 
 _END = ".qweight"
 _BITS = 4

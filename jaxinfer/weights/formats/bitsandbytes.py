@@ -20,7 +20,7 @@ from jaxinfer.weights.errors import quoted
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.packing import nibbles
 from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, pieces
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
 
 _KINDS = ("nf4", "fp4")
 _STATE = ".quant_state.bitsandbytes__"

@@ -22,7 +22,7 @@ from jaxinfer.weights.formats.fp8 import CACHE_SCALES, FP8, block_weight, channe
 from jaxinfer.weights.formats.packing import by_rows, fields, lowered, nibbles, signed
 from jaxinfer.weights.formats.schemes import Scheme, Schemes
 from jaxinfer.weights.formats.tensors import E2M1, FLOATS, POWERS, RawTensors, dtype_name, pieces
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
 
 _NVFP4_GROUP = 16
 _NVFP4 = Codebook(E2M1, _NVFP4_GROUP, FP8, divided=True)

@@ -15,8 +15,8 @@ import numpy as np
 from jaxinfer.quant.layouts import Grouped
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.tensors import FLOATS, POWERS, RawTensors, dtype_name, pieces, spread
-from jaxinfer.weights.safetensors import TensorInfo
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
+from jaxinfer.weights.safetensors.reader import TensorInfo
 
 FP8 = "float8_e4m3fn"
 # Of a cache in 8 bits, as a tool calibrated it.

@@ -14,7 +14,7 @@ from jaxinfer.weights.formats.columns import columns_of
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.packing import by_rows, fields, lowered, signed, transposed
 from jaxinfer.weights.formats.tensors import FLOATS, RawTensors, dtype_name, pieces
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
 
 _BITS = (2, 3, 4, 8)
 _END = ".qweight"

@@ -10,7 +10,7 @@ from jaxinfer.quant.layouts import Codebook
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.packing import nibbles
 from jaxinfer.weights.formats.tensors import E2M1, POWERS, RawTensors
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
 
 GROUP = 32
 LAYOUT = Codebook(E2M1, GROUP, POWERS.name)

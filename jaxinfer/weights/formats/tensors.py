@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxinfer.quant.layouts import Layout
-from jaxinfer.weights.checkpoint import Tensors
 from jaxinfer.weights.errors import CheckpointError, quoted
-from jaxinfer.weights.safetensors import DTYPES, TensorInfo
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
+from jaxinfer.weights.safetensors.checkpoint import Tensors
+from jaxinfer.weights.safetensors.reader import DTYPES, TensorInfo
 
 FLOATS = ("F16", "BF16", "F32")
 POWERS = np.dtype(ml_dtypes.float8_e8m0fnu)

@@ -11,9 +11,9 @@ from jaxinfer.loading import load_model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params, on_devices
-from jaxinfer.weights.manifest import array_folder, read_manifest
-from jaxinfer.weights.orbax import save_params
-from jaxinfer.weights.restore import ConvertedCheckpoint
+from jaxinfer.weights.native.manifest import array_folder, read_manifest
+from jaxinfer.weights.native.reader import ConvertedCheckpoint
+from jaxinfer.weights.native.writer import save_params
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 
 from jaxinfer.quant.make.formats import config_of, packed, tensors_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.weights.checkpoint import open_checkpoint
 from jaxinfer.weights.formats import quantised_weights
-from jaxinfer.weights.write import write_tensors
+from jaxinfer.weights.safetensors.checkpoint import open_checkpoint
+from jaxinfer.weights.safetensors.writer import write_tensors
 from tests.quant.make.references import correlated
 
 CASES = {

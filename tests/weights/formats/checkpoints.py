@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxinfer.weights import open_checkpoint
 from jaxinfer.weights.formats import quantised_weights
-from jaxinfer.weights.safetensors import DTYPES
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.quantized import StoredWeight
+from jaxinfer.weights.safetensors.reader import DTYPES
 from tests.weights.files import write_raw
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

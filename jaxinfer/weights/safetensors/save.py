@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxinfer.types import ParamSpec, ParamTree, Source
-from jaxinfer.weights.checkpoint import SINGLE_FILE
-from jaxinfer.weights.safetensors import DTYPES
+from jaxinfer.weights.safetensors.checkpoint import SINGLE_FILE
+from jaxinfer.weights.safetensors.reader import DTYPES
 from jaxinfer.weights.tree import Path, as_stored, check_spec, dtype_of, target_dtype, walk
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

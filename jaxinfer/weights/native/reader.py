@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxinfer.parallel.heads import parts_of_copies
 from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.weights.buffers import all_finite, new_buffer
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
-from jaxinfer.weights.manifest import (
+from jaxinfer.weights.native.manifest import (
     DTYPES,
     FLOATS,
     NIBBLES,
@@ -30,7 +31,6 @@ from jaxinfer.weights.manifest import (
     chunk_file,
 )
 from jaxinfer.weights.tree import Index, Path, Place, build, dtype_of, walk
-from jaxinfer.weights.values import all_finite, new_buffer
 
 # Of parameters, each of which holds a buffer; and of chunks, of all parameters together.
 _AT_ONCE = 2

@@ -26,8 +26,8 @@ from typing import Any, TypeGuard
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.weights.checkpoint import read_json_object
 from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.tree import Path
 
 MANIFEST = "jaxinfer_manifest.json"
@@ -145,7 +145,7 @@ class Manifest:
         architecture: as config.json names it.
         dtype: the model's.
         arrays: by their names, see `array_name`.
-        storages: of quantised weights, how they lie; see `jaxinfer.weights.described`.
+        storages: of quantised weights, how they lie; see `jaxinfer.weights.native.layouts`.
     """
 
     architecture: str

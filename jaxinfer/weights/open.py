@@ -8,14 +8,14 @@ import pathlib
 from collections.abc import Mapping
 
 from jaxinfer.types import ParamTree
-from jaxinfer.weights.checkpoint import Checkpoint, Tensors
-from jaxinfer.weights.described import described
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.files import ModelFiles, open_files
-from jaxinfer.weights.gguf import GgufCheckpoint, open_gguf
-from jaxinfer.weights.manifest import Manifest, is_converted, read_manifest
-from jaxinfer.weights.restore import ConvertedCheckpoint
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
+from jaxinfer.weights.native.layouts import described
+from jaxinfer.weights.native.manifest import Manifest, is_converted, read_manifest
+from jaxinfer.weights.native.reader import ConvertedCheckpoint
+from jaxinfer.weights.quantized import StoredWeight
+from jaxinfer.weights.safetensors.checkpoint import Checkpoint, Tensors
 
 
 def open_model_files(path: pathlib.Path) -> ModelFiles:

@@ -12,7 +12,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.quant import Split, dense, is_stored
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
 from jaxinfer.weights import CheckpointError, open_checkpoint
-from jaxinfer.weights.stored import StoredCheckpoint, StoredWeight, storages
+from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.tree import walk
 from tests.fakes import random_model
 from tests.models.parity import load_case

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.types import ParamTree
-from jaxinfer.weights.deferred import deferred
 from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.lazy import deferred
 from jaxinfer.weights.load import load_params
-from jaxinfer.weights.safetensors import TensorInfo
-from jaxinfer.weights.stored import StoredCheckpoint, storages
+from jaxinfer.weights.quantized import StoredCheckpoint, storages
+from jaxinfer.weights.safetensors.reader import TensorInfo
+from jaxinfer.weights.safetensors.writer import CODES
 from jaxinfer.weights.tree import target_dtype
-from jaxinfer.weights.write import CODES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def as_loaded(
         dtype: the model's.
 
     Returns:
-        the parameters with storages, and their arrays as `jaxinfer.weights.deferred.Deferred`.
+        the parameters with storages, and their arrays as `jaxinfer.weights.lazy.Deferred`.
 
     Raises:
         CheckpointError: see `quantised_weights`, `storages` and `load_params`.

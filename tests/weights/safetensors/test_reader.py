@@ -14,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxinfer.weights import CheckpointError
-from jaxinfer.weights.safetensors import DTYPES, MAX_HEADER_BYTES, SafetensorsFile
+from jaxinfer.weights.safetensors.reader import DTYPES, MAX_HEADER_BYTES, SafetensorsFile
 from tests.weights.files import entry, refused, tiny_tensors, write_raw, write_tensors
 
 

@@ -13,9 +13,9 @@ from jaxinfer.models.model import Model
 from jaxinfer.models.registry import family_for
 from jaxinfer.quant.layouts import Blocks
 from jaxinfer.types import ParamSpec, map_specs
-from jaxinfer.weights.gguf import open_gguf
-from tests.weights.gguf_convert import converted
-from tests.weights.gguf_files import (
+from jaxinfer.weights.gguf.checkpoint import open_gguf
+from tests.weights.gguf.convert import converted
+from tests.weights.gguf.files import (
     MIXED,
     MIXED_TINY,
     TINY,

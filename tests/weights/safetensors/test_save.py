@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from jaxinfer.types import ParamSpec, Source
 from jaxinfer.weights import init_params, load_params, save_params
-from jaxinfer.weights.safetensors import DTYPES, SafetensorsFile
+from jaxinfer.weights.safetensors.reader import DTYPES, SafetensorsFile
 from tests.weights.files import tiny_specs, tiny_tensors, write_tensors
 from tests.weights.test_load import keep
 

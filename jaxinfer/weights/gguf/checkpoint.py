@@ -20,11 +20,11 @@ import numpy as np
 from jaxinfer.gguf import GgufError, GgufTensor, Header, Metadata
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
-from jaxinfer.weights.gguf_config import Described, config_json
-from jaxinfer.weights.gguf_names import Target, targets
-from jaxinfer.weights.gguf_parts import layout_of, numbers, part_of
-from jaxinfer.weights.safetensors import TensorInfo
-from jaxinfer.weights.stored import StoredWeight
+from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
+from jaxinfer.weights.gguf.config import Described, config_json
+from jaxinfer.weights.gguf.names import Target, targets
+from jaxinfer.weights.quantized import StoredWeight
+from jaxinfer.weights.safetensors.reader import TensorInfo
 
 MAX_FILES = 1000
 MAX_NAMES = 1 << 20

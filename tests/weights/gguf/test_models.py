@@ -11,11 +11,11 @@ import pytest
 
 from jaxinfer.models.registry import family_for
 from jaxinfer.weights import CheckpointError
-from jaxinfer.weights.gguf import GgufCheckpoint, open_gguf
-from jaxinfer.weights.gguf_config import ARCHITECTURES
+from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, open_gguf
+from jaxinfer.weights.gguf.config import ARCHITECTURES
 from tests.weights.files import refused
-from tests.weights.gguf_convert import architecture, converted
-from tests.weights.gguf_files import write_gguf
+from tests.weights.gguf.convert import architecture, converted
+from tests.weights.gguf.files import write_gguf
 from tools.oracle.golden import Golden, load
 
 # What config.json must say besides, so that the file can: see `_score_size`.

@@ -19,9 +19,9 @@ import numpy as np
 from jaxinfer.quant import Quantised, Split
 from jaxinfer.quant.layouts import Layout, Part
 from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs
-from jaxinfer.weights.checkpoint import Tensors
 from jaxinfer.weights.errors import CheckpointError, quoted
-from jaxinfer.weights.safetensors import TensorInfo
+from jaxinfer.weights.safetensors.checkpoint import Tensors
+from jaxinfer.weights.safetensors.reader import TensorInfo
 
 _BETWEEN = "#"  # of a weight's name and a part's
 

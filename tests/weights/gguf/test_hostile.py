@@ -16,9 +16,9 @@ from jaxinfer.models.model import abstract
 from jaxinfer.text import TemplateError, TokenizerError
 from jaxinfer.text.gguf import gguf_chat_template, gguf_tokenizer
 from jaxinfer.weights import CheckpointError
-from jaxinfer.weights.gguf import GgufFile, open_gguf
+from jaxinfer.weights.gguf.checkpoint import GgufFile, open_gguf
 from tests.weights.files import refused
-from tests.weights.gguf_files import (
+from tests.weights.gguf.files import (
     MIXED_TINY,
     NUMBERS,
     TINY,

@@ -13,10 +13,10 @@ from jaxinfer.quant import Quantised, Split, for_kernels
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params
-from jaxinfer.weights.described import describe, described
-from jaxinfer.weights.manifest import read_manifest
-from jaxinfer.weights.orbax import save_params
-from jaxinfer.weights.restore import ConvertedCheckpoint
+from jaxinfer.weights.native.layouts import describe, described
+from jaxinfer.weights.native.manifest import read_manifest
+from jaxinfer.weights.native.reader import ConvertedCheckpoint
+from jaxinfer.weights.native.writer import save_params
 from jaxinfer.weights.tree import walk
 from tests.weights.files import refused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import shutil
 
-from jaxinfer.weights.manifest import MANIFEST, UNFINISHED
+from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
 
 # The latter are what whoever passes weights on must pass on with them.
 _COMPANIONS = (".json", ".jinja", ".model", ".txt")

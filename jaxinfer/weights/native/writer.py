@@ -2,7 +2,7 @@
 
 Orbax (https://orbax.readthedocs.io) makes each checkpoint: its metadata, its folder under a temporary name, the rename
 when it is complete; whoever has Orbax can restore it. `_Handler` puts the arrays into it: in chunks that go along the
-borders of devices, uncompressed, each with its checksum. `jaxinfer.weights.restore` reads them.
+borders of devices, uncompressed, each with its checksum. `jaxinfer.weights.native.reader` reads them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ import tensorstore as ts
 
 from jaxinfer.parallel.mesh import RULES
 from jaxinfer.types import ParamSpec, ParamTree
-from jaxinfer.weights.companions import copy_companions
-from jaxinfer.weights.described import describe
 from jaxinfer.weights.errors import CheckpointError
-from jaxinfer.weights.manifest import (
+from jaxinfer.weights.native.layouts import describe
+from jaxinfer.weights.native.manifest import (
     DTYPES,
     FLOATS,
     MANIFEST,
@@ -47,6 +46,7 @@ from jaxinfer.weights.manifest import (
     leaf_key,
     write_manifest,
 )
+from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.tree import walk
 
 # A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
-from jaxinfer.weights.safetensors import SafetensorsFile, TensorInfo
+from jaxinfer.weights.safetensors.reader import SafetensorsFile, TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,9 +12,9 @@ import numpy as np
 from jaxinfer.gguf import BLOCKS, PLAIN
 from jaxinfer.models.model import abstract
 from jaxinfer.quant.ggml import KINDS
-from jaxinfer.weights.gguf import GgufCheckpoint
+from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint
 from jaxinfer.weights.load import load_params
-from jaxinfer.weights.stored import StoredCheckpoint
+from jaxinfer.weights.quantized import StoredCheckpoint
 
 NUMBERS = {name: number for number, name in (*PLAIN.items(), *BLOCKS.items())}
 _SIMPLE = {"F32": np.float32, "F16": np.float16}

@@ -13,10 +13,10 @@ import pytest
 from jaxinfer import load_model
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped
-from jaxinfer.weights.gguf import GgufCheckpoint, GgufFile, open_gguf
-from jaxinfer.weights.gguf_parts import layout_of, numbers, part_of
+from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
+from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, GgufFile, open_gguf
 from tests.weights.files import refused
-from tests.weights.gguf_files import TINY, dequantised_logits, q8_0, tiny_tensors, write_gguf
+from tests.weights.gguf.files import TINY, dequantised_logits, q8_0, tiny_tensors, write_gguf
 
 FIXTURES = ("gguf-A1-ZOO2", "gguf-B-F16", "gguf-B-Q4_1")
 

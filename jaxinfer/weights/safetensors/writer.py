@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxinfer.weights.safetensors import DTYPES
+from jaxinfer.weights.safetensors.reader import DTYPES
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 8
