@@ -30,7 +30,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from benchmarks.traces import record
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import ParamTree
-from jaxinfer.weights import init_params, load_params, orbax, save_params
+from jaxinfer.weights import init_params, load_params, save_params
+from jaxinfer.weights.native import writer
 from jaxinfer.weights.native.manifest import PARAMS, read_manifest
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 
@@ -74,7 +75,7 @@ def make(options: argparse.Namespace, place: pathlib.Path) -> ParamTree:
     specs = family.param_specs(family.config(config_json))
     params = init_params(specs, 0, "bfloat16")
     save_params(place / "safetensors", params, specs, config_json)
-    orbax.save_params(place / "converted", params, specs, config_json)
+    writer.save_params(place / "converted", params, specs, config_json)
     return specs
 
 

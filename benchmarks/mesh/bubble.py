@@ -84,7 +84,7 @@ def _free(executor: Executor, batches: list[tuple[int, DecodeBatch]], limit: flo
 
 
 def _arrivals(executor: Executor, microbatch: int, batch: DecodeBatch) -> list[Any]:
-    x: Any = executor.microbatches[microbatch].fed
+    x: Any = executor.microbatches[microbatch].input_tokens
     found = []
     for part in executor.runtimes:
         found.append(jax.block_until_ready(part.arrive(x)))

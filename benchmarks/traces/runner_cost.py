@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.traces.cost import MAX_LEN, Load, Requests, Steady, spread
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.executor import Part
+from jaxinfer.engine.execution.executor import StageRuntime
 from jaxinfer.engine.execution.runner import Launched, Runner
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.scheduler import Scheduler
@@ -39,8 +39,8 @@ _SMALL = {
 class TimedRunner:
     """A runner whose calls are timed: real seconds, and seconds of this thread's processor time, step by step."""
 
-    def __init__(self, runner: Runner, part: Part) -> None:
-        self._runner, self._part = runner, part
+    def __init__(self, runner: Runner, stage: StageRuntime) -> None:
+        self._runner, self._stage = runner, stage
         self.sampled: Any = None
         self.launch_seconds: list[float] = []
         self.read_seconds: list[float] = []
@@ -64,12 +64,12 @@ class TimedRunner:
 
     def without_device(self) -> None:
         """From now on programs do nothing and rows get what the last real step sampled."""
-        run, sampled = self._part.run, jax.block_until_ready(self.sampled)
+        run, sampled = self._stage.run, jax.block_until_ready(self.sampled)
 
         def leave(*arguments: Any) -> Any:
-            return self._part.pools
+            return self._stage.pools
 
-        self._part.run = dataclasses.replace(
+        self._stage.run = dataclasses.replace(
             run,
             decode=lambda params, slots, state, *rest: (state, sampled),
             prefill=dict.fromkeys(run.prefill, leave),

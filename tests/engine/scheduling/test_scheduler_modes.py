@@ -33,7 +33,7 @@ class Guess:
 def guessing_loop(wrong: int, *, prompt: int = 12, most: int = 21, **changes) -> tuple[Loop, Guess]:
     guess = Guess(wrong)
     loop = make_loop(speculative="ngram", num_speculative_tokens=4, **{"rows": 8, **changes})
-    loop.scheduler._drafter = guess
+    loop.scheduler._decode._drafter = guess
     loop.add(make_request("a", prompt, most))
     guess.truth = tokens_of(loop, "a")
     return loop, guess
@@ -183,7 +183,7 @@ def test_ten_thousand_requests_with_random_aborts_leave_nothing_behind(unchecked
     assert loop.scheduler._requests == {}
     assert not loop.scheduler._running
     assert not len(loop.scheduler._queue)
-    assert not loop.scheduler._filled
+    assert not loop.scheduler._prefill.filled
     assert abs(objects[1] - objects[0]) < 100, "what is alive does not grow with what has been served"
 
 
