@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tools import draw_rooms
+
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 
 
@@ -46,6 +48,11 @@ def test_the_tour_names_functions(repo: pathlib.Path) -> None:
     named = re.findall(r"`([a-z0-9_/]+\.py):(\w+)`", (repo / "docs/tour.md").read_text(encoding="utf-8"))
     assert len(named) > 15
     assert [each for each in named if not re.search(rf"\bdef {each[1]}\b", (repo / each[0]).read_text())] == []
+
+
+def test_the_picture_is_that_of_the_import_rules() -> None:
+    """`python -m tools.draw_rooms` draws it anew."""
+    assert draw_rooms.PICTURE.read_text(encoding="utf-8") == draw_rooms.draw()
 
 
 def test_the_step_is_that_of_the_engine(repo: pathlib.Path) -> None:

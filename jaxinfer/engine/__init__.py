@@ -1,0 +1,1 @@
+"""Continuous batching: requests of token ids in, deltas out, one step at a time."""

@@ -1,0 +1,118 @@
+"""The picture of the house in docs/: every room on its storey, drawn from the table of who may import whom.
+
+python -m tools.draw_rooms           write docs/images/rooms.svg
+python -m tools.draw_rooms --check   fail if it is not what the table says
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import html
+import pathlib
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from tests.import_rules import NO_JAX, STOREY, STOREY_WITHIN
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PICTURE = ROOT / "docs/images/rooms.svg"
+
+_WIDTH, _GAP, _MARGIN, _LINE = 1240, 10, 20, 15
+_CHARACTER = 6.4  # of the small letters, in pixels
+_PLAIN, _WITH_JAX, _GENERATED = "#e8f3e8", "#e4ecf7", "#eeeeee"
+_MADE = {"v1", "internal", "oip"}
+_TEXT_STOREY = STOREY["engine"] + 0.5  # beside the stack: only what stands above the engine imports it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the picture is out of date")
+    options, drawn = parser.parse_args(arguments), draw()
+    if options.check:
+        current = PICTURE.exists() and PICTURE.read_text(encoding="utf-8") == drawn
+        print("" if current else f"{PICTURE.relative_to(ROOT)} is out of date: run python -m tools.draw_rooms")
+        return 0 if current else 1
+    PICTURE.write_text(drawn, encoding="utf-8")
+    return 0
+
+
+def draw() -> str:
+    """The picture as SVG."""
+    storeys, boxes, top = [*_storeys()], list[str](), _MARGIN + 30
+    for rooms in storeys:
+        row, bottom = _row(rooms, top)
+        boxes, top = [*boxes, *row], bottom + _GAP
+    size = f'width="{_WIDTH}" height="{top + _MARGIN}"'
+    legend = "Imports go down only, never up and never sideways. Green rooms run without jax; grey ones are generated."
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">',
+            f'<rect {size} fill="white"/>',
+            f'<text x="{_MARGIN}" y="{_MARGIN + 8}" font-size="13">{legend}</text>',
+            *boxes,
+            "</svg>\n",
+        ]
+    )
+
+
+def _storeys() -> Iterator[list[str]]:
+    """Rooms by storey, the highest first; a room in several storeys of its own is drawn as these."""
+    places: dict[str, float] = {room: storey for room, storey in STOREY.items() if _file(room) is not None}
+    places |= {"text": _TEXT_STOREY}
+    del places["engine"]
+    within = max(STOREY_WITHIN.values()) + 1
+    places |= {name.removeprefix("jaxinfer."): STOREY["engine"] + 0.4 * n / within for name, n in STOREY_WITHIN.items()}
+    for storey in sorted(set(places.values()), reverse=True):
+        yield sorted(room for room, place in places.items() if place == storey)
+
+
+def _row(rooms: list[str], top: int) -> tuple[list[str], int]:
+    """Boxes side by side, as high as the longest description asks for, and where they end."""
+    width = (_WIDTH - 2 * _MARGIN - (len(rooms) - 1) * _GAP) // len(rooms)
+    described = [textwrap.wrap(_described(room), int((width - 16) / _CHARACTER)) for room in rooms]
+    height = 30 + _LINE * max(map(len, described))
+    places = enumerate(zip(rooms, described, strict=True))
+    boxes = [
+        line
+        for number, (room, lines) in places
+        for line in _box(room, lines, _MARGIN + number * (width + _GAP), top, (width, height))
+    ]
+    return boxes, top + height
+
+
+def _box(room: str, lines: list[str], left: int, top: int, size: tuple[int, int]) -> Iterator[str]:
+    colour = _GENERATED if room in _MADE else _PLAIN if _without_jax(room) else _WITH_JAX
+    place = f'x="{left}" y="{top}" width="{size[0]}" height="{size[1]}"'
+    yield f'<rect {place} rx="5" fill="{colour}" stroke="#667"/>'
+    name = room.replace(".", "/")
+    yield f'<text x="{left + 8}" y="{top + 18}" font-size="13" font-weight="bold">{name}</text>'
+    for number, line in enumerate(lines):
+        text = html.escape(line, quote=False)
+        yield f'<text x="{left + 8}" y="{top + 35 + _LINE * number}" font-size="11">{text}</text>'
+
+
+def _without_jax(room: str) -> bool:
+    return any(f"jaxinfer.{room}" == name or f"jaxinfer.{room}".startswith(f"{name}.") for name in NO_JAX)
+
+
+def _described(room: str) -> str:
+    """The first sentence of its docstring."""
+    path = _file(room)
+    assert path is not None
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split()).replace("`", "").removesuffix("No jax.").strip()
+
+
+def _file(room: str) -> pathlib.Path | None:
+    if room == "jaxinfer":
+        return None
+    base = ROOT / (room if room == "pallas_kernels" else f"jaxinfer/{room.replace('.', '/')}")
+    found = [path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()]
+    return found[0] if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
