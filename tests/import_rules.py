@@ -53,6 +53,9 @@ STOREY_WITHIN = {
     "jaxinfer.engine.execution": 1,
     "jaxinfer.engine": 2,
     "jaxinfer.engine.distributed": 3,
+    "pallas_kernels": 0,
+    "pallas_kernels.check": 1,
+    "pallas_kernels.tune": 2,
 }
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]

@@ -71,6 +71,10 @@ REFUSED = {
         {"jaxinfer/engine/scheduling/a.py": "import jaxinfer.engine.execution.b", "jaxinfer/engine/execution/b.py": ""},
         "upwards",
     ),
+    "a kernel and its check": (
+        {"pallas_kernels/kv_write/a.py": "import pallas_kernels.check.b", "pallas_kernels/check/b.py": ""},
+        "upwards",
+    ),
     "upwards to the top of a room": (
         {
             "jaxinfer/engine/execution/a.py": "from jaxinfer.engine.engine import Engine",

@@ -63,8 +63,8 @@ def _storeys() -> Iterator[list[str]]:
     places: dict[str, float] = {room: storey for room, storey in STOREY.items() if _file(room) is not None}
     places |= {"text": _TEXT_STOREY}
     del places["engine"]
-    within = max(STOREY_WITHIN.values()) + 1
-    places |= {name.removeprefix("jaxinfer."): STOREY["engine"] + 0.4 * n / within for name, n in STOREY_WITHIN.items()}
+    inside = {name: n for name, n in STOREY_WITHIN.items() if name.startswith("jaxinfer.engine")}
+    places |= {name.removeprefix("jaxinfer."): STOREY["engine"] + 0.1 * n for name, n in inside.items()}
     for storey in sorted(set(places.values()), reverse=True):
         yield sorted(room for room, place in places.items() if place == storey)
 

@@ -59,7 +59,7 @@ def _verdict(outcomes: Sequence[Outcome], without: Sequence[str]) -> int:
     for one in failed:
         print(f"\nFAILED {one.op} {one.name} {one.target}: {one.failure}", file=sys.stderr)
     for name in without:
-        print(f"\nFAILED {name}: it has a Mosaic kernel, but no configurations.py", file=sys.stderr)
+        print(f"\nFAILED {name}: it has a Mosaic kernel, but no check/configurations/{name}.py", file=sys.stderr)
     kernels = sum(len(one.kernels) for one in outcomes)
     print(f"\n{len(outcomes)} configurations, {kernels} kernels, {len(failed)} failed", file=sys.stderr)
     return int(bool(failed or without))

@@ -1,4 +1,4 @@
-"""What `python -m pallas_kernels.check` compiles: each op lists its shipped shapes in ``<op>/configurations.py``."""
+"""What `python -m pallas_kernels.check` compiles: the shipped shapes of each op, in ``check/configurations``."""
 
 from __future__ import annotations
 

@@ -13,14 +13,13 @@ PACKAGE = pathlib.Path(pallas_kernels.__file__).parent
 
 
 def op_folders(package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
-    """Folders with a Mosaic kernel, or with configurations (the first without the second: `forgotten`)."""
-    marks = ("mosaic.py", "mosaic", "configurations.py")
-    return sorted(path for path in package.iterdir() if any((path / mark).exists() for mark in marks))
+    """Folders with a Mosaic kernel."""
+    return sorted(path for path in package.iterdir() if any((path / mark).exists() for mark in ("mosaic.py", "mosaic")))
 
 
 def forgotten(package: pathlib.Path = PACKAGE) -> list[str]:
     """Ops with a Mosaic kernel and no configurations: nobody would see it spill."""
-    return [folder.name for folder in op_folders(package) if not (folder / "configurations.py").is_file()]
+    return [folder.name for folder in op_folders(package) if not _files(folder.name, package)]
 
 
 def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
@@ -34,19 +33,20 @@ def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
     for folder in op_folders():
         wanted = any(folder.name.startswith(prefix.split(".")[0]) for prefix in prefixes)
         if wanted:
-            shipped = list(dict.fromkeys(one for name in _modules(folder) for one in _listed(name)))
+            shipped = list(dict.fromkeys(one for path in _files(folder.name) for one in _listed(path.stem)))
             _check_names(folder.name, [(one.op, one.name) for one in shipped])
             found += shipped
     return [one for one in found if one.op.startswith(prefixes)]
 
 
-def _modules(folder: pathlib.Path) -> list[str]:
-    """``configurations.py`` and, where an op has many, ``<kernel>_configurations.py``."""
-    return [f"pallas_kernels.{folder.name}.{path.stem}" for path in sorted(folder.glob("*configurations.py"))]
+def _files(op: str, package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
+    """``<op>.py`` and, where an op has many, ``<op>_<kernel>.py``."""
+    return sorted((package / "check/configurations").glob(f"{op}*.py"))
 
 
-def _listed(module: str) -> tuple[Configuration, ...]:
-    listed: tuple[Configuration, ...] = importlib.import_module(module).CONFIGURATIONS
+def _listed(name: str) -> tuple[Configuration, ...]:
+    module = importlib.import_module(f"pallas_kernels.check.configurations.{name}")
+    listed: tuple[Configuration, ...] = module.CONFIGURATIONS
     return listed
 
 

@@ -1,11 +1,11 @@
 """The kernels that can be tuned, the most telling first."""
 
-from pallas_kernels.grouped_matmul import tuning as grouped_matmul
-from pallas_kernels.mla_attention import tuning as mla
-from pallas_kernels.paged_attention.decode_tuning import DECODE_TUNING
-from pallas_kernels.paged_attention.prefill_tuning import PREFILL_TUNING
-from pallas_kernels.quant_matmul.tuning import MATMUL_TUNING
 from pallas_kernels.tune.problem import Tunable
+from pallas_kernels.tune.problems import grouped_matmul as grouped_matmul
+from pallas_kernels.tune.problems import mla_attention as mla
+from pallas_kernels.tune.problems.paged_attention_decode import DECODE_TUNING
+from pallas_kernels.tune.problems.paged_attention_prefill import PREFILL_TUNING
+from pallas_kernels.tune.problems.quant_matmul import MATMUL_TUNING
 
 TUNABLES: tuple[Tunable, ...] = (
     DECODE_TUNING,

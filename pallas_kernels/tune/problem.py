@@ -1,4 +1,4 @@
-"""What an op says about its kernels to have them tuned: ``<op>/*tuning.py`` does, `kernels` lists them."""
+"""What an op says about its kernels to have them tuned: in `problems`; `kernels` lists them."""
 
 from __future__ import annotations
 

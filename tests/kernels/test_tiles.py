@@ -10,9 +10,9 @@ import pytest
 
 from pallas_kernels import tiles
 from pallas_kernels.check.configuration import shaped
+from pallas_kernels.check.configurations.grouped_matmul import product
 from pallas_kernels.check.ops import op_folders
 from pallas_kernels.grouped_matmul import mosaic as grouped_matmul
-from pallas_kernels.grouped_matmul.configurations import product
 from pallas_kernels.grouped_matmul.tile_keys import matmul_key as grouped_key
 from pallas_kernels.mla_attention.mosaic import attention as mla
 from pallas_kernels.mla_attention.tile_keys import decode_key as mla_key

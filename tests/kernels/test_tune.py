@@ -12,12 +12,12 @@ import pytest
 
 from pallas_kernels import compat, tiles
 from pallas_kernels.choice import Target
-from pallas_kernels.mla_attention import tuning as mla
 from pallas_kernels.tiles import Entry, Key, Measured
 from pallas_kernels.tune import __main__ as door
 from pallas_kernels.tune.bench import REFUSALS, DeviceBench
 from pallas_kernels.tune.kernels import TUNABLES
 from pallas_kernels.tune.problem import Problem, Tunable, candidates
+from pallas_kernels.tune.problems import mla_attention as mla
 from pallas_kernels.tune.search import Sweep, distance
 from pallas_kernels.tune.store import Files, added
 from pallas_kernels.tune.tuner import Task, Tuner

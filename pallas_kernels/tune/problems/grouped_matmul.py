@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import shaped
-from pallas_kernels.grouped_matmul.configurations import product
+from pallas_kernels.check.configurations.grouped_matmul import product
 from pallas_kernels.grouped_matmul.groups import Groups, group
 from pallas_kernels.grouped_matmul.mosaic import CONSUMERS, heuristic_tiles, refusal
 from pallas_kernels.grouped_matmul.tile_keys import MATMUL, matmul_key
