@@ -4,7 +4,7 @@
     python benchmarks/quality.py --models demo --only GPTQ --json quality.json
     python benchmarks/quality.py --oracle-python PYTHON    with llama_cpp and gguf: GGUF files of the demo model, too
 
-Each kind is made by `jaxinfer.quantise`, written, loaded again as a server would, and run in float32; GGUF files are
+Each kind is made by `jaxinfer.quantize`, written, loaded again as a server would, and run in float32; GGUF files are
 those of llama.cpp's own tool. A run that was ended goes on behind the last kind in its file. See docs/quantisation.md.
 """
 
@@ -33,9 +33,9 @@ from benchmarks.peers import machine
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model, model_folder, open_model
 from jaxinfer.models.model import Model
-from jaxinfer.quantise import Calibration, Recipe, quantise
+from jaxinfer.quantize import Calibration, Recipe, quantize
 from jaxinfer.types import SamplingParams
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.gguf.checkpoint import open_gguf
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
 
@@ -246,8 +246,8 @@ def kinds(
     def of_recipe(recipe: Recipe) -> tuple[float, Quality]:
         with tempfile.TemporaryDirectory() as scratch:
             folder = pathlib.Path(scratch) / "made"
-            quantise(subject.source, folder, recipe, calibration)
-            weights, _ = quantised_weights(open_checkpoint(folder), read_json_object(folder / "config.json"))
+            quantize(subject.source, folder, recipe, calibration)
+            weights, _ = quantized_weights(open_checkpoint(folder), read_json_object(folder / "config.json"))
             return bits_of(weights, folder), loaded(str(folder), "float32")
 
     def of_file(path: pathlib.Path) -> tuple[float, Quality]:

@@ -36,14 +36,14 @@ class Row:
     """A way to store the weights.
 
     Attributes:
-        quantise: arguments of `jaxinfer.convert`; none: the folder as it is.
+        quantize: arguments of `jaxinfer.convert`; none: the folder as it is.
         dtype: of what goes through the layers.
         activations: see `EngineConfig.activation_dtype`.
         llamacpp: llama.cpp's own file of this type instead.
     """
 
     name: str
-    quantise: tuple[str, ...] = ()
+    quantize: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     activations: str = "auto"
     llamacpp: str = ""
@@ -141,11 +141,11 @@ def start(row: Row, batch: int, options: argparse.Namespace) -> Worker:
 def folder_of(row: Row, options: argparse.Namespace) -> pathlib.Path:
     """The converted folder, made when it is first asked for."""
     source = random_folder(options.work_dir)
-    if not row.quantise:
+    if not row.quantize:
         return source
-    target: pathlib.Path = options.work_dir / "-".join(row.quantise).replace("--", "")
+    target: pathlib.Path = options.work_dir / "-".join(row.quantize).replace("--", "")
     if not target.exists():
-        command = (sys.executable, "-m", "jaxinfer.convert", str(source), str(target), *row.quantise)
+        command = (sys.executable, "-m", "jaxinfer.convert", str(source), str(target), *row.quantize)
         subprocess.run(command, cwd=REPO, check=True)
     return target
 

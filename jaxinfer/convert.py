@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model, write_companions
 from jaxinfer.models.model import Model
-from jaxinfer.quantise import RecipeError, command
+from jaxinfer.quantize import RecipeError, command
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
@@ -69,7 +69,7 @@ def convert(asked: Conversion, progress: Progress | None = None) -> None:
 
 def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> None:
     """One file, that is begun again after an interruption."""
-    if files.quantised:
+    if files.quantized:
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
     specs = model.family.param_specs(model.config)
     save_params(started.folder, model.params, specs, files.config_json, str(model.dtype))

@@ -259,7 +259,7 @@ def _describe(name: str, dtype: str, families: Mapping[str, Family] = MappingPro
     files = open_model_files(model_folder(name))
     own = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
     family = family_for(files.config_json, families)
-    if files.quantised:
+    if files.quantized:
         family = _with_storages(family, files, own)
     return files, describe(family, files.config_json, own, name)
 
@@ -289,6 +289,6 @@ def _filled(
 ) -> dict[str, Any]:
     ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
     specs = model.family.param_specs(model.config)
-    if not files.quantised:
+    if not files.quantized:
         specs = files.named(specs, model.family.prefix)
     return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)

@@ -38,7 +38,7 @@ STOREY = {
     "loading": 9,
     "flags": 9,
     "llm": 10,
-    "quantise": 10,
+    "quantize": 10,
     "stats": 11,
     "generate": 12,
     "bench": 12,

@@ -131,7 +131,7 @@ def test_an_unfinished_folder_is_no_model(tmp_path: pathlib.Path, capsys) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["int8", "fp8", "smoothquant", "int4", "gptq", "awq", "nf4", "fp4", "mxfp4"])
-def test_a_quantised_folder_writes_the_same_in_both_formats(method: str, tmp_path: pathlib.Path, capsys) -> None:
+def test_a_quantized_folder_writes_the_same_in_both_formats(method: str, tmp_path: pathlib.Path, capsys) -> None:
     flags = ["--quantize", method, "--samples", "4", "--sequence-length", "64"]
     written = []
     for form in ("orbax", "safetensors"):
@@ -145,7 +145,7 @@ def test_a_quantised_folder_writes_the_same_in_both_formats(method: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["int8", "gptq"])
-def test_a_killed_quantisation_goes_on(method: str, tmp_path: pathlib.Path, capsys) -> None:
+def test_a_killed_quantization_goes_on(method: str, tmp_path: pathlib.Path, capsys) -> None:
     """Behind the layers that it had finished, and it gives every bit of a run that was not killed."""
     source, target, unfinished = deep_source(tmp_path / "source"), tmp_path / "new", tmp_path / "new.unfinished"
     flags = ["--quantize", method, "--group-size", "-1", "--samples", "4", "--sequence-length", "64"]
@@ -192,7 +192,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 @pytest.mark.parametrize("output_format", ["orbax", "safetensors"])
-def test_memory_of_quantising_does_not_grow_with_the_number_of_layers(
+def test_memory_of_quantizing_does_not_grow_with_the_number_of_layers(
     output_format: str, tmp_path: pathlib.Path
 ) -> None:
     """Of 40 layers of 13 MB it holds what it holds of 10."""

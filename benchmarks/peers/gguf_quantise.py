@@ -11,7 +11,7 @@ import sys
 import llama_cpp
 
 
-def quantise(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
+def quantize(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
     """Writes ``target``.
 
     Raises:
@@ -26,4 +26,4 @@ def quantise(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    quantise(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3])
+    quantize(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3])

@@ -1,8 +1,8 @@
-"""Storages of weights: arrays, `Quantised`, `Split`. A forward pass reads a weight through the functions here alone."""
+"""Storages of weights: arrays, `Quantized`, `Split`. A forward pass reads a weight through the functions here alone."""
 
 from jaxinfer.quant.dispatch import grouped_matmul, grouped_path, matmul, matmul_heads, matmul_transposed, take
 from jaxinfer.quant.storage import (
-    Quantised,
+    Quantized,
     Split,
     dense,
     for_kernels,
@@ -14,7 +14,7 @@ from jaxinfer.quant.storage import (
 )
 
 __all__ = [
-    "Quantised",
+    "Quantized",
     "Split",
     "dense",
     "for_kernels",

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.quant.experts import grouped_product
 from jaxinfer.quant.observe import Observed
-from jaxinfer.quant.storage import Quantised, Split
+from jaxinfer.quant.storage import Quantized, Split
 from pallas_kernels import grouped_matmul as grouped
 
 
@@ -20,7 +20,7 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
 
     float32 means float32: no TF32 and no bfloat16 passes.
     """
-    if isinstance(w, Quantised | Split):
+    if isinstance(w, Quantized | Split):
         return _stored(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in first")
@@ -30,7 +30,7 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
 
 def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
     """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
-    if isinstance(w, Quantised | Split):
+    if isinstance(w, Quantized | Split):
         return _stored(x, w)
     if isinstance(w, Observed):
         w = w.against(x, "in last")
@@ -44,8 +44,8 @@ def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"
     return out.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
-def _stored(x: jax.Array, w: Quantised | Split) -> jax.Array:
-    return w.matmul(x) if isinstance(w, Quantised) else w.matmul(x, matmul_transposed)
+def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:
+    return w.matmul(x) if isinstance(w, Quantized) else w.matmul(x, matmul_transposed)
 
 
 def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
@@ -57,12 +57,12 @@ def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]
 
 def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
-    return w.take(ids) if isinstance(w, Quantised) else jnp.take(w, ids, axis=0, mode="clip")
+    return w.take(ids) if isinstance(w, Quantized) else jnp.take(w, ids, axis=0, mode="clip")
 
 
 def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:
     """Each tile's rows times the weights of the tile's expert, which lie as [experts, *n, k]."""
-    if isinstance(w, Quantised | Split):
+    if isinstance(w, Quantized | Split):
         return grouped_product(x, w, groups, _stored)
     if isinstance(w, Observed):
         w = w.against_tiles(x, groups)

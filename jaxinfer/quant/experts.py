@@ -22,7 +22,7 @@ def grouped_product(
     On a CPU only tiles that hold something cost anything.
 
     Args:
-        weights: a `Quantised` or `Split` of ``[experts, *n, k]``.
+        weights: a `Quantized` or `Split` of ``[experts, *n, k]``.
         product: that of rows and one expert's weights.
     """
 

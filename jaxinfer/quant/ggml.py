@@ -34,12 +34,12 @@ class BlockKind:
     Attributes:
         elements: weights in a block.
         bytes: of a block.
-        dequantise: uint8 [..., bytes] to float32 [..., elements].
+        dequantize: uint8 [..., bytes] to float32 [..., elements].
     """
 
     elements: int
     bytes: int
-    dequantise: Callable[[Array], Array]
+    dequantize: Callable[[Array], Array]
 
 
 def _q1_0(blocks: UInt8[Array, "*blocks 18"]) -> Float[Array, "*blocks 128"]:
@@ -203,6 +203,6 @@ KINDS: Mapping[str, BlockKind] = MappingProxyType(
         "NVFP4": BlockKind(64, 36, _nvfp4),
         "TQ1_0": BlockKind(256, 54, _tq1_0),
         "TQ2_0": BlockKind(256, 66, _tq2_0),
-        **{kind: BlockKind(256, size, dequantise) for kind, (size, dequantise) in ggml_indexed.DEQUANTISE.items()},
+        **{kind: BlockKind(256, size, dequantize) for kind, (size, dequantize) in ggml_indexed.DEQUANTIZE.items()},
     }
 )

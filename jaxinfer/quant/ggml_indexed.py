@@ -107,7 +107,7 @@ def _iq1_m(blocks: UInt8[Array, "*blocks 56"]) -> Float[Array, "*blocks 256"]:
     return scaled(scales, _moved(values, (upper >> 3).astype(jnp.int32)))
 
 
-DEQUANTISE = {
+DEQUANTIZE = {
     "IQ1_S": (50, _iq1_s),
     "IQ1_M": (56, _iq1_m),
     "IQ2_XXS": (66, _iq2_xxs),

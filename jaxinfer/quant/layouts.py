@@ -2,7 +2,7 @@
 
 A layout is static: it is a part of a compiled program. Its arrays are of two kinds. *Parts* begin with the weight's own
 ``out`` dimensions, so that they are spread over devices, stacked and cut as the weight is; *input parts* are the same
-for all outputs. `Quantised` (storage.py) holds the arrays.
+for all outputs. `Quantized` (storage.py) holds the arrays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Layout(Protocol):
         """The arrays that all outputs share."""
         ...
 
-    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+    def dequantize(self, parts: Parts) -> Float[Array, "*out k"]:
         """The weight in float32, to the last bit (outside of jit) as the tool that made it has it.
 
         Columns stand as they are stored: ``order``, if there is such an input part, is left to the caller.
@@ -107,7 +107,7 @@ class Grouped:
         parts = {"order": Part((inputs,), "int32", along=False)} if self.ordered else {}
         return {**parts, "input_scale": Part((), "float32")} if self.static else parts
 
-    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+    def dequantize(self, parts: Parts) -> Float[Array, "*out k"]:
         codes, own = parts["codes"].astype(jnp.float32), dict(parts)
         if self.groups_first:
             own = {name: part if name == "codes" else jnp.moveaxis(part, 0, -1) for name, part in parts.items()}
@@ -157,7 +157,7 @@ class Codebook:
         del inputs
         return {}
 
-    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+    def dequantize(self, parts: Parts) -> Float[Array, "*out k"]:
         values = jnp.take(jnp.asarray(self.table, jnp.float32), parts["codes"].astype(jnp.int32), mode="clip")
         return values * _repeated(self._scales(parts), values)
 
@@ -189,9 +189,9 @@ class Blocks:
         del inputs
         return {}
 
-    def dequantise(self, parts: Parts) -> Float[Array, "*out k"]:
+    def dequantize(self, parts: Parts) -> Float[Array, "*out k"]:
         blocks = parts["blocks"]
-        values = ggml.KINDS[self.kind].dequantise(blocks)
+        values = ggml.KINDS[self.kind].dequantize(blocks)
         return values.reshape(*blocks.shape[:-2], -1)
 
 

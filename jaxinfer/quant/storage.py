@@ -1,4 +1,4 @@
-"""Weights that stand where an array stood: `Quantised`, one layout, and `Split`, several for the parts of a fused one.
+"""Weights that stand where an array stood: `Quantized`, one layout, and `Split`, several for the parts of a fused one.
 
 Both are pytrees and never lie in memory as plain numbers: a product dequantises a few hundred outputs at a time, or
 leaves it to a kernel. A tree of parameter specs has the same nodes, with specs for leaves (`jaxinfer.types.ParamTree`).
@@ -31,7 +31,7 @@ CHANNELS = 256  # dequantised at a time
     jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout", "axes", "dtype", "inputs"]
 )
 @dataclasses.dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A weight ``[*out, in]`` in a layout.
 
     Attributes:
@@ -65,13 +65,13 @@ class Quantised:
     def items(self) -> ItemsView[str, Any]:
         return self.arrays.items()
 
-    def rebuilt(self, arrays: Mapping[str, Any]) -> Quantised:
+    def rebuilt(self, arrays: Mapping[str, Any]) -> Quantized:
         """The same with other leaves."""
         return dataclasses.replace(self, arrays=dict(arrays))
 
     def dequantize(self) -> Float[Array, "*out k"]:
         """The whole weight in float32: for people, tests and what has no product of its own."""
-        weight = self.layout.dequantise(self._only(self._parts))
+        weight = self.layout.dequantize(self._only(self._parts))
         if "order" not in self.arrays:
             return weight
         return jnp.take(weight, jnp.argsort(self.arrays["order"]), axis=-1)
@@ -87,7 +87,7 @@ class Quantised:
         result = weight._spread(flat) if _is_spread() else _product(flat, weight)
         return result.reshape(*x.shape[:-1], *self.shape[:-1])
 
-    def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantised]:
+    def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantized]:
         """The inputs in the order of the columns, and the weight that has them in that order."""
         if "order" not in self.arrays:
             return x, self
@@ -100,7 +100,7 @@ class Quantised:
         """Each device multiplies its own part of the weight; parts along the inputs are added up."""
         *outs, along = spread_over(self.axes, self.shape)
 
-        def own(x: jax.Array, weight: Quantised) -> jax.Array:
+        def own(x: jax.Array, weight: Quantized) -> jax.Array:
             part = _product(x, weight).reshape(x.shape[0], *weight.shape[:-1])
             return lax.psum(part, along) if along else part
 
@@ -119,7 +119,7 @@ class Quantised:
         }
         return self.rebuilt({**own, **shared})
 
-    def expert(self, index: Int[Array, ""] | int) -> Quantised:
+    def expert(self, index: Int[Array, ""] | int) -> Quantized:
         """One of a stack of weights ``[experts, *out, in]``."""
         arrays = {
             name: lax.dynamic_index_in_dim(array, index, keepdims=False) if name in self._parts else array
@@ -142,7 +142,7 @@ class Split:
     """A weight ``[*out, in]`` of which neighbours along ``axis`` of its outputs are stored in different ways.
 
     Attributes:
-        pieces: `Quantised` or arrays ``[*out, in]``.
+        pieces: `Quantized` or arrays ``[*out, in]``.
     """
 
     pieces: tuple[Any, ...]
@@ -171,7 +171,7 @@ class Split:
     def expert(self, index: Int[Array, ""] | int) -> Split:
         pieces = tuple(
             piece.expert(index)
-            if isinstance(piece, Quantised)
+            if isinstance(piece, Quantized)
             else lax.dynamic_index_in_dim(piece, index, keepdims=False)
             for piece in self.pieces
         )
@@ -182,12 +182,12 @@ def partition(weight: Any, plain: PartitionSpec) -> Any:
     """How a weight lies on the mesh that a program is traced for: ``plain``, or for each of a stored one's arrays."""
     if isinstance(weight, Split):
         return dataclasses.replace(weight, pieces=tuple(partition(piece, plain) for piece in weight.pieces))
-    return weight.partition() if isinstance(weight, Quantised) else plain
+    return weight.partition() if isinstance(weight, Quantized) else plain
 
 
 def is_stored(node: Any) -> bool:
     """A weight that is no array, in a tree of parameters or of specs."""
-    return isinstance(node, Quantised | Split)
+    return isinstance(node, Quantized | Split)
 
 
 def with_values(tree: Any, dtype: str) -> Any:
@@ -202,7 +202,7 @@ def with_activations(tree: Any, kind: str) -> Any:
         kind: "none"; "int8" or "fp8": where weights are such numbers, int8 ones with a scale a channel.
     """
 
-    def changed(weight: Quantised) -> Quantised:
+    def changed(weight: Quantized) -> Quantized:
         layout = weight.layout
         if not isinstance(layout, Grouped):
             return weight
@@ -225,7 +225,7 @@ def for_kernels(tree: Any) -> Any:
     Tables of which rows are taken, stacked experts, and weights with rounded inputs stay as they are.
     """
 
-    def changed(weight: Quantised) -> Quantised:
+    def changed(weight: Quantized) -> Quantized:
         layout, among = weight.layout, {*weight.axes}
         if not isinstance(layout, Grouped) or layout.group == weight.inputs or layout.activations:
             return weight
@@ -256,7 +256,7 @@ def rounds_activations(tree: Any) -> bool:
     """Whether inputs of any weight in a tree are rounded."""
     found: list[str] = []
 
-    def look(weight: Quantised) -> Quantised:
+    def look(weight: Quantized) -> Quantized:
         if isinstance(weight.layout, Grouped):
             found.append(weight.layout.activations)
         return weight
@@ -265,11 +265,11 @@ def rounds_activations(tree: Any) -> bool:
     return any(found)
 
 
-def _map_stored(function: Callable[[Quantised], Quantised], tree: Any) -> Any:
+def _map_stored(function: Callable[[Quantized], Quantized], tree: Any) -> Any:
     def changed(node: Any) -> Any:
         if isinstance(node, Split):
             return dataclasses.replace(node, pieces=tuple(changed(piece) for piece in node.pieces))
-        return function(node) if isinstance(node, Quantised) else node
+        return function(node) if isinstance(node, Quantized) else node
 
     return jax.tree.map(changed, tree, is_leaf=lambda node: is_stored(node) or isinstance(node, ParamSpec))
 
@@ -285,7 +285,7 @@ def _is_spread() -> bool:
     return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
 
-def _product(x: Float[Array, "rows k"], weight: Quantised) -> Float[Array, "rows *out"]:
+def _product(x: Float[Array, "rows k"], weight: Quantized) -> Float[Array, "rows *out"]:
     """Of the arrays that are here: a whole weight or a device's part of one."""
     layout, arrays = weight.layout, weight.arrays
     if isinstance(layout, Grouped):
@@ -318,7 +318,7 @@ def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple
 
     def chunk(first: Any, size: int) -> Array:
         own = {name: lax.dynamic_slice_in_dim(array, first, size) for name, array in flat.items()}
-        weight = layout.dequantise(own).astype(x.dtype)
+        weight = layout.dequantize(own).astype(x.dtype)
         return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
 
     size = min(CHANNELS, channels)

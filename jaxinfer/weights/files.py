@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.types import ParamTree
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
@@ -50,13 +50,13 @@ class ModelFiles:
     @functools.cached_property
     def _stored(self) -> tuple[Mapping[str, StoredWeight], frozenset[str]]:
         """The weights that are stored quantised, and the tensors that they are made of."""
-        if not self.quantised:
+        if not self.quantized:
             return _NOTHING, frozenset()
-        weights, consumed = quantised_weights(self.tensors, self.config_json)
+        weights, consumed = quantized_weights(self.tensors, self.config_json)
         return weights, frozenset(consumed)
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """The checkpoint says that it holds quantised weights."""
         return bool(self.config_json.get("quantization_config") or self.config_json.get("compression_config"))
 
@@ -74,13 +74,13 @@ class ModelFiles:
             dtype: see `storages`.
 
         Raises:
-            CheckpointError: see `quantised_weights` and `storages`.
+            CheckpointError: see `quantized_weights` and `storages`.
         """
-        return storages(specs, self._stored[0], dtype) if self.quantised else specs
+        return storages(specs, self._stored[0], dtype) if self.quantized else specs
 
     def checkpoint(self, specs: ParamTree) -> Tensors | ConvertedCheckpoint:
         """What fills the parameters of `stored`."""
-        return StoredCheckpoint(self.tensors, *self._stored, specs) if self.quantised else self.tensors
+        return StoredCheckpoint(self.tensors, *self._stored, specs) if self.quantized else self.tensors
 
 
 def open_files(path: pathlib.Path) -> ModelFiles:

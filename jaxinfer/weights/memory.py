@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.types import ParamTree
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.lazy import deferred
 from jaxinfer.weights.load import load_params
 from jaxinfer.weights.quantized import StoredCheckpoint, storages
@@ -63,9 +63,9 @@ def as_loaded(
         the parameters with storages, and their arrays as `jaxinfer.weights.lazy.Deferred`.
 
     Raises:
-        CheckpointError: see `quantised_weights`, `storages` and `load_params`.
+        CheckpointError: see `quantized_weights`, `storages` and `load_params`.
     """
-    weights, consumed = quantised_weights(checkpoint, config_json)
+    weights, consumed = quantized_weights(checkpoint, config_json)
     stored = storages(specs, weights, dtype)
     tensors = StoredCheckpoint(checkpoint, weights, frozenset(consumed), stored)
     return stored, load_params(tensors, stored, dtype, deferred(target_dtype(dtype)))

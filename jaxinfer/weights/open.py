@@ -51,7 +51,7 @@ class GgufFiles(ModelFiles):
         return self.opened
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Some weights are in blocks."""
         return bool(self.opened.weights)
 
@@ -85,7 +85,7 @@ class ConvertedFiles(ModelFiles):
         return Checkpoint(self.path, {})
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Some weights are stored quantised."""
         return bool(self.manifest.storages)
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.quant import Quantised, Split
+from jaxinfer.quant import Quantized, Split
 from jaxinfer.quant.layouts import Layout, Part
 from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs
 from jaxinfer.weights.errors import CheckpointError, quoted
@@ -57,7 +57,7 @@ class StoredWeight:
         """The weight in float32."""
         arrays = {name: jnp.asarray(self.read(name)) for name in (*self.parts, *self.input_parts)}
         axes = (None,) * len(self.shape)
-        return np.asarray(Quantised(arrays, self.layout, axes, "float32", self.shape[-1]).dequantize())
+        return np.asarray(Quantized(arrays, self.layout, axes, "float32", self.shape[-1]).dequantize())
 
 
 class StoredCheckpoint:
@@ -229,7 +229,7 @@ class _Fused:
     def made(self) -> Any:
         pieces = [self._piece(source) for source in self.spec.sources]
         if len({piece.kind for piece in pieces}) == 1:
-            return self._quantised(pieces, self._out)
+            return self._quantized(pieces, self._out)
         return self._split(pieces)
 
     def _piece(self, source: Source) -> _Piece:
@@ -251,7 +251,7 @@ class _Fused:
         rows_taken = len(range(shape[-2])[part[-1]]) if isinstance(part[-1], slice) else 1
         return _Piece(source, weight, where, out or (rows_taken,), part)
 
-    def _quantised(self, pieces: list[_Piece], out: tuple[int, ...]) -> Any:
+    def _quantized(self, pieces: list[_Piece], out: tuple[int, ...]) -> Any:
         weight = pieces[0].weight
         if weight is None:
             return self._array(pieces, out)
@@ -259,7 +259,7 @@ class _Fused:
         for name, part in weight.input_parts.items():
             source = Source(pieces[0].source.name + _BETWEEN + name, part.shape)
             arrays[name] = ParamSpec(part.shape, self._along(part), sources=(source,), dtype=part.dtype)
-        return Quantised(arrays, weight.layout, self._axes, self.dtype, self._inputs)
+        return Quantized(arrays, weight.layout, self._axes, self.dtype, self._inputs)
 
     def _part_spec(self, name: str, part: Part, pieces: list[_Piece], out: tuple[int, ...]) -> ParamSpec:
         sources = tuple(
@@ -319,7 +319,7 @@ class _Fused:
         begin = min(_begin(piece.where[axis]) for piece in run)
         moved = [dataclasses.replace(piece, where=_shifted(piece.where, axis, begin)) for piece in run]
         size = max(_end(piece.where[axis]) for piece in moved)
-        return self._quantised(moved, (*self._out[:axis], size, *self._out[axis + 1 :]))
+        return self._quantized(moved, (*self._out[:axis], size, *self._out[axis + 1 :]))
 
 
 def _shape(piece: _Piece) -> tuple[int, ...]:

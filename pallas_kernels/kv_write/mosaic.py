@@ -34,7 +34,7 @@ from pallas_kernels.kv_write.reference import SMALLEST, Rope, Written, limit
 from pallas_kernels.layouts import THREADS, power_of_two, row_layout
 
 SOURCE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-QUANTISED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
+QUANTIZED_DTYPES = (jnp.int8, jnp.float8_e4m3fn)
 MAX_HEAD_DIM = 256
 KEYS, VALUES = 0, 1
 
@@ -210,7 +210,7 @@ def refusal(
     sources = {jnp.dtype(x.dtype) for x in (k, v, q) if x is not None}
     if not sources <= set(map(jnp.dtype, SOURCE_DTYPES)):
         return f"keys, values and queries are {sorted(map(str, sources))}: float32, bfloat16 or float16 is needed."
-    if pool.dtype not in (SOURCE_DTYPES if scales is None else QUANTISED_DTYPES):
+    if pool.dtype not in (SOURCE_DTYPES if scales is None else QUANTIZED_DTYPES):
         return f"a pool of {pool.dtype} {'without' if scales is None else 'with'} scales is not written by this kernel."
     if scales is not None and (scales.dtype != jnp.float32 or scales.shape not in (pool.shape[:3], pool.shape[:4])):
         return f"scales {scales.dtype}{scales.shape} are neither per page and head nor per token, float32."
@@ -317,7 +317,7 @@ def _store_in_pool(shape: _Shape, gmem: _Operands, tile: _Part, side: int) -> No
 
     @pl.when(exists)
     def _() -> None:
-        numbers, scales = _quantised(gmem, tile, layout, loaded, (page, side, tile.heads))
+        numbers, scales = _quantized(gmem, tile, layout, loaded, (page, side, tile.heads))
         for columns, x in zip(_pieces(shape, tile), numbers, strict=True):
             compat.store(gmem.pool.at[(page, side, tile.heads, slot, *columns)], x)
         if gmem.found is not None:
@@ -372,7 +372,7 @@ def _spread(x: Any, layout: Any, size: int, *, axis: int) -> Any:
     return plgpu.layout_cast(lax.broadcast_in_dim(x, dims, (axis,)), layout)
 
 
-def _quantised(
+def _quantized(
     gmem: _Operands, tile: _Part, layout: Any, pieces: list[Any], at: tuple[Any, ...]
 ) -> tuple[list[Any], Any]:
     """The pieces in the pool's dtype, and the scales per token, if the pool has such."""

@@ -96,7 +96,7 @@ def token_scales(x: Float[Array, "*batch head_dim"], dtype: Any) -> Float[Array,
     return jnp.maximum(jnp.abs(x).max(-1), SMALLEST) / limit(dtype)
 
 
-def quantise(
+def quantize(
     x: Float[Array, "*batch head_dim"], scales: Float[Array, "*batch"], dtype: Any
 ) -> Num[Array, "*batch head_dim"]:
     """``x / scales`` rounded to ``dtype`` (to even), saturated at its limit; uint8: the bits of float8_e4m3fn."""
@@ -106,7 +106,7 @@ def quantise(
     return bits.held((jnp.round(numbers) if jnp.issubdtype(kind, jnp.integer) else numbers).astype(kind), dtype)
 
 
-def quantise_latents(
+def quantize_latents(
     latents: Float[Array, "*batch latent"], rank: int, dtype: Any
 ) -> tuple[Num[Array, "*batch latent"], Float[Array, "*batch 2"]]:
     """Latents in 8 bits and their scales: one for the first ``rank`` numbers, one for the rotated key behind them.
@@ -116,7 +116,7 @@ def quantise_latents(
     """
     parts = [latents[..., :rank].astype(jnp.float32), latents[..., rank:].astype(jnp.float32)]
     scales = [token_scales(part, dtype) for part in parts]
-    numbers = [quantise(part, scale, dtype) for part, scale in zip(parts, scales, strict=True)]
+    numbers = [quantize(part, scale, dtype) for part, scale in zip(parts, scales, strict=True)]
     return jnp.concatenate(numbers, axis=-1), jnp.stack(scales, axis=-1)
 
 
@@ -164,7 +164,7 @@ def write(
                 own = token_scales(row, pool.dtype)
             else:
                 own = scales[jnp.clip(ids[sequence, token], 0, pool.shape[0] - 1)].astype(dtype)
-            pool = jnp.where(at[..., None], quantise(row, own, pool.dtype)[:, :, None], pool)
+            pool = jnp.where(at[..., None], quantize(row, own, pool.dtype)[:, :, None], pool)
     return Written(pool, scales, None if q is None else turned(q))
 
 

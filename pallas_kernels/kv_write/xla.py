@@ -10,8 +10,8 @@ from pallas_kernels.kv_write.reference import (
     Rope,
     Written,
     places,
-    quantise,
-    quantise_latents,
+    quantize,
+    quantize_latents,
     rotate,
     token_scales,
 )
@@ -54,7 +54,7 @@ def _scatter(
     else:
         rows = rows.astype(jnp.float32)
         own = token_scales(rows, pool.dtype) if scales.ndim == 4 else scales.at[ids].get(mode="clip")
-        numbers = quantise(rows, own, pool.dtype)
+        numbers = quantize(rows, own, pool.dtype)
         if scales.ndim == 4:
             scales = scales.at[ids, :, :, slots].set(own, mode="drop", wrap_negative_indices=False)
     return pool.at[ids, :, :, slots].set(numbers, mode="drop", wrap_negative_indices=False), scales
@@ -82,7 +82,7 @@ def write_scaled_latents(
 ) -> tuple[Num[Array, "pages page latent"], Float[Array, "pages page 2"]]:
     """See `reference`."""
     at = _places(pages, offsets, latents.shape[1], pool.shape[1])
-    numbers, own = quantise_latents(latents, rank, pool.dtype)
+    numbers, own = quantize_latents(latents, rank, pool.dtype)
     pool = pool.at[at].set(numbers, mode="drop", wrap_negative_indices=False)
     return pool, scales.at[at].set(own, mode="drop", wrap_negative_indices=False)
 

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 from pallas_kernels import bits
 
 
-def dequantise(
+def dequantize(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
     scales: Float[Array, "pages 2 kv_heads *page"] | None,
     dtype: Any,
@@ -140,7 +140,7 @@ def prefill(
     Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
     With a ``tree``, windows count from a token's depth in it.
     """
-    numbers = dequantise(pool, scales, dtype)
+    numbers = dequantize(pool, scales, dtype)
     chunk = q.shape[1]
 
     def sequence(

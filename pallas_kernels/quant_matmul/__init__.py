@@ -1,6 +1,6 @@
 """quant_matmul: a matrix product with weights of 4 or 8 bits that are never dequantised in memory."""
 
 from pallas_kernels.quant_matmul.api import explain, matmul
-from pallas_kernels.quant_matmul.reference import Packed, dequantised, pack
+from pallas_kernels.quant_matmul.reference import Packed, dequantized, pack
 
-__all__ = ["Packed", "dequantised", "explain", "matmul", "pack"]
+__all__ = ["Packed", "dequantized", "explain", "matmul", "pack"]

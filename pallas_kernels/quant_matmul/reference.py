@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-__all__ = ["Packed", "dequantised", "group_size", "matmul", "pack"]
+__all__ = ["Packed", "dequantized", "group_size", "matmul", "pack"]
 
 DTYPES = (jnp.int4, jnp.int8, jnp.float8_e4m3fn)
 OFFSET = 8  # four bits that count from 0, less this, are signed
@@ -74,7 +74,7 @@ def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
     return int(k // groups)
 
 
-def dequantised(
+def dequantized(
     weights: Num[Array, "n k"],
     scales: Float[Array, "*groups n"],
     zeros: Int[Array, "groups n"] | None = None,
@@ -105,5 +105,5 @@ def matmul(
     """
     if x.shape[-1] != weights.shape[1]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} of [outputs, inputs] do not fit each other")
-    weight = dequantised(weights, scales, zeros, dtype=dtype)
+    weight = dequantized(weights, scales, zeros, dtype=dtype)
     return jnp.einsum("...k,nk->...n", x.astype(dtype), weight, precision="highest")

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.choice import Target, lowering_target
-from pallas_kernels.quant_matmul.reference import dequantised, group_size
+from pallas_kernels.quant_matmul.reference import dequantized, group_size
 
 FEW_ROWS = 64  # sums of groups are written up to here
 CPU_CHANNELS = 256  # dequantised at a time
@@ -55,7 +55,7 @@ def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> 
     parts = []
     for first in range(0, weights.shape[0], size):
         own = slice(first, first + size)
-        plain = dequantised(weights[own], scales[:, own], None if zeros is None else zeros[:, own], dtype=jnp.float32)
+        plain = dequantized(weights[own], scales[:, own], None if zeros is None else zeros[:, own], dtype=jnp.float32)
         parts.append(_dot(x, plain.astype(x.dtype)).astype(x.dtype))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks import quality
-from jaxinfer.quantise import Recipe, quantise
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.quantize import Recipe, quantize
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
-from tests.quantise.models import folder_of, samples
+from tests.quantize.models import folder_of, samples
 
 
 class Letters:
@@ -59,9 +59,9 @@ def test_nobody_is_calibrated_on_the_held_out_text():
 
 def test_bits_are_those_of_the_file(tmp_path: pathlib.Path):
     source = folder_of("qwen2-bias", tmp_path / "source")
-    quantise(str(source), tmp_path / "made", Recipe("int4", group_size=32), samples())
+    quantize(str(source), tmp_path / "made", Recipe("int4", group_size=32), samples())
     config = read_json_object(tmp_path / "made" / "config.json")
-    weights, _ = quantised_weights(open_checkpoint(tmp_path / "made"), config)
+    weights, _ = quantized_weights(open_checkpoint(tmp_path / "made"), config)
     assert quality.bits_of(weights, tmp_path / "made") == pytest.approx(4 + 32 / 32)  # scales are float32
 
 

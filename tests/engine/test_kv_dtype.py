@@ -22,11 +22,11 @@ from jaxinfer.models.model import Model
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.stats import bytes_per_step
 from jaxinfer.types import KV_CACHE_DTYPES, LayerSpec, SamplingParams
-from pallas_kernels.kv_write.reference import quantise, token_scales
+from pallas_kernels.kv_write.reference import quantize, token_scales
 from tests.engine.execution.test_compiled import LOOPED, programs
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, TIGHT, Requests, alone, check_mode, make_requests, run
 from tests.fakes import random_model
-from tests.kv.test_quantised_pool import KINDS
+from tests.kv.test_quantized_pool import KINDS
 from tests.models.test_deepseek import config_json
 from tests.serve.live import live
 
@@ -106,7 +106,7 @@ def rounding_attend(kind: str) -> Any:
 
     def rounded(x: jax.Array) -> jax.Array:
         scales = token_scales(x, dtype)
-        return quantise(x, scales, dtype).astype(x.dtype) * scales[..., None]
+        return quantize(x, scales, dtype).astype(x.dtype) * scales[..., None]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, layer: LayerSpec, scale: float, sinks=None) -> Any:
         return causal_attend(q, rounded(k), rounded(v), cache, layer, scale, sinks)

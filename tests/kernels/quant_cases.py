@@ -43,7 +43,7 @@ def assert_close(got, arrays, *, within=1e-6):
     x, weights, scales, zeros = arrays
     with jax.enable_x64(True):
         want = np.asarray(reference.matmul(*arrays, dtype=jnp.float64))
-        weight = reference.dequantised(weights, scales, zeros, dtype=jnp.float64)
+        weight = reference.dequantized(weights, scales, zeros, dtype=jnp.float64)
         sizes = np.asarray(jnp.abs(x.astype(jnp.float64)) @ jnp.abs(weight).T)
     rounding = np.exp2(np.floor(np.log2(np.maximum(np.abs(want), 1e-30))) - DIGITS[got.dtype.name])
     error = np.abs(np.asarray(got, np.float64) - want)

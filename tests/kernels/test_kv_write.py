@@ -9,7 +9,7 @@ from jaxinfer.layers.rope import rotate as layers_rotate
 from pallas_kernels import bits, kv_write
 from pallas_kernels.choice import Target
 from pallas_kernels.kv_write import reference, static_scales
-from pallas_kernels.paged_attention.reference import dequantise
+from pallas_kernels.paged_attention.reference import dequantize
 
 PAGES, PAGE = 9, 16
 
@@ -143,11 +143,11 @@ def test_rotation_is_that_of_the_models(dtype):
 
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])
-def test_a_quantised_pool_stands_for_what_was_written(pool_dtype, scales):
+def test_a_quantized_pool_stands_for_what_was_written(pool_dtype, scales):
     (pool, k, v, _, _), _ = operands(chunk=PAGE, sequences=1, pool_dtype=pool_dtype)
     factors = jnp.full(pool.shape[:4], jnp.nan) if scales == "token" else static_scales(pool, jnp.full((2, 2), 12.0))
     got = kv_write.write(pool, k, v, jnp.array([[3]]), jnp.array([0]), scales=factors)
-    numbers = dequantise(got.pool, got.scales, jnp.float32)[3]
+    numbers = dequantize(got.pool, got.scales, jnp.float32)[3]
     exact = jnp.stack([k[0], v[0]]).swapaxes(1, 2)
     largest = jnp.abs(exact).max(-1, keepdims=True) if scales == "token" else 12.0
     # Half a step: of 127 equal ones below the largest magnitude, or of 3 bits of mantissa (subnormal: 2**-9 of 448).
@@ -158,7 +158,7 @@ def test_a_quantised_pool_stands_for_what_was_written(pool_dtype, scales):
 
 
 @pytest.mark.parametrize("scales", ["token", "head"])
-def test_how_a_prompt_is_cut_changes_no_bit_of_a_quantised_pool(scales):
+def test_how_a_prompt_is_cut_changes_no_bit_of_a_quantized_pool(scales):
     (pool, k, v, _, _), options = operands(sequences=1, chunk=30, pool_dtype="int8", scales=scales)
     table, write = [4, 1, 6], jax.jit(kv_write.write)
 
@@ -188,7 +188,7 @@ def test_pages_out_of_range_on_either_side_are_dropped(page):
     np.testing.assert_array_equal(kv_write.write_rows(pool, k, k, jnp.array([page]), jnp.array([0])), pool)
 
 
-def test_quantised_writes_stay_in_place():
+def test_quantized_writes_stay_in_place():
     pool, k = jnp.zeros((400, 2, 2, PAGE, 8), jnp.int8), random(9, 2, 32, 2, 8)
     scales, ints = jnp.zeros(pool.shape[:4]), (jnp.zeros((2, 3), jnp.int32), jnp.zeros((2,), jnp.int32))
 

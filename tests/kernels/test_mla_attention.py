@@ -53,13 +53,13 @@ class Case:
 
 
 def make_case(
-    lengths, counts=None, *, page=16, heads=16, rank=128, dtype=jnp.bfloat16, width=None, spread=1.0, quantised=False
+    lengths, counts=None, *, page=16, heads=16, rank=128, dtype=jnp.bfloat16, width=None, spread=1.0, quantized=False
 ):
     rng = np.random.default_rng(0)
     rows, width = len(lengths), width or max(1, -(-max(lengths) // page))
     numbers = rng.normal(size=(rows * width, page, rank + ROPE)).astype(np.float32)
-    scales = rng.uniform(0.5, 1.5, size=(rows * width, page, 2)).astype(np.float32) if quantised else None
-    pool = numbers.astype(jnp.float8_e4m3fn if quantised else dtype)
+    scales = rng.uniform(0.5, 1.5, size=(rows * width, page, 2)).astype(np.float32) if quantized else None
+    pool = numbers.astype(jnp.float8_e4m3fn if quantized else dtype)
     tables = rng.permutation(rows * width).astype(np.int32).reshape(rows, width)
     for table, length in zip(tables, lengths, strict=True):
         foreign = np.arange(width * page).reshape(width, page) >= length
@@ -242,7 +242,7 @@ def test_every_unit_has_one_block(lengths, blocks):
     [
         ((37, 0, 150), None, {}),
         ((1, 16, 17, 64, 200, 63, 5, 90, 128, 2), None, {"page": 32, "width": 9}),
-        ((70, 300), None, {"quantised": True}),
+        ((70, 300), None, {"quantized": True}),
         ((150, 20, 0), (9, 6, 0), {}),
         ((130,), (130,), {"heads": 3, "page": 64}),
     ],
@@ -254,7 +254,7 @@ def test_xla_equals_float64(lengths, counts, options):
 
 
 def test_a_cpus_bytes_are_the_bits_of_float8():
-    case = make_case((70, 300), heads=4, rank=32, dtype=jnp.float32, quantised=True)
+    case = make_case((70, 300), heads=4, rank=32, dtype=jnp.float32, quantized=True)
     bytes_alone = dataclasses.replace(case, pool=case.pool.view(np.uint8))
     want, got = (np.asarray(xla.decode(*each.arrays, **each.options)) for each in (case, bytes_alone))
     np.testing.assert_array_equal(got, want)
@@ -274,7 +274,7 @@ def test_xla_neighbours_and_table_width_change_no_bit():
         ({"rank": 96}, "latent of 96"),
         ({"page": 24}, "page size 24"),
         ({"dtype": jnp.float32}, "float32"),
-        ({"quantised": True}, "float8"),
+        ({"quantized": True}, "float8"),
     ],
 )
 def test_refuses_what_it_cannot_do(options, said):

@@ -298,4 +298,4 @@ def test_tiles():
         Tiles(block_keys=96)
     assert heuristic_tiles(group=4, head_dim=128, tree=False) == Tiles(128, 2, 4)
     assert heuristic_tiles(group=7, head_dim=256, tree=False) == Tiles(64, 2, 1)
-    assert heuristic_tiles(group=8, head_dim=256, tree=False, quantised=True) == Tiles(64, 2, 1)
+    assert heuristic_tiles(group=8, head_dim=256, tree=False, quantized=True) == Tiles(64, 2, 1)

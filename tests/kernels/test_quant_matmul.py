@@ -38,7 +38,7 @@ def test_xla_equals_float64(kind, rows, target, x_dtype):
 
 
 @pytest.mark.parametrize("kind", ["int4-odd", "int8-zeros", "fp8"])
-def test_many_rows_dequantise_in_pieces(kind, monkeypatch):
+def test_many_rows_dequantize_in_pieces(kind, monkeypatch):
     """The last piece is a shorter one, and plain numbers are never as large as the weight."""
     arrays = operands(**{"rows": 70, "n": 320, "k": 256, **KINDS[kind]}, x_dtype="bfloat16")
     n, k = arrays[1].shape
@@ -58,10 +58,10 @@ def test_packed_weights_stand_for_the_plain_ones():
     assert (stored.weights.dtype, stored.weights.shape) == (jnp.int4, (24, 64))
     assert stored.zeros.dtype == jnp.int8
     plain = (numbers - jnp.repeat(zeros, 32, axis=0)) * jnp.repeat(scales, 32, axis=0)
-    np.testing.assert_allclose(quant_matmul.dequantised(*stored).T, plain, rtol=1e-6)
+    np.testing.assert_allclose(quant_matmul.dequantized(*stored).T, plain, rtol=1e-6)
     symmetric = quant_matmul.pack(numbers, scales, unsigned=True)
     np.testing.assert_allclose(
-        quant_matmul.dequantised(*symmetric).T, (numbers - 8) * jnp.repeat(scales, 32, axis=0), rtol=1e-6
+        quant_matmul.dequantized(*symmetric).T, (numbers - 8) * jnp.repeat(scales, 32, axis=0), rtol=1e-6
     )
 
 
@@ -129,7 +129,7 @@ def test_heuristic_tiles_fit_and_sums_do_not_depend_on_the_rows(dtype, n, k):
     assert len(found) == 1
 
 
-def test_no_whole_weight_is_dequantised_on_a_cpu():
+def test_no_whole_weight_is_dequantized_on_a_cpu():
     x, weights, scales, _ = operands(rows=8, n=2048, k=2048)
     program = jax.jit(xla.matmul).lower(x, weights, scales).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1.5 * weights.size  # a plain one takes 2 or 4 bytes each
@@ -138,4 +138,4 @@ def test_no_whole_weight_is_dequantised_on_a_cpu():
 def test_reference_is_the_equation():
     x, weights, scales, zeros = operands(zeros=True)
     got = reference.matmul(x, weights, scales, zeros)
-    np.testing.assert_allclose(got, x.astype(jnp.float32) @ reference.dequantised(weights, scales, zeros).T, rtol=1e-4)
+    np.testing.assert_allclose(got, x.astype(jnp.float32) @ reference.dequantized(weights, scales, zeros).T, rtol=1e-4)

@@ -9,7 +9,7 @@ from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend, copy_pages,
 from jaxinfer.kv.transfer import HostPages, export_pages, import_pages
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.types import CacheSpec, LayerSpec
-from tests.kv.test_quantised_pool import KINDS, rounded
+from tests.kv.test_quantized_pool import KINDS, rounded
 
 HEADS, RANK, LATENT, PAGE, LENGTH, PAGES = 3, 8, 12, 16, 75, 14
 LAYER = LayerSpec(latent_rank=RANK)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxinfer.quant import Quantised
+from jaxinfer.quant import Quantized
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
 
 TABLE = tuple(float(value) for value in np.linspace(-1.0, 1.2, 16, dtype=np.float32))
@@ -60,8 +60,8 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generat
     return (gain * rng.uniform(0.01, 0.1, shape)).astype(kind)
 
 
-def example(layout: Layout, out: tuple[int, ...], axes: tuple[str | None, ...] = (), seed: int = 0) -> Quantised:
+def example(layout: Layout, out: tuple[int, ...], axes: tuple[str | None, ...] = (), seed: int = 0) -> Quantized:
     """A weight ``[*out, INPUTS]``."""
     host = arrays_of(layout, out, INPUTS, np.random.default_rng(seed))
     arrays: dict[str, Any] = {name: jnp.asarray(array) for name, array in host.items()}
-    return Quantised(arrays, layout, axes or (None,) * (len(out) + 1), "float32", INPUTS)
+    return Quantized(arrays, layout, axes or (None,) * (len(out) + 1), "float32", INPUTS)

@@ -86,7 +86,7 @@ def test_a_product(name: str, rows: int) -> None:
     arrays = arrays_of(layout, (OUT,), INPUTS, np.random.default_rng(0))
     if layout.static:
         arrays["input_scale"] = np.float32(0.03)
-    weight = np.asarray(layout.dequantise({part: jnp.asarray(arrays[part]) for part in layout.parts(INPUTS)}))
+    weight = np.asarray(layout.dequantize({part: jnp.asarray(arrays[part]) for part in layout.parts(INPUTS)}))
     static = 0.03 if layout.static else None
     plain = rounded_in_numpy(x, layout.activations, layout.activation_group, static).astype(np.float64)
     expected = plain @ weight.astype(np.float64).T

@@ -44,14 +44,14 @@ def test_the_values_of_llama_cpp_bit_for_bit(kind: str) -> None:
     blocks, values = goldens()[f"{kind}:blocks"], goldens()[f"{kind}:values"]
     assert blocks.shape[-1] == KINDS[kind].bytes
     assert values.shape[-1] == KINDS[kind].elements
-    ours = np.asarray(KINDS[kind].dequantise(jnp.asarray(blocks)))
+    ours = np.asarray(KINDS[kind].dequantize(jnp.asarray(blocks)))
     np.testing.assert_array_equal(bits(kind, ours), bits(kind, values))
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_leading_dimensions_and_jit(kind: str) -> None:
     blocks, values = goldens()[f"{kind}:blocks"], goldens()[f"{kind}:values"]
-    stacked = jax.jit(KINDS[kind].dequantise)(blocks.reshape(2, 3, 2, -1))
+    stacked = jax.jit(KINDS[kind].dequantize)(blocks.reshape(2, 3, 2, -1))
     assert stacked.dtype == jnp.float32
     # XLA may fuse a product and a sum
     np.testing.assert_allclose(stacked, values.reshape(2, 3, 2, -1), rtol=1e-6, atol=1e-6 * np.abs(values).max())
@@ -65,7 +65,7 @@ def test_leading_dimensions_and_jit(kind: str) -> None:
 def test_all_entries_and_signs_bit_for_bit(kind: str) -> None:
     """Compiled: no product of a scale and an entry is rounded, so fusing changes nothing."""
     for blocks, values in (("entries", "entry_values"), ("blocks", "values")):
-        ours = np.asarray(jax.jit(KINDS[kind].dequantise)(goldens()[f"{kind}:{blocks}"]))
+        ours = np.asarray(jax.jit(KINDS[kind].dequantize)(goldens()[f"{kind}:{blocks}"]))
         np.testing.assert_array_equal(bits(kind, ours), bits(kind, goldens()[f"{kind}:{values}"]))
 
 
@@ -76,7 +76,7 @@ def test_the_goldens_name_every_entry(kind: str, monkeypatch: pytest.MonkeyPatch
     numbered = np.broadcast_to(np.arange(len(book), dtype=np.float32)[:, None], book.shape)
     monkeypatch.setattr(codebooks, "entries", lambda _: numbered)
     blocks = jnp.asarray(goldens()[f"{kind}:entries"])
-    found = np.abs(np.asarray(KINDS[kind].dequantise(blocks))).reshape(-1, book.shape[1])
+    found = np.abs(np.asarray(KINDS[kind].dequantize(blocks))).reshape(-1, book.shape[1])
     if kind in ("IQ1_S", "IQ1_M"):  # an eighth is added to them or taken away
         found = np.round(found)
     else:
@@ -91,7 +91,7 @@ def test_a_wrong_entry_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         wrong = book.copy()
         wrong[entry, rng.integers(book.shape[1])] += 1
         monkeypatch.setattr(codebooks, "entries", lambda _, wrong=wrong: wrong)
-        ours = np.asarray(KINDS[kind].dequantise(jnp.asarray(goldens()[f"{kind}:entries"])))
+        ours = np.asarray(KINDS[kind].dequantize(jnp.asarray(goldens()[f"{kind}:entries"])))
         assert (bits(kind, ours) != bits(kind, goldens()[f"{kind}:entry_values"])).sum() == 1
 
 
@@ -130,7 +130,7 @@ def test_one_bit_is_a_sign() -> None:
     block = np.zeros(18, np.uint8)
     block[:2] = np.array([1.5], "<f2").view(np.uint8)
     block[2] = 0b0000_0101
-    values = np.asarray(KINDS["Q1_0"].dequantise(jnp.asarray(block)))
+    values = np.asarray(KINDS["Q1_0"].dequantize(jnp.asarray(block)))
     expected = np.full(128, -1.5, np.float32)
     expected[[0, 2]] = 1.5
     np.testing.assert_array_equal(values, expected)
@@ -140,7 +140,7 @@ def test_two_bits_are_minus_one_to_two() -> None:
     block = np.zeros(18, np.uint8)
     block[:2] = np.array([0.25], "<f2").view(np.uint8)
     block[2] = 0b11_10_01_00
-    values = np.asarray(KINDS["Q2_0"].dequantise(jnp.asarray(block)))
+    values = np.asarray(KINDS["Q2_0"].dequantize(jnp.asarray(block)))
     np.testing.assert_array_equal(values[:4], np.array([-0.25, 0.0, 0.25, 0.5], np.float32))
     np.testing.assert_array_equal(values[4:], np.full(60, -0.25, np.float32))
 
@@ -168,5 +168,5 @@ def numbers(kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
     if kind not in KINDS:
         return [tensor.astype(np.float32) for tensor in tensors]
     blocks = [tensor.reshape(-1, KINDS[kind].bytes) for tensor in tensors]
-    values = np.asarray(KINDS[kind].dequantise(jnp.asarray(np.concatenate(blocks))))
+    values = np.asarray(KINDS[kind].dequantize(jnp.asarray(np.concatenate(blocks))))
     return np.split(values, np.cumsum([len(part) for part in blocks])[:-1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.quant import (
-    Quantised,
+    Quantized,
     Split,
     dense,
     for_kernels,
@@ -108,7 +108,7 @@ def test_tables_and_experts_stay_as_they_are(axes):
 def test_columns_in_another_order_come_back():
     layout = LAYOUTS["int4 in another order"]
     weight = example(layout, (7,))
-    plain = weight.layout.dequantise({name: weight.arrays[name] for name in ("codes", "scales", "zeros")})
+    plain = weight.layout.dequantize({name: weight.arrays[name] for name in ("codes", "scales", "zeros")})
     for column, at in enumerate(np.asarray(weight.arrays["order"])):
         np.testing.assert_array_equal(weight.dequantize()[:, at], plain[:, column])
 
@@ -116,7 +116,7 @@ def test_columns_in_another_order_come_back():
 def test_a_weight_is_a_pytree_whose_form_is_its_layout():
     one, other = (example(LAYOUTS[name], (8,)) for name in ("int4", "int4 with zeros"))
     assert jax.tree.structure(one) != jax.tree.structure(other)
-    assert isinstance(jax.tree.map(jnp.zeros_like, one), Quantised)
+    assert isinstance(jax.tree.map(jnp.zeros_like, one), Quantized)
     assert one.rebuilt(dict(one.items())) == one
 
 

@@ -34,7 +34,7 @@ from pallas_kernels.check.target import TARGETS
 from tools.check_programs.expected import Expected, expected
 from tools.check_programs.hlo import read_launches, read_module, read_waits
 from tools.check_programs.rules import Step, collectives, findings, kernels_per_layer, of_stage
-from tools.check_programs.stored import dequantised, stored
+from tools.check_programs.stored import dequantized, stored
 from tools.check_programs.work import Part, Program, Work
 
 PAGE = 64
@@ -179,7 +179,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             whole=layers == should.layers,
             experts=should.experts,
             devices=should.devices,
-            dequantised=dequantised(weights, name),
+            dequantized=dequantized(weights, name),
         )
 
 

@@ -85,7 +85,7 @@ class Step:
     whole: bool = True
     experts: bool = False
     devices: int = 1
-    dequantised: bool = False
+    dequantized: bool = False
 
     @property
     def largest(self) -> int:
@@ -97,7 +97,7 @@ class Step:
         """Bytes that its temporaries may take."""
         return (
             _FIXED
-            + self.dequantised * _PIECES * GPU_PIECE
+            + self.dequantized * _PIECES * GPU_PIECE
             + int(self.tokens * (_LOGITS * 4 * self.logits + _ACTIVATIONS * 2 * self.widest))
         )
 
@@ -115,7 +115,7 @@ def findings(step: Step) -> Iterator[Finding]:
 
 def _of_weights(step: Step) -> Iterator[Finding]:
     gemms, wanted = len(weight_gemms(step)), sum(step.layers) + step.tail
-    asked = not step.dequantised
+    asked = not step.dequantized
     yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted, asked and not step.repeats)
     moved = moved_arrays(step)
     yield Finding("pools or weights copied, converted, cut", _list(moved), "none", not moved, asked)
@@ -134,7 +134,7 @@ def _of_collectives(step: Step) -> Iterator[Finding]:
 
 def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
-    asked = not step.module.loops(step.repeats) and not step.dequantised
+    asked = not step.module.loops(step.repeats) and not step.dequantized
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
     yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)

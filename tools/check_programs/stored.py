@@ -32,7 +32,7 @@ def layout_of(kind: str, inputs: int) -> Layout:
             return Codebook(_TABLE, 64)
 
 
-def dequantised(kind: str, program: str) -> bool:
+def dequantized(kind: str, program: str) -> bool:
     """Whether a program makes plain numbers of some outputs after the others: no kernel multiplies what is stored."""
     return kind == "nf4" or (kind == "int4" and program != "decode")
 

@@ -20,9 +20,9 @@ class Made:
     layout: Grouped
     parts: Parts
 
-    def dequantise(self) -> Float[Array, "out k"]:
+    def dequantize(self) -> Float[Array, "out k"]:
         """Its values in float32, columns in the order of the inputs."""
-        weight = self.layout.dequantise(self.parts)
+        weight = self.layout.dequantize(self.parts)
         if "order" not in self.parts:
             return weight
         return jnp.zeros_like(weight).at[:, self.parts["order"]].set(weight)

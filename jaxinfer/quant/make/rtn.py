@@ -90,8 +90,8 @@ class MadeCodebook:
     layout: Codebook
     parts: Parts
 
-    def dequantise(self) -> Float[Array, "out k"]:
-        return self.layout.dequantise(self.parts)
+    def dequantize(self) -> Float[Array, "out k"]:
+        return self.layout.dequantize(self.parts)
 
 
 def codebook(weight: Float[Array, "out k"], kind: str, nested: bool = False) -> MadeCodebook:

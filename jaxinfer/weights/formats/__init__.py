@@ -32,7 +32,7 @@ ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
 _PLACES = ("quantization_config", "compression_config")
 
 
-def quantised_weights(
+def quantized_weights(
     checkpoint: Tensors, config_json: Mapping[str, Any]
 ) -> tuple[Mapping[str, StoredWeight], set[str]]:
     """The weights that a checkpoint stores quantised.

@@ -51,7 +51,7 @@ def part_of(kind: str, part: str, blocks: np.ndarray) -> np.ndarray:
 
 def numbers(kind: str, blocks: np.ndarray) -> np.ndarray:
     """What blocks stand for, float32 [out, in]."""
-    values = ggml.KINDS[kind].dequantise(jnp.asarray(np.ascontiguousarray(blocks)))
+    values = ggml.KINDS[kind].dequantize(jnp.asarray(np.ascontiguousarray(blocks)))
     return np.asarray(values).reshape(blocks.shape[0], -1)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.quant import Quantised, Split
+from jaxinfer.quant import Quantized, Split
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout, Part
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import CheckpointError, quoted
@@ -20,7 +20,7 @@ def describe(specs: ParamTree, path: tuple[str, ...] = ()) -> dict[str, Any]:
     """What `described` reads: the quantised weights of a parameter tree, by name. Arrays are not named."""
     found: dict[str, Any] = {}
     for key, node in specs.items():
-        if isinstance(node, Quantised | Split):
+        if isinstance(node, Quantized | Split):
             found["/".join((*path, key))] = _plain(node)
         elif isinstance(node, Mapping):
             found |= describe(node, (*path, key))
@@ -31,7 +31,7 @@ def _plain(node: Any) -> dict[str, Any]:
     if isinstance(node, Split):
         pieces = [{**_plain(piece), "size": piece.shape[node.axis]} for piece in node.pieces]
         return {"kind": "split", "axis": node.axis, "pieces": pieces}
-    if isinstance(node, Quantised):
+    if isinstance(node, Quantized):
         layout: Any = node.layout
         fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
         return {"kind": "quantised", "layout": type(layout).__name__, "fields": fields}
@@ -92,7 +92,7 @@ class _Storage:
             case "split":
                 return self._split(plain["axis"], plain["pieces"], out)
             case "quantised":
-                return self._quantised(_layout(plain), out)
+                return self._quantized(_layout(plain), out)
             case "array":
                 return ParamSpec((*out, self.inputs), self.axes)
         raise ValueError("its kind is unknown")
@@ -106,7 +106,7 @@ class _Storage:
         made = (self.made(piece, (*out[:axis], piece["size"], *out[axis + 1 :])) for piece in pieces)
         return Split(tuple(made), axis)
 
-    def _quantised(self, layout: Layout, out: tuple[int, ...]) -> Quantised:
+    def _quantized(self, layout: Layout, out: tuple[int, ...]) -> Quantized:
         arrays = {}
         for name, part in layout.parts(self.inputs).items():
             outs, own = (out, self.axes[:-1]), (part.shape, self._along(part))
@@ -114,7 +114,7 @@ class _Storage:
             arrays[name] = _part((*shape, *more), (*axes, *along), part)
         for name, part in layout.input_parts(self.inputs).items():
             arrays[name] = _part(part.shape, self._along(part), part)
-        return Quantised(arrays, layout, self.axes, self.dtype, self.inputs)
+        return Quantized(arrays, layout, self.axes, self.dtype, self.inputs)
 
     def _along(self, part: Part) -> tuple[str | None, ...]:
         return (self.axes[-1] if part.along else None, *(None,) * (len(part.shape) - 1)) if part.shape else ()

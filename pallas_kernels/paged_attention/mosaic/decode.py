@@ -54,7 +54,7 @@ __all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "refusal"]
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
-QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
+QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 MOST_QUERIES = 64  # of one row and KV head
 CONSUMER, PRODUCER = 0, 1
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
@@ -196,7 +196,7 @@ def _option_refusal(q: Any, window: int | None, softcap: float | None, sinks: An
 def _pool_refusal(q: Any, pool: Any, scales: Any) -> str | None:
     if q.dtype not in DTYPES:
         return f"queries are {q.dtype}: this kernel does bfloat16 and float16"
-    if pool.dtype not in QUANTISED:
+    if pool.dtype not in QUANTIZED:
         if pool.dtype != q.dtype or scales is not None:
             return f"queries are {q.dtype}, the pool is {pool.dtype}: neither alike nor the pool int8 or float8_e4m3fn"
         return None

@@ -329,7 +329,7 @@ def _clear_tile(values: Any, low: Any, high: Any) -> None:
 
 
 def _widened(shape: Shape, raw: Any, wide: Any) -> Any:
-    if not shape.quantised:
+    if not shape.quantized:
         return raw
     for _, tile in _tiles_of(wide.shape):
         numbers = plgpu.load(raw.at[tile], layout=plgpu.Layout.WGMMA_UPCAST_2X)

@@ -83,7 +83,7 @@ class Shape(NamedTuple):
     @property
     def key_dim(self) -> int:
         """Of keys and queries in shared memory. Bytes are widened 64 columns at a time: zeros fill the last ones up."""
-        return self.value_dim if self.quantised else self.head_dim
+        return self.value_dim if self.quantized else self.head_dim
 
     @property
     def gathered(self) -> bool:
@@ -103,10 +103,10 @@ class Shape(NamedTuple):
     @property
     def parks(self) -> bool:
         """Are the sums too large to keep those of a head beside those of its split in registers?"""
-        return self.quantised or self.value_dim * self.columns > 1024
+        return self.quantized or self.value_dim * self.columns > 1024
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return jnp.dtype(self.pool_dtype).itemsize == 1
 
 
@@ -173,7 +173,7 @@ def smem(shape: Shape) -> Smem:
     stages, block, dim, wide = shape.tiles.stages, shape.tiles.block_keys, shape.key_dim, shape.value_dim
     own = swizzle(dim, shape.dtype)
     # Bytes are no operand of a wgmma: narrow tiles let them be widened a few at a time, in few registers.
-    raw = min(64, swizzle(shape.head_dim, shape.pool_dtype)) if shape.quantised else own
+    raw = min(64, swizzle(shape.head_dim, shape.pool_dtype)) if shape.quantized else own
     factors = plgpu.SMEM((stages, block), jnp.float32) if shape.scaled_by == "token" else None
     # Two tiles in a row of memory order: plain rows, of which the copy out may take any number.
     plain = (plgpu.TilingTransform((1, swizzle(shape.head_dim, shape.dtype) // 2)),) if wide != shape.head_dim else ()
@@ -183,8 +183,8 @@ def smem(shape: Shape) -> Smem:
         values=tiled((stages, block, wide), shape.pool_dtype, raw),
         key_scales=factors,
         value_scales=factors,
-        wide_keys=tiled((block, dim), shape.dtype, own) if shape.quantised else None,
-        wide_values=tiled((block, wide), shape.dtype, own) if shape.quantised else None,
+        wide_keys=tiled((block, dim), shape.dtype, own) if shape.quantized else None,
+        wide_values=tiled((block, wide), shape.dtype, own) if shape.quantized else None,
         probs=tiled((shape.columns, block), shape.dtype, own),
         output=plgpu.SMEM((shape.columns, wide), shape.dtype, transforms=plain),
     )
@@ -195,7 +195,7 @@ def smem_bytes(shape: Shape) -> int:
     size, raw = jnp.dtype(shape.dtype).itemsize, jnp.dtype(shape.pool_dtype).itemsize
     both = shape.tiles.block_keys * (shape.key_dim + shape.value_dim)
     slots = shape.tiles.stages * (both * raw + (8 * shape.tiles.block_keys if shape.scaled_by == "token" else 0))
-    wide = both * size if shape.quantised else 0
+    wide = both * size if shape.quantized else 0
     per_column = (QUERY_SLOTS * shape.key_dim + shape.tiles.block_keys + shape.value_dim) * size
     return slots + wide + shape.columns * per_column + _OVERHEAD
 

@@ -66,7 +66,7 @@ from pallas_kernels.tiles import pick
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGES = (16, 32, 64, 128)
 DTYPES = (jnp.bfloat16, jnp.float16)
-QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
+QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
 LARGEST_TREE = 512  # its mask is a byte per query, key and head of a tile
 SHARED_BYTES = 232_448 - 1024  # what a block may have on Hopper, less barriers
 PRODUCER = 2
@@ -92,7 +92,7 @@ class Tiles:
             raise ValueError(f"block_keys must be 64 or 128, stages at least 2, heads 1, 2, 4, 8 or 16: {self}")
 
 
-def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantised: bool = False) -> Tiles:
+def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantized: bool = False) -> Tiles:
     """What the registers allow (64 keys where the output, or a tree's mask, needs many; one head where the producer
     converts, too); slots up to some 190 KiB.
 
@@ -100,7 +100,7 @@ def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantised: bool = 
         group: query heads per KV head.
         quantised: the pool is of 8 bits.
     """
-    heads = 1 if quantised and head_dim > 128 else math.gcd(group, 16)
+    heads = 1 if quantized and head_dim > 128 else math.gcd(group, 16)
     block_keys = 64 if tree or head_dim > 128 else 128
     slot_bytes = 4 * block_keys * head_dim
     return Tiles(block_keys, max(2, min(4, 160_000 // slot_bytes)), heads)
@@ -180,7 +180,7 @@ def refusal(
 def _tiles_refusal(shape: Shape) -> str | None:
     if (shape.heads // shape.kv_heads) % shape.block_heads:
         return f"{shape.block_heads} heads a tile do not divide the {shape.heads // shape.kv_heads} of a KV head"
-    if shape.quantised and shape.head_dim > 128 and shape.block_heads > 1:
+    if shape.quantized and shape.head_dim > 128 and shape.block_heads > 1:
         return f"{shape.block_heads} heads a tile, an 8-bit pool and head_dim {shape.head_dim}: registers would spill"
     if shape.shared_bytes > SHARED_BYTES:
         slots = f"{shape.stages} stages of {shape.block_keys} keys"
@@ -211,9 +211,9 @@ def _wrong_shapes(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any) -> 
 def _wrong_dtypes(q: Any, pool: Any, scales: Any) -> str | None:
     if q.dtype not in DTYPES:
         return f"queries are {q.dtype}: this kernel does bfloat16 and float16"
-    if pool.dtype != q.dtype and pool.dtype not in QUANTISED:
+    if pool.dtype != q.dtype and pool.dtype not in QUANTIZED:
         return f"queries are {q.dtype}, the pool is {pool.dtype}: it must be the same, int8 or float8_e4m3fn"
-    if scales is not None and pool.dtype not in QUANTISED:
+    if scales is not None and pool.dtype not in QUANTIZED:
         return f"scales for a pool in {pool.dtype}"
     return None
 
@@ -275,7 +275,7 @@ def _shape_of(
 
     if tiles is None:
         key = prefill_key(q, pool, tables, window=window, scales=scales, tree=tree)
-        options: dict[str, Any] = {"tree": tree is not None, "quantised": pool.dtype in QUANTISED}
+        options: dict[str, Any] = {"tree": tree is not None, "quantized": pool.dtype in QUANTIZED}
         untuned = heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, **options)
         tiles = pick(PREFILL, key, untuned, lambda tiles: _tiles_refusal(shape(tiles)))
     return shape(tiles)
@@ -331,7 +331,7 @@ def _body(shape: Shape, *refs: Any, smem: Smem, barriers: Barriers) -> None:
 
 def _registers(shape: Shape) -> tuple[int, int]:
     """A consumer's and the producer's: 504 of the 512 that four threads of the three warpgroups share."""
-    if not shape.quantised:
+    if not shape.quantized:
         return 240, 24
     return (232, 40) if shape.wide else (216, 72)
 

@@ -146,7 +146,7 @@ def _store(rows: Rows, smem: Smem, output: Any) -> None:
 def _clear_unseen(rows: Rows, step: Any, smem: Smem, clean: Any) -> None:
     """Zero the values that another owner of a page left behind: probability 0 times its NaN would be NaN."""
     shape = rows.shape
-    if shape.quantised:  # the producer has done it
+    if shape.quantized:  # the producer has done it
         return
     start = rows.tile.first_key(shape, step)
     low, high = rows.tile.low - start, rows.tile.high - start

@@ -40,7 +40,7 @@ def _halves(smem: Smem, barriers: Barriers) -> tuple[tuple[int, Any, Any, Any], 
 
 def produce(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
     """Keep the slots full; at the end wait for the last arrivals, so that no barrier ends in the middle of a phase."""
-    if shape.quantised:
+    if shape.quantized:
         _produce_converted(shape, tile, gmem, smem, barriers)
     else:
         _produce_copied(shape, tile, gmem, smem, barriers)

@@ -58,7 +58,7 @@ class Shape:
         return self.chunk // self.tokens
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return jnp.dtype(self.pool_dtype).itemsize == 1
 
     @property
@@ -89,7 +89,7 @@ class Shape:
     def shared_bytes(self) -> int:
         """Shared memory, barriers aside."""
         numbers = (BLOCK_ROWS + 2 * self.stages * self.block_keys) * jnp.dtype(self.dtype).itemsize
-        raw = 2 * self.raw_slots * self.block_keys if self.quantised else 0
+        raw = 2 * self.raw_slots * self.block_keys if self.quantized else 0
         return (numbers + raw) * self.head_dim
 
 
@@ -158,7 +158,7 @@ def smem_types(shape: Shape) -> Smem:
         query=_tiled((2, WARPGROUP_ROWS, dim), shape.dtype),
         keys=_tiled((shape.stages, block, dim), shape.dtype),
         values=_tiled((shape.stages, block, dim), shape.dtype),
-        raw=_tiled((2, shape.raw_slots, block, dim), shape.pool_dtype) if shape.quantised else dummy,
+        raw=_tiled((2, shape.raw_slots, block, dim), shape.pool_dtype) if shape.quantized else dummy,
         probs=_tiled((2, WARPGROUP_ROWS, block), shape.dtype) if shape.interpret else dummy,
     )
 
@@ -174,7 +174,7 @@ def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
 
 
 def barrier_types(shape: Shape) -> Barriers:
-    stages, fills = shape.stages, 1 if shape.quantised else shape.copies
+    stages, fills = shape.stages, 1 if shape.quantized else shape.copies
     return Barriers(
         query_ready=plgpu.Barrier(num_arrivals=shape.part_heads, num_barriers=2),
         keys_ready=plgpu.Barrier(num_arrivals=fills, num_barriers=stages),

@@ -60,7 +60,7 @@ def problem(shape: PrefillShape, _: int) -> Problem:
 
     return Problem(
         key=prefill_key(q, pool, table, scales=factors),
-        heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False, quantised=bool(shape.scales)),
+        heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False, quantized=bool(shape.scales)),
         grid={"block_keys": (64, 128), "stages": (2, 3, 4, 5, 6), "heads": (1, 2, 4, 8, 16)},
         refusal=refuses,
         launch=launch,

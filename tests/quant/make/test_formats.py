@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.quant.make.formats import config_of, packed, tensors_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint
 from jaxinfer.weights.safetensors.writer import write_tensors
 from tests.quant.make.references import correlated
@@ -66,11 +66,11 @@ def test_what_is_written_is_read_back(name: str, tmp_path: pathlib.Path):
     stored = recipe.stored("bfloat16")
     write_tensors(tmp_path / "model.safetensors", tensors_of("block.0.up", made, stored))
     config = json.loads(json.dumps({"quantization_config": config_of(stored, ["block.0.gate"], ["up"])}))
-    read, _ = quantised_weights(open_checkpoint(tmp_path), config)
+    read, _ = quantized_weights(open_checkpoint(tmp_path), config)
     assert list(read) == ["block.0.up.weight"]
     own = read["block.0.up.weight"]
     assert own.shape == weight.shape
-    assert np.array_equal(own.dense(), np.asarray(made.dequantise()))
+    assert np.array_equal(own.dense(), np.asarray(made.dequantize()))
     if "order" not in made.parts:  # within a group columns may stand in another order
         assert np.array_equal(own.read("codes").astype(np.float32), np.asarray(made.parts["codes"]).astype(np.float32))
     assert getattr(own.layout, "activations", "") == getattr(made.layout, "activations", "")

@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.quant.make import IntegerGrid, Made, gptq, integers, reconstruction_error
-from jaxinfer.quantise.calibration import Calibration, embedded, observed
-from jaxinfer.quantise.layer import LayerWeights, linears
+from jaxinfer.quantize.calibration import Calibration, embedded, observed
+from jaxinfer.quantize.layer import LayerWeights, linears
 from jaxinfer.weights.tree import Path, walk
 from tests.quant.make.references import Paper, correlated, optimal_brain, output_error
 
@@ -40,7 +40,7 @@ def agree(made: Made, paper: Paper, weight: np.ndarray, gram: np.ndarray) -> Non
     margins = paper.differing(plain_codes(made))
     assert len(margins) <= 2
     assert (margins < BORDER).all()
-    error, expected = (energy(weight - values, gram) for values in (np.asarray(made.dequantise()), paper.values))
+    error, expected = (energy(weight - values, gram) for values in (np.asarray(made.dequantize()), paper.values))
     assert error == pytest.approx(expected, rel=2e-3 if len(margins) else 1e-5)
 
 
@@ -111,12 +111,12 @@ def first_layer(folder: pathlib.Path) -> tuple[LayerWeights, dict[Path, np.ndarr
 def test_outputs_are_nearer_than_rounded_ones(bits: int):
     weight, x = problem(32, 256, seed=bits)
     grid = IntegerGrid(bits, 64)
-    rounded = np.asarray(integers(jnp.asarray(weight, jnp.float32), grid).dequantise())
+    rounded = np.asarray(integers(jnp.asarray(weight, jnp.float32), grid).dequantize())
     made = solved(weight, x, grid)
     codes = np.asarray(made.parts["codes"]).astype(int)
     assert codes.min() >= grid.low
     assert codes.max() <= grid.high
-    assert output_error(weight, np.asarray(made.dequantise()), x) < 0.8 * output_error(weight, rounded, x)
+    assert output_error(weight, np.asarray(made.dequantize()), x) < 0.8 * output_error(weight, rounded, x)
 
 
 def test_inputs_that_do_not_correlate_are_rounded_to_nearest():
@@ -131,7 +131,7 @@ def test_an_input_that_is_always_zero_spoils_nothing():
     weight, x = problem(16, 128)
     x[:, [3, 77]] = 0
     made = solved(weight, x, IntegerGrid(4, 64), act_order=True)
-    values = np.asarray(made.dequantise())
+    values = np.asarray(made.dequantize())
     assert np.isfinite(values).all()
     assert np.abs(values - weight).max() < 0.2
 
@@ -141,9 +141,9 @@ def test_a_singular_matrix_is_damped():
     one = np.repeat(x[:4], 3, axis=0)  # four different vectors for 128 inputs
     grid = IntegerGrid(4, 128)
     made = solved(weight, one, grid)
-    assert output_error(weight, np.asarray(made.dequantise()), one) < 5e-3
+    assert output_error(weight, np.asarray(made.dequantize()), one) < 5e-3
     singular = gptq(jnp.asarray(weight, jnp.float32), jnp.ones((128, 128)), grid, damp=1e-6)
-    assert np.isfinite(np.asarray(singular.dequantise())).all()
+    assert np.isfinite(np.asarray(singular.dequantize())).all()
 
 
 def test_inputs_that_are_not_finite_are_refused():

@@ -27,7 +27,7 @@ def test_integers_are_those_of_float64(bits: int, symmetric: bool, group: int):
     assert (np.asarray(made.parts["codes"]).astype(np.float64).reshape(codes.shape) == codes).mean() > 0.999
     expected = ((codes - zero) * scale).reshape(WEIGHT.shape)
     # where float32 rounded a tie to the other side, the value is a step away
-    assert (np.abs(np.asarray(made.dequantise()) - expected) < 1e-5).mean() > 0.999
+    assert (np.abs(np.asarray(made.dequantize()) - expected) < 1e-5).mean() > 0.999
 
 
 @settings(max_examples=25, deadline=None)
@@ -46,7 +46,7 @@ def test_no_value_is_further_off_than_its_step(bits: int, symmetric: bool, value
     assert codes.max() <= grid.high
     assert 0 < scale < np.inf
     slack = 2.0 ** -{"float16": 10, "bfloat16": 7}[dtype] * np.abs(weight).max()
-    error = np.abs(np.asarray(made.dequantise()) - weight).max()
+    error = np.abs(np.asarray(made.dequantize()) - weight).max()
     assert error <= (0.5 if symmetric else 1.0) * scale * (1 + 1e-5) + slack * 2 + 1e-30
 
 
@@ -55,7 +55,7 @@ def test_weights_on_the_grid_stay_as_they_are():
     codes[:, ::32], codes[:, 1::32] = -8, 7  # each group spans its range
     weight = (codes + 3) * 0.25
     made = integers(jnp.asarray(weight), IntegerGrid(4, 32, symmetric=False))
-    assert np.array_equal(np.asarray(made.dequantise()), weight)
+    assert np.array_equal(np.asarray(made.dequantize()), weight)
 
 
 def test_a_weight_of_zeros_is_zeros():
@@ -63,7 +63,7 @@ def test_a_weight_of_zeros_is_zeros():
     made = [integers(zeros, IntegerGrid(4, 32, symmetric)) for symmetric in (True, False)]
     made += [float8(zeros), codebook(zeros, "nf4"), codebook(zeros, "nf4", nested=True), mxfp4(zeros)]
     for each in made:
-        assert not np.asarray(each.dequantise()).any()
+        assert not np.asarray(each.dequantize()).any()
 
 
 def test_groups_must_divide_the_inputs():
@@ -79,8 +79,8 @@ def test_float8_is_the_nearest_e4m3(scale_dtype: str):
     expected = np.clip(WEIGHT / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
     assert np.allclose(np.asarray(made.parts["scales"], np.float32), scale, rtol=1e-6)
     # a scale that differs in its last bit moves the few values that lie in the middle of two
-    assert (np.abs(np.asarray(made.dequantise()) / expected - 1) < 1e-6).mean() > 0.999
-    assert np.isfinite(np.asarray(made.dequantise())).all()
+    assert (np.abs(np.asarray(made.dequantize()) / expected - 1) < 1e-6).mean() > 0.999
+    assert np.isfinite(np.asarray(made.dequantize())).all()
 
 
 def test_float8_blocks_share_a_scale():
@@ -100,14 +100,14 @@ def test_codebooks_take_the_nearest_entry(kind: str, table: np.ndarray, inputs: 
     blocks = weight.reshape(-1, 64).astype(np.float64)
     scale = np.abs(blocks).max(-1, keepdims=True)
     distance = np.abs((blocks / scale)[..., None] - table.astype(np.float64))
-    error = np.abs(np.asarray(made.dequantise()).reshape(blocks.shape) - blocks) / scale
+    error = np.abs(np.asarray(made.dequantize()).reshape(blocks.shape) - blocks) / scale
     assert np.allclose(error, distance.min(-1), atol=1e-6)
 
 
 def test_nested_scales_are_near_the_plain_ones():
     plain, nested = (codebook(jnp.asarray(WEIGHT), "nf4", nested=nested) for nested in (False, True))
     assert np.array_equal(np.asarray(plain.parts["codes"], np.int8), np.asarray(nested.parts["codes"], np.int8))
-    of_plain, of_nested = (np.asarray(made.dequantise()) for made in (plain, nested))
+    of_plain, of_nested = (np.asarray(made.dequantize()) for made in (plain, nested))
     scales = np.asarray(plain.parts["scales"])
     largest = np.abs(scales - scales.mean()).max()
     assert np.abs(of_plain - of_nested).max() <= largest * np.diff(DYNAMIC).max() / 2 * (1 + 1e-5)
@@ -119,5 +119,5 @@ def test_mxfp4_scales_are_powers_of_two_and_values_the_nearest():
     scale = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 2)
     assert np.array_equal(np.asarray(made.parts["scales"]).astype(np.float64), scale[..., 0])
     distance = np.abs((blocks / scale)[..., None] - MX4.astype(np.float64)).min(-1)
-    error = np.abs(np.asarray(made.dequantise()).reshape(blocks.shape) - blocks) / scale
+    error = np.abs(np.asarray(made.dequantize()).reshape(blocks.shape) - blocks) / scale
     assert np.allclose(error, distance, atol=1e-6)

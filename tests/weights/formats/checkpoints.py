@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.weights import open_checkpoint
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import DTYPES
 from tests.weights.files import write_raw
@@ -33,7 +33,7 @@ def weights_of(
 ) -> tuple[Mapping[str, StoredWeight], set[str]]:
     """What is read of a checkpoint that is written first."""
     save(folder, tensors)
-    return quantised_weights(open_checkpoint(folder), {"quantization_config": config})
+    return quantized_weights(open_checkpoint(folder), {"quantization_config": config})
 
 
 def config_of(folder: pathlib.Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def numbers(weight: StoredWeight) -> np.ndarray:
         arrays[name] = jnp.asarray(array)
         assert (array.shape, array.dtype.name) == ((*weight.shape[:-1], *part.shape), part.dtype), name
         assert array.flags.writeable, name
-    result = np.asarray(layout.dequantise(arrays))
+    result = np.asarray(layout.dequantize(arrays))
     for name, part in layout.input_parts(inputs).items():
         array = weight.read(name)
         assert (array.shape, array.dtype.name) == (part.shape, part.dtype), name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.weights import open_checkpoint
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from tests.weights.formats.checkpoints import config_of, numbers
 
 FIXTURES = (
@@ -43,7 +43,7 @@ def test_every_tensor_bit_for_bit(test_data: pathlib.Path, name: str) -> None:
     folder = test_data / "models" / "quantised" / name
     expected = json.loads((folder / "MADE_BY.json").read_text())["sha256_of_dequantised_f32_le_bytes"]
     checkpoint = open_checkpoint(folder)
-    weights, consumed = quantised_weights(checkpoint, config_of(folder))
+    weights, consumed = quantized_weights(checkpoint, config_of(folder))
     plain = checkpoint.tensors.keys() - consumed
     assert plain | weights.keys() == expected.keys()
     wrong = []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.weights import open_checkpoint
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from tests.weights.files import refused
 from tests.weights.formats.checkpoints import save
 
@@ -30,7 +30,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 )
 def test_where_it_stands(tmp_path: pathlib.Path, config: dict[str, Any]) -> None:
     save(tmp_path, TENSORS)
-    weights, consumed = quantised_weights(open_checkpoint(tmp_path), config)
+    weights, consumed = quantized_weights(open_checkpoint(tmp_path), config)
     assert weights.keys() == {"a"}
     assert consumed == {"a_blocks", "a_scales"}
 
@@ -38,7 +38,7 @@ def test_where_it_stands(tmp_path: pathlib.Path, config: dict[str, Any]) -> None
 @pytest.mark.parametrize("config", [{}, {"quantization_config": None}, {"quantization_config": {}}, {"text_config": 1}])
 def test_nothing_is_said(tmp_path: pathlib.Path, config: dict[str, Any]) -> None:
     save(tmp_path, TENSORS)
-    assert quantised_weights(open_checkpoint(tmp_path), config) == ({}, set())
+    assert quantized_weights(open_checkpoint(tmp_path), config) == ({}, set())
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_nothing_is_said(tmp_path: pathlib.Path, config: dict[str, Any]) -> None
 def test_what_is_refused(tmp_path: pathlib.Path, config: Any, sentence: str) -> None:
     save(tmp_path, TENSORS)
     with refused(sentence):
-        quantised_weights(open_checkpoint(tmp_path), {"quantization_config": config})
+        quantized_weights(open_checkpoint(tmp_path), {"quantization_config": config})

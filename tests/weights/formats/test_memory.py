@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.weights import open_checkpoint
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from tests.weights.formats.checkpoints import save
 from tests.weights.test_hostile_folders import FORMATS, module
 
@@ -18,7 +18,7 @@ SIZE = 1024
 def test_a_part_is_made_without_wide_copies(kind: str, tmp_path: pathlib.Path):
     """Numbers of 4 bits take a byte each on the host; unpacked as int32 all at once they would take four more."""
     save(tmp_path, module(kind, "model.layers.0.mlp.down_proj", SIZE, SIZE, np.random.default_rng(0)))
-    weights, _ = quantised_weights(open_checkpoint(tmp_path), {"quantization_config": FORMATS[kind]})
+    weights, _ = quantized_weights(open_checkpoint(tmp_path), {"quantization_config": FORMATS[kind]})
     (weight,) = weights.values()
     for name in weight.parts:
         tracemalloc.start()

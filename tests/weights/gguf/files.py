@@ -118,7 +118,7 @@ def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -
     elements, size = KINDS[kind].elements, KINDS[kind].bytes
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
     _set_scales(kind, blocks, 1.0)
-    spread = float(jnp.std(jax.jit(KINDS[kind].dequantise)(blocks.reshape(-1, size)[:8])))
+    spread = float(jnp.std(jax.jit(KINDS[kind].dequantize)(blocks.reshape(-1, size)[:8])))
     _set_scales(kind, blocks, 1.0 / (spread * shape[-1] ** 0.5))
     return kind, shape, blocks.tobytes()
 
@@ -203,7 +203,7 @@ def mixed_tensors(experts: int = 0) -> "dict[str, np.ndarray | Blocks]":
     return {**tensors, "blk.0.ffn_gate_inp.weight": np.eye(experts, width, dtype=np.float32)} if experts else tensors
 
 
-def dequantised_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:
+def dequantized_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:
     """Float32 logits of weights that are plain numbers."""
     model = abstract(dict(checkpoint.config_json), "float32", "fixture")
     specs = model.family.param_specs(model.config)

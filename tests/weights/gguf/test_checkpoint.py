@@ -16,7 +16,7 @@ from jaxinfer.quant.layouts import Blocks, Codebook, Grouped
 from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
 from jaxinfer.weights.gguf.checkpoint import GgufCheckpoint, GgufFile, open_gguf
 from tests.weights.files import refused
-from tests.weights.gguf.files import TINY, dequantised_logits, q8_0, tiny_tensors, write_gguf
+from tests.weights.gguf.files import TINY, dequantized_logits, q8_0, tiny_tensors, write_gguf
 
 FIXTURES = ("gguf-A1-ZOO2", "gguf-B-F16", "gguf-B-Q4_1")
 
@@ -45,7 +45,7 @@ def agrees(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_logits_of_the_dequantised_weights(test_data: pathlib.Path, name: str) -> None:
+def test_logits_of_the_dequantized_weights(test_data: pathlib.Path, name: str) -> None:
     agrees(test_data / "models" / "quantised" / name)
 
 
@@ -108,7 +108,7 @@ def test_a_layout_has_the_values_of_its_blocks(kind: str) -> None:
         assert parts[name].shape == (6, *form.shape)
         assert parts[name].dtype.name == form.dtype
         assert parts[name].flags.owndata or parts[name].base.flags.owndata
-    values = np.asarray(layout.dequantise({name: jnp.asarray(part) for name, part in parts.items()}))
+    values = np.asarray(layout.dequantize({name: jnp.asarray(part) for name, part in parts.items()}))
     np.testing.assert_array_equal(values + np.float32(0), numbers(kind, blocks) + np.float32(0))
 
 
@@ -279,7 +279,7 @@ def test_a_tensor_of_no_use_is_told(path: pathlib.Path) -> None:
     checkpoint = opened(path, **{"blk.0.attn_q.scale": np.ones(1, np.float32)})
     assert "blk.0.attn_q.scale" in checkpoint.tensors
     with refused("no place for: 'blk.0.attn_q.scale'"):
-        dequantised_logits(checkpoint, np.arange(3))
+        dequantized_logits(checkpoint, np.arange(3))
 
 
 def test_what_is_no_file(tmp_path: pathlib.Path) -> None:

@@ -19,7 +19,7 @@ from tests.weights.gguf.files import (
     MIXED,
     MIXED_TINY,
     TINY,
-    dequantised_logits,
+    dequantized_logits,
     mixed_tensors,
     q8_0,
     random_blocks,
@@ -112,7 +112,7 @@ def test_storages_compute_as_numbers_do(tmp_path: pathlib.Path, kind: str) -> No
     ids = np.random.default_rng(6).integers(0, VOCABULARY, 24)
     checkpoint = open_gguf(path)
     assert len(checkpoint.weights) >= 8
-    expected = dequantised_logits(checkpoint, ids)
+    expected = dequantized_logits(checkpoint, ids)
     model = load_model(str(path), "float32", show_progress=False)
     ours = np.asarray(model.apply(model.params, jnp.asarray(ids)))
     assert np.abs(expected).max() > 0.1
@@ -134,7 +134,7 @@ def all_of(kind: str) -> dict[str, Any]:
 
 def computes_as_numbers_do(path: pathlib.Path) -> Model:
     ids = np.random.default_rng(6).integers(0, 8, 24)
-    expected = dequantised_logits(open_gguf(path), ids)
+    expected = dequantized_logits(open_gguf(path), ids)
     model = load_model(str(path), "float32", show_progress=False)
     ours = np.asarray(jax.jit(model.apply)(model.params, jnp.asarray(ids)))
     assert 0.1 < np.abs(expected).max() < 1e3

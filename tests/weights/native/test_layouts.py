@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.convert import main
 from jaxinfer.loading import load_model
-from jaxinfer.quant import Quantised, Split, for_kernels
+from jaxinfer.quant import Quantized, Split, for_kernels
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params
@@ -42,7 +42,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def plain(layout: Layout) -> dict[str, Any]:
-    spec = Quantised({}, layout, (), "float32", 64)
+    spec = Quantized({}, layout, (), "float32", 64)
     return describe({"a": spec})["a"]
 
 
@@ -172,7 +172,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_a_quantised_folder_stays_as_it_is(name: str, test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_quantized_folder_stays_as_it_is(name: str, test_data: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Every array has the same bits in the same tree: whatever is computed of it is the same."""
     folder, target = test_data / "models" / "quantised" / name, str(tmp_path / "new")
     source = str(folder / "model.gguf" if name.startswith("gguf") else folder)

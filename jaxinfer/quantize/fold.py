@@ -24,7 +24,7 @@ from jaxinfer.quant.make.grid import IntegerGrid
 from jaxinfer.quant.make.recipe import Recipe, whole_groups
 from jaxinfer.quant.make.smoothquant import smoothing
 from jaxinfer.quant.observe import InputStatistics
-from jaxinfer.quantise.layer import LayerWeights
+from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.weights.tree import Path
 
 Statistics = dict[Path, InputStatistics]

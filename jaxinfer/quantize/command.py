@@ -9,8 +9,8 @@ import sys
 
 from jaxinfer.loading import model_folder
 from jaxinfer.quant.make.recipe import METHODS, Recipe, RecipeError
-from jaxinfer.quantise.calibration import BUILT_IN, Calibration, read_calibration
-from jaxinfer.quantise.driver import quantise
+from jaxinfer.quantize.calibration import BUILT_IN, Calibration, read_calibration
+from jaxinfer.quantize.driver import quantize
 from jaxinfer.text import load_tokenizer
 from jaxinfer.weights.load import Progress
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> 
         CheckpointError, ConfigError, TokenizerError, RecipeError: one sentence that says what is wrong.
         OSError: the destination cannot be written.
     """
-    quantise(
+    quantize(
         args.source,
         args.destination,
         recipe,

@@ -6,12 +6,12 @@ import pytest
 
 from jaxinfer import convert
 from jaxinfer.loading import model_folder
-from jaxinfer.quantise import BUILT_IN, Recipe, read_calibration
-from jaxinfer.quantise.command import recipe_of
+from jaxinfer.quantize import BUILT_IN, Recipe, read_calibration
+from jaxinfer.quantize.command import recipe_of
 from jaxinfer.text import load_tokenizer
 from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
-from tests.quantise.models import folder_of
+from tests.quantize.models import folder_of
 
 
 def test_flags_are_a_recipe():
@@ -47,7 +47,7 @@ def test_the_built_in_text_is_some_samples_of_a_real_tokenizer():
     assert len(set(read.tokens.reshape(-1).tolist())) > 500
 
 
-def test_a_folder_is_quantised(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
+def test_a_folder_is_quantized(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]):
     source, text = folder_of("qwen2-bias", tmp_path / "source"), tmp_path / "text.txt"
     text.write_text(" ".join(f"w{index * 7 % 61}" for index in range(400)))
     flags = "--quantize gptq --group-size 128 --samples 4 --sequence-length 50 --weight-format compressed-tensors"
@@ -82,7 +82,7 @@ def test_what_cannot_be_is_one_sentence(
     assert not (tmp_path / "made").exists()
 
 
-def test_a_gguf_file_is_quantised_with_its_tokenizer(test_data: pathlib.Path, tmp_path: pathlib.Path):
+def test_a_gguf_file_is_quantized_with_its_tokenizer(test_data: pathlib.Path, tmp_path: pathlib.Path):
     source, text = test_data / "models" / "quantised" / "gguf-B-F16" / "model.gguf", tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little girl. " * 20)
     flags = "--quantize gptq --group-size -1 --samples 2 --sequence-length 32"

@@ -14,8 +14,8 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.models.model import Model
 from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
-from jaxinfer.quantise.calibration import Calibration
-from jaxinfer.quantise.layer import LayerWeights, linears
+from jaxinfer.quantize.calibration import Calibration
+from jaxinfer.quantize.layer import LayerWeights, linears
 from jaxinfer.types import ParamTree
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.tree import Path, walk
@@ -94,9 +94,9 @@ class Work:
             RecipeError: the recipe can take none of the model's weights.
         """
         config = {key: value for key, value in self.files.config_json.items() if key != "torch_dtype"}
-        return {**config, "dtype": self.dtype, "quantization_config": self._quantisation()}
+        return {**config, "dtype": self.dtype, "quantization_config": self._quantization()}
 
-    def _quantisation(self) -> dict[str, Any]:
+    def _quantization(self) -> dict[str, Any]:
         dense: list[str] = []
         inside: dict[str, None] = {}
         for index in range(self.layers):

@@ -10,10 +10,10 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.models.model import Model
-from jaxinfer.quantise import Calibration, RecipeError, read_calibration
-from jaxinfer.quantise.calibration import embedded, observed, passed
+from jaxinfer.quantize import Calibration, RecipeError, read_calibration
+from jaxinfer.quantize.calibration import embedded, observed, passed
 from jaxinfer.weights.tree import walk
-from tests.quantise.models import folder_of, samples
+from tests.quantize.models import folder_of, samples
 
 
 def first_layer(name: str, folder: pathlib.Path) -> tuple[Model, dict, np.ndarray]:

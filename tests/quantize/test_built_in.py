@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.loading import load_model, model_folder
-from jaxinfer.quantise import BUILT_IN, Recipe, quantise, read_calibration
+from jaxinfer.quantize import BUILT_IN, Recipe, quantize, read_calibration
 from jaxinfer.text import load_tokenizer
 
 LENGTH = 128
@@ -32,7 +32,7 @@ def test_it_is_nearly_as_good_as_ones_own(test_data: pathlib.Path, tmp_path: pat
     def divergence(name: str, method: str, path: pathlib.Path | None) -> float:
         recipe = Recipe(method, group_size=64, symmetric=False, weight_format="compressed-tensors")
         samples = None if path is None else read_calibration(path, tokenizer, 32, LENGTH)
-        quantise("demo-draft", tmp_path / name, recipe, samples, output_format="orbax")
+        quantize("demo-draft", tmp_path / name, recipe, samples, output_format="orbax")
         return float((np.exp(exact) * (exact - logprobs(str(tmp_path / name)))).sum(-1).mean())
 
     rounded = divergence("rounded", "int4", None)

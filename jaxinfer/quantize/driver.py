@@ -21,11 +21,11 @@ from jaxinfer.quant.make.formats import tensors_of
 from jaxinfer.quant.make.gptq import enough_tokens
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quant.observe import InputStatistics
-from jaxinfer.quantise.calibration import Calibration, embedded, observed, passed
-from jaxinfer.quantise.fold import Folder, Statistics, can_fold
-from jaxinfer.quantise.folder import TARGETS, Target
-from jaxinfer.quantise.layer import LayerWeights, Linear, linears, tensors
-from jaxinfer.quantise.work import Tell, Work
+from jaxinfer.quantize.calibration import Calibration, embedded, observed, passed
+from jaxinfer.quantize.fold import Folder, Statistics, can_fold
+from jaxinfer.quantize.folder import TARGETS, Target
+from jaxinfer.quantize.layer import LayerWeights, Linear, linears, tensors
+from jaxinfer.quantize.work import Tell, Work
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.load import Progress
 from jaxinfer.weights.native.writer import Unfinished, unfinished
@@ -36,7 +36,7 @@ from jaxinfer.weights.tree import target_dtype
 _HIDDEN = "hidden-{:05}.safetensors"
 
 
-def quantise(
+def quantize(
     source: str,
     destination: pathlib.Path,
     recipe: Recipe,
@@ -65,7 +65,7 @@ def quantise(
         OSError: the destination cannot be written.
     """
     files, model = open_model(source, dtype, check_finite=check_finite)
-    if files.quantised:
+    if files.quantized:
         raise CheckpointError(f"{source} is quantised already")
     if not isinstance(model.module, Decoder):
         raise RecipeError(f"{type(model.module).__name__} has no layers that can be run one by one")
@@ -110,7 +110,7 @@ def _write_layers(work: Work, started: Unfinished, target: Target, progress: Pro
     first, hidden = _start(work, started, target)
     for index in range(first, work.layers):
         layer = work.layer(index)
-        target.write(index, _quantised(work, layer, hidden))
+        target.write(index, _quantized(work, layer, hidden))
         if hidden is not None and work.calibration is not None:
             passed(work.module, layer.block, layer.values, hidden, work.calibration)
             _keep(started, index + 1, hidden)
@@ -143,7 +143,7 @@ def _arrays(tree: Any) -> Any:
     return {key: _arrays(node) if isinstance(node, Mapping) else np.asarray(node) for key, node in tree.items()}
 
 
-def _quantised(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> dict[str, np.ndarray]:
+def _quantized(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> dict[str, np.ndarray]:
     """The layer's tensors as they are written; the layer itself is left with the values that they stand for."""
     statistics = Statistics()
     if hidden is not None and work.calibration is not None:
@@ -170,7 +170,7 @@ def _quantised(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> di
 def _make(work: Work, layer: LayerWeights, linear: Linear, statistics: Statistics) -> dict[str, np.ndarray]:
     weight = jnp.asarray(layer.weight(linear))
     made = work.recipe.made(weight, _gram(work, linear, statistics), work.dtype)
-    layer.replace(linear, np.asarray(made.dequantise()))
+    layer.replace(linear, np.asarray(made.dequantize()))
     return tensors_of(linear.module, made, work.stored)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.quant.make import IntegerGrid, integers
-from jaxinfer.quantise import Recipe, RecipeError, quantise
+from jaxinfer.quantize import Recipe, RecipeError, quantize
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import open_files
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint
-from tests.quantise.models import folder_of, samples
+from tests.quantize.models import folder_of, samples
 
 
 def logits(folder: pathlib.Path) -> np.ndarray:
@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     ],
 )
 def test_it_is_loaded_and_near_the_source(recipe: Recipe, most: float, source: pathlib.Path, tmp_path: pathlib.Path):
-    quantise(str(source), tmp_path / "made", recipe, samples())
+    quantize(str(source), tmp_path / "made", recipe, samples())
     expected, found = logits(source), logits(tmp_path / "made")
     error = np.sqrt(((found - expected) ** 2).mean()) / expected.std()
     assert 0 < error < most
@@ -64,12 +64,12 @@ def test_it_is_loaded_and_near_the_source(recipe: Recipe, most: float, source: p
 def test_families_whose_tensors_lie_otherwise(name: str, tmp_path: pathlib.Path):
     """Experts, tensors that fill several parameters, queries of groups, latents: each weight is its own rounded one."""
     folder = folder_of(name, tmp_path / "source")
-    quantise(str(folder), tmp_path / "made", Recipe("int8"))
+    quantize(str(folder), tmp_path / "made", Recipe("int8"))
     plain = open_checkpoint(folder)
-    read, _ = quantised_weights(open_checkpoint(tmp_path / "made"), open_files(tmp_path / "made").config_json)
+    read, _ = quantized_weights(open_checkpoint(tmp_path / "made"), open_files(tmp_path / "made").config_json)
     assert len(read) >= 8
     for weight, stored in read.items():
-        expected = integers(jnp.asarray(plain.read(weight)), IntegerGrid(8, 0)).dequantise()
+        expected = integers(jnp.asarray(plain.read(weight)), IntegerGrid(8, 0)).dequantize()
         assert np.array_equal(stored.dense(), np.asarray(expected)), weight
     expected, found = logits(folder), logits(tmp_path / "made")
     # where a router is nearly undecided, a token goes to another expert
@@ -77,16 +77,16 @@ def test_families_whose_tensors_lie_otherwise(name: str, tmp_path: pathlib.Path)
     config = open_files(tmp_path / "made").config_json["quantization_config"]
     dense = {module for module in config["ignore"] if module != "lm_head"}
     linear = {n.removesuffix(".weight") for n, info in plain.tensors.items() if len(info.shape) == 2 and "layers" in n}
-    quantised = {n.removesuffix(".weight") for n in read}
-    assert not dense & quantised
-    assert {module for module in linear if "norm" not in module} <= dense | quantised
+    quantized = {n.removesuffix(".weight") for n in read}
+    assert not dense & quantized
+    assert {module for module in linear if "norm" not in module} <= dense | quantized
 
 
 def test_gptq_is_nearer_than_rounding(source: pathlib.Path, tmp_path: pathlib.Path):
     expected, errors = logits(source), {}
     for method in ("int4", "gptq", "awq"):
         recipe = Recipe(method, group_size=32, symmetric=False, weight_format="compressed-tensors")
-        quantise(str(source), tmp_path / method, recipe, samples(16, 64))
+        quantize(str(source), tmp_path / method, recipe, samples(16, 64))
         errors[method] = float(((logits(tmp_path / method) - expected) ** 2).mean())
     assert errors["gptq"] < errors["int4"]
     assert errors["awq"] < errors["int4"]
@@ -99,7 +99,7 @@ def test_gptq_is_nearer_than_rounding(source: pathlib.Path, tmp_path: pathlib.Pa
 )
 def test_an_interrupted_run_goes_on(recipe: Recipe, source: pathlib.Path, tmp_path: pathlib.Path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    quantise(str(source), whole, recipe, samples())
+    quantize(str(source), whole, recipe, samples())
     done: list[int] = []
 
     def stop(count: int, total: int, name: str) -> None:
@@ -108,9 +108,9 @@ def test_an_interrupted_run_goes_on(recipe: Recipe, source: pathlib.Path, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantise(str(source), resumed, recipe, samples(), progress=stop)
+        quantize(str(source), resumed, recipe, samples(), progress=stop)
     assert not resumed.exists()
-    quantise(str(source), resumed, recipe, samples(), progress=stop)
+    quantize(str(source), resumed, recipe, samples(), progress=stop)
     assert done == [1, 2]  # the first layer was not made again
     names = sorted(path.name for path in whole.iterdir())
     assert names == sorted(path.name for path in resumed.iterdir())
@@ -122,9 +122,9 @@ def test_what_another_run_left_is_not_used(source: pathlib.Path, tmp_path: pathl
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantise(str(source), tmp_path / "made", Recipe("int8"), progress=stop)
+        quantize(str(source), tmp_path / "made", Recipe("int8"), progress=stop)
     done: list[int] = []
-    quantise(str(source), tmp_path / "made", Recipe("fp8"), progress=lambda count, total, name: done.append(count))
+    quantize(str(source), tmp_path / "made", Recipe("fp8"), progress=lambda count, total, name: done.append(count))
     assert done == [1, 2]
     assert open_files(tmp_path / "made").config_json["quantization_config"]["format"] == "float-quantized"
 
@@ -134,7 +134,7 @@ def test_experts_without_tokens_are_rounded(tmp_path: pathlib.Path):
     folder = folder_of("qwen2_moe-hub", tmp_path / "source")
     said: list[str] = []
     recipe = Recipe("gptq", group_size=20, short_groups=True, weight_format="compressed-tensors")
-    quantise(str(folder), tmp_path / "made", recipe, samples(1, 10), tell=said.append)
+    quantize(str(folder), tmp_path / "made", recipe, samples(1, 10), tell=said.append)
     assert any("experts" in sentence and "is rounded to nearest: of the samples only" in sentence for sentence in said)
     assert np.isfinite(logits(tmp_path / "made")).all()
 
@@ -147,24 +147,24 @@ def test_memory_does_not_grow_with_the_layers(tmp_path: pathlib.Path):
     def measure(count: int, total: int, name: str) -> None:
         held.append(sum(array.nbytes for array in jax.live_arrays()))
 
-    quantise(str(folder), tmp_path / "made", Recipe("gptq", group_size=16), samples(), progress=measure)
+    quantize(str(folder), tmp_path / "made", Recipe("gptq", group_size=16), samples(), progress=measure)
     assert len(held) == 3
     assert held[2] <= held[1]
 
 
 def test_what_cannot_be_done_is_refused(source: pathlib.Path, tmp_path: pathlib.Path):
     with pytest.raises(RecipeError, match="gptq needs samples of text"):
-        quantise(str(source), tmp_path / "made", Recipe("gptq"))
-    quantise(str(source), tmp_path / "made", Recipe("int8"))
+        quantize(str(source), tmp_path / "made", Recipe("gptq"))
+    quantize(str(source), tmp_path / "made", Recipe("int8"))
     with pytest.raises(CheckpointError, match="exists already"):
-        quantise(str(source), tmp_path / "made", Recipe("int8"))
+        quantize(str(source), tmp_path / "made", Recipe("int8"))
     with pytest.raises(CheckpointError, match="is quantised already"):
-        quantise(str(tmp_path / "made"), tmp_path / "again", Recipe("int8"))
+        quantize(str(tmp_path / "made"), tmp_path / "again", Recipe("int8"))
     gemma = folder_of("gemma2-window", tmp_path / "gemma")
     with pytest.raises(RecipeError, match="is not known of Gemma"):
-        quantise(str(gemma), tmp_path / "again", Recipe("awq", group_size=16), samples())
+        quantize(str(gemma), tmp_path / "again", Recipe("awq", group_size=16), samples())
     assert not (tmp_path / "again.unfinished").exists()
     (tmp_path / "mine.unfinished").mkdir()
     (tmp_path / "mine.unfinished" / "notes.txt").write_text("keep")
     with pytest.raises(CheckpointError, match="is in the way"):
-        quantise(str(source), tmp_path / "mine", Recipe("int8"))
+        quantize(str(source), tmp_path / "mine", Recipe("int8"))

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxinfer import load_model
-from jaxinfer.quantise import Calibration, Recipe, quantise
-from jaxinfer.weights.formats import quantised_weights
+from jaxinfer.quantize import Calibration, Recipe, quantize
+from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object
-from tests.quantise.models import folder_of
+from tests.quantize.models import folder_of
 
 PACKED = "compressed-tensors"
 KINDS = {
@@ -71,7 +71,7 @@ def answered(
     text = Calibration(np.random.default_rng(1).integers(3, 60, (8, 64)).astype(np.int32))
     folders = {kind: root / kind for kind in KINDS if kind in selected(request)}
     for kind, folder in folders.items():
-        quantise(source, folder, KINDS[kind], text)
+        quantize(source, folder, KINDS[kind], text)
     np.save(root / "ids.npy", IDS)
     command = [oracle_python, "-m", "tools.oracle.quantised", root / "ids.npy", root, *folders.values()]
     said = subprocess.run([str(word) for word in command], cwd=repo, capture_output=True, text=True)
@@ -113,7 +113,7 @@ def ours(folder: pathlib.Path, activations: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_logits_are_the_same(kind: str, answered: Callable[[str], Case]):
     case = answered(kind)
-    weights, _ = quantised_weights(open_checkpoint(case.folder), read_json_object(case.folder / "config.json"))
+    weights, _ = quantized_weights(open_checkpoint(case.folder), read_json_object(case.folder / "config.json"))
     assert weights
     for name, weight in weights.items():
         assert np.array_equal(weight.dense(), case.theirs[f"weights/{name}"]), name

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxinfer import convert
-from jaxinfer.quantise import Recipe, RecipeError, quantise
+from jaxinfer.quantize import Recipe, RecipeError, quantize
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED
 from jaxinfer.weights.open import open_model_files
-from tests.quantise.models import folder_of, samples
-from tests.quantise.test_driver import logits
+from tests.quantize.models import folder_of, samples
+from tests.quantize.test_driver import logits
 
 slow = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def made(source: pathlib.Path, folder: pathlib.Path, recipe: Recipe, kind: str = "orbax", **settings) -> pathlib.Path:
-    quantise(str(source), folder, recipe, samples(), output_format=kind, **settings)
+    quantize(str(source), folder, recipe, samples(), output_format=kind, **settings)
     return folder
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxinfer.loading import write_companions
-from jaxinfer.quantise.layer import tensors
-from jaxinfer.quantise.work import Work, layer_name
+from jaxinfer.quantize.layer import tensors
+from jaxinfer.quantize.work import Work, layer_name
 from jaxinfer.weights.memory import Held, as_loaded
 from jaxinfer.weights.native.layouts import describe
 from jaxinfer.weights.native.writer import Unfinished, complete_folder, leaves_of

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.quant.make.recipe import Recipe
-from jaxinfer.quantise.calibration import observed, passed
-from jaxinfer.quantise.fold import Folder, can_fold
-from jaxinfer.quantise.layer import LayerWeights
+from jaxinfer.quantize.calibration import observed, passed
+from jaxinfer.quantize.fold import Folder, can_fold
+from jaxinfer.quantize.layer import LayerWeights
 from jaxinfer.weights.tree import walk
-from tests.quantise.models import samples
-from tests.quantise.test_calibration import first_layer
+from tests.quantize.models import samples
+from tests.quantize.test_calibration import first_layer
 
 
 def outputs(model, block, values, hidden) -> np.ndarray:

@@ -4,7 +4,7 @@ import pathlib
 
 import numpy as np
 
-from jaxinfer.quantise import Calibration
+from jaxinfer.quantize import Calibration
 from tests.models.parity import load_case
 from tools.oracle.golden import load
 
