@@ -78,6 +78,20 @@ def test_strangers_go_first_then_who_was_served_longest_ago_and_never_who_is_ser
         asyncio.run(story())
 
 
+def test_looks_are_close_where_half_of_the_places_are_taken() -> None:
+    async def story(connections: Connections) -> float:
+        await connections.look()
+        return connections._pause()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        port = listener.getsockname()[1]
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stack.enter_context(listener.accept()[0])
+        calm, close = (asyncio.run(story(Connections({port: most}))) for most in (6, 5))
+    assert calm == 4 * close
+
+
 def test_what_is_known_of_peers_that_have_gone_is_forgotten() -> None:
     async def story() -> None:
         connections = Connections({})
