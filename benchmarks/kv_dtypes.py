@@ -25,9 +25,9 @@ from benchmarks.peers import machine
 from benchmarks.peers.random_model import LLAMA_125M
 from benchmarks.traces.record import Quiet
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.commands import Decode, DecodeBatch, Prefill, PrefillBatch
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
@@ -93,7 +93,7 @@ def costs(model: Model, rows: int, contexts: Sequence[int], rounds: int) -> list
     return lines
 
 
-def executor(model: Model, rows: int, width: int, kind: str) -> Executor:
+def executor(model: Model, rows: int, width: int, kind: str) -> LocalExecutor:
     config = EngineConfig(
         max_num_seqs=rows,
         max_model_len=width * PAGE,
@@ -104,31 +104,30 @@ def executor(model: Model, rows: int, width: int, kind: str) -> Executor:
         kv_cache_dtype=kind,
     )
     mesh = mesh_for(config)
-    return Executor(*prepare(model, config, jax.default_backend(), mesh), mesh)
+    return LocalExecutor(*prepare(model, config, jax.default_backend(), mesh), mesh)
 
 
-def decode(tables: np.ndarray, context: int) -> Callable[[Executor], Any]:
+def decode(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
     """One token for each row, the last of its context."""
     rows = tables.shape[1]
 
-    def call(executor: Executor) -> None:
+    def call(executor: LocalExecutor) -> None:
         few = executor.microbatches[0].last_tokens.shape[0]  # a CPU may have more rows than were asked for
         own = np.resize(tables, (1, few, tables.shape[2]))
         positions = np.where(np.arange(few) < rows, context - 1, -1).astype(np.int32)
-        executor.decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), own))
+        executor.run(Decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), own)))
 
     return call
 
 
-def prefill(tables: np.ndarray, context: int) -> Callable[[Executor], Any]:
+def prefill(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
     """The last chunk of a prompt of as many tokens."""
     start, length = np.array([context - CHUNK], np.int32), np.array([CHUNK], np.int32)
-    return lambda executor: executor.prefill(
-        PrefillBatch(np.ones((1, CHUNK), np.int32), start, length, tables[:, :1].copy())
-    )
+    batch = PrefillBatch(np.ones((1, CHUNK), np.int32), start, length, tables[:, :1].copy())
+    return lambda executor: executor.run(Prefill(batch))
 
 
-def in_turns(executors: Sequence[Executor], call: Callable[[Executor], Any], rounds: int) -> list[float]:
+def in_turns(executors: Sequence[LocalExecutor], call: Callable[[LocalExecutor], Any], rounds: int) -> list[float]:
     """Median seconds of a call, for each executor."""
     times: list[list[float]] = [[] for _ in executors]
     for turn in range(rounds + 1):

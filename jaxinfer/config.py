@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, cast
+from typing import Literal
 
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
@@ -22,31 +22,67 @@ class EngineConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What a user may say about an engine; None means: choose.
+class ExecutionConfig:
+    """What is computed, and by what.
 
     Attributes:
         max_model_len: longest prompt plus output in tokens (default: the model's own limit).
-        max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
-        max_num_batched_tokens: prompt and decode tokens per step (default: 2048, or a full chunk and all rows if more).
+        activation_dtype: what inputs of quantised weights are rounded to before a product: "auto": what the checkpoint
+            says; "none": nothing; "int8": where weights have int8 numbers and a scale a channel; "fp8": where they have
+            FP8 numbers. A scale for each token.
+        max_logprobs: most top logprobs that a request may ask for.
+        exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
+            are reused.
+        attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
+            XLA; "mosaic" and "xla" force one of them.
+        seed: where unset request seeds come from (default: entropy of the system).
+    """
+
+    max_model_len: int | None = None
+    activation_dtype: str = "auto"
+    max_logprobs: int = 20
+    exactness: str = "exact"
+    attention_backend: str = "auto"
+    seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache: its pages on the devices and on the host.
+
+    Attributes:
         page_size: tokens per KV page, a power of two.
         num_pages: size of the KV pool (default: on a GPU what ``memory_utilization`` leaves, on a CPU room for
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
         kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
             with a scale for each head of each token, for nearly twice the tokens in the same memory.
-        activation_dtype: what inputs of quantised weights are rounded to before a product: "auto": what the checkpoint
-            says; "none": nothing; "int8": where weights have int8 numbers and a scale a channel; "fp8": where they have
-            FP8 numbers. A scale for each token.
         kv_cache_bytes: bound on the default size of the pool, on each device (default: none on a GPU, 4 GiB on a CPU).
         memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
             programs may take together.
+        enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
+        swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
+    """
+
+    page_size: int = 64
+    num_pages: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_bytes: int | None = None
+    memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    swap_space_gib: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What runs in a step, and who waits.
+
+    Attributes:
+        max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
+        max_num_batched_tokens: prompt and decode tokens per step (default: 2048, or a full chunk and all rows if more).
         prefill_sizes: chunk sizes in tokens, ascending powers of two; a chunk of the largest size runs at each
             multiple of it, and the tail of a prompt in the smallest size that holds it.
         max_prefill_rows: rows of the widest prefill programs, in which chunks of one size run together where that is
             proved to change no bit (default: what pays on the platform; 1: a program a chunk).
-        max_logprobs: most top logprobs that a request may ask for.
-        enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
-        swap_space_gib: host memory for pages of preempted sequences and for evicted prefix pages.
         scheduling_policy: "fcfs", "priority" (`Request.priority`, lower first) or "fair" (the tenant that has used
             least, by weight; see `jaxinfer.engine.scheduling.fair`).
         max_waiting_requests, max_waiting_sequences, max_waiting_tokens: a request is refused if with it more requests,
@@ -54,13 +90,42 @@ class EngineConfig:
         async_scheduling: launch a step before the one before it is read. Off: for debugging.
         batching: "continuous", or "static": a batch runs until all its sequences have ended. For comparison.
         multi_step: most decode steps that run on the device without the host, when nobody waits.
+    """
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int | None = None
+    prefill_sizes: tuple[int, ...] = (32, 128, 256)
+    max_prefill_rows: int | None = None
+    scheduling_policy: str = "fcfs"
+    max_waiting_requests: int | None = None
+    max_waiting_sequences: int | None = None
+    max_waiting_tokens: int | None = None
+    async_scheduling: bool = True
+    batching: str = "continuous"
+    multi_step: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """Drafts.
+
+    Attributes:
         speculative: None or "ngram": continuations found in a sequence's own tokens are verified in idle rows.
         num_speculative_tokens: most draft tokens per sequence and step.
         prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that the n-gram drafter looks for.
-        exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
-            are reused.
-        attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
-            XLA; "mosaic" and "xla" force one of them.
+    """
+
+    speculative: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Over how many devices, and how.
+
+    Attributes:
         tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
         expert_parallel_size: groups of so many devices among which a mixture's experts are dealt out; all else is
             spread over the devices of all groups.
@@ -71,43 +136,14 @@ class EngineConfig:
             and all else whole, and sequences, slots and a KV pool of its own; tokens go to their experts and back.
         sequence_parallel_norms: in prefill programs each device has the hidden states of some tokens between the parts
             of a layer: each sum over devices becomes a reduce-scatter, and an all-gather behind the norm.
-        seed: where unset request seeds come from (default: entropy of the system).
     """
 
-    max_model_len: int | None = None
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int | None = None
-    page_size: int = 64
-    num_pages: int | None = None
-    kv_cache_dtype: str = "auto"
-    activation_dtype: str = "auto"
-    kv_cache_bytes: int | None = None
-    memory_utilization: float = 0.9
-    prefill_sizes: tuple[int, ...] = (32, 128, 256)
-    max_prefill_rows: int | None = None
-    max_logprobs: int = 20
-    enable_prefix_caching: bool = True
-    swap_space_gib: float = 4.0
-    scheduling_policy: str = "fcfs"
-    max_waiting_requests: int | None = None
-    max_waiting_sequences: int | None = None
-    max_waiting_tokens: int | None = None
-    async_scheduling: bool = True
-    batching: str = "continuous"
-    multi_step: int = 1
-    speculative: str | None = None
-    num_speculative_tokens: int = 4
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    exactness: str = "exact"
-    attention_backend: str = "auto"
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     enable_dp_attention: bool = False
     sequence_parallel_norms: bool = False
-    seed: int | None = None
 
     @property
     def dp_ranks(self) -> int:
@@ -120,60 +156,30 @@ class EngineConfig:
         return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class ResolvedEngine:
-    """Every number that shapes the compiled programs and the pool.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
+    """What a user may say about an engine, all groups in one; None means: choose."""
 
-    ``rows`` is the number of slots; each decode program has an equal share of them, one program for each of
-    ``microbatches`` (see `Scheduler`); ``table_width`` the pages of one sequence,
-    ``prefill_batch_sizes`` the chunks in the wide program of each of ``prefill_sizes`` (1: there is none),
-    ``host_pages`` the pages that fit into ``swap_space_gib``.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedEngine(EngineConfig):
+    """The settings with nothing left open, and every number that shapes the compiled programs and the pool.
+
+    Attributes:
+        rows: slots; each decode program has an equal share of them, one for each of ``microbatches`` (see `Scheduler`).
+        table_width: pages of one sequence.
+        prefill_batch_sizes: chunks in the wide program of each of ``prefill_sizes`` (1: there is none).
+        host_pages: pages that fit into ``swap_space_gib``.
     """
 
     max_model_len: int
-    max_num_seqs: int
-    rows: int
     max_num_batched_tokens: int
-    page_size: int
     num_pages: int
-    kv_cache_dtype: str
-    activation_dtype: str
-    table_width: int
-    prefill_sizes: tuple[int, ...]
-    prefill_batch_sizes: tuple[int, ...]
-    max_logprobs: int
-    enable_prefix_caching: bool
-    host_pages: int
-    scheduling_policy: str
-    max_waiting_requests: int | None
-    max_waiting_sequences: int | None
-    max_waiting_tokens: int | None
-    async_scheduling: bool
-    batching: str
-    multi_step: int
-    speculative: str | None
-    num_speculative_tokens: int
-    prompt_lookup_min: int
-    prompt_lookup_max: int
-    exactness: str
     attention_backend: Backend
-    tensor_parallel_size: int
-    expert_parallel_size: int
-    pipeline_parallel_size: int
-    data_parallel_size: int
-    enable_dp_attention: bool
-    sequence_parallel_norms: bool
-    seed: int | None
-
-    @property
-    def dp_ranks(self) -> int:
-        """See `EngineConfig.dp_ranks`."""
-        return self.expert_parallel_size if self.enable_dp_attention else 1
-
-    @property
-    def devices(self) -> int:
-        """See `EngineConfig.devices`."""
-        return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
+    rows: int
+    table_width: int
+    prefill_batch_sizes: tuple[int, ...]
+    host_pages: int
 
     @property
     def microbatches(self) -> int:
@@ -224,42 +230,16 @@ def resolve(
     _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
     cache = cache.stored_as(config.kv_cache_dtype)
     pages = _num_pages(config, cache, width, itemsize)
-    return ResolvedEngine(
-        max_model_len=length,
-        max_num_seqs=config.max_num_seqs,
-        rows=rows,
-        max_num_batched_tokens=budget,
-        page_size=config.page_size,
-        num_pages=pages,
-        kv_cache_dtype=config.kv_cache_dtype,
-        activation_dtype=config.activation_dtype,
-        table_width=width,
-        prefill_sizes=config.prefill_sizes,
-        prefill_batch_sizes=_prefill_batch_sizes(config, prefill_rows, width, pages),
-        max_logprobs=config.max_logprobs,
-        enable_prefix_caching=config.enable_prefix_caching,
-        host_pages=int(config.swap_space_gib * 2**30 / cache.bytes_per_page(config.page_size, itemsize)),
-        scheduling_policy=config.scheduling_policy,
-        max_waiting_requests=config.max_waiting_requests,
-        max_waiting_sequences=config.max_waiting_sequences,
-        max_waiting_tokens=config.max_waiting_tokens,
-        async_scheduling=config.async_scheduling,
-        batching=config.batching,
-        multi_step=config.multi_step,
-        speculative=config.speculative,
-        num_speculative_tokens=config.num_speculative_tokens,
-        prompt_lookup_min=config.prompt_lookup_min,
-        prompt_lookup_max=config.prompt_lookup_max,
-        exactness=config.exactness,
-        attention_backend=cast("Backend", config.attention_backend),
-        tensor_parallel_size=config.tensor_parallel_size,
-        expert_parallel_size=config.expert_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        data_parallel_size=config.data_parallel_size,
-        enable_dp_attention=config.enable_dp_attention,
-        sequence_parallel_norms=config.sequence_parallel_norms,
-        seed=config.seed,
-    )
+    found = {
+        "max_model_len": length,
+        "max_num_batched_tokens": budget,
+        "num_pages": pages,
+        "rows": rows,
+        "table_width": width,
+        "prefill_batch_sizes": _prefill_batch_sizes(config, prefill_rows, width, pages),
+        "host_pages": int(config.swap_space_gib * 2**30 / cache.bytes_per_page(config.page_size, itemsize)),
+    }
+    return ResolvedEngine(**vars(config) | found)
 
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {

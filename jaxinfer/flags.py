@@ -38,8 +38,15 @@ def given_settings(
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """What the "Attributes:" section of a class's docstring says of each name, each in one line."""
-    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    """What the "Attributes:" sections of a class and its bases say of each name, each in one line."""
+    docs: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        docs |= _own_docs(vars(each).get("__doc__") or "")
+    return docs
+
+
+def _own_docs(docstring: str) -> dict[str, str]:
+    section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     docs: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", section):
         names, colon, text = entry.partition(":")

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.replicas import Replicas
-from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
@@ -209,7 +208,7 @@ class _Run:
 
     def __init__(
         self,
-        engine: Engine | Replicas,
+        engine: EngineCore,
         tokenizer: Tokenizer | None,
         prompts: Sequence[Prompt],
         requests: Sequence[Request],
@@ -273,7 +272,7 @@ class _Run:
         return None if self._tokenizer is None else self._tokenizer.token_bytes(token).decode(errors="replace")
 
 
-def _add_all(engine: Engine | Replicas, requests: Sequence[Request]) -> list[Request]:
+def _add_all(engine: EngineCore, requests: Sequence[Request]) -> list[Request]:
     """All or none."""
     added: list[Request] = []
     try:

@@ -14,13 +14,11 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.distributed.group import Group
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
-from jaxinfer.engine.distributed.replicas import Replicas
-from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compile_cache import use_compilation_cache
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.engine.execution.prepare import with_activations
@@ -28,6 +26,7 @@ from jaxinfer.engine.execution.stages import cut
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import Family, family_for
+from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
@@ -86,7 +85,7 @@ def start_engine(
     show_progress: bool = True,
     progress: StartProgress = StartProgress(),
     group: Group | None = None,
-) -> tuple[Model, Engine | Replicas]:
+) -> tuple[Model, EngineCore]:
     """Plan the memory, load the weights, compile: everything between a user's settings and an engine that is ready.
 
     Args:
@@ -122,7 +121,7 @@ def start_follower(
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
-) -> tuple[Model, ResolvedEngine, dict[int, Executor]]:
+) -> tuple[Model, ResolvedEngine, dict[int, LocalExecutor]]:
     """What `start_engine` does, in a process that is not its group's first: it loads and compiles its devices' part.
 
     The executors are for `jaxinfer.engine.distributed.leader.follow`. Arguments and errors are those of `start_engine`.

@@ -59,7 +59,7 @@ def test_the_step_is_that_of_the_engine(repo: pathlib.Path) -> None:
     (block,) = re.findall(
         r"```python\n(.*?)```", (repo / "docs/architecture.md").read_text(encoding="utf-8"), re.DOTALL
     )
-    source = [line.strip() for line in (repo / "jaxinfer/engine/engine.py").read_text().splitlines()]
+    source = [line.strip() for line in (repo / "jaxinfer/engine/core.py").read_text().splitlines()]
     assert [line for line in block.splitlines() if line.strip() not in source] == []
 
 

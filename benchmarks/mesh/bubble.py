@@ -11,8 +11,8 @@ import jax
 
 from benchmarks.mesh.models import model
 from jaxinfer.engine.distributed.replicas import Replicas
-from jaxinfer.engine.execution.executor import Executor
-from jaxinfer.engine.execution.step import DecodeBatch
+from jaxinfer.engine.execution.commands import DecodeBatch
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.llm import LLM
 from jaxinfer.types import Request, SamplingParams
 
@@ -70,7 +70,7 @@ def _decode(llm: LLM, options: argparse.Namespace) -> tuple[float, list[tuple[in
     return statistics.median(seconds), batches
 
 
-def _free(executor: Executor, batches: list[tuple[int, DecodeBatch]], limit: float) -> float:
+def _free(executor: LocalExecutor, batches: list[tuple[int, DecodeBatch]], limit: float) -> float:
     """Seconds of a microbatch when each stage is given what once arrived there."""
     arrived = [(microbatch, batch, _arrivals(executor, microbatch, batch)) for microbatch, batch in batches]
     start, rounds = time.perf_counter(), 0
@@ -83,7 +83,7 @@ def _free(executor: Executor, batches: list[tuple[int, DecodeBatch]], limit: flo
     return (time.perf_counter() - start) / (rounds * len(batches))
 
 
-def _arrivals(executor: Executor, microbatch: int, batch: DecodeBatch) -> list[Any]:
+def _arrivals(executor: LocalExecutor, microbatch: int, batch: DecodeBatch) -> list[Any]:
     x: Any = executor.microbatches[microbatch].input_tokens
     found = []
     for part in executor.runtimes:
@@ -92,7 +92,7 @@ def _arrivals(executor: Executor, microbatch: int, batch: DecodeBatch) -> list[A
     return found
 
 
-def _all_stages(executor: Executor, microbatch: int, batch: DecodeBatch, arrivals: list[Any]) -> None:
+def _all_stages(executor: LocalExecutor, microbatch: int, batch: DecodeBatch, arrivals: list[Any]) -> None:
     for part, arriving in zip(executor.runtimes[:-1], arrivals, strict=False):
         part.pass_decode(batch, arriving)
     last, own = executor.runtimes[-1], executor.microbatches[microbatch]

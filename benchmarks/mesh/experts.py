@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.mesh.models import EXPERTS, model
 from jaxinfer.config import EngineConfig, resolve
-from jaxinfer.engine.execution.executor import Executor
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import Decode, DecodeBatch, Prefill, PrefillBatch
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits
@@ -66,7 +66,7 @@ def _decode(own: Model, rows: int) -> Callable[[], None]:
     batch = DecodeBatch(tokens, np.full(rows, 100, np.int32), np.zeros(rows, np.int32), tables)
 
     def call() -> None:
-        executor.decode(0, batch)
+        executor.run(Decode(0, batch))
         executor.wait()
 
     return call
@@ -79,13 +79,13 @@ def _prefill(own: Model) -> Callable[[], None]:
     batch = PrefillBatch(tokens, np.zeros(1, np.int32), np.full(1, _CHUNK, np.int32), tables)
 
     def call() -> None:
-        executor.prefill(batch)
+        executor.run(Prefill(batch))
         executor.wait()
 
     return call
 
 
-def _executor(own: Model, rows: int) -> Executor:
+def _executor(own: Model, rows: int) -> LocalExecutor:
     config = EngineConfig(max_num_seqs=rows, max_model_len=256, num_pages=_PAGES, prefill_sizes=(_CHUNK,))
     engine = resolve(config, own.cache_spec, max_position=own.config.max_position, itemsize=own.dtype.itemsize)
-    return Executor(own, engine, SamplingLimits(max_logprobs=engine.max_logprobs), make_mesh())
+    return LocalExecutor(own, engine, SamplingLimits(max_logprobs=engine.max_logprobs), make_mesh())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import pathlib
 import time
 from typing import Literal
@@ -17,11 +16,9 @@ import numpy as np
 
 from benchmarks.traces.fake import resolved
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
-from jaxinfer.engine.scheduling.scheduler import Scheduler
-from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.kv.manager import KVConfig, KVManager
-from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.types import SequenceDelta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,49 +67,47 @@ def row_of(request_id: str) -> int:
     return int(request_id.rpartition("-")[2])
 
 
-class PacedEngine:
-    """Satisfies `jaxinfer.engine.async_engine.Steps`."""
+class InstantRunner:
+    """Runs plans at once: every row samples one and the same token.
+
+    Attributes:
+        decodes: whether the last plan had rows.
+    """
+
+    def __init__(self, token: int) -> None:
+        self.decodes, self._token = False, token
+
+    def launch(self, plan: StepPlan) -> StepPlan | None:
+        self.decodes = bool(plan.decodes)
+        return plan or None
+
+    def read(self, launched: StepPlan | None) -> StepResult | None:
+        if launched is None:
+            return None
+        rows, prompts = len(launched.decodes), [[] for _ in launched.prefills]
+        return StepResult(launched, [[self._token] * launched.steps for _ in range(rows)], [()] * rows, prompts)
+
+
+class PacedEngine(EngineLoop):
+    """The engine's own loop, whose tokens leave it when they are due."""
 
     def __init__(self, config: EngineConfig, context: int, pace: Pace, stamps: Stamps) -> None:
-        self.config = engine = resolved(config, context)
-        self._kv = KVManager(
-            KVConfig(
-                pages=engine.num_pages,
-                page_size=engine.page_size,
-                slots=engine.max_num_seqs,
-                width=engine.table_width,
-                host_pages=engine.host_pages,
-                prefix_caching=engine.enable_prefix_caching,
-            )
-        )
-        self._scheduler = Scheduler(engine, self._kv, {size: place for place, size in enumerate(engine.prefill_sizes)})
+        engine = dataclasses.replace(resolved(config, context), async_scheduling=False)
+        self._instant = InstantRunner(pace.token)
+        super().__init__(engine, new_kv(engine), self._instant)
         self._pace, self._stamps = pace, stamps
         self._groups: collections.deque[list[SequenceDelta]] = collections.deque()  # of the last step, still to leave
         self._due = 0.0
-        self._seeds = itertools.count()
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._groups)
-
-    def add(self, request: Request) -> Request:
-        if request.params.seed is None:
-            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=next(self._seeds)))
-        self._scheduler.add(request)
-        return request
-
-    def check_room(self, request: Request, ahead: int = 0) -> None:
-        self._scheduler.check_room(request, ahead)
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        self._scheduler.abort(request_id, index)
+        return super().has_work or bool(self._groups)
 
     def step(self) -> list[SequenceDelta]:
         """The next group of tokens, when it is due. What computes prompts alone takes no time."""
         if not self._groups:
-            plan = self._scheduler.plan()
-            deltas = self._scheduler.commit(_made_up(plan, self._pace.token))
-            if not plan.decodes:
+            deltas = super().step()
+            if not self._instant.decodes:
                 return deltas
             self._groups.extend(self._split(deltas))
         self._wait(self._pace.step_seconds / self._pace.groups)
@@ -131,20 +126,3 @@ class PacedEngine:
         now = time.monotonic()
         self._due = max(self._due + seconds, now)
         time.sleep(self._due - now)
-
-    def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        return scheduler.stats.snapshot(
-            running=scheduler.running, waiting=scheduler.waiting, kv=self._kv.usage(), compilations=0
-        )
-
-    def reset_prefix_cache(self) -> int:
-        return self._kv.reset_prefix_cache()
-
-    def check(self) -> None:
-        self._scheduler.check()
-
-
-def _made_up(plan: StepPlan, token: int) -> StepResult:
-    rows = len(plan.decodes)
-    return StepResult(plan, [[token] * plan.steps for _ in range(rows)], [()] * rows, [[] for _ in plan.prefills])

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from benchmarks.traces.probe import counters, occupancy
 from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.core import new_kv
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.scheduler import Scheduler
-from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.types import CacheSpec, LayerSpec, Request, SequenceDelta
 
 
@@ -47,15 +47,7 @@ class FakeServer:
     """
 
     def __init__(self, engine: ResolvedEngine, pace: Pace = Pace()) -> None:
-        config = KVConfig(
-            pages=engine.num_pages,
-            page_size=engine.page_size,
-            slots=engine.max_num_seqs,
-            width=engine.table_width,
-            host_pages=engine.host_pages,
-            prefix_caching=engine.enable_prefix_caching,
-        )
-        self.kv = KVManager(config)
+        self.kv = new_kv(engine)
         # Each prefill size a class of its own: the most cautious answer that a device can give.
         classes = {size: number for number, size in enumerate(engine.prefill_sizes)}
         self.scheduler: Scheduler = Scheduler(engine, self.kv, classes, clock=self.now)

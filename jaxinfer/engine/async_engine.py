@@ -15,26 +15,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SequenceDelta
 
-__all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Steps", "Stream"]
-
-
-@runtime_checkable
-class Steps(Protocol):
-    """What `AsyncEngine` needs of an engine (see `jaxinfer.engine.engine.Engine`)."""
-
-    @property
-    def has_work(self) -> bool: ...
-    def add(self, request: Request) -> Request: ...
-    def check_room(self, request: Request, ahead: int = 0) -> None: ...
-    def abort(self, request_id: str, index: int | None = None) -> None: ...
-    def step(self) -> list[SequenceDelta]: ...
-    def stats(self) -> EngineStats: ...
-    def reset_prefix_cache(self) -> int: ...
-    def check(self) -> None: ...
+__all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Stream"]
 
 
 @runtime_checkable
@@ -115,7 +101,7 @@ class AsyncEngine:
         on_end: called by the thread when it ends, stopped or by a fault.
     """
 
-    def __init__(self, engine: Steps, on_end: Callable[[Closed], object] | None = None) -> None:
+    def __init__(self, engine: EngineCore, on_end: Callable[[Closed], object] | None = None) -> None:
         self._engine, self._on_end = engine, on_end
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._streams: dict[str, Feed] = {}

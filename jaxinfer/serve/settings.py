@@ -35,13 +35,29 @@ class ServeConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """A server: one model behind gRPC and, if asked for, HTTP.
+class ServedModelConfig:
+    """What is served.
 
     Attributes:
         model: "demo", a folder, or a hub id.
         served_model_name: what clients call it (default: the folder's name).
         dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
+        compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
+        check_finite: refuse weights with NaN or infinity.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    compilation_cache_dir: str | None = None
+    check_finite: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoorConfig:
+    """Where the server listens.
+
+    Attributes:
         host: address to listen on. Anything but loopback needs api_keys or tls_client_ca, or insecure.
         grpc_port: of Inference, health and reflection; 0: any free one.
         http_port: of the OpenAI API and /metrics (default: no HTTP).
@@ -50,6 +66,22 @@ class ServeConfig:
         metrics_host: address of these.
         control_port: of Control (default: none); 0: any free one.
         control_host: address of Control.
+    """
+
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    control_port: int | None = None
+    control_host: str = "127.0.0.1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who may come in, and what belongs to whom.
+
+    Attributes:
         api_keys: file of hashed keys with their scopes (python -m jaxinfer.serve.keys makes them).
         prefix_cache_sharing: who finds whose cached prefixes: "tenant": a key its own, and those of its cache_group;
             "all": everybody everybody's, which tells clients what others have asked.
@@ -58,41 +90,8 @@ class ServeConfig:
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file; clients must show a certificate that it signed.
         allow_request_templates: requests may bring chat templates of their own (they run in the sandbox).
-        template_seconds: a chat template that runs longer is stopped.
-        drain_seconds: what SIGTERM leaves running requests; a second one aborts them.
-        step_timeout: seconds without progress in a step after which the engine counts as hung (default: 10, or 20 times
-            the 99th percentile of the steps so far, if that is more).
-        startup_timeout: seconds without progress until READY after which it does.
-        num_processes: over which the engine's devices are spread; each is started by itself (docs/multi_host.md).
-        process_id: which of them this is: 0 has the doors, the others follow it.
-        coordinator_address: HOST:PORT on which process 0 waits for the others.
-        group_key_file: file with a secret of 16 bytes or more that all processes have.
-        group_timeout: seconds without a sign of life of a process, or without progress in a step, after which all
-            processes of the group end; with several it takes the place of step_timeout.
-        slow_reader_seconds: a client that reads nothing for so long is cut off.
-        keepalive_seconds: between pings on idle connections.
-        max_connections: of HTTP clients at once, and again of gRPC clients; where all are in use, idle ones give way.
-        max_receive_bytes: of a gRPC client's messages that are under way at once; half as much for all without a key.
-        header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet,
-            and again to send a call's request.
-        log_format: "text" or "json".
-        log_level: "debug", "info", "warning" or "error".
-        otlp_endpoint: where OpenTelemetry traces go (default: nowhere).
-        profile_dir: where StartProfile writes (default: profiling is refused).
-        compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
-        check_finite: refuse weights with NaN or infinity.
     """
 
-    model: str
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    host: str = "127.0.0.1"
-    grpc_port: int = 50051
-    http_port: int | None = None
-    metrics_port: int | None = None
-    metrics_host: str = "127.0.0.1"
-    control_port: int | None = None
-    control_host: str = "127.0.0.1"
     api_keys: str | None = None
     prefix_cache_sharing: str = TENANT
     insecure: bool = False
@@ -100,26 +99,78 @@ class ServeConfig:
     tls_key: str | None = None
     tls_client_ca: str | None = None
     allow_request_templates: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatienceConfig:
+    """How long something may take, and how much may be under way.
+
+    Attributes:
+        template_seconds: a chat template that runs longer is stopped.
+        drain_seconds: what SIGTERM leaves running requests; a second one aborts them.
+        step_timeout: seconds without progress in a step after which the engine counts as hung (default: 10, or 20 times
+            the 99th percentile of the steps so far, if that is more).
+        startup_timeout: seconds without progress until READY after which it does.
+        slow_reader_seconds: a client that reads nothing for so long is cut off.
+        keepalive_seconds: between pings on idle connections.
+        header_seconds: for an HTTP client to send its request's head, and again its body; for a gRPC client to greet,
+            and again to send a call's request.
+        max_connections: of HTTP clients at once, and again of gRPC clients; where all are in use, idle ones give way.
+        max_receive_bytes: of a gRPC client's messages that are under way at once; half as much for all without a key.
+    """
+
     template_seconds: float = 1.0
     drain_seconds: float = 30.0
     step_timeout: float | None = None
     startup_timeout: float = 600.0
+    slow_reader_seconds: float = 30.0
+    keepalive_seconds: float = 30.0
+    header_seconds: float = 10.0
+    max_connections: int = 1024
+    max_receive_bytes: int = 268435456
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """The processes of one engine.
+
+    Attributes:
+        num_processes: over which the engine's devices are spread; each is started by itself (docs/multi_host.md).
+        process_id: which of them this is: 0 has the doors, the others follow it.
+        coordinator_address: HOST:PORT on which process 0 waits for the others.
+        group_key_file: file with a secret of 16 bytes or more that all processes have.
+        group_timeout: seconds without a sign of life of a process, or without progress in a step, after which all
+            processes of the group end; with several it takes the place of step_timeout.
+    """
+
     num_processes: int = 1
     process_id: int = 0
     coordinator_address: str | None = None
     group_key_file: str | None = None
     group_timeout: float = 10.0
-    slow_reader_seconds: float = 30.0
-    keepalive_seconds: float = 30.0
-    max_connections: int = 1024
-    max_receive_bytes: int = 268435456
-    header_seconds: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What the server tells of itself.
+
+    Attributes:
+        log_format: "text" or "json".
+        log_level: "debug", "info", "warning" or "error".
+        otlp_endpoint: where OpenTelemetry traces go (default: nowhere).
+        profile_dir: where StartProfile writes (default: profiling is refused).
+    """
+
     log_format: str = "text"
     log_level: str = "info"
     otlp_endpoint: str | None = None
     profile_dir: str | None = None
-    compilation_cache_dir: str | None = None
-    check_finite: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(LogConfig, GroupConfig, PatienceConfig, AccessConfig, DoorConfig, ServedModelConfig):
+    """A server: one model behind gRPC and, if asked for, HTTP."""
+
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
     engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**QUEUE))
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.buckets import Chunk
-from jaxinfer.engine.scheduling.plan import StepPlan
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
-from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.kv.manager import KVConfig, KVManager
-from jaxinfer.spec import NgramDrafter
 from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SamplingParams, SequenceDelta
 from tests.engine.fake_device import EOS, Alone, FakeDevice, FakeModel, Launched, position_logprobs
 
@@ -63,19 +60,11 @@ class Output:
 
 
 class Loop:
-    """Scheduler, cache manager and device, stepped as the engine steps them; ``now`` is their clock."""
+    """The engine's own loop around the fake device; ``now`` is their clock."""
 
     def __init__(self, engine: ResolvedEngine, model: FakeModel, costs: Costs | None = None) -> None:
         self.engine, self.model, self.now, self.steps = engine, model, 0.0, 0
-        self.kv = KVManager(_kv_config(engine, model))
-        self.scheduler = Scheduler(
-            engine,
-            self.kv,
-            dict(model.classes),
-            drafter=NgramDrafter(engine.prompt_lookup_min, engine.prompt_lookup_max) if engine.speculative else None,
-            costs=costs,
-            clock=lambda: self.now,
-        )
+        self.kv = new_kv(engine, model.windows)
         pools = self.kv._store.pools
         self.device = FakeDevice(
             model,
@@ -85,11 +74,12 @@ class Loop:
             running=lambda: self.scheduler._running,
             cached=lambda group, page: pools[group].owner(page) is not None,
         )
+        classes = dict(model.classes)
+        self.core = EngineLoop(engine, self.kv, self, size_classes=classes, costs=costs, clock=lambda: self.now)
+        self.scheduler = self.core._scheduler
         self.outputs: dict[str, list[Output]] = {}
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()
-        self._pending: collections.deque[Launched] = collections.deque()
-        self._ahead = engine.microbatches if engine.async_scheduling else 0
         self._stalled = 0  # steps in a row in which nothing was launched although there is work
 
     def _alone(self, sequence: Sequence) -> Alone:
@@ -97,7 +87,7 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.has_work or bool(self._pending)
+        return self.core.has_work
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -116,20 +106,23 @@ class Loop:
         """One step, with every check that there is."""
         self.now += 1.0
         self.steps += 1
-        self.plan = self.scheduler.plan()
-        self._stalled = self._stalled + 1 if self.live and not (self.plan or self._pending) else 0
+        launched = self.core.launch()
+        self._stalled = self._stalled + 1 if self.live and not (launched or self.core._pending) else 0
         assert self._stalled < 3, f"nobody can go on: {list(self.live)}"
-        launched = self.device.launch(self.plan)
-        if launched is not None:
-            self._pending.append(launched)
-        due = self._pending and (launched is None or len(self._pending) > self._ahead)
-        deltas = self.scheduler.commit(self._pending.popleft().result if due else None)
+        deltas = self.core.read(launched)
         assert len({(delta.request_id, delta.index) for delta in deltas}) == len(deltas), "two deltas of a sample"
         for delta in deltas:
             self.outputs[delta.request_id][delta.index].take(delta, self.now)
             self._settle(delta.request_id)
         self.scheduler.check()
         return self.plan
+
+    def launch(self, plan: StepPlan) -> Launched | None:
+        self.plan = plan
+        return self.device.launch(plan)
+
+    def read(self, launched: Launched | None) -> StepResult | None:
+        return None if launched is None else launched.result
 
     def _settle(self, request_id: str) -> None:
         if all(output.reason is not None for output in self.outputs[request_id]):
@@ -166,18 +159,6 @@ class Loop:
             self.add(request)
         self.drain()
         return [[output.tokens for output in self.outputs[request.request_id]] for request in requests]
-
-
-def _kv_config(engine: ResolvedEngine, model: FakeModel) -> KVConfig:
-    return KVConfig(
-        pages=engine.num_pages,
-        page_size=engine.page_size,
-        slots=engine.rows,
-        width=engine.table_width,
-        windows=model.windows,
-        host_pages=engine.host_pages,
-        prefix_caching=engine.enable_prefix_caching,
-    )
 
 
 def make_loop(

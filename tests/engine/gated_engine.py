@@ -87,8 +87,13 @@ class FakeEngine:
         reason = FinishReason.LENGTH if sample.made == sample.request.params.max_tokens else None
         return SequenceDelta(sample.request.request_id, sample.index, [token], [], reason)
 
+    config = limits = None
+
     def stats(self):
         raise NotImplementedError
+
+    def temporaries(self) -> int:
+        return 0
 
     def reset_prefix_cache(self) -> int:
         return 3

@@ -12,11 +12,10 @@ import sys
 from typing import Any
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.group import Group, Membership, join, lead
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.leader import follow
-from jaxinfer.engine.distributed.replicas import Replicas
-from jaxinfer.engine.engine import Engine
 from jaxinfer.loading import start_engine, start_follower
+from jaxinfer.parallel.group import Group, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.types import Request
 from tests.fakes import mixed_params
@@ -58,7 +57,7 @@ def request(number: int, vocab: int, greedy: bool) -> Request:
     return Request(f"r{number}", tuple(prompt), params)
 
 
-def run(engine: Engine | Replicas, vocab: int, work: Work) -> dict[str, Any]:
+def run(engine: EngineCore, vocab: int, work: Work) -> dict[str, Any]:
     """All that was given of each sample, and what had to happen for that."""
     found: dict[str, list[Any]] = {}
     for number in range(work.requests):

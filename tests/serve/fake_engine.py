@@ -19,15 +19,12 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
+from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.plan import PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.scheduling.scheduler import Scheduler
-from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
-from jaxinfer.types import CacheSpec, LayerSpec, PositionLogprobs, Request, SequenceDelta, TokenLogprob
-from jaxinfer.validate import SamplingLimits
+from jaxinfer.types import CacheSpec, LayerSpec, PositionLogprobs, TokenLogprob
 
 TEXT = "The naïve fox — 狐 — jumps over 3 lazy dogs. 🦊👩‍🚀 Ça va? " * 3
 BYTES = TEXT.encode()
@@ -96,85 +93,32 @@ class Mischief:
     eos_after: int | None = None
 
 
-class FakeEngine:
-    """Satisfies `jaxinfer.engine.async_engine.Steps`.
-
-    Args:
-        settings: fields of `EngineConfig`, on top of `DEFAULTS`.
+class FakeRunner:
+    """Runs plans on nothing, with the results that `expected_tokens` and `expected_logprobs` say.
 
     Attributes:
-        config: as `Engine.config`.
-        limits: as `Engine.limits`.
         steps: how many plans were run.
+        released: set, it lets a step that hangs go on.
     """
 
-    def __init__(self, mischief: Mischief = Mischief(), **settings: Any) -> None:
-        self.config = resolved(**settings)
-        self.limits = SamplingLimits(max_logprobs=self.config.max_logprobs)
-        self.steps = 0
+    def __init__(self, mischief: Mischief) -> None:
+        self.steps, self.released = 0, threading.Event()
         self._mischief = mischief
-        self._kv = KVManager(_kv_config(self.config))
-        # Each prefill size a class of its own: the most cautious answer that a device can give.
-        classes = {size: number for number, size in enumerate(self.config.prefill_sizes)}
-        self._scheduler = Scheduler(self.config, self._kv, classes)
-        self._pending: StepPlan | None = None
-        self._seeds = itertools.count(1000 if self.config.seed is None else self.config.seed)
-        self._released = threading.Event()
-        self._last_read = time.monotonic()
 
-    @property
-    def has_work(self) -> bool:
-        return self._scheduler.has_work or self._pending is not None
+    def launch(self, plan: StepPlan) -> StepPlan | None:
+        return plan or None
 
-    def add(self, request: Request) -> Request:
-        if request.params.seed is None:
-            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=next(self._seeds)))
-        self._scheduler.add(request)
-        return request
-
-    def check_room(self, request: Request, ahead: int = 0) -> None:
-        self._scheduler.check_room(request, ahead)
-
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        self._scheduler.abort(request_id, index)
-
-    def step(self) -> list[SequenceDelta]:
-        launched = self._scheduler.plan() or None
-        before = self._pending if self.config.async_scheduling else launched
-        deltas = self._scheduler.commit(self._read(before))
-        self._pending = launched if self.config.async_scheduling else None
-        return deltas
-
-    def release(self) -> None:
-        """Let a step that hangs go on."""
-        self._released.set()
-
-    def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        return scheduler.stats.snapshot(
-            running=scheduler.running, waiting=scheduler.waiting, kv=self._kv.usage(), compilations=0
-        )
-
-    def reset_prefix_cache(self) -> int:
-        return self._kv.reset_prefix_cache()
-
-    def check(self) -> None:
-        self._scheduler.check()
-
-    def _read(self, plan: StepPlan | None) -> StepResult | None:
-        if plan is None:
+    def read(self, launched: StepPlan | None) -> StepResult | None:
+        if launched is None:
             return None
         self.steps += 1
         if self._mischief.seconds:
             time.sleep(self._mischief.seconds)
         if self.steps == self._mischief.hang_at:
-            self._released.wait()
+            self.released.wait()
         if self.steps == self._mischief.fault_at:
             raise ZeroDivisionError(f"the fake engine's fault in step {self.steps}")
-        now = time.monotonic()
-        self._scheduler.stats.step(now - self._last_read)
-        self._last_read = now
-        return self._made_up(plan)
+        return self._made_up(launched)
 
     def _made_up(self, plan: StepPlan) -> StepResult:
         tokens, logprobs = [], []
@@ -193,6 +137,31 @@ class FakeEngine:
         return StepResult(plan, tokens, logprobs, [_prompt_logprobs(prefill) for prefill in plan.prefills])
 
 
+class FakeEngine(EngineLoop):
+    """The engine's own loop around a `FakeRunner`. Seeds of requests without one count from 1000, or ``seed``.
+
+    Args:
+        settings: fields of `EngineConfig`, on top of `DEFAULTS`.
+    """
+
+    def __init__(self, mischief: Mischief = Mischief(), **settings: Any) -> None:
+        engine, self._fake = resolved(**settings), FakeRunner(mischief)
+        super().__init__(engine, new_kv(engine), self._fake)
+        self._counted = itertools.count(1000 if engine.seed is None else engine.seed)
+
+    def _new_seed(self) -> int:
+        return next(self._counted)
+
+    @property
+    def steps(self) -> int:
+        """How many plans were run."""
+        return self._fake.steps
+
+    def release(self) -> None:
+        """Let a step that hangs go on."""
+        self._fake.released.set()
+
+
 def _prompt_logprobs(prefill: PrefillPlan) -> list[PositionLogprobs]:
     top = prefill.sequence.params.prompt_logprobs
     if not prefill.logprobs or top is None:
@@ -205,17 +174,6 @@ def resolved(**settings: Any) -> ResolvedEngine:
     """What `EngineConfig` settings mean for the fake engine, on top of `DEFAULTS`."""
     config = EngineConfig(**{**DEFAULTS, **settings})
     return resolve(config, CacheSpec((LayerSpec(),), kv_heads=1, head_dim=8), max_position=1 << 20, itemsize=4)
-
-
-def _kv_config(engine: ResolvedEngine) -> KVConfig:
-    return KVConfig(
-        pages=engine.num_pages,
-        page_size=engine.page_size,
-        slots=engine.rows,
-        width=engine.table_width,
-        host_pages=engine.host_pages,
-        prefix_caching=engine.enable_prefix_caching,
-    )
 
 
 # ---- what belongs to it

@@ -7,23 +7,23 @@ import sys
 import time
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.engine.distributed.group import GroupError
-from jaxinfer.engine.execution.executor import Executor
-from jaxinfer.engine.execution.step import DecodeBatch
+from jaxinfer.engine.execution.commands import DecodeBatch
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.loading import LOADING_ERRORS
+from jaxinfer.parallel.group import GroupError
 from jaxinfer.sampling import Sampled
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.__main__ import build
 
-_decode = Executor.decode
+_decode = LocalExecutor._decode
 
 
-def stuck(self: Executor, turn: int, batch: DecodeBatch) -> Sampled:
+def stuck(self: LocalExecutor, microbatch: int, batch: DecodeBatch) -> Sampled:
     while pathlib.Path(sys.argv[1]).exists():
         time.sleep(0.1)
-    return _decode(self, turn, batch)
+    return _decode(self, microbatch, batch)
 
 
 if __name__ == "__main__":
-    Executor.decode = stuck  # type: ignore[method-assign]
+    LocalExecutor._decode = stuck  # type: ignore[method-assign]
     process.run(build, (*LOADING_ERRORS, EngineConfigError, GroupError))

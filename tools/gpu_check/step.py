@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, StepState, make_programs
+from jaxinfer.engine.execution.step import StepState, make_programs
 from jaxinfer.kv.pool import LayerPool, new_pools
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, replicated

@@ -15,15 +15,15 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.distributed.lockstep import Lockstep, RankExecutor
 from jaxinfer.engine.distributed.replicas import Replicas, config_of_each
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.calibration import Calibration
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.execution.runner import Proved
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 
 
 class DpAttentionEngine(Replicas):
-    """Has the methods of `Engine`. A request is served by one rank from its first to its last token.
+    """An `EngineCore` of ranks. A request is served by one rank from its first to its last token.
 
     Settings hold for each of the ranks, as for each of `Replicas`. A request's bits do not depend on its rank.
 
@@ -41,11 +41,11 @@ class DpAttentionEngine(Replicas):
         mesh = mesh or mesh_for(config)
         one = config_of_each(config, mesh.shape["dp_attn"])
         self._lockstep = Lockstep(*prepare(model, one, platform, mesh), mesh, progress)
-        engines, proved = list[Engine](), None
+        engines, found = list[Engine](), None
         for rank in self._lockstep.ranks:
-            engine = _engine_of(rank, model, one, platform, mesh, proved)
-            proved = engine.proved  # of programs that all ranks run
-            self._lockstep.classes = proved.classes
+            engine = _engine_of(rank, model, one, platform, mesh, found)
+            found = engine.calibration  # of programs that all ranks run
+            self._lockstep.size_classes = found.size_classes
             engines.append(engine)
         self._begin(engines, config, 1)
 
@@ -55,6 +55,6 @@ class DpAttentionEngine(Replicas):
 
 
 def _engine_of(
-    rank: RankExecutor, model: Model, config: EngineConfig, platform: str, mesh: Mesh, proved: Proved | None
+    rank: RankExecutor, model: Model, config: EngineConfig, platform: str, mesh: Mesh, found: Calibration | None
 ) -> Engine:
-    return Engine(model, config, platform, None, mesh, lambda *_: rank, proved)
+    return Engine(model, config, platform, None, mesh, lambda *_: rank, found)

@@ -1,29 +1,28 @@
-"""One executor in each process of a group: process 0 calls its own, and tells the others, which call theirs."""
+"""One executor in each process of a group: process 0 broadcasts each command, and all run it."""
 
 from __future__ import annotations
 
 import collections
 import hashlib
-import itertools
-import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, override
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
+from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.distributed.group import Group, GroupError
+from jaxinfer.engine.execution.commands import COMMANDS, Command, Decode, DecodeBatch, ReadPages
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.frames import Frame
+from jaxinfer.parallel import messages
+from jaxinfer.parallel.frames import ChannelError, Frame
+from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import stages
 from jaxinfer.parallel.processes import processes_of
-from jaxinfer.sampling import Logprobs, Sampled, SamplingLimits
+from jaxinfer.sampling import Sampled, SamplingLimits
 
 
 class Answers:
@@ -90,17 +89,19 @@ class HostInputTokens:
             self._tokens[own] = np.asarray(tokens)[own]
 
 
-class LeadingExecutor(Executor):
-    """That of process 0. What it returns lies whole on its own devices, or is another process's `Answer`; of `pages` it
-    gives what is here.
+class LeaderExecutor:
+    """The `Executor` of process 0: runs each command here, and has the others that take part run it, too.
 
-    A call costs a message to each other process that takes part, and waits for none of them. What an executor keeps
-    (`SamplerSnapshot`) goes by a number: the others keep their own copies, until ours is dropped.
+    Results lie whole on its own devices, or are another process's `Answer`; of `ReadPages` it gives what is here. A
+    command costs a message to each other process, and waits for none of them.
 
     Args:
         group: of which this is process 0.
         replica: the number of the mesh, among those of the group.
-        processes: those that take part: that have devices of it. Others as those of `Executor`.
+        processes: those that take part: that have devices of it. Others as those of `LocalExecutor`.
+
+    Attributes:
+        local: this process's part.
     """
 
     def __init__(
@@ -115,157 +116,70 @@ class LeadingExecutor(Executor):
         progress: CompileProgress | None = None,
     ) -> None:
         self._group, self._replica, self._processes = group, replica, processes
-        self._numbers = itertools.count()
-        self._known: weakref.WeakKeyDictionary[SamplerSnapshot, int] = weakref.WeakKeyDictionary()
-        self._dropped: collections.deque[int] = collections.deque()
         last = processes_of(stages(mesh)[-1])
         self._answers = None if 0 in last else Answers(group, last[0])
         self._staged = mesh.shape["stage"] > 1 and len(processes_of(mesh)) > 1
         rows, microbatches = engine.rows // engine.microbatches, engine.microbatches
         self._host_tokens = [HostInputTokens(rows) for _ in range(microbatches)] if self._staged else None
-        super().__init__(model, engine, limits, mesh, progress)
+        self.local = LocalExecutor(model, engine, limits, mesh, progress)
         group.ready()
 
-    def _broadcast(self, name: str, *arrays: np.ndarray, **values: Any) -> None:
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        values |= {"replica": self._replica, "dropped": dropped}
-        self._group.call(name, values, arrays, self._processes)
+    def run[Result](self, command: Command[Result]) -> Result:
+        """See `Executor.run`."""
+        if isinstance(command, Decode) and self._host_tokens is not None:
+            return cast(Result, self._decode(command, self._host_tokens[command.microbatch]))
+        if isinstance(command, ReadPages):
+            return cast(Result, self._read_pages(command))
+        if not command.by_last_stage or self._answers is None:
+            return self._run(command)
+        return cast(Result, self._answers.of(self._run(command, [self._answers.process])))
 
-    def _launched(self, results: Any = None) -> None:
-        """This process's part of a call is on its way."""
-        if self.runtimes:
-            self._group.launched(results)
+    def _run[Result](self, command: Command[Result], answering: Sequence[int] = ()) -> Result:
+        fields, arrays = messages.encode(command)
+        values = {"replica": self._replica, "answers": list(answering), "fields": fields}
+        self._group.call(type(command).__name__, values, arrays, self._processes)
+        result = self.local.run(command)
+        if self.local.runtimes:
+            self._group.launched(result)
+        return result
 
-    def _with_answers(self, results: Any) -> Any:
-        """What a call gives, of which it was told that it is wanted."""
-        self._launched(results)
-        return results if self._answers is None else self._answers.of(results)
-
-    @property
-    def _answering(self) -> list[int]:
-        """The process that answers."""
-        return [] if self._answers is None else [self._answers.process]
-
-    # ---- steps
-
-    @override
-    def decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
-        host = None if self._host_tokens is None else self._host_tokens[microbatch]
-        batch = batch if host is None else host.with_tokens(batch)
-        self._broadcast("decode", *_arrays(batch), microbatch=microbatch, answers=self._answering)
-        sampled: Sampled = self._with_answers(super().decode(microbatch, batch))
-        if host is not None:
-            host.sampled(batch, sampled.tokens)
+    def _decode(self, command: Decode, host: HostInputTokens) -> Sampled:
+        """The first stage's tokens come from the host, which waits for the microbatch's last step."""
+        batch = host.with_tokens(command.batch)
+        answering = [] if self._answers is None else [self._answers.process]
+        sampled = self._run(Decode(command.microbatch, batch), answering)
+        sampled = sampled if self._answers is None else self._answers.of(sampled)
+        host.sampled(batch, sampled.tokens)
         return sampled
 
-    @override
-    def decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
-        self._broadcast("decode_many", *_arrays(batch), steps=steps, answers=self._answering)
-        results: tuple[Sampled, Array] = self._with_answers(super().decode_many(batch, steps))
-        return results
-
-    @override
-    def prefill(self, batch: PrefillBatch) -> None:
-        self._broadcast("prefill", *batch)
-        super().prefill(batch)
-        self._launched()
-
-    @override
-    def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
-        self._broadcast("prefill_logprobs", *batch, following, answers=self._answering)
-        logprobs: Logprobs = self._with_answers(super().prefill_logprobs(batch, following))
-        return logprobs
-
-    # ---- pages
-
-    @override
-    def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
-        self._broadcast("copy", source, target)
-        super().copy(source, target)
-        self._launched()
-
-    @override
-    def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
-        self._broadcast("export", source, hosts=list(hosts))
-        super().export(source, hosts)
-        self._launched()
-
-    @override
-    def settle(self, hosts: Sequence[int]) -> None:
-        if hosts:
-            self._broadcast("settle", hosts=list(hosts))
-            super().settle(hosts)
-            self._launched()
-
-    @override
-    def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
-        self._broadcast("restore", target, hosts=list(hosts))
-        super().restore(hosts, target)
-        self._launched()
-
-    @override
-    def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
+    def _read_pages(self, command: ReadPages) -> UInt8[np.ndarray, "pages slots bytes"]:
         """Whether two programs give the same bits is asked of them. Of heads those on this process's devices do, as the
         others' programs are the same; of other stages, whose programs are others, a digest of each slot is added."""
         others = [number for number in self._processes if number != 0] if self._staged else []
-        self._broadcast("pages", source, answers=others)
-        found = super().pages(source)
-        self._launched()
+        found = self._run(command, others)
         digests = [self._group.answer(number)[0].view(np.uint8) for number in others]
         return np.concatenate([found, *digests], -1)
 
-    # ---- slots
+    def wait(self) -> None:
+        """See `Executor.wait`; of this process's devices."""
+        self.local.wait()
 
-    @override
-    def set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
-        if fields:
-            self._broadcast("set_slots", *fields.values(), microbatch=microbatch, names=list(fields))
-            super().set_slots(microbatch, fields)
-            self._launched()
+    def temporaries(self) -> int:
+        """See `Executor.temporaries`; of this process's devices."""
+        return self.local.temporaries()
 
-    @override
-    def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
-        self._broadcast("admit", prompt, bias, slot=slot)
-        super().admit(slot, prompt, bias)
-        self._launched()
+    def parameters(self) -> int:
+        """See `Executor.parameters`."""
+        return self.local.parameters()
 
-    @override
-    def save_slot(self, slot: int) -> SamplerSnapshot:
-        number = next(self._numbers)
-        self._broadcast("save_slot", slot=slot, number=number)
-        return self._numbered(super().save_slot(slot), number)
-
-    @override
-    def restore_slot(self, slot: int, kept: SamplerSnapshot) -> None:
-        self._broadcast("restore_slot", slot=slot, number=self._known[kept])
-        super().restore_slot(slot, kept)
-        self._launched()
-
-    @override
-    def save_sampler(self, microbatch: int) -> SamplerSnapshot:
-        number = next(self._numbers)
-        self._broadcast("save_sampler", microbatch=microbatch, number=number)
-        return self._numbered(super().save_sampler(microbatch), number)
-
-    @override
-    def restore_sampler(self, microbatch: int, kept: SamplerSnapshot) -> None:
-        self._broadcast("restore_sampler", microbatch=microbatch, number=self._known[kept])
-        super().restore_sampler(microbatch, kept)
-        self._launched()
-
-    def _numbered(self, kept: SamplerSnapshot, number: int) -> SamplerSnapshot:
-        self._known[kept] = number
-        weakref.finalize(kept, self._dropped.append, number)
-        self._launched(kept.state)
-        return kept
+    @property
+    def platform(self) -> str:
+        """See `Executor.platform`."""
+        return self.local.platform
 
 
-def _arrays(batch: DecodeBatch) -> Iterable[np.ndarray]:
-    return (array for array in batch if array is not None)
-
-
-def follow(executors: Mapping[int, Executor], group: Group) -> None:
-    """Call what process 0 calls, on this process's executors. Does not return while the group lives.
+def follow(executors: Mapping[int, LocalExecutor], group: Group) -> None:
+    """Run what process 0 runs, on this process's executors. Does not return while the group lives.
 
     Args:
         executors: by the numbers of replicas of which this process has devices.
@@ -274,61 +188,23 @@ def follow(executors: Mapping[int, Executor], group: Group) -> None:
         GroupError: process 0 calls what there is not: it runs another version.
     """
     group.ready()
-    kept: dict[int, dict[int, SamplerSnapshot]] = {number: {} for number in executors}
     for frame in group.calls():
-        number, wanted = frame.values["replica"], group.membership.process_id in frame.values.get("answers", ())
-        executor, own = executors[number], kept[number]
-        for dropped in frame.values["dropped"]:
-            own.pop(dropped, None)
-        if frame.kind in ("save_slot", "restore_slot", "save_sampler", "restore_sampler"):
-            group.launched(_keep(executor, frame, own))
-            continue
-        results = _call(executor, frame)
-        group.launched(results if wanted else (results, executor.handed), wanted)
+        executor, command = executors[frame.values["replica"]], _command(frame)
+        result: Any = executor.run(command)
+        if group.membership.process_id in frame.values["answers"]:
+            group.launched(_digests(result) if isinstance(command, ReadPages) else result, wanted=True)
+        else:
+            group.launched((result, executor.handed))
 
 
-def _keep(executor: Executor, frame: Frame, kept: dict[int, SamplerSnapshot]) -> Any:
-    number = frame.values["number"]
-    match frame.kind:
-        case "save_slot":
-            kept[number] = executor.save_slot(frame.values["slot"])
-            return kept[number].state
-        case "save_sampler":
-            kept[number] = executor.save_sampler(frame.values["microbatch"])
-        case "restore_slot":
-            executor.restore_slot(frame.values["slot"], kept[number])
-        case "restore_sampler":
-            executor.restore_sampler(frame.values["microbatch"], kept[number])
-    return None
-
-
-def _call(executor: Executor, frame: Frame) -> Any:
-    """The results that tell when it has run; None where a later call's do."""
-    values, arrays = frame.values, frame.arrays
-    match frame.kind:
-        case "decode":
-            return executor.decode(values["microbatch"], DecodeBatch(*arrays))
-        case "decode_many":
-            return executor.decode_many(DecodeBatch(*arrays), values["steps"])
-        case "prefill":
-            return executor.prefill(PrefillBatch(*arrays))
-        case "prefill_logprobs":
-            return executor.prefill_logprobs(PrefillBatch(*arrays[:-1]), arrays[-1])
-        case "copy":
-            return executor.copy(*arrays)
-        case "export":
-            return executor.export(arrays[0], values["hosts"])
-        case "settle":
-            return executor.settle(values["hosts"])
-        case "restore":
-            return executor.restore(values["hosts"], arrays[0])
-        case "pages":
-            return _digests(executor.pages(arrays[0]))
-        case "set_slots":
-            return executor.set_slots(values["microbatch"], dict(zip(values["names"], arrays, strict=True)))
-        case "admit":
-            return executor.admit(values["slot"], *arrays)
-    raise GroupError(f"process 0 calls {frame.kind}, which this version of jaxinfer does not have")
+def _command(frame: Frame) -> Command[Any]:
+    kind = COMMANDS.get(frame.kind)
+    if kind is None:
+        raise GroupError(f"process 0 calls {frame.kind}, which this version of jaxinfer does not have")
+    try:
+        return messages.decode(kind, frame.values["fields"], frame.arrays)
+    except ChannelError as error:
+        raise GroupError(f"process 0 runs another version of jaxinfer: {error}") from error
 
 
 def _digests(pages: UInt8[np.ndarray, "pages slots bytes"]) -> Int32[np.ndarray, "pages slots 4"]:

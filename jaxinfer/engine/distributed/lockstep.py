@@ -1,28 +1,29 @@
-"""All device memory of an engine's ranks, and the calls that change it: each is made once for all ranks.
+"""All device memory of an engine's ranks, and the commands that change it: each is run once for all ranks.
 
 What a rank's engine asks of its executor (`RankExecutor`) is written down. When all ranks have planned their step,
-`Lockstep.run` makes the calls: what several ranks ask for is one call, in which those that ask for nothing do nothing.
-The order of a rank's own calls is kept, so that its step means what it means to an engine with a device of its own.
+`Lockstep.run` joins their commands: those of one type are one call, in which ranks that ask for nothing do nothing. The
+order of a rank's own commands is kept, so that its step means what it means to an engine with a device of its own.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, override
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution import commands
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, PrefillBatch, idle_batch
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
-from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, StepState, pack
+from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
@@ -57,93 +58,77 @@ def _awaited(kind: Any) -> Any:
     return kind(*(Awaited() for _ in kind._fields))
 
 
-class RankExecutor(Executor):
-    """What the engine of one rank takes for its executor. Results are `Awaited`.
+class RankExecutor:
+    """The `Executor` of one rank's engine. Results are `Awaited`.
 
-    Before READY, when one rank tries programs out, a call that must see what the device has done runs what was asked
+    Before READY, when one rank tries programs out, a command that must see what the device has done runs what was asked
     for so far. There is nothing for several steps in one call: settings refuse them beside ranks.
 
     Attributes:
-        pending: the arguments of each kind of call, in order.
+        pending: the commands of each type, in order, with what awaits their results.
     """
 
     def __init__(self, lockstep: Lockstep, host: HostPages) -> None:
         self._all, self._host = lockstep, host
-        self.pending: dict[str, collections.deque[tuple[Any, ...]]] = collections.defaultdict(collections.deque)
+        self._snapshots: dict[int, SlotState] = {}
+        self.pending: dict[type[Command[Any]], collections.deque[tuple[Any, Any]]]
+        self.pending = collections.defaultdict(collections.deque)
 
-    @override
-    def decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
-        sampled: Sampled = _awaited(Sampled)._replace(logprobs=_awaited(Logprobs))
-        self.pending["decode"].append((batch, sampled))
-        return sampled
+    def run[Result](self, command: Command[Result]) -> Result:
+        """See `Executor.run`."""
+        return cast(Result, self._run(command))
 
-    @override
-    def prefill(self, batch: PrefillBatch) -> None:
-        self.pending["prefill"].append((batch,))
+    def _run(self, command: Command[Any]) -> Any:
+        match command:
+            case commands.Decode():
+                return self._ask(command, _awaited(Sampled)._replace(logprobs=_awaited(Logprobs)))
+            case commands.PrefillLogprobs():
+                return self._ask(command, _awaited(Logprobs))
+            case commands.Prefill() | commands.CopyPages() | commands.SetSlots() | commands.AdmitSlot():
+                return self._ask(command, None)
+            case commands.ExportPages(_, hosts):
+                return self._ask(command, lambda pages: self._host.put(hosts, pages))
+            case commands.ImportPages(hosts, _):
+                return self._ask(command, lambda: self._host.take(hosts, TRANSFER_PAGES))
+            case commands.SettlePages(hosts):
+                return self._host.settle(hosts)
+            case commands.ReadPages(source):
+                return self._read_pages(source)
+            case commands.SaveSlot(_, snapshot):
+                self._snapshots[snapshot] = self._ask(command, _awaited(SlotState))
+                return None
+            case commands.RestoreSlot(_, snapshot):
+                return self._ask(command, self._snapshots[snapshot])
+            case commands.DropSnapshots(snapshots):
+                return [self._snapshots.pop(number, None) for number in snapshots]
+        raise TypeError(f"no rank runs {command!r}")
 
-    @override
-    def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
-        logprobs: Logprobs = _awaited(Logprobs)
-        self.pending["prefill_logprobs"].append((batch, following, logprobs))
-        return logprobs
+    def _ask(self, command: Command[Any], awaiting: Any) -> Any:
+        self.pending[type(command)].append((command, awaiting))
+        return awaiting
 
-    @override
-    def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
-        self.pending["copy"].append((source, target))
-
-    @override
-    def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
-        self.pending["export"].append((source, lambda pages: self._host.put(hosts, pages)))
-
-    @override
-    def settle(self, hosts: Sequence[int]) -> None:
-        self._host.settle(hosts)
-
-    @override
-    def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
-        self.pending["restore"].append((lambda: self._host.take(hosts, TRANSFER_PAGES), target))
-
-    @override
-    def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
+    def _read_pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
         self._all.run()  # what is to be seen
         found: list[Array] = []
-        self.pending["export"].append((source, found.append))
+        self._ask(commands.ExportPages(source, ()), found.append)
         self._all.run()
         return slot_bytes(np.asarray(found[0]))
 
-    @override
-    def set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
-        self.pending["set_slots"].append((dict(fields),))
-
-    @override
-    def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
-        self.pending["admit"].append((np.int32(slot), prompt, bias))
-
-    @override
-    def save_slot(self, slot: int) -> SamplerSnapshot:
-        state: SlotState = _awaited(SlotState)
-        self.pending["save_slot"].append((np.int32(slot), state))
-        return SamplerSnapshot(state)
-
-    @override
-    def restore_slot(self, slot: int, kept: SamplerSnapshot) -> None:
-        self.pending["restore_slot"].append((np.int32(slot), kept.state))
-
-    @override
     def wait(self) -> None:
+        """See `Executor.wait`; of all ranks."""
         self._all.wait()
 
-    @override
     def temporaries(self) -> int:
+        """See `Executor.temporaries`."""
         return self._all.programs.temporaries()
 
-    @override
     def parameters(self) -> int:
+        """See `Executor.parameters`."""
         return sum(leaf.size for leaf in jax.tree.leaves(self._all.params))
 
     @property
-    @override
     def platform(self) -> str:
+        """See `Executor.platform`."""
         return str(self._all.mesh.devices.flat[0].platform)
 
 
@@ -168,7 +153,7 @@ class Lockstep:
     Attributes:
         ranks: what their engines call.
         programs: take and give arrays of all ranks (`jaxinfer.parallel.dp_attention`).
-        classes: see `Proved`: chunks of sizes that are equal in it may run in one program.
+        size_classes: see `Calibration`: chunks of sizes that are equal in it may run in one program.
     """
 
     def __init__(
@@ -181,7 +166,7 @@ class Lockstep:
     ) -> None:
         self._engine, self._model, self.mesh = engine, model, mesh
         self._own, count = rank_sharding(mesh), mesh.shape["dp_attn"]
-        self.classes: Mapping[int, int] = {size: size for size in engine.prefill_sizes}
+        self.size_classes: Mapping[int, int] = {size: size for size in engine.prefill_sizes}
         self.params = place_params(model, mesh)
         spec, page = model.cache_spec, engine.page_size
         self.pools = new_pools(spec, count * engine.num_pages, page, model.dtype, self._own)
@@ -211,33 +196,30 @@ class Lockstep:
     def _asks_nothing(self) -> _Nothing:
         """Rows without a position, pages and slots beyond the last."""
         engine, groups, vocab = self._engine, len(self._model.cache_spec.windows), self._model.config.vocab_size
-        none, tables = np.full(engine.rows, -1, np.int32), np.zeros((groups, engine.rows, engine.table_width), np.int32)
-        owners = None if engine.speculative is None else np.arange(engine.rows, dtype=np.int32)
         pages = np.full((groups, max(COPIES, TRANSFER_PAGES)), engine.num_pages, np.int32)
         rows = np.zeros(vocab, np.bool_), np.zeros(vocab, np.float32)
-        return _Nothing(DecodeBatch(none, none, none, tables, owners), pages, rows, np.int32(engine.rows))
+        return _Nothing(idle_batch(engine, groups), pages, rows, np.int32(engine.rows))
 
     def run(self) -> None:
         """Make the calls that the ranks have asked for, in the order in which a step asks for them."""
-        calls: dict[str, Callable[[list[Any]], None]] = {
-            "export": self._export,
-            "copy": self._copy,
-            "restore": self._restore,
-            "save_slot": self._keep,
-            "restore_slot": self._resume,
-            "admit": self._admit,
-            "set_slots": self._set_slots,
-            "prefill_logprobs": self._prefill_logprobs,
-            "prefill": self._prefill,
-            "decode": self._decode,
+        calls: dict[type[Command[Any]], Callable[[list[Any]], None]] = {
+            commands.ExportPages: self._export,
+            commands.CopyPages: self._copy,
+            commands.ImportPages: self._import,
+            commands.SaveSlot: self._save,
+            commands.RestoreSlot: self._restore,
+            commands.AdmitSlot: self._admit,
+            commands.SetSlots: self._set_slots,
+            commands.PrefillLogprobs: self._prefill_logprobs,
+            commands.Prefill: self._prefill,
+            commands.Decode: self._decode,
         }
         for kind, call in calls.items():
             while any(rank.pending[kind] for rank in self.ranks):
-                taken = self._together if kind == "prefill" else self._next
-                call(taken(kind))
+                call(self._together() if kind is commands.Prefill else self._next(kind))
 
-    def _next(self, kind: str) -> list[Any]:
-        """The next call of each rank; None where it has none."""
+    def _next(self, kind: type[Command[Any]]) -> list[Any]:
+        """The next command of each rank, with what awaits its result; None where it has none."""
         return [rank.pending[kind].popleft() if rank.pending[kind] else None for rank in self.ranks]
 
     def wait(self) -> None:
@@ -247,23 +229,25 @@ class Lockstep:
 
     # ---- pages
 
-    def _export(self, asked: list[Any]) -> None:
+    def _export(self, asked: list[tuple[commands.ExportPages, Callable[[Array], None]] | None]) -> None:
         none = self._nothing.pages[:, :TRANSFER_PAGES]
-        pages = self.programs.export(self.pools, joined([none if own is None else own[0] for own in asked]))
-        for own, part in zip(asked, self._parts(pages), strict=True):
-            if own is not None:
-                own[1](part)
+        pages = self.programs.export(self.pools, joined([one[0].source if one else none for one in asked]))
+        for one, part in zip(asked, self._parts(pages), strict=True):
+            if one is not None:
+                one[1](part)
 
-    def _copy(self, asked: list[Any]) -> None:
+    def _copy(self, asked: list[tuple[commands.CopyPages, None] | None]) -> None:
         none = (self._nothing.pages[:, :COPIES],) * 2
-        self.pools = self.programs.copy(self.pools, *joined([own or none for own in asked]))
+        self.pools = self.programs.copy(
+            self.pools, *joined([(one[0].source, one[0].target) if one else none for one in asked])
+        )
 
-    def _restore(self, asked: list[Any]) -> None:
-        given = [None if own is None else own[0]() for own in asked]
+    def _import(self, asked: list[tuple[commands.ImportPages, Callable[[], np.ndarray]] | None]) -> None:
+        given = [one and one[1]() for one in asked]
         any_pages = next(pages for pages in given if pages is not None)  # they go nowhere
-        pages = joined([any_pages if own is None else own for own in given])
+        pages = joined([any_pages if one is None else one for one in given])
         none = self._nothing.pages[:, :TRANSFER_PAGES]
-        target = joined([none if own is None else own[1] for own in asked])
+        target = joined([one[0].target if one else none for one in asked])
         self.pools = self.programs.restore(self.pools, pages, target)
 
     def _parts(self, array: Array) -> list[Array]:
@@ -273,12 +257,12 @@ class Lockstep:
 
     # ---- slots
 
-    def _set_slots(self, asked: list[Any]) -> None:
+    def _set_slots(self, asked: list[tuple[commands.SetSlots, None] | None]) -> None:
         changed = set[str]()
-        for device_slots, own in zip(self._device_slots, asked, strict=True):
-            if own is not None:
-                device_slots.update(own[0])
-                changed |= own[0].keys()
+        for device_slots, one in zip(self._device_slots, asked, strict=True):
+            if one is not None:
+                device_slots.update(one[0].fields)
+                changed |= one[0].fields.keys()
         fields = {
             name: np.concatenate([device_slots[name] for device_slots in self._device_slots])
             for name in sorted(changed)
@@ -286,43 +270,45 @@ class Lockstep:
         self._slots = self._slots._replace(**self._placed(fields))
 
     def _slot_numbers(self, asked: list[Any]) -> Int32[np.ndarray, " ranks"]:
-        return np.array([self._nothing.slot if own is None else own[0] for own in asked])
+        return np.array([one[0].slot if one else self._nothing.slot for one in asked], np.int32)
 
-    def _admit(self, asked: list[Any]) -> None:
-        rows = joined([self._nothing.vocab if own is None else own[1:] for own in asked])
+    def _admit(self, asked: list[tuple[commands.AdmitSlot, None] | None]) -> None:
+        rows = joined([(one[0].prompt, one[0].bias) if one else self._nothing.vocab for one in asked])
         self.sampler = self.programs.admit(self.sampler, self._slot_numbers(asked), *rows)
 
-    def _keep(self, asked: list[Any]) -> None:
-        kept = self.programs.save_slot(self.sampler, self._slot_numbers(asked))
-        for field, array in enumerate(kept):
-            for own, part in zip(asked, self._parts(array), strict=True):
-                if own is not None:
-                    own[1][field].arrive(part)
+    def _save(self, asked: list[tuple[commands.SaveSlot, SlotState] | None]) -> None:
+        saved = self.programs.save_slot(self.sampler, self._slot_numbers(asked))
+        for field, array in enumerate(saved):
+            for one, part in zip(asked, self._parts(array), strict=True):
+                if one is not None:
+                    cast(Awaited, one[1][field]).arrive(part)
 
-    def _resume(self, asked: list[Any]) -> None:
+    def _restore(self, asked: list[tuple[commands.RestoreSlot, SlotState] | None]) -> None:
         """Each row goes back to the device that it has never left; the others are given rows of their own."""
         slots, spare = self._slot_numbers(asked), self.programs.save_slot(self.sampler, self._slot_numbers(asked))
         rows = []
         for field, array in enumerate(spare):
             parts = zip(asked, self._parts(array), strict=True)
-            own = [part if mine is None else mine[1][field].array for mine, part in parts]
-            rows.append(jax.make_array_from_single_device_arrays(array.shape, self._own, own))
+            local = [part if one is None else cast(Awaited, one[1][field]).array for one, part in parts]
+            rows.append(jax.make_array_from_single_device_arrays(array.shape, self._own, local))
         self.sampler = self.programs.restore_slot(self.sampler, slots, SlotState(*rows))
 
     # ---- steps
 
-    def _together(self, kind: str) -> list[Any]:
-        """The next call of each rank whose chunks can run beside those of the largest size."""
-        sizes = [rank.pending[kind][0][0].tokens.shape[1] if rank.pending[kind] else 0 for rank in self.ranks]
-        largest, classes = max(sizes), self.classes
+    def _together(self) -> list[tuple[commands.Prefill, None] | None]:
+        """The next chunks of each rank that can run beside those of the largest size."""
+        waiting = [rank.pending[commands.Prefill] for rank in self.ranks]
+        sizes = [queue[0][0].batch.tokens.shape[1] if queue else 0 for queue in waiting]
+        largest, classes = max(sizes), self.size_classes
         fits = [size == largest or (size > 0 and classes[size] == classes[largest]) for size in sizes]
-        return [rank.pending[kind].popleft()[0] if fit else None for rank, fit in zip(self.ranks, fits, strict=True)]
+        return [queue.popleft() if fit else None for queue, fit in zip(waiting, fits, strict=True)]
 
-    def _prefill(self, asked: list[Any]) -> None:
-        """A rank's chunks run in the widest program that one of them needs: the runner has proved it equal."""
-        shapes = [batch.tokens.shape for batch in asked if batch is not None]
+    def _prefill(self, asked: list[tuple[commands.Prefill, None] | None]) -> None:
+        """A rank's chunks run in the widest program that one of them needs: the probe has found it equal."""
+        batches = [one[0].batch if one else None for one in asked]
+        shapes = [batch.tokens.shape for batch in batches if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
-        batch = joined([pack(self._chunks(own, side, size)) for own in asked])
+        batch = joined([pack(self._chunks(one, side, size)) for one in batches])
         self.pools = self.programs.prefill[size, side](self.params, self.pools, batch, None)
 
     def _chunks(self, given: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
@@ -336,24 +322,24 @@ class Lockstep:
             wide.tables[:, :count] = given.tables
         return wide
 
-    def _prefill_logprobs(self, asked: list[Any]) -> None:
+    def _prefill_logprobs(self, asked: list[tuple[commands.PrefillLogprobs, Logprobs] | None]) -> None:
         size = self._engine.prefill_sizes[-1]
         none = self._chunks(None, 1, size), np.zeros(size, np.int32)
-        given = [none if own is None else own[:2] for own in asked]
+        given = [(one[0].batch, one[0].following) if one else none for one in asked]
         batch, following = joined([(pack(batch), following) for batch, following in given])
         self.pools, logprobs = self.programs.prefill_logprobs(self.params, self.pools, batch, None, following)
-        self._deal(logprobs, [None if own is None else own[2] for own in asked], size)
+        self._deal(logprobs, asked, size)
 
-    def _decode(self, asked: list[Any]) -> None:
-        batch = joined([pack(self._nothing.decode if own is None else own[0]) for own in asked])
+    def _decode(self, asked: list[tuple[commands.Decode, Sampled] | None]) -> None:
+        batch = joined([pack(one[0].batch if one else self._nothing.decode) for one in asked])
         state = StepState(self.pools, self.last_tokens, self.sampler)
         state, sampled = self.programs.decode(self.params, self._slots, state, batch, None)
         self.pools, self.last_tokens, self.sampler = state
-        self._deal(sampled, [None if own is None else own[1] for own in asked], self._engine.rows)
+        self._deal(sampled, asked, self._engine.rows)
 
-    def _deal(self, results: Any, awaited: list[Any], rows: int) -> None:
+    def _deal(self, results: Any, asked: Sequence[Any], rows: int) -> None:
         """To each rank that awaits them its rows of the results."""
-        for number, own in enumerate(awaited):
-            if own is not None:
+        for number, one in enumerate(asked):
+            if one is not None:
                 part = slice(number * rows, (number + 1) * rows)
-                jax.tree.map(lambda array, mine, part=part: mine.arrive(array, part), results, own)
+                jax.tree.map(lambda array, awaiting, part=part: awaiting.arrive(array, part), results, one[1])

@@ -7,14 +7,15 @@ import dataclasses
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.dp_attention import DpAttentionEngine
-from jaxinfer.engine.distributed.group import Group
 from jaxinfer.engine.distributed.replicas import Replicas, config_of_each, make_for, share
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices
 
@@ -26,7 +27,7 @@ def make_engine(
     progress: CompileProgress | None = None,
     mesh: Mesh | None = None,
     group: Group | None = None,
-) -> Engine | Replicas:
+) -> EngineCore:
     """Arguments and errors are those of `Replicas`."""
     mesh = mesh or mesh_for(config)
     if mesh.shape["data"] > 1:
@@ -38,7 +39,7 @@ def make_engine(
 
 def make_followers(
     model: Model, config: EngineConfig, platform: str, mesh: Mesh, progress: CompileProgress | None = None
-) -> tuple[ResolvedEngine, dict[int, Executor]]:
+) -> tuple[ResolvedEngine, dict[int, LocalExecutor]]:
     """What a process that does not lead its group has: an executor for each replica of which it has devices, by number.
 
     Arguments and errors are those of `Engine`.
@@ -46,9 +47,9 @@ def make_followers(
     places = replicas(mesh)
     own = [number for number, place in enumerate(places) if own_devices(place)]
     one = config_of_each(config, len(places)) if len(places) > 1 else config
-    one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, Executor]()
+    one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, LocalExecutor]()
     for count, number in enumerate(own):
         prepared, resolved, limits = prepare(model, one, platform, places[number])
         on_progress = share(progress, count, len(own))
-        executors[number] = Executor(prepared, resolved, limits, places[number], on_progress)
+        executors[number] = LocalExecutor(prepared, resolved, limits, places[number], on_progress)
     return dataclasses.replace(resolved, data_parallel_size=len(places)), executors

@@ -13,15 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.distributed.group import Group
-from jaxinfer.engine.distributed.leader import LeadingExecutor
+from jaxinfer.engine.distributed.leader import LeaderExecutor
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.executor import Executor, MakeExecutor
+from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.scheduling.queues import Queued, require_room
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.sampling import SamplingLimits
@@ -29,7 +29,7 @@ from jaxinfer.types import Request, RequestError, SequenceDelta
 
 
 class Replicas:
-    """Has the methods of `Engine`. A request is served by one replica from its first to its last token.
+    """An `EngineCore` of several engines. A request is served by one replica from its first to its last token.
 
     Every setting holds for each of the replicas, but two: the limits of the queue and ``swap_space_gib`` are for all.
     One thread drives all: steps of all replicas are launched before the first result is read.
@@ -54,8 +54,8 @@ class Replicas:
         here = sum(bool(own_devices(place)) for place in places)  # the first ones
         for number, place in enumerate(places):
             on_progress, make = share(progress, number, here), make_for(group, number, place)
-            proved = None if own_devices(place) else engines[0].proved  # of the same programs, on such devices
-            engines.append(Engine(model, one, platform, on_progress, place, make, proved))
+            found = None if own_devices(place) else engines[0].calibration  # of the same programs, on such devices
+            engines.append(Engine(model, one, platform, on_progress, place, make, found))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
@@ -83,7 +83,7 @@ class Replicas:
         return any(engine.has_work for engine in self._engines)
 
     def add(self, request: Request) -> Request:
-        """See `Engine.add`."""
+        """See `EngineCore.add`."""
         if request.request_id in self._owners:
             raise RequestError(f"request_id={request.request_id!r} is in use")
         self.check_room(request)
@@ -105,12 +105,12 @@ class Replicas:
         return self._engines[min(rank, key=rank.__getitem__)]
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """See `Engine.check_room`."""
+        """See `EngineCore.check_room`."""
         queued = Queued(*map(sum, zip(*(engine.queued for engine in self._engines), strict=True)))
         require_room(self.config, queued, request, ahead)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """See `Engine.abort`."""
+        """See `EngineCore.abort`."""
         if (owner := self._owners.get(request_id)) is not None:
             owner[0].abort(request_id, index)
             self._ended(request_id, index)
@@ -122,7 +122,7 @@ class Replicas:
             del self._owners[request_id]
 
     def step(self) -> list[SequenceDelta]:
-        """See `Engine.step`."""
+        """See `EngineCore.step`."""
         working = [(engine, engine.launch()) for engine in self._engines if engine.has_work]
         self._launched()
         deltas = [delta for engine, launched in working for delta in engine.read(launched)]
@@ -139,22 +139,22 @@ class Replicas:
         return merged([engine.stats() for engine in self._engines], self._compiled.count)
 
     def temporaries(self) -> int:
-        """See `Engine.temporaries`."""
+        """See `EngineCore.temporaries`."""
         return max(engine.temporaries() for engine in self._engines)
 
     def reset_prefix_cache(self) -> int:
-        """See `Engine.reset_prefix_cache`."""
+        """See `EngineCore.reset_prefix_cache`."""
         return sum(engine.reset_prefix_cache() for engine in self._engines)
 
     def check(self) -> None:
-        """See `Engine.check`."""
+        """See `EngineCore.check`."""
         for engine in self._engines:
             engine.check()
 
 
 def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
     """What makes the executor of a replica, where ``number`` counts those of a group."""
-    return Executor if group is None else functools.partial(LeadingExecutor, group, number, processes_of(mesh))
+    return LocalExecutor if group is None else functools.partial(LeaderExecutor, group, number, processes_of(mesh))
 
 
 def config_of_each(config: EngineConfig, count: int) -> EngineConfig:

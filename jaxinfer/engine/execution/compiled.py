@@ -16,11 +16,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.placement import StageArrays
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import (
-    DecodeBatch,
-    PrefillBatch,
     StepState,
     make_move_programs,
     make_pass_programs,

@@ -1,4 +1,4 @@
-"""All device memory of an engine, and the calls that change it. Everything handed in is an array of the host.
+"""All device memory of an engine, and what each command does with it.
 
 Of several processes each has those stages of which it has devices, and takes part in their programs alone.
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution import commands
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import StageArrays, new_pools_on, new_slots, place_params
 from jaxinfer.engine.execution.stages import Stage, cut
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, StepState, pack
+from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
@@ -62,6 +64,15 @@ class StageRuntime:
         self.pools, hidden = self.run.prefill[size, count](self.params, self.pools, pack(batch), arriving)
         return hidden
 
+    def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
+        self.pools = self.run.copy(self.pools, source, target)
+
+    def export(self, source: Int32[np.ndarray, "groups pages"]) -> Array:
+        return self.run.export(self.pools, source)
+
+    def restore(self, pages: np.ndarray | Array, target: Int32[np.ndarray, "groups pages"]) -> None:
+        self.pools = self.run.restore(self.pools, pages, target)
+
 
 @dataclasses.dataclass
 class MicrobatchState:
@@ -77,20 +88,10 @@ class MicrobatchState:
     input_tokens: Array | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SamplerSnapshot:
-    """A copy of the sampler's state of a slot or of a microbatch, for its executor alone to look into.
+class LocalExecutor:
+    """Runs the programs of an engine on one or more pipeline stages: an `Executor`.
 
-    None: another process has it.
-    """
-
-    state: SlotState | None
-
-
-class Executor:
-    """Runs the programs of an engine in the order of the calls, on one or more pipeline stages. Nothing waits.
-
-    With several stages each has programs of its own, and what it gives is copied to the devices of the next. A call
+    With several stages each has programs of its own, and what it gives is copied to the devices of the next. A step
     returns when all are on their way: so a stage works on one step while the stage before works on the next one.
 
     Args:
@@ -99,9 +100,9 @@ class Executor:
         progress: of the compilations.
 
     Attributes:
-        parts: one for each stage of which this process has devices.
+        runtimes: one for each stage of which this process has devices.
         microbatches: see `ResolvedEngine.microbatches`; none where the last stage is not here: results are None there.
-        handed: what the last call gave to the stages of other processes: it is there when the call has run here.
+        handed: what the last step gave to the stages of other processes: it is there when the step has run here.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Executor:
         self._loops = self._first is not None and len(processes_of(mesh)) == 1
         self._no_tokens = None if self._first is None else self._first.tokens(rows)
         self.handed: Array | None = None
+        self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
         arrays = [self._arrays(runtime) for runtime in self.runtimes]
         compiled = (
@@ -156,10 +158,54 @@ class Executor:
         microbatch = self.microbatches[0]
         return StageArrays(runtime.params, runtime.pools, microbatch.slots, microbatch.last_tokens, microbatch.sampler)
 
+    def run[Result](self, command: Command[Result]) -> Result:
+        """See `Executor.run`. The one place that knows what a command does."""
+        return cast(Result, self._run(command))
+
+    def _run(self, command: Command[Any]) -> Any:
+        match command:
+            case commands.Decode(microbatch, batch):
+                return self._decode(microbatch, batch)
+            case commands.DecodeMany(batch, steps):
+                return self._decode_many(batch, steps)
+            case commands.Prefill(batch):
+                return self._prefill(batch)
+            case commands.PrefillLogprobs(batch, following):
+                return self._prefill_logprobs(batch, following)
+            case commands.SetSlots(microbatch, fields):
+                return self._set_slots(microbatch, fields)
+            case commands.AdmitSlot(slot, prompt, bias):
+                return self._admit_slot(slot, prompt, bias)
+            case commands.SettlePages(hosts):
+                return self._each(lambda stage: stage.host.settle(hosts))
+            case commands.CopyPages(source, target):
+                return self._each(lambda stage: stage.copy(source, target))
+            case commands.ExportPages(source, hosts):
+                return self._each(lambda stage: stage.host.put(hosts, stage.export(source)))
+            case commands.ImportPages(hosts, target):
+                return self._each(lambda stage: stage.restore(stage.host.take(hosts, TRANSFER_PAGES), target))
+            case commands.ReadPages(source):
+                return np.concatenate([slot_bytes(own_part(stage.export(source))) for stage in self.runtimes], -1)
+            case commands.DropSnapshots(snapshots):
+                return self._drop(snapshots)
+        return self._run_with_state(command) if self.microbatches else _NONE
+
+    def _run_with_state(self, command: Command[Any]) -> Any:
+        """Commands about what the last stage alone keeps."""
+        match command:
+            case commands.SaveSlot(slot, snapshot):
+                return self._save_slot(slot, snapshot)
+            case commands.RestoreSlot(slot, snapshot):
+                return self._restore_slot(slot, snapshot)
+            case commands.SaveSampler(microbatch, snapshot):
+                return self._save_sampler(self.microbatches[microbatch], snapshot)
+            case commands.RestoreSampler(microbatch, snapshot):
+                return self._restore_sampler(self.microbatches[microbatch], snapshot)
+        raise TypeError(f"no executor runs {command!r}")
+
     # ---- steps
 
-    def decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
-        """One token for each row of a microbatch."""
+    def _decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
         input_tokens = self.microbatches[microbatch].input_tokens if self._loops else self._no_tokens
         rows = batch.positions.shape[0]
         arriving = self._through(rows, lambda runtime, x: runtime.pass_decode(batch, x), input_tokens)
@@ -170,8 +216,7 @@ class Executor:
         self._keep(chosen, state)
         return sampled
 
-    def decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
-        """Several steps in one call, where there is one stage; also how many ran."""
+    def _decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
         if not self.microbatches:
             return _ELSEWHERE, _NONE
         chosen, last = self.microbatches[0], self.runtimes[-1]
@@ -181,16 +226,14 @@ class Executor:
         self._keep(chosen, state)
         return sampled, ran
 
-    def prefill(self, batch: PrefillBatch) -> None:
-        """Prompt chunks."""
+    def _prefill(self, batch: PrefillBatch) -> None:
         count, size = batch.tokens.shape
         arriving = self._chunks_through(batch)
         if self.microbatches:
             last = self.runtimes[-1]
             last.pools = last.run.prefill[size, count](last.params, last.pools, pack(batch), arriving)
 
-    def prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
-        """One chunk of the largest size, and how probable each token behind it was."""
+    def _prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         arriving = self._chunks_through(batch)
         if not self.microbatches:
             return _ELSEWHERE.logprobs
@@ -221,76 +264,43 @@ class Executor:
         self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler = state
         microbatch.input_tokens = self._input_tokens(microbatch.last_tokens)
 
-    # ---- pages
-
-    def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
-        """Pages to other pages, in all layers; a target beyond the pool is dropped."""
+    def _each(self, call: Callable[[StageRuntime], None]) -> None:
         for runtime in self.runtimes:
-            runtime.pools = runtime.run.copy(runtime.pools, source, target)
+            call(runtime)
 
-    def export(self, source: Int32[np.ndarray, "groups pages"], hosts: Sequence[int]) -> None:
-        """Pages to the host; `settle` waits for them."""
-        for runtime in self.runtimes:
-            runtime.host.put(hosts, runtime.run.export(runtime.pools, source))
+    # ---- slots
 
-    def settle(self, hosts: Sequence[int]) -> None:
-        for runtime in self.runtimes:
-            runtime.host.settle(hosts)
-
-    def restore(self, hosts: Sequence[int], target: Int32[np.ndarray, "groups pages"]) -> None:
-        """Pages back from the host; a target beyond the pool is dropped."""
-        for runtime in self.runtimes:
-            runtime.pools = runtime.run.restore(runtime.pools, runtime.host.take(hosts, TRANSFER_PAGES), target)
-
-    def pages(self, source: Int32[np.ndarray, "groups pages"]) -> UInt8[np.ndarray, "pages slots bytes"]:
-        """The bytes of each slot of pages in all layers, as far as this process has them. Waits."""
-        return np.concatenate(
-            [slot_bytes(own_part(runtime.run.export(runtime.pools, source))) for runtime in self.runtimes], -1
-        )
-
-    # ---- slots; each is a row of its microbatch
-
-    def set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
-        """New sampling parameters, by name in `SlotParams`."""
+    def _set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
         if self.microbatches:
             chosen = self.microbatches[microbatch]
             chosen.slots = chosen.slots._replace(**put_whole(dict(fields), self.runtimes[-1].replicated))
 
-    def admit(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
-        """What the sampler keeps of a slot begins anew."""
-        if not self.microbatches:
-            return
-        microbatch, row, run = self._place(slot)
-        assert run.admit is not None
-        microbatch.sampler = run.admit(microbatch.sampler, row, prompt, bias)
+    def _admit_slot(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
+        if self.microbatches:
+            microbatch, row, run = self._place(slot)
+            assert run.admit is not None
+            microbatch.sampler = run.admit(microbatch.sampler, row, prompt, bias)
 
-    def save_slot(self, slot: int) -> SamplerSnapshot:
-        """A copy of what the sampler keeps of a slot."""
-        if not self.microbatches:
-            return SamplerSnapshot(None)
+    def _save_slot(self, slot: int, snapshot: int) -> None:
         microbatch, row, run = self._place(slot)
         assert run.save_slot is not None
-        return SamplerSnapshot(run.save_slot(microbatch.sampler, row))
+        self._snapshots[snapshot] = run.save_slot(microbatch.sampler, row)
 
-    def restore_slot(self, slot: int, kept: SamplerSnapshot) -> None:
-        """What `save_slot` gave is that of a slot from now on."""
-        if kept.state is None:
-            return
+    def _restore_slot(self, slot: int, snapshot: int) -> None:
         microbatch, row, run = self._place(slot)
         assert run.restore_slot is not None
-        microbatch.sampler = run.restore_slot(microbatch.sampler, row, kept.state)
+        microbatch.sampler = run.restore_slot(microbatch.sampler, row, self._snapshots[snapshot])
 
-    def save_sampler(self, microbatch: int) -> SamplerSnapshot:
-        """What the sampler keeps of all slots of a microbatch, on the host. Waits."""
-        return SamplerSnapshot(
-            jax.tree.map(np.array, self.microbatches[microbatch].sampler) if self.microbatches else None
-        )
+    def _save_sampler(self, microbatch: MicrobatchState, snapshot: int) -> None:
+        self._snapshots[snapshot] = jax.tree.map(np.array, microbatch.sampler)
 
-    def restore_sampler(self, microbatch: int, kept: SamplerSnapshot) -> None:
-        """What `save_sampler` gave holds again."""
-        if kept.state is not None:
-            copies = jax.tree.map(np.copy, kept.state)  # what is donated is not the caller's
-            self.microbatches[microbatch].sampler = put_whole(copies, self.runtimes[-1].replicated)
+    def _restore_sampler(self, microbatch: MicrobatchState, snapshot: int) -> None:
+        copies = jax.tree.map(np.copy, self._snapshots[snapshot])  # what is donated is not the snapshot's
+        microbatch.sampler = put_whole(copies, self.runtimes[-1].replicated)
+
+    def _drop(self, snapshots: Sequence[int]) -> None:
+        for number in snapshots:
+            self._snapshots.pop(number, None)
 
     def _place(self, slot: int) -> tuple[MicrobatchState, np.int32, CompiledStage]:
         row, microbatch = divmod(slot, len(self.microbatches))
@@ -299,17 +309,17 @@ class Executor:
     # ---- what is asked before READY
 
     def wait(self) -> None:
-        """Until all that was called has run."""
+        """See `Executor.wait`."""
         jax.block_until_ready(
             [runtime.pools for runtime in self.runtimes] + [microbatch.last_tokens for microbatch in self.microbatches]
         )
 
     def temporaries(self) -> int:
-        """Bytes that the hungriest program uses on a device while it runs."""
+        """See `Executor.temporaries`."""
         return max((runtime.run.temporaries() for runtime in self.runtimes), default=0)
 
     def parameters(self) -> int:
-        """Those of all stages."""
+        """See `Executor.parameters`."""
         return self._parameters
 
     @property

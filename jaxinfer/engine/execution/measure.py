@@ -8,19 +8,15 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.executor import Executor
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution import commands
+from jaxinfer.engine.execution.commands import Executor, PrefillBatch, idle_batch
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.kv.transfer import TRANSFER_PAGES
 
 
-def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int, idle: DecodeBatch) -> Costs:
+def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int) -> Costs:
     """One timed call of each program, after one that is not: rough, which is enough to choose between swapping and
-    computing again. No page that holds a sequence's tokens may exist yet.
-
-    Args:
-        groups: of the cache.
-        idle: rows of which none decodes; a step costs nearly as much with them as without.
+    computing again. No page that holds a sequence's tokens may exist yet. ``groups`` of the cache.
     """
     size, hosts = engine.prefill_sizes[-1], range(min(TRANSFER_PAGES, engine.host_pages))
     chunk = PrefillBatch(
@@ -33,11 +29,12 @@ def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int, idle:
     nowhere = np.full_like(pages, engine.num_pages)
 
     def swap() -> None:
-        executor.export(pages, hosts)
-        executor.restore(hosts, nowhere)
+        executor.run(commands.ExportPages(pages, hosts))
+        executor.run(commands.ImportPages(hosts, nowhere))
 
-    prefill = _timed(executor, lambda: executor.prefill(chunk))
-    decode = _timed(executor, lambda: executor.decode(0, idle))
+    idle = idle_batch(engine, groups)  # a step costs nearly as much without a row that decodes as with them
+    prefill = _timed(executor, lambda: executor.run(commands.Prefill(chunk)))
+    decode = _timed(executor, lambda: executor.run(commands.Decode(0, idle)))
     moved = _timed(executor, swap)
     return Costs(swap_page=moved / TRANSFER_PAGES, prefill_token=prefill / size, decode_step=decode)
 

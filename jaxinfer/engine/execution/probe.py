@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.executor import Executor
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution import commands
+from jaxinfer.engine.execution.commands import DecodeBatch, Executor, PrefillBatch
 from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.types import Request, SamplingParams
@@ -30,9 +30,10 @@ _ROUNDS = 32
 
 # Probes cut a piece at a third of a size: in general not where a page begins.
 _FIRST = 3
+_SNAPSHOT = -1  # the probe's own number of a snapshot
 
 
-class Proofs:
+class Probe:
     """Runs probes on the engine's own programs. What is in the pools means nothing afterwards.
 
     Args:
@@ -63,11 +64,11 @@ class Proofs:
         for _ in range(rounds if rounds <= _ROUNDS else 0):
             batches = self._wide_probes(size, count)
             for batch in batches:
-                self._executor.prefill(batch)
+                self._executor.run(commands.Prefill(batch))
             want = self._outer_bits(batches)
             for batch in batches:
                 for index in (0, count - 1):
-                    self._executor.prefill(_chunk_of(batch, index))
+                    self._executor.run(commands.Prefill(_chunk_of(batch, index)))
             if not _equal(want, self._outer_bits(batches)):
                 return False
         return rounds <= _ROUNDS
@@ -92,7 +93,7 @@ class Proofs:
 
     # ---- prefill sizes
 
-    def classes(self) -> dict[int, int]:
+    def size_classes(self) -> dict[int, int]:
         """A number for each prefill size: equal numbers for programs with equal bits.
 
         A piece of a prompt is run whole in the larger program, in parts in the smaller one, and its end once more in
@@ -105,13 +106,13 @@ class Proofs:
             numbers[size] = next((numbers[other] for other in firsts if self._sizes_agree(other, size)), number)
         return numbers
 
-    def resumes(self, classes: dict[int, int]) -> bool:
-        """Whether a chunk may begin anywhere, as after a cache hit, in a size that `classes` found like no other."""
+    def exact_resume(self, classes: dict[int, int]) -> bool:
+        """Whether a chunk of a size that has a class of its own may begin anywhere, as after a cache hit."""
         numbers = list(classes.values())
         return all(self._sizes_agree(size, size) for size, number in classes.items() if numbers.count(number) == 1)
 
-    def class_tokens(self) -> int:
-        """Prompt tokens that `classes` and `resumes` run at most: what they cost."""
+    def size_class_tokens(self) -> int:
+        """Prompt tokens that `size_classes` and `exact_resume` run at most: what they cost."""
         sizes = self._engine.prefill_sizes
         pairs = [(small, large) for at, large in enumerate(sizes) for small in sizes[: at + 1]]
         return sum(2 * (3 * large + 2 * small) * self._piece_rounds(large) for small, large in pairs)
@@ -142,7 +143,7 @@ class Proofs:
         bits = []
         for run in runs:
             for begin, end, size in run:
-                self._executor.prefill(self._chunk(tokens[begin:end], start + begin, size))
+                self._executor.run(commands.Prefill(self._chunk(tokens[begin:end], start + begin, size)))
             bits.append(self._bits(table, start, len(tokens)))
         return _equal(bits[1:], [bits[0], bits[0]])
 
@@ -161,21 +162,28 @@ class Proofs:
         of keys and values. Rows use every feature of the sampler."""
         if self._engine.multi_step == 1 or self._engine.speculative is not None:
             return False
-        self._executor.set_slots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict())
-        kept, batch = self._executor.save_sampler(0), self._decode_probe()
+        self._executor.run(commands.SetSlots(0, _every_feature(self._engine.rows, limits, self._vocab)._asdict()))
+        self._executor.run(commands.SaveSampler(0, _SNAPSHOT))
+        equal = self._multi_step_agrees()
+        self._executor.run(commands.DropSnapshots((_SNAPSHOT,)))
+        self._executor.run(commands.SetSlots(0, HostSlots(self._engine.rows, limits).snapshot()._asdict()))
+        return equal
+
+    def _multi_step_agrees(self) -> bool:
+        batch = self._decode_probe()
         tokens = self._engine.multi_step * int((batch.positions >= 0).sum())
         for _ in range(min(_ROUNDS, self._rounds(tokens))):
             batch, probes = self._decode_probe(), list[list[np.ndarray]]()
             for run in (self._at_once, self._one_by_one):
-                self._executor.restore_sampler(0, kept)
+                self._executor.run(commands.RestoreSampler(0, _SNAPSHOT))
                 probes.append([*run(batch), *self._rows_bits(batch)])
             if not _equal(*probes):
                 return False
         return True
 
     def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
-        sampled, ran = self._executor.decode_many(batch, self._engine.multi_step)
-        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran, self._executor.microbatches[0].last_tokens)]
+        sampled, ran = self._executor.run(commands.DecodeMany(batch, self._engine.multi_step))
+        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran)]
 
     def _one_by_one(self, batch: DecodeBatch) -> list[np.ndarray]:
         each, steps = list[list[np.ndarray]](), self._engine.multi_step
@@ -185,9 +193,9 @@ class Proofs:
                 positions=np.where(batch.positions >= 0, batch.positions + step, -1).astype(np.int32),
                 generated=batch.generated + np.int32(step),
             )
-            each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.decode(0, now))])
+            each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.run(commands.Decode(0, now)))])
         sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
-        return [*sampled, np.asarray(steps, np.int32), np.asarray(self._executor.microbatches[0].last_tokens)]
+        return [*sampled, np.asarray(steps, np.int32)]
 
     def _decode_probe(self) -> DecodeBatch:
         """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
@@ -235,7 +243,7 @@ class Proofs:
         for at in range(0, len(ids), TRANSFER_PAGES):
             some = np.zeros((self._groups, TRANSFER_PAGES), np.int32)
             some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
-            parts.append(self._executor.pages(some)[: len(ids[at:])])
+            parts.append(self._executor.run(commands.ReadPages(some))[: len(ids[at:])])
         return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
 
 

@@ -11,24 +11,17 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
-from jaxinfer.engine.execution.measure import measure_costs
-from jaxinfer.engine.execution.probe import Proofs
+from jaxinfer.engine.execution import commands
+from jaxinfer.engine.execution.commands import DecodeBatch, Executor, PrefillBatch, SamplerSnapshot, SnapshotNumbers
 from jaxinfer.engine.execution.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch
 from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
-from jaxinfer.types import CacheSpec
 
 _Column = Integer[np.ndarray, " planned"]
-
-# Operations that a CPU may spend on proving which prefill sizes agree: a second or two.
-_CPU_OPERATIONS = 300_000_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,26 +37,6 @@ class Launched:
     prompt: list[Logprobs | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Proved:
-    """What was found out about an executor's programs.
-
-    Attributes:
-        prefill_batches: chunks of the wide program of each prefill size that has the narrow one's bits.
-        classes: a number for each prefill size; equal numbers: programs with equal bits.
-        resumes: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken for
-            granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
-        multi_step: most decode steps of one plan.
-        costs: of swapping and of computing again, measured.
-    """
-
-    prefill_batches: Mapping[int, int]
-    classes: Mapping[int, int]
-    resumes: bool
-    multi_step: int
-    costs: Costs
-
-
 class WrongTokenError(RuntimeError):
     """A row would be fed what its slot sampled for another sequence or position: a fault of the plan, never served."""
 
@@ -75,8 +48,7 @@ class Runner:
         executor: owns all device memory.
         tables: the KV manager's, read at each launch.
         vocab: size of the vocabulary.
-        spec: of the KV cache, for elements of ``itemsize`` bytes.
-        proved: of the executor's programs; None: it is found out now, and the pools hold nothing yet.
+        prefill_batches: chunks that run together, by prefill size (`Calibration`).
     """
 
     def __init__(
@@ -86,36 +58,17 @@ class Runner:
         limits: SamplingLimits,
         tables: Int32[np.ndarray, "groups slots width"],
         vocab: int,
-        spec: CacheSpec,
-        itemsize: int,
-        proved: Proved | None = None,
+        prefill_batches: Mapping[int, int],
     ) -> None:
         self._executor, self._engine, self._tables, self._vocab = executor, engine, tables, vocab
         self._groups, self._rows = tables.shape[0], engine.rows // engine.microbatches
+        self._prefill_batches = prefill_batches
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
         self._device_slots = [slots.snapshot() for slots in self._slots]  # what is on the device
+        self._snapshots = SnapshotNumbers()
         # Of what is on the device as `StepState.last_tokens`: by microbatch and row, whose token (`arrival`), which
         # position.
         self._sampled = np.full((engine.microbatches, 2, self._rows), -1, np.int64)
-        self.proved = proved or self._prove(limits, spec, itemsize)
-
-    def _prove(self, limits: SamplingLimits, spec: CacheSpec, itemsize: int) -> Proved:
-        """Find out which programs may stand in for which."""
-        engine, executor = self._engine, self._executor
-        proofs = Proofs(executor, engine, self._vocab, self._groups, itemsize, spec.exact_per_token)
-        count = proofs.prefill_batches()
-        exact, classes, resumes = engine.exactness == "exact", _each_alone(engine.prefill_sizes), True
-        if exact and engine.enable_prefix_caching and self._affordable(proofs.class_tokens()):
-            classes = proofs.classes()
-            resumes = proofs.resumes(classes)
-        several = engine.multi_step > 1 and (not exact or proofs.multi_step(limits))
-        executor.set_slots(0, self._device_slots[0]._asdict())  # those of the proofs were there
-        costs = measure_costs(executor, engine, self._groups, self._decode_batch(0, []))
-        return Proved(count, classes, resumes, engine.multi_step if several else 1, costs)
-
-    def _affordable(self, tokens: int) -> bool:
-        operations = 2 * tokens * self._executor.parameters()
-        return self._executor.platform != "cpu" or operations <= _CPU_OPERATIONS
 
     # ---- a step
 
@@ -123,6 +76,8 @@ class Runner:
         """Start a step without waiting for it. Programs run in the order of their launch."""
         if not plan:
             return None
+        if dropped := self._snapshots.take_dropped():
+            self._executor.run(commands.DropSnapshots(dropped))
         self._export(plan.exports)
         self._copy(plan.copies)
         self._import(plan.imports)
@@ -137,7 +92,8 @@ class Runner:
         if launched is None:
             return None
         plan, sampled = launched.plan, launched.sampled
-        self._executor.settle([export.host for export in plan.exports])
+        if plan.exports:
+            self._executor.run(commands.SettlePages([export.host for export in plan.exports]))
         prompt = [
             [] if result is None else prompt_logprobs(prefill, result)
             for prefill, result in zip(plan.prefills, launched.prompt, strict=True)
@@ -153,16 +109,18 @@ class Runner:
     def _export(self, exports: list[Export]) -> None:
         for some in itertools.batched(exports, TRANSFER_PAGES):
             source = self._ids((export.source for export in some), TRANSFER_PAGES)
-            self._executor.export(source, [export.host for export in some])
+            self._executor.run(commands.ExportPages(source, [export.host for export in some]))
 
     def _copy(self, copies: list[Copy]) -> None:
         for some in itertools.batched(copies, COPIES):
-            self._executor.copy(*(self._ids((copy[side] for copy in some), COPIES) for side in (0, 1)))
+            self._executor.run(
+                commands.CopyPages(*(self._ids((copy[side] for copy in some), COPIES) for side in (0, 1)))
+            )
 
     def _import(self, imports: list[Import]) -> None:
         for some in itertools.batched(imports, TRANSFER_PAGES):
             target = self._ids((one.target for one in some), TRANSFER_PAGES)
-            self._executor.restore([one.host for one in some], target)
+            self._executor.run(commands.ImportPages([one.host for one in some], target))
 
     def _ids(self, pages: Iterable[Pages], room: int) -> Int32[np.ndarray, "groups room"]:
         """Page ids by group. Where there is no page the id is beyond the pool: nothing is written there."""
@@ -174,20 +132,21 @@ class Runner:
     # ---- slots
 
     def _save_preempted(self, preempted: list[Preempted]) -> None:
-        """What comes back from the host goes on where it was; what is computed again begins anew."""
+        """Save the sampler state of swapped-out sequences; recomputed ones start fresh."""
         for sequence, slot in preempted:
             if sequence.stateful and sequence.swapped is not None:
-                sequence.sampler_state = self._executor.save_slot(slot)
+                sequence.sampler_state = snapshot = self._snapshots.new()
+                self._executor.run(commands.SaveSlot(slot, snapshot.number))
 
     def _admit(self, admitted: list[Sample]) -> None:
         for sequence in admitted:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
-            kept, sequence.sampler_state = sequence.sampler_state, None
-            if isinstance(kept, SamplerSnapshot):
-                self._executor.restore_slot(sequence.slot, kept)
+            saved, sequence.sampler_state = sequence.sampler_state, None
+            if isinstance(saved, SamplerSnapshot):
+                self._executor.run(commands.RestoreSlot(sequence.slot, saved.number))
             elif sequence.stateful:
-                self._executor.admit(sequence.slot, *slots.state_rows(sequence.request, self._vocab))
+                self._executor.run(commands.AdmitSlot(sequence.slot, *slots.state_rows(sequence.request, self._vocab)))
         for microbatch in {sequence.slot % self._engine.microbatches for sequence in admitted}:
             self._set_slots(microbatch)
 
@@ -199,21 +158,21 @@ class Runner:
         """Most fields are the same in most requests: what did not change is on the device already."""
         before, current = self._device_slots[microbatch]._asdict(), self._slots[microbatch].snapshot()
         self._device_slots[microbatch] = current
-        self._executor.set_slots(
-            microbatch, {name: new for name, new in current._asdict().items() if new is not before[name]}
-        )
+        fields = {name: new for name, new in current._asdict().items() if new is not before[name]}
+        if fields:
+            self._executor.run(commands.SetSlots(microbatch, fields))
 
     # ---- prompts
 
     def _prefills(self, plans: list[PrefillPlan]) -> list[Logprobs | None]:
         """Launch all chunks, several in one program where there is a wide one for their size."""
         results: list[Logprobs | None] = [self._prefill_logprobs(plan) if plan.logprobs else None for plan in plans]
-        plain, wide = [plan for plan in plans if not plan.logprobs], self.proved.prefill_batches
+        plain, wide = [plan for plan in plans if not plan.logprobs], self._prefill_batches
         for group in group_chunks([plan.chunk.size for plan in plain], wide):
             size = plain[group[0]].chunk.size
             count = 1 if len(group) == 1 else wide[size]
             batch = self._prefill_batch([plain[index] for index in group], size, count)
-            self._executor.prefill(batch)
+            self._executor.run(commands.Prefill(batch))
         return results
 
     def _prefill_logprobs(self, plan: PrefillPlan) -> Logprobs:
@@ -221,7 +180,7 @@ class Runner:
         following = np.zeros(size, np.int32)
         following[:length] = plan.sequence.prompt[start + 1 : start + length + 1]
         batch = self._prefill_batch([plan], size, 1)
-        return self._executor.prefill_logprobs(batch, following)
+        return self._executor.run(commands.PrefillLogprobs(batch, following))
 
     def _prefill_batch(self, plans: list[PrefillPlan], size: int, count: int) -> PrefillBatch:
         tokens, (starts, lengths) = np.zeros((count, size), np.int32), np.zeros((2, count), np.int32)
@@ -237,9 +196,9 @@ class Runner:
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None
         if plan.steps > 1:
-            sampled, ran = self._executor.decode_many(batch, plan.steps)
+            sampled, ran = self._executor.run(commands.DecodeMany(batch, plan.steps))
         else:
-            sampled = self._executor.decode(plan.microbatch, batch)
+            sampled = self._executor.run(commands.Decode(plan.microbatch, batch))
         for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
             array.copy_to_host_async()
         return sampled, ran
@@ -278,8 +237,3 @@ class Runner:
                 f"{positions[wrong][0]}; its slot sampled that of sequence {whose[row]} at {where[row] + 1}"
             )
         whose[rows], where[rows] = arrivals, positions
-
-
-def _each_alone(sizes: Sequence[int]) -> dict[int, int]:
-    """Every prefill size a class of its own."""
-    return {size: number for number, size in enumerate(sizes)}

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
 from jaxinfer.kv.spread import copy_own_pages, spread
@@ -42,35 +43,6 @@ class StepState(NamedTuple):
     pools: list[LayerPool]
     last_tokens: Int[Array, " rows"]
     slots: SlotState
-
-
-class DecodeBatch(NamedTuple):
-    """One token per row, from the host.
-
-    ``positions`` -1 marks an idle row; ``tokens`` -1 takes what the slot sampled last. ``generated``: tokens that the
-    sequence has generated before the one that this row samples.
-
-    ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
-    one is borrowed: it neither reads nor changes what is kept of a slot. None: all rows are their slots' own.
-    """
-
-    tokens: Int[Any, " rows"]
-    positions: Int[Any, " rows"]
-    generated: Int[Any, " rows"]
-    tables: Int[Any, "groups rows width"]
-    owners: Int[Any, " rows"] | None = None
-
-
-class PrefillBatch(NamedTuple):
-    """Prompt chunks: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
-
-    A chunk of length 0 is idle.
-    """
-
-    tokens: Int[Any, "batch chunk"]
-    starts: Int[Any, " batch"]
-    lengths: Int[Any, " batch"]
-    tables: Int[Any, "groups batch width"]
 
 
 def pack(batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.engine.distributed.group import Group, GroupError, Membership, join, lead
 from jaxinfer.engine.distributed.leader import follow
-from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.executor import LocalExecutor
+from jaxinfer.parallel.group import Group, GroupError, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.serve.core.process import leave_group
 from jaxinfer.serve.core.settings import CoreSettings
@@ -53,7 +53,7 @@ def enter_group(settings: CoreSettings, folder: pathlib.Path, waiting: Callable[
     return group
 
 
-def run_follower(executors: Mapping[int, Executor], group: Group) -> None:
+def run_follower(executors: Mapping[int, LocalExecutor], group: Group) -> None:
     """Follow process 0 in a thread of its own, until this process ends."""
 
     def run() -> None:

@@ -16,7 +16,8 @@ from typing import Any, Protocol, override, runtime_checkable
 
 import grpc
 
-from jaxinfer.engine.async_engine import AsyncEngine, Outlet, Steps
+from jaxinfer.engine.async_engine import AsyncEngine, Outlet
+from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.streams import Closed, EngineDeadError, merged
 from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
@@ -57,7 +58,7 @@ class Built:
     ``engine`` is None in a process that follows another one: it takes no requests.
     """
 
-    engine: Steps | None
+    engine: EngineCore | None
     card: ModelCard
     folder: str
     profiler: Profiler | None = None

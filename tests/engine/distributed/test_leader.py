@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.group import Group, GroupError
-from jaxinfer.engine.distributed.leader import HostInputTokens, LeadingExecutor, _digests, follow
+from jaxinfer.engine.distributed.leader import HostInputTokens, LeaderExecutor, _digests, follow
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution import runner
-from jaxinfer.engine.execution.executor import Executor, SamplerSnapshot
+from jaxinfer.engine.execution import calibration
+from jaxinfer.engine.execution.commands import COMMANDS, DecodeBatch, SaveSlot
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.execution.step import DecodeBatch
 from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.types import Request
-from tests.engine.distributed.test_group import SOON, group_of
 from tests.fakes import mixed_params, random_model
+from tests.parallel.test_group import SOON, group_of
 
 # Few pages: sequences are swapped out, and cached prefixes to the host.
 SMALL = EngineConfig(
@@ -59,7 +59,7 @@ class Pair:
 
     engine: Engine
     group: Group
-    follower: Executor
+    follower: LocalExecutor
     member: Group
     called: list[str]
 
@@ -76,7 +76,7 @@ class Pair:
 def pair():
     model, called = random_model(num_hidden_layers=1), list[str]()
     mesh = mesh_for(SMALL)
-    follower = Executor(*prepare(model, SMALL, "cpu", mesh), mesh)
+    follower = LocalExecutor(*prepare(model, SMALL, "cpu", mesh), mesh)
     with group_of(timeout=60.0) as (members, ends):
         leader, member = members
         take = member.calls
@@ -90,8 +90,8 @@ def pair():
         threading.Thread(target=follow, args=({0: follower}, member), daemon=True).start()
         with pytest.MonkeyPatch.context() as patch:
             # Measured ones may say that computing again is cheaper, and nothing would be swapped.
-            patch.setattr(runner, "measure_costs", lambda *given: (measure_costs(*given), Costs())[1])
-            make = functools.partial(LeadingExecutor, leader, 0, [0, 1])
+            patch.setattr(calibration, "measure_costs", lambda *given: (measure_costs(*given), Costs())[1])
+            make = functools.partial(LeaderExecutor, leader, 0, [0, 1])
             engine = Engine(model, SMALL, "cpu", make_executor=make)
         yield Pair(engine, leader, follower, member, called)
         assert not ends.reasons
@@ -107,36 +107,39 @@ def test_what_follows_has_the_same_bits(pair):
     assert sum(map(len, found.values())) > 200
     pair.until_done()
     leader, follower = pair.engine._executor, pair.follower
-    assert isinstance(leader, LeadingExecutor)
+    assert isinstance(leader, LeaderExecutor)
+    leader = leader.local
     for mine, theirs in zip(leader.runtimes, follower.runtimes, strict=True):
         assert same(mine.pools, theirs.pools)
         assert mine.host._pages.keys() == theirs.host._pages.keys()
         assert same(mine.host._pages, theirs.host._pages)
     for mine, theirs in zip(leader.microbatches, follower.microbatches, strict=True):
         assert same((mine.slots, mine.last_tokens, mine.sampler), (theirs.slots, theirs.last_tokens, theirs.sampler))
-    assert {"decode", "prefill", "prefill_logprobs", "copy", "export", "settle", "restore"} <= set(pair.called)
-    assert {"pages", "set_slots", "admit", "save_slot", "restore_slot", "save_sampler", "restore_sampler"} <= set(
-        pair.called
-    )
+    assert mine_and_theirs_snapshots(leader, follower)
+    assert set(pair.called) == set(COMMANDS)
 
 
-def test_what_is_no_longer_kept_is_dropped_by_all(pair):
-    leader = pair.engine._executor
-    before = len(leader._known)
-    kept = leader.save_slot(0)
-    assert isinstance(kept, SamplerSnapshot)
-    number = leader._known[kept]
+def mine_and_theirs_snapshots(leader: LocalExecutor, follower: LocalExecutor) -> bool:
+    return leader._snapshots.keys() == follower._snapshots.keys() and same(leader._snapshots, follower._snapshots)
+
+
+def test_a_snapshot_to_which_nobody_refers_is_dropped_by_all(pair):
+    leader, snapshots = pair.engine._executor.local, pair.engine._runner._snapshots
+    kept = snapshots.new()
+    pair.engine._executor.run(SaveSlot(0, kept.number))
+    number = kept.number
+    pair.until_done()
+    assert number in leader._snapshots
+    assert number in pair.follower._snapshots
     del kept
-    assert len(leader._known) == before
-    assert number in leader._dropped
-    leader.settle([0])
-    assert not leader._dropped
+    run(pair.engine, 1)
+    pair.until_done()
+    assert number not in leader._snapshots
+    assert number not in pair.follower._snapshots
 
 
 def test_nothing_is_sent_where_nothing_is_to_do(pair):
     sent = pair.group.sent
-    pair.engine._executor.settle([])
-    pair.engine._executor.set_slots(0, {})
     pair.engine.step()
     assert pair.group.sent == sent
 
@@ -180,8 +183,16 @@ def test_digests_tell_slots_apart():
     assert (found[1, 2] != found[0, 0]).any()
 
 
-def test_a_call_that_is_not_known_is_refused(pair):
+@pytest.mark.parametrize(
+    ("name", "fields", "match"),
+    [
+        ("__init__", {}, "process 0 calls __init__"),
+        ("SaveSlot", {"slot": 0}, "another version of jaxinfer: it sent what is no SaveSlot: its fields are slot"),
+        ("SettlePages", {"hosts": "all"}, "no SettlePages: 'all' is no value"),
+    ],
+)
+def test_a_call_that_is_not_known_is_refused(pair, name, fields, match):
     with group_of() as (members, _):
-        members[0].call("__init__", {"replica": 0, "dropped": []}, [])
-        with pytest.raises(GroupError, match="process 0 calls __init__"):
+        members[0].call(name, {"replica": 0, "answers": [], "fields": fields}, [])
+        with pytest.raises(GroupError, match=match):
             follow({0: pair.follower}, members[1])

@@ -29,9 +29,9 @@ class FakeEngine(Engine):
     """Serves nothing: every request waits until `finish`."""
 
     def __init__(
-        self, model: Any, config: EngineConfig, platform: str, progress: Any, mesh: Any, make: Any, proved: Any
+        self, model: Any, config: EngineConfig, platform: str, progress: Any, mesh: Any, make: Any, found: Any
     ) -> None:
-        self.make, self.was_proved, self.proved = make, proved, proved or object()
+        self.make, self.was_found, self.calibration = make, found, found or object()
         cache = CacheSpec((LayerSpec(None),), kv_heads=1, head_dim=8)
         self.given, self.config = config, resolve(config, cache, max_position=128, itemsize=4)
         self.requests: dict[str, Request] = {}
@@ -83,14 +83,14 @@ def make(monkeypatch: pytest.MonkeyPatch, count: int = 2, progress: Any = None, 
     return replicas.Replicas(random_model(), config, "cpu", progress, make_mesh())
 
 
-def test_what_was_proved_of_the_first_holds_for_one_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calibration_of_the_first_holds_for_one_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     here = iter([True, True, False] * 2)  # asked to share the progress, and for each
     monkeypatch.setattr(replicas, "own_devices", lambda mesh: [mesh] if next(here) else [])
     told: list[tuple[int, int]] = []
     first, second, third = make(monkeypatch, 3, lambda done, total: told.append((done, total)))._engines
     assert isinstance(first, FakeEngine)
-    assert [each.was_proved for each in (first, second)] == [None, None]
-    assert third.was_proved is first.proved
+    assert [each.was_found for each in (first, second)] == [None, None]
+    assert third.was_found is first.calibration
     assert told[:2] == [(3, 8), (7, 8)], "two replicas compile here"
 
 

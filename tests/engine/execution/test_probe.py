@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.probe import Proofs
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, unpack
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.probe import Probe
+from jaxinfer.engine.execution.step import unpack
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
 from jaxinfer.types import SamplingParams
@@ -56,14 +57,14 @@ def engine() -> Engine:
 
 
 @contextlib.contextmanager
-def proofs_with(engine: Engine, **changes: Any) -> Iterator[Proofs]:
-    """Proofs on an engine's programs, some of them replaced."""
+def probe_with(engine: Engine, **changes: Any) -> Iterator[Probe]:
+    """Probe on an engine's programs, some of them replaced."""
     part, config, runner = engine._executor.runtimes[-1], engine.config, engine._runner
     run, spec, itemsize = part.run, part.stage.model.cache_spec, part.pools[0].data.dtype.itemsize
     per_token = spec.bytes_per_page(1, itemsize) // itemsize
     part.run = dataclasses.replace(run, **changes)
     try:
-        yield Proofs(engine._executor, config, runner._vocab, runner._groups, itemsize, per_token)
+        yield Probe(engine._executor, config, runner._vocab, runner._groups, itemsize, per_token)
     finally:
         part.run = run
 
@@ -103,14 +104,14 @@ def spoiled(engine: Engine, key: tuple[int, int] | None) -> dict[tuple[int, int]
 
 @pytest.mark.parametrize(("spoil", "proved"), SPOILED_CHUNKS)
 def test_a_wide_program_with_other_bits_is_not_used(engine, spoil, proved):
-    with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
-        assert proofs.prefill_batches() == proved
+    with probe_with(engine, prefill=spoiled(engine, spoil)) as probe:
+        assert probe.prefill_batches() == proved
 
 
 @pytest.mark.parametrize(("spoil", "classes"), SPOILED_CLASSES)
 def test_sizes_with_other_bits_are_in_other_classes(engine, spoil, classes):
-    with proofs_with(engine, prefill=spoiled(engine, spoil)) as proofs:
-        assert proofs.classes() == classes
+    with probe_with(engine, prefill=spoiled(engine, spoil)) as probe:
+        assert probe.size_classes() == classes
 
 
 def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
@@ -123,21 +124,21 @@ def test_a_program_that_differs_within_a_piece_does_not_resume(engine):
         return nudged(pools, int(batch.tables[0, 0, start // 64])) if start % 64 else pools
 
     for prefill, resumes in [(programs_of(engine), True), ({**programs_of(engine), (64, 1): wrong}, False)]:
-        with proofs_with(engine, prefill=prefill) as proofs:
-            assert proofs.resumes({64: 0, 128: 1}) is resumes
+        with probe_with(engine, prefill=prefill) as probe:
+            assert probe.exact_resume({64: 0, 128: 1}) is resumes
 
 
 def test_a_model_that_shows_too_little_proves_nothing():
     """Sixteen bits of a tiny model hide differences that are there."""
     llm = LLM(random_model("bfloat16"), max_num_seqs=4, max_model_len=128, page_size=16, prefill_sizes=(8, 16))
-    assert llm.engine._runner.proved.classes == {8: 0, 16: 1}
-    assert not llm.engine._runner.proved.prefill_batches
+    assert llm.engine.calibration.size_classes == {8: 0, 16: 1}
+    assert not llm.engine.calibration.prefill_batches
 
 
 def test_classes_are_not_looked_for_where_nothing_is_shared():
     settings = {"max_num_seqs": 2, "max_model_len": 128, "prefill_sizes": (64, 128)}
     for changes in ({"enable_prefix_caching": False}, {"exactness": "relaxed"}):
-        assert LLM("demo", "float32", **settings, **changes).engine._runner.proved.classes == {64: 0, 128: 1}
+        assert LLM("demo", "float32", **settings, **changes).engine.calibration.size_classes == {64: 0, 128: 1}
 
 
 # ---- several decode steps at once
@@ -169,7 +170,7 @@ def several(engine: Engine, change: str) -> Any:
 def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
     llm = LLM(random_model(dtype), max_num_seqs=3, max_model_len=64, page_size=16, prefill_sizes=(16,), multi_step=5)
     engine = llm.engine
-    assert engine._runner.proved.multi_step == 5
+    assert engine.calibration.multi_step == 5
     for change in ("nothing", "pages", "logprobs", "tokens"):
-        with proofs_with(engine, decode_many=several(engine, change)) as proofs:
-            assert proofs.multi_step(engine.limits) is (change == "nothing"), change
+        with probe_with(engine, decode_many=several(engine, change)) as probe:
+            assert probe.multi_step(engine.limits) is (change == "nothing"), change

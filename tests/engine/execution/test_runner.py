@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, resolve
+from jaxinfer.engine.execution.calibration import calibrate
 from jaxinfer.engine.execution.compilations import count_compilations
-from jaxinfer.engine.execution.executor import Executor
+from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.runner import Runner, WrongTokenError
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
@@ -21,7 +22,7 @@ from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.parallel.mesh import make_mesh
-from jaxinfer.sampling import SamplingLimits
+from jaxinfer.sampling import SamplingLimits, SlotState
 from jaxinfer.types import Request, SamplingParams, needs_sampler_state
 from tests.fakes import random_model
 
@@ -53,8 +54,14 @@ class Bench:
         model = MODEL()
         engine = resolve(EngineConfig(**{**CONFIG, **changes}), model.cache_spec, max_position=256, itemsize=4)
         self.tables = np.zeros((len(model.cache_spec.windows), ROWS, WIDTH), np.int32)
-        self.executor = Executor(model, engine, LIMITS, make_mesh())
-        self.runner = Runner(self.executor, engine, LIMITS, self.tables, model.config.vocab_size, model.cache_spec, 4)
+        self.executor = LocalExecutor(model, engine, LIMITS, make_mesh())
+        self.calibration = calibrate(self.executor, engine, model, LIMITS)
+        batches = self.calibration.prefill_batches
+        self.runner = Runner(self.executor, engine, LIMITS, self.tables, model.config.vocab_size, batches)
+
+    def sampler(self) -> SlotState:
+        """A copy of what the sampler keeps of all slots."""
+        return jax.tree.map(np.array, self.executor.microbatches[0].sampler)
 
     def sequence(self, slot: int, params: SamplingParams = GREEDY, first_page: int = 0, **of_request: Any) -> Sequence:
         """A sequence in ``slot`` with pages from ``first_page`` on, the second group's in the opposite order."""
@@ -167,7 +174,7 @@ def test_prompt_logprobs_come_with_their_tokens(bench):
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED])
 def test_several_steps_at_once_are_single_steps(bench, params):
-    assert bench.runner.proved.multi_step == 4
+    assert bench.calibration.multi_step == 4
     want, singly = generated(bench, params, 5)
     bits = bench.kept(want)
     sequence = bench.sequence(3, params, 10)
@@ -241,10 +248,10 @@ def test_a_borrowed_row_leaves_the_slot_as_it_is(drafting):
     drafting.start(owner, guest)
     first = drafting.generate(3, owner)
     (microbatch,) = drafting.executor.microbatches
-    before, last = drafting.executor.save_sampler(0).state, np.asarray(microbatch.last_tokens)
+    before, last = drafting.sampler(), np.asarray(microbatch.last_tokens)
     rows = [DecodePlan(guest, 0, 37, PROMPT[-1]), DecodePlan(guest, 2, 38, 5)]
     drafting.run(decodes=rows)
-    after = drafting.executor.save_sampler(0).state
+    after = drafting.sampler()
     assert equal([x[2] for x in before], [x[2] for x in after])
     assert last[2] == np.asarray(microbatch.last_tokens)[2]
     assert not equal([x[0] for x in before], [x[0] for x in after])
@@ -324,7 +331,7 @@ def test_a_copied_page_goes_on_as_its_own(bench):
 
 def test_a_chunk_goes_on_within_a_page(bench):
     """From any token on, in the program that was due, a prompt gets the bits of the whole."""
-    assert bench.runner.proved.resumes
+    assert bench.calibration.exact_resume
     whole, want = generated(bench, GREEDY, 2)
     bits = bench.kept(whole)
     for at, end in itertools.product((1, 15, 17, 31), (32,)):
@@ -346,7 +353,7 @@ def test_nothing_of_this_compiles(bench, drafting):
 
 
 def test_costs_are_measured(bench):
-    costs = bench.runner.proved.costs
+    costs = bench.calibration.costs
     assert 0 < costs.prefill_token < costs.decode_step < 1
     assert 0 < costs.swap_page < 1
 

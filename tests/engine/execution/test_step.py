@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.engine.execution.step import DecodeBatch, PrefillBatch, pack, unpack
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.step import pack, unpack
 from jaxinfer.parallel.dp_attention import joined
 
 SIZES = st.integers(1, 5)

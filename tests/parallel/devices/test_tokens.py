@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, EngineConfigError, resolve
+from jaxinfer.engine.execution.commands import PrefillBatch
 from jaxinfer.engine.execution.placement import abstract_arrays, place_params, spread_model
 from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import PrefillBatch, make_programs
+from jaxinfer.engine.execution.step import make_programs
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, traced_for

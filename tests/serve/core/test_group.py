@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.group import GroupError
 from jaxinfer.loading import model_folder
+from jaxinfer.parallel.group import GroupError
 from jaxinfer.serve.core import group as groups
 from jaxinfer.serve.core.settings import CoreSettings
 

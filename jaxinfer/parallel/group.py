@@ -27,7 +27,7 @@ TICK_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _STRANGERS = 16  # handshakes at once
 
-_log = logging.getLogger("jaxinfer.engine.distributed.group")
+_log = logging.getLogger("jaxinfer.parallel.group")
 
 End = Callable[[str, bool], None]
 """Ends this process at once, for a reason: threads may hang in a device's driver. True: their stacks may tell where."""

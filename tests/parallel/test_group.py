@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxinfer.engine.distributed import group as groups
-from jaxinfer.engine.distributed.group import Group, GroupError, Membership, join, lead
 from jaxinfer.parallel import frames
+from jaxinfer.parallel import group as groups
 from jaxinfer.parallel.frames import Channel, Frame
+from jaxinfer.parallel.group import Group, GroupError, Membership, join, lead
 
 KEY = b"sixteen bytes or more"
 SOON = 20.0

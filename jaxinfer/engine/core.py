@@ -1,0 +1,227 @@
+"""The core of an engine: its protocol, and its loop around scheduler, pages and a runner of plans. No jax."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.engine.scheduling.queues import Queued
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.spec import Drafter, NgramDrafter
+from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.validate import SamplingLimits
+
+
+@runtime_checkable
+class EngineCore(Protocol):
+    """Continuous batching of token-id requests: one engine, replicas, or ranks of data-parallel attention.
+
+    Attributes:
+        config: settings as they are used; those of a replica hold for each.
+        limits: what a request may ask of the sampler.
+    """
+
+    config: ResolvedEngine
+
+    @property
+    def limits(self) -> SamplingLimits: ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        ...
+
+    def add(self, request: Request) -> Request:
+        """Queue a validated request; returns it with its seed resolved.
+
+        Raises:
+            RequestError: its id is in use, or it can never fit.
+            QueueFullError: too much is waiting.
+        """
+        ...
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        """What `add` would say of the queue; see `Scheduler.check_room`. From any thread, also while a step runs.
+
+        Raises:
+            QueueFullError: too much is waiting.
+        """
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request (or one of its samples) without another delta."""
+        ...
+
+    def step(self) -> list[SequenceDelta]:
+        """Launch the next step, then read an earlier one: the device never waits for the host."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """What runs, waits and is in use now, and what was counted since the start."""
+        ...
+
+    def temporaries(self) -> int:
+        """Bytes of device memory that the hungriest program uses while it runs."""
+        ...
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page that no sequence uses; how many those were."""
+        ...
+
+    def check(self) -> None:
+        """Raises AssertionError unless slots and pages are all accounted for."""
+        ...
+
+
+@runtime_checkable
+class PlanRunner(Protocol):
+    """Carries plans out. What `launch` returns is opaque to the loop."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step without waiting for it; None: the plan holds nothing."""
+        ...
+
+    def read(self, launched: Any) -> StepResult | None:
+        """Wait for a step and bring its results to the host; None for None."""
+        ...
+
+
+class EngineLoop:
+    """An `EngineCore` around a runner: plans a step, launches it, reads an earlier one, commits it.
+
+    Args:
+        kv: holds nothing yet.
+        runner: carries the plans out.
+        size_classes: prefill sizes with equal bits, see `buckets.next_chunk`; None: each is a class of its own.
+        costs: what decides between swapping and recomputing a preempted sequence.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedEngine,
+        kv: KVManager,
+        runner: PlanRunner,
+        *,
+        limits: SamplingLimits | None = None,
+        size_classes: Mapping[int, int] | None = None,
+        costs: Costs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self._kv, self._runner = config, kv, runner
+        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs)
+        classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
+        self._scheduler = Scheduler(config, kv, classes, drafter=_drafter(config), costs=costs, clock=clock)
+        self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
+        self._ahead = config.microbatches if config.async_scheduling else 0
+        self._last_read = time.monotonic()
+        self._seeds = np.random.default_rng(config.seed if config.seed is not None else secrets.randbits(64))
+
+    @property
+    def has_work(self) -> bool:
+        """See `EngineCore`, as for all methods that are documented there."""
+        return self._scheduler.has_work or bool(self._pending)
+
+    def add(self, request: Request) -> Request:
+        if request.params.seed is None:
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=self._new_seed()))
+        self._scheduler.add(request)
+        return request
+
+    def _new_seed(self) -> int:
+        return int(self._seeds.integers(2**63))
+
+    def check_room(self, request: Request, ahead: int = 0) -> None:
+        self._scheduler.check_room(request, ahead)
+
+    @property
+    def alive(self) -> int:
+        """Sequences that wait or run."""
+        return self._scheduler.running + sum(self._scheduler.waiting.values())
+
+    @property
+    def queued(self) -> Queued:
+        """What waits. From any thread."""
+        return self._scheduler.queued
+
+    def cached(self, request: Request) -> int:
+        """Tokens of a prompt that would be found in the prefix cache now."""
+        return self._scheduler.cached(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._scheduler.abort(request_id, index)
+
+    def step(self) -> list[SequenceDelta]:
+        return self.read(self.launch())
+
+    def launch(self) -> bool:
+        """Plan the next step and send it on its way; whether there was anything to do."""
+        launched = self._runner.launch(self._scheduler.plan())
+        if launched is not None:
+            self._pending.append(launched)
+        return launched is not None
+
+    def read(self, launched: bool) -> list[SequenceDelta]:
+        """The results of the oldest step, if it is due: as many may be on their way as there are pipeline stages, each
+        in another one, and all are read when nothing more was ``launched``."""
+        due = self._pending and (not launched or len(self._pending) > self._ahead)
+        before = self._pending.popleft() if due else None
+        deltas = self._scheduler.commit(self._runner.read(before))
+        self._time_step(before is not None)
+        return deltas
+
+    def _time_step(self, read: bool) -> None:
+        now = time.monotonic()
+        if read:
+            self._scheduler.stats.step(now - self._last_read)
+        self._last_read = now
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return scheduler.stats.snapshot(
+            running=scheduler.running, waiting=scheduler.waiting, kv=self._kv.usage(), compilations=self._compilations()
+        )
+
+    def _compilations(self) -> int:
+        """Programs compiled since READY."""
+        return 0
+
+    def temporaries(self) -> int:
+        return 0
+
+    def reset_prefix_cache(self) -> int:
+        return self._kv.reset_prefix_cache()
+
+    def check(self) -> None:
+        self._scheduler.check()
+
+
+def new_kv(engine: ResolvedEngine, windows: tuple[int | None, ...] = (None,)) -> KVManager:
+    """The manager of an engine's pages. ``windows``: of the groups of the cache."""
+    return KVManager(
+        KVConfig(
+            pages=engine.num_pages,
+            page_size=engine.page_size,
+            slots=engine.rows,
+            width=engine.table_width,
+            windows=windows,
+            host_pages=engine.host_pages,
+            prefix_caching=engine.enable_prefix_caching,
+        )
+    )
+
+
+def _drafter(engine: ResolvedEngine) -> Drafter | None:
+    if engine.speculative is None:
+        return None
+    return NgramDrafter(engine.prompt_lookup_min, engine.prompt_lookup_max)

@@ -1,0 +1,57 @@
+"""What is found out about an executor's programs before READY, on the devices themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.execution.commands import Executor
+from jaxinfer.engine.execution.measure import measure_costs
+from jaxinfer.engine.execution.probe import Probe
+from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.models.model import Model
+from jaxinfer.sampling import SamplingLimits
+
+# Operations that a CPU may spend on finding out which prefill sizes agree: a second or two.
+_CPU_OPERATIONS = 300_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Which programs may stand in for which, and what they cost.
+
+    Attributes:
+        prefill_batches: chunks of the wide program of each prefill size that has the narrow one's bits.
+        size_classes: a number for each prefill size; equal numbers: programs with equal bits.
+        exact_resume: whether a chunk that begins within a piece, after a cache hit, gets the bits of the whole. Taken
+            for granted where there is no cache, where bits may differ, and where it would take a CPU long to try.
+        multi_step: most decode steps of one plan.
+        costs: of swapping and of computing again, measured.
+    """
+
+    prefill_batches: Mapping[int, int]
+    size_classes: Mapping[int, int]
+    exact_resume: bool
+    multi_step: int
+    costs: Costs
+
+
+def calibrate(executor: Executor, engine: ResolvedEngine, model: Model, limits: SamplingLimits) -> Calibration:
+    """Try an executor's programs out. Its pools hold nothing yet, and mean nothing afterwards."""
+    spec = model.cache_spec
+    groups, exact = len(spec.windows), engine.exactness == "exact"
+    probe = Probe(executor, engine, model.config.vocab_size, groups, model.dtype.itemsize, spec.exact_per_token)
+    batches = probe.prefill_batches()
+    classes, resume = {size: number for number, size in enumerate(engine.prefill_sizes)}, True
+    if exact and engine.enable_prefix_caching and _affordable(executor, probe.size_class_tokens()):
+        classes = probe.size_classes()
+        resume = probe.exact_resume(classes)
+    several = engine.multi_step > 1 and (not exact or probe.multi_step(limits))
+    return Calibration(
+        batches, classes, resume, engine.multi_step if several else 1, measure_costs(executor, engine, groups)
+    )
+
+
+def _affordable(executor: Executor, tokens: int) -> bool:
+    return executor.platform != "cpu" or 2 * tokens * executor.parameters() <= _CPU_OPERATIONS

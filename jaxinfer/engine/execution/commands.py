@@ -1,0 +1,257 @@
+"""What an executor can do, as data: numbers and arrays of the host, which may cross to another process as they are.
+
+A new operation is one dataclass here and one case in `LocalExecutor.run`. What a command may hold is what
+`jaxinfer.parallel.messages` takes: integers, tuples of them, arrays, records and mappings of arrays.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt8
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.sampling import Logprobs, Sampled
+
+
+class DecodeBatch(NamedTuple):
+    """One token per row, from the host.
+
+    ``positions`` -1 marks an idle row; ``tokens`` -1 takes what the slot sampled last. ``generated``: tokens that the
+    sequence has generated before the one that this row samples.
+
+    ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
+    one is borrowed: it neither reads nor changes what is kept of a slot. None: all rows are their slots' own.
+    """
+
+    tokens: Int[Any, " rows"]
+    positions: Int[Any, " rows"]
+    generated: Int[Any, " rows"]
+    tables: Int[Any, "groups rows width"]
+    owners: Int[Any, " rows"] | None = None
+
+
+class PrefillBatch(NamedTuple):
+    """Prompt chunks: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
+
+    A chunk of length 0 is idle.
+    """
+
+    tokens: Int[Any, "batch chunk"]
+    starts: Int[Any, " batch"]
+    lengths: Int[Any, " batch"]
+    tables: Int[Any, "groups batch width"]
+
+
+def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
+    """The rows of a microbatch, of which none decodes. ``groups`` of the cache."""
+    rows = engine.rows // engine.microbatches
+    none, tables = np.full(rows, -1, np.int32), np.zeros((groups, rows, engine.table_width), np.int32)
+    owners = None if engine.speculative is None else np.arange(rows, dtype=np.int32)
+    return DecodeBatch(none, none, none, tables, owners)
+
+
+class Command[Result]:
+    """Something that an executor does. ``Result`` is what `Executor.run` returns for it.
+
+    Attributes:
+        by_last_stage: only a process that has the last pipeline stage has results; others have None in their place.
+    """
+
+    by_last_stage: ClassVar[bool] = False
+
+
+# ---- steps
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Decode(Command[Sampled]):
+    """Sample one token for each row of a microbatch."""
+
+    microbatch: int
+    batch: DecodeBatch
+    by_last_stage = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeMany(Command[tuple[Sampled, Array]]):
+    """Run several decode steps in one call, where there is one stage. Also gives how many ran."""
+
+    batch: DecodeBatch
+    steps: int
+    by_last_stage = True
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefill(Command[None]):
+    """Compute keys and values of prompt chunks."""
+
+    batch: PrefillBatch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefillLogprobs(Command[Logprobs]):
+    """Compute one chunk of the largest size, and how probable each token ``following`` in the prompt was."""
+
+    batch: PrefillBatch
+    following: Int32[np.ndarray, " chunk"]
+    by_last_stage = True
+
+
+# ---- pages, in all layers. Ids stand by group of the cache; a target beyond the pool is dropped.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopyPages(Command[None]):
+    """Copy pages to other pages."""
+
+    source: Int32[np.ndarray, "groups copies"]
+    target: Int32[np.ndarray, "groups copies"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExportPages(Command[None]):
+    """Copy pages to pages of the host; `SettlePages` waits for them."""
+
+    source: Int32[np.ndarray, "groups pages"]
+    hosts: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SettlePages(Command[None]):
+    """Wait until exported pages are in the host's memory."""
+
+    hosts: Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImportPages(Command[None]):
+    """Copy pages back from the host."""
+
+    hosts: Sequence[int]
+    target: Int32[np.ndarray, "groups pages"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadPages(Command[UInt8[np.ndarray, "pages slots bytes"]]):
+    """Read the bytes of each slot of pages, as far as the process has them. Waits."""
+
+    source: Int32[np.ndarray, "groups pages"]
+
+
+# ---- slots; each is a row of its microbatch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SetSlots(Command[None]):
+    """Set sampling parameters of a microbatch's slots, by name in `SlotParams`."""
+
+    microbatch: int
+    fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdmitSlot(Command[None]):
+    """Begin the sampler state of a slot anew."""
+
+    slot: int
+    prompt: Bool[np.ndarray, " vocab"]
+    bias: Float32[np.ndarray, " vocab"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SaveSlot(Command[None]):
+    """Copy the sampler state of a slot; the executor keeps it by the number ``snapshot``."""
+
+    slot: int
+    snapshot: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RestoreSlot(Command[None]):
+    """Give a slot the sampler state of a snapshot."""
+
+    slot: int
+    snapshot: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SaveSampler(Command[None]):
+    """Copy the sampler state of all slots of a microbatch. Waits."""
+
+    microbatch: int
+    snapshot: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RestoreSampler(Command[None]):
+    """Give all slots of a microbatch the sampler state of a snapshot."""
+
+    microbatch: int
+    snapshot: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DropSnapshots(Command[None]):
+    """Forget snapshots."""
+
+    snapshots: Sequence[int]
+
+
+COMMANDS: Mapping[str, type[Command[Any]]] = {kind.__name__: kind for kind in Command.__subclasses__()}
+"""All there are, by name: nothing else is run for another process."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Owns all device memory of an engine and runs commands in the order of the calls."""
+
+    def run[Result](self, command: Command[Result]) -> Result:
+        """Send a command on its way. Waits for nothing where the command does not say so."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all that was sent has run."""
+        ...
+
+    def temporaries(self) -> int:
+        """Bytes that the hungriest program uses on a device while it runs."""
+        ...
+
+    def parameters(self) -> int:
+        """Elements of the model's parameters, in all stages."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """Of the devices, as JAX names it."""
+        ...
+
+
+class SamplerSnapshot:
+    """The number of a snapshot that executors keep, as long as somebody refers to this."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class SnapshotNumbers:
+    """Gives out numbers of snapshots and notes those that nobody refers to any more."""
+
+    def __init__(self) -> None:
+        self._numbers, self._dropped = itertools.count(), collections.deque[int]()
+
+    def new(self) -> SamplerSnapshot:
+        snapshot = SamplerSnapshot(next(self._numbers))
+        weakref.finalize(snapshot, self._dropped.append, snapshot.number)
+        return snapshot
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """The snapshots to forget, once."""
+        return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))

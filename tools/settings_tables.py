@@ -1,0 +1,77 @@
+"""Write the tables of settings in docs/ from the dataclasses that hold them.
+
+    python -m tools.settings_tables            writes the tables
+    python -m tools.settings_tables --check    exit code 1 where a table is not current
+
+A table stands between ``<!-- settings: NAME -->`` and ``<!-- end -->``; NAME is one of `KINDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import re
+import sys
+from collections.abc import Mapping
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.flags import attribute_docs
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.settings import ServeConfig
+
+DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
+PAGES = ("settings.md", "serving.md")
+KINDS: Mapping[str, type] = {kind.__name__: kind for kind in (EngineConfig, ServeConfig, ServeLimits)}
+
+_NESTED = ("limits", "engine")
+_TABLE = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options, current = parser.parse_args(arguments), True
+    for name in PAGES:
+        path = DOCS / name
+        before = path.read_text(encoding="utf-8")
+        after = with_tables(before)
+        if before != after:
+            current = False
+            print(f"docs/{name} " + ("is not current: python -m tools.settings_tables" if options.check else "written"))
+            if not options.check:
+                path.write_text(after, encoding="utf-8")
+    return int(options.check and not current)
+
+
+def with_tables(page: str) -> str:
+    """A page with its tables as they must be."""
+    return _TABLE.sub(lambda found: f"{found[1]}\n{tables(KINDS[found[2]])}\n{found[3]}", page)
+
+
+def tables(kind: type) -> str:
+    """A table for each group of settings: the bases of ``kind``, or itself where it has none."""
+    groups = [each for each in reversed(kind.__mro__[1:]) if dataclasses.is_dataclass(each)] or [kind]
+    return "\n".join(table(kind, group, title=group is not kind) for group in groups)
+
+
+def table(kind: type, group: type, *, title: bool) -> str:
+    """The settings that ``group`` declares, with the defaults that they have in ``kind``."""
+    told, declared = attribute_docs(kind), vars(group)["__annotations__"]
+    fields = [field for field in dataclasses.fields(kind) if field.name in declared and field.name not in _NESTED]
+    rows = [f"| `{field.name}` | {_shown(field.default)} | {told[field.name].replace('``', '`')} |" for field in fields]
+    head = [f"**{(group.__doc__ or '').partition(chr(10))[0].rstrip('.')}**\n"] if title else []
+    return "\n".join([*head, "| setting | default | what it is |", "|---|---|---|", *rows, ""])
+
+
+def _shown(default: object) -> str:
+    if default is None or default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
