@@ -204,6 +204,14 @@ class DropSnapshots(Command[None]):
     snapshots: Sequence[int]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReadLastTokens(Command[Int32[np.ndarray, " rows"]]):
+    """Read what the slots of a microbatch sampled last. Waits."""
+
+    microbatch: int
+    by_last_stage = True
+
+
 COMMANDS: Mapping[str, type[Command[Any]]] = {kind.__name__: kind for kind in Command.__subclasses__()}
 """All there are, by name: nothing else is run for another process."""
 

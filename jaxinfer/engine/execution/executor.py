@@ -201,6 +201,8 @@ class LocalExecutor:
                 return self._save_sampler(self.microbatches[microbatch], snapshot)
             case commands.RestoreSampler(microbatch, snapshot):
                 return self._restore_sampler(self.microbatches[microbatch], snapshot)
+            case commands.ReadLastTokens(microbatch):
+                return np.array(self.microbatches[microbatch].last_tokens)
         raise TypeError(f"no executor runs {command!r}")
 
     # ---- steps

@@ -183,7 +183,10 @@ class Probe:
 
     def _at_once(self, batch: DecodeBatch) -> list[np.ndarray]:
         sampled, ran = self._executor.run(commands.DecodeMany(batch, self._engine.multi_step))
-        return [np.asarray(x) for x in (*jax.tree.leaves(sampled), ran)]
+        return [
+            *(np.asarray(x) for x in (*jax.tree.leaves(sampled), ran)),
+            self._executor.run(commands.ReadLastTokens(0)),
+        ]
 
     def _one_by_one(self, batch: DecodeBatch) -> list[np.ndarray]:
         each, steps = list[list[np.ndarray]](), self._engine.multi_step
@@ -195,7 +198,7 @@ class Probe:
             )
             each.append([np.asarray(x) for x in jax.tree.leaves(self._executor.run(commands.Decode(0, now)))])
         sampled = [np.stack(of_steps) for of_steps in zip(*each, strict=True)]
-        return [*sampled, np.asarray(steps, np.int32)]
+        return [*sampled, np.asarray(steps, np.int32), self._executor.run(commands.ReadLastTokens(0))]
 
     def _decode_probe(self) -> DecodeBatch:
         """Rows with pages of their own, as many as there are pages for, that cross the border of a page."""
