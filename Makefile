@@ -16,6 +16,13 @@ PROMPT ?= ROMEO:
 MAX_TOKENS ?= 128
 ARGS ?=
 PARITY ?=
+# Rooms that run without jax, and the house's own rules: below two minutes on two cores.
+FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/client tests/test_types.py tests/test_validate.py \
+    tests/test_imports.py tests/test_house.py tests/test_flags.py
+# Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100, the page for
+# researchers.
+SLOW_SLICE := tests/serve/test_multi_host.py tests/serve/attack tests/tools/test_check_programs.py tests/test_functional.py \
+    -k 'two_processes_serve or under_load and 12 or fuzzed_requests or steps_keep_the_rules or page_runs'
 PROTOC := build/protos/.installed
 GENERATOR := grpcio-tools==1.71.2 setuptools<81
 
@@ -24,7 +31,7 @@ DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo serve bench-serve test test-fast test-slow attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-devices test-interpreted test-slow test-slice test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,14 +57,25 @@ serve: $(BASE) ## serve the embedded model over gRPC and HTTP (docs/serving.md; 
 bench-serve: $(BASE) ## put load on a server that runs here (docs/load_testing.md; ARGS=...)
 	@$(RUN) -m jaxinfer.bench serve --target grpc://localhost:50051 $(ARGS)
 
-test: $(DEV) ## run the tests, the slow and the parity ones aside (ARGS="-k ...")
-	@tools/test.sh $(RUN) $(ARGS)
+test: $(DEV) ## run the tests, but those of the targets below (ARGS="tests/text -k emoji")
+	@tools/test.sh host $(RUN) $(ARGS)
 
-test-fast: $(DEV) ## the same, last failures first, stopping at the first
-	@$(RUN) -m pytest -q -x --failed-first $(ARGS)
+test-fast: $(DEV) ## the tests of rooms without jax, last failures first, stopping at the first
+	@$(RUN) -m pytest -q -x --failed-first -n 2 --dist loadfile $(FAST_TESTS) $(ARGS)
 
-test-slow: $(DEV) ## the tests that take minutes
-	@tools/test.sh $(RUN) -m slow $(ARGS)
+test-devices: $(DEV) ## the tests on eight devices of a CPU
+	@tools/test.sh devices $(RUN) $(ARGS)
+
+test-interpreted: $(DEV) ## GPU kernels, interpreted on the CPU
+	@tools/test.sh interpreted $(RUN) $(ARGS)
+
+test-slow: $(DEV) ## the tests that take minutes (ARGS="tests/serve")
+	@tools/test.sh slow $(RUN) $(ARGS)
+
+test-slice: $(DEV) ## of these, those that CI runs
+	@tools/test.sh slow $(RUN) $(SLOW_SLICE)
+
+test-all: test test-devices test-interpreted test-slice ## all of that; with slices of test-parity and more: .ci/run
 
 attack: $(DEV) ## the attacks on the server, with fresh seeds (docs/security.md; ARGS="--seed 7")
 	@$(RUN) -m pytest -n 2 --dist loadfile --fresh -m "attack and not slow" $(ARGS)

@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import statistics
+import tomllib
 
 import pytest
 
@@ -69,3 +70,19 @@ def test_words_that_meant_too_much_stay_out(repo: pathlib.Path, word: str) -> No
 
 def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "arg", "")
+
+
+# Their arrays go to the device as they are, and modules that are checked see them there.
+UNCHECKED = {"jaxinfer.kv.manager", "jaxinfer.engine.scheduling.stats"}
+
+
+def test_the_suite_checks_the_shapes_of_all_signatures(repo: pathlib.Path) -> None:
+    options = tomllib.loads((repo / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    (packages,) = (each.partition("=")[2].split(",")[:-1] for each in options if each.startswith("--jaxtyping"))
+    shaped = {
+        name
+        for name, module in read_modules(repo).items()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping"
+    }
+    assert {name for name in shaped if not any(f"{name}.".startswith(f"{each}.") for each in packages)} == UNCHECKED

@@ -1,29 +1,35 @@
 #!/usr/bin/env bash
-# tools/test.sh PYTHON [pytest's arguments]: the tests, files side by side in as many processes as there are cores (at
-# most 4); interpreted GPU kernels in processes with 8 threads of XLA: a kernel's thread that waits at a barrier holds
-# one of them, so with those of two cores it would wait for ever.
+# tools/test.sh STAGE PYTHON [pytest's arguments]: files side by side in as many processes as there are cores (at most 4).
+# How long each test took stands in build/durations/STAGE.xml; `python -m tools.durations` prints the longest.
+#
+#   host         all tests but those of the other stages
+#   slow         of these, what takes minutes
+#   devices      tests/parallel/devices, in processes that have eight devices each
+#   interpreted  GPU kernels, in processes with 8 threads of XLA: a kernel's thread that waits at a barrier holds one of
+#                them, so with those of two cores it would wait for ever
+#
+# The last two may be given a part of their own tests, and -m "slow" or -m "interpreted and slow" for what takes minutes.
 set -uo pipefail
 
-python=$1
-shift
-failed=0 empty=0 cores=$(nproc)
-beside=(-n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder)
+stage=$1 python=$2
+shift 2
+cores=$(nproc) asked=$#
+run=("$python" -m pytest -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
+    --junitxml="build/durations/$stage.xml")
 
-run() {
-    "$@"
-    case $? in
-    0) ;;
-    5) empty=$((empty + 1)) ;; # nothing of this kind was asked for
-    *) failed=1 ;;
-    esac
-}
-
-run "$python" -m pytest "${beside[@]}" "$@"
-if [ "$cores" -lt 8 ]; then
-    speed="not slow and not parity"
-    for word in "$@"; do [ "$word" = slow ] && speed=slow; done
-    run env NPROC=8 "$python" -m pytest "${beside[@]}" "$@" -m "interpreted and $speed"
-else
-    empty=$((empty + 1))
-fi
-[ "$failed" -eq 0 ] && [ "$empty" -lt 2 ]
+case $stage in
+host) exec "${run[@]}" "$@" ;;
+slow) exec "${run[@]}" -m slow "$@" ;;
+devices)
+    [ "$asked" -gt 0 ] || set -- tests/parallel/devices
+    exec env XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=8" "${run[@]}" "$@"
+    ;;
+interpreted)
+    [ "$asked" -gt 0 ] || set -- tests/kernels tests/tools/test_gpu_check*.py
+    exec env NPROC=8 "${run[@]}" -m "interpreted and not slow and not parity" "$@"
+    ;;
+*)
+    echo "tools/test.sh: there is no stage $stage" >&2
+    exit 2
+    ;;
+esac
