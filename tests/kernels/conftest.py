@@ -19,7 +19,7 @@ def threads() -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks them, and leaves them out where they could hang: `make test-interpreted` has processes with more threads."""
+    """Marks them, and leaves them out where they could hang: `make test-interpreted` has more threads."""
     ours = {item for item in items if _below_tests(item.path).startswith(INTERPRETED)}
     for item in ours:
         item.add_marker("interpreted")
