@@ -168,7 +168,7 @@ class LLM:
         """
         template, tokenizer = self.model.chat_template, self.tokenizer
         if template is None or tokenizer is None:
-            raise RequestError(f"messages: the model {self.model.name!r} has no chat template")
+            raise RequestError("messages", f": the model {self.model.name!r} has no chat template")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         texts = [
@@ -187,7 +187,7 @@ class LLM:
         if isinstance(given, SamplingParams):
             return [given] * len(prompts)
         if len(given) != len(prompts):
-            raise RequestError(f"sampling_params: {len(given)} given for {len(prompts)} prompts")
+            raise RequestError("sampling_params", f": {len(given)} given for {len(prompts)} prompts")
         return list(given)
 
 

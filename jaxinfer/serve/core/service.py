@@ -355,12 +355,13 @@ def _ready(built: Built) -> pb.FromCore:
 def _refusal(number: int, error: BaseException) -> pb.FromCore:
     match error:
         case QueueFullError():
-            kind = pb.Refused.QUEUE_FULL
+            refused = pb.Refused(kind=pb.Refused.QUEUE_FULL, message=error.reason)
         case RequestError():
-            kind = pb.Refused.REQUEST
+            refused = pb.Refused(kind=pb.Refused.REQUEST, place=error.place, message=error.reason)
         case _:
-            kind = pb.Refused.ENGINE
-    return pb.FromCore(refused=pb.Refused(number=number, kind=kind, message=str(error)))
+            refused = pb.Refused(kind=pb.Refused.ENGINE, message=str(error))
+    refused.number = number
+    return pb.FromCore(refused=refused)
 
 
 def _settle[T](future: asyncio.Future[T], value: T) -> None:

@@ -92,7 +92,8 @@ def request_message(request: Request, now: float) -> pb.Request:
             seconds_left=left,
         )
     except (ValueError, OverflowError) as error:  # what protobuf says of a number, or of text that is no Unicode
-        raise RequestError(f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}") from error
+        reason = f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}"
+        raise RequestError(None, reason) from error
 
 
 def request_of(message: pb.Request, now: float) -> Request:

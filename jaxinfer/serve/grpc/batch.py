@@ -50,7 +50,7 @@ class Batch(ManyRequests[pb.GenerateRequest, pb.GenerateResponse]):
 
     def _remember(self, request_id: str) -> None:
         if request_id in self._seen:
-            raise refused(DuplicateIdError(f"request_id={request_id!r} was used before in this stream"))
+            raise refused(DuplicateIdError("request_id", f"={request_id!r} was used before in this stream"))
         self._seen[request_id] = None
         if len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
