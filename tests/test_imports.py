@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from tests.import_rules import PACKAGES, violations
+from tests.import_rules import PACKAGES, SCRIPTS, violations
 
 IMPORTED_AS = {
     "grpcio": "grpc",
@@ -58,6 +58,8 @@ def test_the_rules_allow_the_design(tmp_path: pathlib.Path) -> None:
         "jaxinfer/llm.py": "from jaxinfer.text.tokenizer import Tokenizer\nfrom jaxinfer.engine.execution import step",
         "jaxinfer/generate.py": "import rich\nfrom jaxinfer.llm import LLM\ndef f():\n    import tokenizers",
         "pallas_kernels/kv_write/api.py": "import jax",
+        "tools/a.py": "import torch\ndef f():\n    from jaxinfer import llm",
+        "benchmarks/a.py": "from pallas_kernels import kv_write",
     }
     _write(tmp_path, files)
     assert violations(tmp_path, DECLARED) == []
@@ -119,6 +121,14 @@ REFUSED = {
         {"jaxinfer/kv/a.py": "import jaxinfer.kv.b", "jaxinfer/kv/b.py": "import jaxinfer.kv.a"},
         "import cycle",
     ),
+    "a package and a tool": ({"jaxinfer/kv/a.py": "import tools.b", "tools/b.py": ""}, "upwards"),
+    "a kernel and a benchmark": ({"pallas_kernels/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "upwards"),
+    "tools and benchmarks": ({"tools/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "sideways"),
+    "tools in a circle": (
+        {"tools/a.py": "import tools.b", "tools/b.py": "def f():\n    from tools import a"},
+        "import cycle",
+    ),
+    "tests": ({"benchmarks/a.py": "from tests import fakes"}, "only tests import tests"),
     "unknown room": ({"jaxinfer/misc/a.py": ""}, "misc is not a room"),
 }
 
@@ -132,7 +142,7 @@ def test_the_rules_refuse(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_every_package_folder_has_an_init(repo: pathlib.Path) -> None:
-    folders = {path.parent for package in PACKAGES for path in (repo / package).rglob("*.py")}
+    folders = {path.parent for package in (*PACKAGES, *SCRIPTS) for path in (repo / package).rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
