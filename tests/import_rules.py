@@ -18,11 +18,10 @@ SCRIPTS = ("tools", "benchmarks")
 STOREY = {
     "pallas_kernels": 0,
     "types": 0,
-    "v1": 0,  # generated from protos/
-    "internal": 0,
-    "oip": 0,
+    "protos": 0,  # generated from protos/
     "gguf": 0,
     "client": 1,
+    "v1": 1,  # the public name of protos/v1
     "config": 1,
     "validate": 1,
     "parallel": 2,
@@ -79,9 +78,8 @@ NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "types": set[str](),
-    "v1": WIRE,
-    "internal": WIRE,
-    "oip": WIRE,
+    "protos": WIRE,
+    "v1": set[str](),
     "client": WIRE,
     "config": set[str](),
     "validate": set[str](),

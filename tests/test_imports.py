@@ -155,6 +155,27 @@ def test_import_jaxinfer_loads_neither_jax_nor_text(repo: pathlib.Path) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import jaxinfer.v1.inference_pb2",
+        "from jaxinfer.v1.control_pb2_grpc import ControlStub",
+        "from jaxinfer.protos.v1 import control_pb2, inference_pb2",
+        "import jaxinfer.client",
+    ],
+)
+def test_messages_have_one_home_and_a_public_name(first: str, repo: pathlib.Path) -> None:
+    program = (
+        f"{first}; import sys, jaxinfer.v1.control_pb2, jaxinfer.v1.inference_pb2_grpc, jaxinfer.v1 as public;"
+        "from jaxinfer.protos import v1 as home;"
+        "names = ('control_pb2', 'control_pb2_grpc', 'inference_pb2', 'inference_pb2_grpc');"
+        "print(all(getattr(public, n) is getattr(home, n) is sys.modules['jaxinfer.v1.' + n] for n in names),"
+        " home.inference_pb2.DESCRIPTOR.package)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=repo)
+    assert done.stdout.split() == ["True", "jaxinfer.v1"]
+
+
 def test_public_names_resolve() -> None:
     import jaxinfer
 

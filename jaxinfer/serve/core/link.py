@@ -15,8 +15,8 @@ import grpc
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.internal.core_pb2_grpc import CoreStub
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.protos.internal.core_pb2_grpc import CoreStub
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import PositionLogprobs, QueueFullError, Request, RequestError, SequenceDelta

@@ -18,8 +18,8 @@ import grpc
 
 from jaxinfer.engine.async_engine import AsyncEngine, Outlet, Steps
 from jaxinfer.engine.streams import Closed, EngineDeadError, merged
-from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
-from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import (

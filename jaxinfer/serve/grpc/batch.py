@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from typing import override
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, refused
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert, status
 from jaxinfer.serve.grpc.many import ManyRequests
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.v1 import inference_pb2 as pb
 
 _REMEMBERED = 1 << 17
 """Ids of one stream that are compared with later ones: of a longer stream, the last so many."""

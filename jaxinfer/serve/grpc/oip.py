@@ -9,8 +9,8 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import override
 
-from jaxinfer.oip import open_inference_pb2 as pb
-from jaxinfer.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from jaxinfer.protos.oip import open_inference_pb2 as pb
+from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from jaxinfer.serve.calls import OutputDelta
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import in_its_words, prompt_as

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.oip import open_inference_pb2 as pb
+from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.serve.calls import Call
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.grpc.tensors import read_scalar, refuse, text_of
