@@ -191,9 +191,9 @@ class Doors:
             if not output.ended:
                 piece = output.take(delta)
                 whole.text += piece.text
-                whole.tokens += delta.token_ids
-                whole.logprobs += [each.chosen.logprob for each in delta.logprobs]
-                whole.reason = piece.finish_reason and piece.finish_reason.value
+                whole.tokens += piece.token_ids
+                whole.logprobs += [each.chosen.logprob for each in piece.logprobs]
+                whole.reason = piece.finish_reason
                 whole.stop_reason = piece.stop_reason
         return found
 

@@ -22,13 +22,13 @@ from jaxinfer.serve.calls import (
     Conversation,
     Input,
     ModelCard,
-    OutputDelta,
     Scored,
     ServeLimits,
     Usage,
 )
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, SamplingParams, TokenLogprob
 
 TokenText = Callable[[int], str]
