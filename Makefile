@@ -106,7 +106,7 @@ $(PROTOC): $(BASE) tools/gen_protos.py
 	@build/protos/bin/python -m pip install --quiet --disable-pip-version-check $(foreach word,$(GENERATOR),"$(word)")
 	@touch $@
 
-protos: $(PROTOC) ## generate jaxinfer/v1 and the other messages from protos/
+protos: $(PROTOC) ## generate jaxinfer/protos/ from protos/
 	@build/protos/bin/python -m tools.gen_protos
 
 protos-check: $(PROTOC) ## are the generated messages those of protos/?

@@ -34,10 +34,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import grpc
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.tenants import SHARING, TENANT
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 
 _START_SECONDS = 600.0
 _ENGINE = ("--max-num-seqs", "4", "--max-model-len", "1024", "--page-size", "16", "--prefill-sizes", "64", "256")
@@ -182,11 +182,11 @@ def served(sharing: str) -> Iterator[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         keys, log = pathlib.Path(folder, "keys.yaml"), pathlib.Path(folder, "log")
         keys.write_text(key_entry(victim, "victim", ["infer"]) + key_entry(attacker, "attacker", ["infer"]))
-        command = [sys.executable, "-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", "--api-keys", keys]
+        command = [sys.executable, "-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", "--api-keys"]
         root = pathlib.Path(__file__).resolve().parent.parent
         with log.open("wb") as stderr:
             process = subprocess.Popen(
-                [*command, "--prefix-cache-sharing", sharing, *_ENGINE],
+                [*command, keys, "--prefix-cache-sharing", sharing, *_ENGINE],
                 cwd=root,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
                 stderr=stderr,

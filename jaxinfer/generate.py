@@ -138,7 +138,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             return [sys.stdin.read()]
         return [pathlib.Path(args.prompt_file).read_text(encoding="utf-8")]
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"--prompt-file {args.prompt_file} cannot be read: {error}") from error
+        raise RequestError(None, f"--prompt-file {args.prompt_file} cannot be read: {error}") from error
 
 
 def _printer(clock: Clock, streaming: bool) -> Callable[[Delta], None]:
@@ -191,7 +191,7 @@ def _chat(args: argparse.Namespace) -> int:
     llm = _make_llm(args, 1)
     params = _sampling(args, llm)
     if llm.model.chat_template is None:
-        raise RequestError(f"--chat: the model {args.model!r} has no chat template")
+        raise RequestError(None, f"--chat: the model {args.model!r} has no chat template")
     messages: list[dict[str, str]] = []
     print("Type a message; an empty line or Ctrl-D ends the conversation.", file=sys.stderr)
     while text := _read_line():

@@ -13,7 +13,7 @@ from jaxinfer.engine.core import EngineCore
 from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
-from jaxinfer.text.output import Output
+from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
 
@@ -167,7 +167,7 @@ class LLM:
         """
         template, tokenizer = self.model.chat_template, self.tokenizer
         if template is None or tokenizer is None:
-            raise RequestError(f"messages: the model {self.model.name!r} has no chat template")
+            raise RequestError("messages", f": the model {self.model.name!r} has no chat template")
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         texts = [
@@ -186,7 +186,7 @@ class LLM:
         if isinstance(given, SamplingParams):
             return [given] * len(prompts)
         if len(given) != len(prompts):
-            raise RequestError(f"sampling_params: {len(given)} given for {len(prompts)} prompts")
+            raise RequestError("sampling_params", f": {len(given)} given for {len(prompts)} prompts")
         return list(given)
 
 
@@ -241,26 +241,26 @@ class _Run:
         at, key = self._position[delta.request_id], (delta.request_id, delta.index)
         whole = self.outputs[at]
         output = whole.outputs[delta.index]
-        piece = self._texts[key].take(delta)
-        output.text += piece.text
-        output.token_ids.extend(delta.token_ids)
-        self._take_logprobs(whole, output, delta)
-        if piece.finish_reason is not None:
-            output.finish_reason, output.stop_reason = str(piece.finish_reason), piece.stop_reason
+        new = self._texts[key].take(delta)
+        output.text += new.text
+        output.token_ids.extend(new.token_ids)
+        self._take_logprobs(whole, output, new)
+        if new.finish_reason is not None:
+            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
             self._open.discard(key)
             if delta.finish_reason is None:  # a stop string: the engine knows nothing of those
                 self._engine.abort(*key)
-        return Delta(at, delta.index, piece.text, delta.token_ids, output.finish_reason)
+        return Delta(at, new.index, new.text, new.token_ids, new.finish_reason)
 
-    def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, delta: SequenceDelta) -> None:
-        if delta.prompt_logprobs is not None and whole.prompt_logprobs is None:
-            whole.prompt_logprobs = [None if p is None else self._candidates(p) for p in delta.prompt_logprobs]
-        if delta.logprobs:
+    def _take_logprobs(self, whole: RequestOutput, output: CompletionOutput, new: OutputDelta) -> None:
+        if new.prompt_logprobs is not None and whole.prompt_logprobs is None:
+            whole.prompt_logprobs = [None if p is None else self._candidates(p) for p in new.prompt_logprobs]
+        if new.logprobs:
             if output.logprobs is None:
                 output.logprobs = []
-            output.logprobs.extend(map(self._candidates, delta.logprobs))
-            new = math.fsum(position.chosen.logprob for position in delta.logprobs)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + new
+            output.logprobs.extend(map(self._candidates, new.logprobs))
+            chosen = math.fsum(position.chosen.logprob for position in new.logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + chosen
 
     def _candidates(self, position: PositionLogprobs) -> LogprobsDict:
         return {

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import math
 import numbers
+import re
 import reprlib
 from collections.abc import Callable, ItemsView, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
@@ -18,11 +19,25 @@ from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as asked. The message names the field and the value."""
+    """A request that cannot be served as asked. ``field`` is the name of the field that is wrong, if it is one.
+
+    Args:
+        place: the field or a part of it: ``top_p``, ``logit_bias[7]``; None: ``reason`` is the whole sentence.
+        reason: what follows it in the sentence: ``=2 must be ...``, ``: 9 must be ...``, ``must hold at most ...``.
+    """
+
+    def __init__(self, place: str | None, reason: str) -> None:
+        joint = "" if place is None or reason.startswith(("=", ":")) else " "
+        super().__init__(f"{place or ''}{joint}{reason}")
+        self.place, self.reason = place, reason
+        self.field = None if place is None else re.split(r"\W", place, maxsplit=1)[0]
 
 
 class QueueFullError(RequestError):
     """Too much is waiting already: try again later."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, reason)
 
 
 # The smallest and largest values that a field may have (None: no bound). Names and ranges are vLLM's.
@@ -119,7 +134,7 @@ class SamplingParams:
 
 
 def _refuse(field: str, value: object, reason: str) -> NoReturn:
-    raise RequestError(f"{field}={reprlib.repr(value)} {reason}")
+    raise RequestError(field, f"={reprlib.repr(value)} {reason}")
 
 
 def _number(field: str, value: object, low: float | None, high: float | None, *, above: bool = False) -> float:

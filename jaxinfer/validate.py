@@ -10,7 +10,7 @@ import dataclasses
 import numbers
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxinfer.types import RequestError, SamplingParams
 
@@ -62,15 +62,12 @@ def validate_request(
     check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
     stops = {*stop_token_ids, *(params.stop_token_ids or ())}
     if len(stops) > limits.max_stop_ids:
-        _refuse(f"stop_token_ids must hold at most {limits.max_stop_ids} ids, EOS included, not {len(stops)}")
+        most = f"must hold at most {limits.max_stop_ids} ids, EOS included, not {len(stops)}"
+        raise RequestError("stop_token_ids", most)
     _check_bad_words(bad_words_ids, vocab_size, limits)
     _check_logprobs("logprobs", params.logprobs, limits.max_logprobs)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_logprobs)
     _check_something_is_left(params, stops, bad_words_ids)
-
-
-def _refuse(sentence: str) -> NoReturn:
-    raise RequestError(sentence)
 
 
 def _check_prompt(prompt: Sequence[Any], vocab_size: int, max_model_len: int) -> None:
@@ -85,11 +82,12 @@ def check_prompt_length(count: int, max_model_len: int) -> None:
         RequestError: the message names the number.
     """
     if count == 0:
-        _refuse("prompt_token_ids is empty: a prompt has at least one token")
+        raise RequestError("prompt_token_ids", "is empty: a prompt has at least one token")
     if count + 1 > max_model_len:
-        _refuse(
-            f"prompt_token_ids has {count} tokens, which leaves no room to generate: "
-            f"prompt and output together have at most {max_model_len} (max_model_len)"
+        raise RequestError(
+            "prompt_token_ids",
+            f"has {count} tokens, which leaves no room to generate: "
+            f"prompt and output together have at most {max_model_len} (max_model_len)",
         )
 
 
@@ -101,23 +99,24 @@ def check_token_ids(field: str, ids: Iterable[Any], vocab_size: int) -> None:
     """
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-            _refuse(f"{field}: {reprlib.repr(token)} must be an integer")
+            raise RequestError(field, f": {reprlib.repr(token)} must be an integer")
         if not 0 <= int(token) < vocab_size:
-            _refuse(f"{field}: {token} must be a token id from 0 to {vocab_size - 1}")
+            raise RequestError(field, f": {token} must be a token id from 0 to {vocab_size - 1}")
 
 
 def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int, limits: SamplingLimits) -> None:
     if len(words) > limits.max_bad_words:
-        _refuse(f"bad_words must make at most {limits.max_bad_words} token sequences, not {len(words)}")
+        raise RequestError("bad_words", f"must make at most {limits.max_bad_words} token sequences, not {len(words)}")
     for word in words:
         if not 0 < len(word) <= limits.max_bad_word_tokens:
-            _refuse(f"bad_words: {list(word)} must have 1 to {limits.max_bad_word_tokens} tokens, not {len(word)}")
+            sizes = f"1 to {limits.max_bad_word_tokens} tokens, not {len(word)}"
+            raise RequestError("bad_words", f": {list(word)} must have {sizes}")
         check_token_ids("bad_words", word, vocab_size)
 
 
 def _check_logprobs(field: str, asked: int | None, most: int) -> None:
     if asked is not None and asked > most:
-        _refuse(f"{field}={asked} must be at most {most}")
+        raise RequestError(field, f"={asked} must be at most {most}")
 
 
 def _check_something_is_left(params: SamplingParams, stops: set[int], bad_words: Sequence[Sequence[int]]) -> None:
@@ -127,4 +126,5 @@ def _check_something_is_left(params: SamplingParams, stops: set[int], bad_words:
     if params.min_tokens > 0:
         banned |= stops
     if banned.issuperset(params.allowed_token_ids):
-        _refuse(f"allowed_token_ids={list(params.allowed_token_ids)} leaves no token: bad_words and min_tokens bar all")
+        given = list(params.allowed_token_ids)
+        raise RequestError("allowed_token_ids", f"={given} leaves no token: bad_words and min_tokens bar all")

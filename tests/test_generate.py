@@ -69,7 +69,7 @@ def test_engine_flags_reach_the_engine(monkeypatch):
 
     def make(model, dtype, *, config, check_finite, compilation_cache_dir):
         seen.update(model=model, config=config, cache=compilation_cache_dir)
-        raise RequestError("enough")
+        raise RequestError(None, "enough")
 
     monkeypatch.setattr("jaxinfer.generate.LLM", make)
     flags = [

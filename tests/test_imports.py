@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from tests.import_rules import PACKAGES, violations
+from tests.import_rules import PACKAGES, SCRIPTS, violations
 
 IMPORTED_AS = {
     "grpcio": "grpc",
@@ -58,6 +58,8 @@ def test_the_rules_allow_the_design(tmp_path: pathlib.Path) -> None:
         "jaxinfer/llm.py": "from jaxinfer.text.tokenizer import Tokenizer\nfrom jaxinfer.engine.execution import step",
         "jaxinfer/generate.py": "import rich\nfrom jaxinfer.llm import LLM\ndef f():\n    import tokenizers",
         "pallas_kernels/kv_write/api.py": "import jax",
+        "tools/a.py": "import torch\ndef f():\n    from jaxinfer import llm",
+        "benchmarks/a.py": "from pallas_kernels import kv_write",
     }
     _write(tmp_path, files)
     assert violations(tmp_path, DECLARED) == []
@@ -119,6 +121,14 @@ REFUSED = {
         {"jaxinfer/kv/a.py": "import jaxinfer.kv.b", "jaxinfer/kv/b.py": "import jaxinfer.kv.a"},
         "import cycle",
     ),
+    "a package and a tool": ({"jaxinfer/kv/a.py": "import tools.b", "tools/b.py": ""}, "upwards"),
+    "a kernel and a benchmark": ({"pallas_kernels/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "upwards"),
+    "tools and benchmarks": ({"tools/a.py": "import benchmarks.b", "benchmarks/b.py": ""}, "sideways"),
+    "tools in a circle": (
+        {"tools/a.py": "import tools.b", "tools/b.py": "def f():\n    from tools import a"},
+        "import cycle",
+    ),
+    "tests": ({"benchmarks/a.py": "from tests import fakes"}, "only tests import tests"),
     "unknown room": ({"jaxinfer/misc/a.py": ""}, "misc is not a room"),
 }
 
@@ -132,7 +142,7 @@ def test_the_rules_refuse(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_every_package_folder_has_an_init(repo: pathlib.Path) -> None:
-    folders = {path.parent for package in PACKAGES for path in (repo / package).rglob("*.py")}
+    folders = {path.parent for package in (*PACKAGES, *SCRIPTS) for path in (repo / package).rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
@@ -143,6 +153,27 @@ def test_import_jaxinfer_loads_neither_jax_nor_text(repo: pathlib.Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=repo)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import jaxinfer.v1.inference_pb2",
+        "from jaxinfer.v1.control_pb2_grpc import ControlStub",
+        "from jaxinfer.protos.v1 import control_pb2, inference_pb2",
+        "import jaxinfer.client",
+    ],
+)
+def test_messages_have_one_home_and_a_public_name(first: str, repo: pathlib.Path) -> None:
+    program = (
+        f"{first}; import sys, jaxinfer.v1.control_pb2, jaxinfer.v1.inference_pb2_grpc, jaxinfer.v1 as public;"
+        "from jaxinfer.protos import v1 as home;"
+        "names = ('control_pb2', 'control_pb2_grpc', 'inference_pb2', 'inference_pb2_grpc');"
+        "print(all(getattr(public, n) is getattr(home, n) is sys.modules['jaxinfer.v1.' + n] for n in names),"
+        " home.inference_pb2.DESCRIPTOR.package)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=repo)
+    assert done.stdout.split() == ["True", "jaxinfer.v1"]
 
 
 def test_public_names_resolve() -> None:

@@ -71,6 +71,7 @@ def test_refuses_naming_field_and_value(field: str, value: Any, reason: str) -> 
         SamplingParams(**{field: value})
     sentence = str(refusal.value)
     assert sentence.startswith(field)
+    assert refusal.value.field == field
     assert reason in sentence
     assert len(sentence) < 200
     if isinstance(value, int | float) and abs(value) < 1e30:
@@ -80,6 +81,21 @@ def test_refuses_naming_field_and_value(field: str, value: Any, reason: str) -> 
 def test_a_refusal_names_the_entry_of_logit_bias() -> None:
     with pytest.raises(RequestError, match=r"logit_bias\[7\]=101 must be at most 100"):
         SamplingParams(logit_bias={7: 101})
+
+
+@pytest.mark.parametrize(
+    ("place", "reason", "field", "sentence"),
+    [
+        ("top_p", "=2 must be at most 1", "top_p", "top_p=2 must be at most 1"),
+        ("stop_token_ids", ": 9 must be less", "stop_token_ids", "stop_token_ids: 9 must be less"),
+        ("continuations[3]", "is empty", "continuations", "continuations[3] is empty"),
+        ("logit_bias key", "=-1 must be at least 0", "logit_bias", "logit_bias key=-1 must be at least 0"),
+        (None, "no field alone", None, "no field alone"),
+    ],
+)
+def test_a_refusal_is_a_field_and_a_sentence(place, reason, field, sentence) -> None:
+    refusal = RequestError(place, reason)
+    assert (refusal.field, str(refusal)) == (field, sentence)
 
 
 def test_accepts_the_ends_of_the_ranges() -> None:

@@ -22,7 +22,7 @@ PICTURE = ROOT / "docs/images/rooms.svg"
 _WIDTH, _GAP, _MARGIN, _LINE = 1240, 10, 20, 15
 _CHARACTER = 6.4  # of the small letters, in pixels
 _PLAIN, _WITH_JAX, _GENERATED = "#e8f3e8", "#e4ecf7", "#eeeeee"
-_MADE = {"v1", "internal", "oip"}
+_MADE = {"protos"}
 _TEXT_STOREY = STOREY["engine"] + 0.5  # beside the stack: only what stands above the engine imports it
 
 

@@ -1,4 +1,4 @@
-"""Python code from protos/: what is checked in under jaxinfer/.
+"""Python code from protos/: what is checked in under jaxinfer/protos/.
 
     make protos          write it
     make protos-check    fail if what is checked in is not what would be written
@@ -22,6 +22,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 _INIT = '"""Generated from protos/ by make protos."""\n'
 _SHARED_POOL, _OWN_POOL = "_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"
+# The generator puts modules where the .proto files are. Where that is, and the packages of messages, is what peers see:
+# the modules alone have a room of their own.
+_ROOM = "jaxinfer/protos"
+_MOVED = {
+    "from jaxinfer.": "from jaxinfer.protos.",
+    "(DESCRIPTOR, 'jaxinfer.": "(DESCRIPTOR, 'jaxinfer.protos.",
+    "generated code in jaxinfer/": "generated code in jaxinfer/protos/",
+}
 # Messages under names that are not ours (`inference.*`): other packages bring them too, and one pool knows each name
 # once. In a pool of their own, both can be in one process.
 _FOREIGN = "oip"
@@ -53,12 +61,16 @@ def generate() -> dict[str, str]:
         outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
         if protoc.main(["protoc", f"-I{PROTOS}", f"-I{well_known}", *outputs, *sources]):
             raise SystemExit("protoc failed")
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(folder).rglob("*.py*"))}
-        made = {str(path.relative_to(folder)): _isolated(path, text) for path, text in texts.items()}
-        return made | {str(path.parent.relative_to(folder) / "__init__.py"): _INIT for path in texts}
+        files = sorted(pathlib.Path(folder).rglob("*.py*"))
+        made = {f"{_ROOM}/{path.parent.name}/{path.name}": _adapted(path) for path in files}
+        packages = {_ROOM, *(name.rpartition("/")[0] for name in made)}
+        return made | {f"{package}/__init__.py": _INIT for package in packages}
 
 
-def _isolated(path: pathlib.Path, text: str) -> str:
+def _adapted(path: pathlib.Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    for old, new in _MOVED.items():
+        text = text.replace(old, new)
     return text.replace(_SHARED_POOL, _OWN_POOL) if path.parent.name == _FOREIGN else text
 
 

@@ -33,8 +33,14 @@ class JaxInfer:
     ) -> Reply:
         """``activation_dtype``: see `EngineConfig`."""
         self._llm = None  # frees the model before
-        sizes = {"max_num_seqs": batch, "max_model_len": max_len}
-        self._llm = LLM(folder, dtype, activation_dtype=activation_dtype, show_progress=False, **sizes)
+        self._llm = LLM(
+            folder,
+            dtype,
+            activation_dtype=activation_dtype,
+            show_progress=False,
+            max_num_seqs=batch,
+            max_model_len=max_len,
+        )
         return {}
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Reply:

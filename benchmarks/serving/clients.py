@@ -14,7 +14,7 @@ from benchmarks.serving.core import TEXT
 from benchmarks.serving.paced import id_of
 from jaxinfer.bench.http1 import HttpError, Pool
 from jaxinfer.bench.sse import EventParser
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 PROMPT = tuple(range(100, 132))
 _CONNECT_SECONDS = 10.0

@@ -176,7 +176,9 @@ def warm_prefix(setup: Setup) -> dict[str, Any]:
     """Time to first token of a prompt that begins as no other, over that of one whose beginning is cached. One request
     at a time."""
     server = setup.open(setup.config)
-    rng, cold, warm = np.random.default_rng(setup.seed), [], []
+    rng = np.random.default_rng(setup.seed)
+    cold: list[float] = []
+    warm: list[float] = []
     for number in range(setup.rounds + 1):  # the first one warms up what is not the prefix cache
         prefix = rng.integers(setup.vocab, size=setup.prefix_len)
         for kind, times in (("cold", cold), ("warm", warm)):

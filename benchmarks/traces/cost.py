@@ -159,8 +159,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _line(item: Mapping[str, Any]) -> list[str]:
     step = item["step"]
-    seconds = (item["plan"]["median"], item["commit"]["median"], step["median"], step["p99"], step["max"])
-    seconds += (item["cpu"]["median"], item["cpu"]["p99"])
+    seconds = [item["plan"]["median"], item["commit"]["median"], step["median"], step["p99"], step["max"]]
+    seconds += [item["cpu"]["median"], item["cpu"]["p99"]]
     return [
         str(item["sequences"]),
         str(item["waiting"]),

@@ -20,7 +20,7 @@ from jaxinfer.models.registry import family_for
 from jaxinfer.types import Request, SequenceDelta
 from jaxinfer.weights import init_params
 
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 16,

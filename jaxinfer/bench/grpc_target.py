@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from jaxinfer.bench.target import Access, Ending, Item, Sampling, SendFailed, Served, TargetError
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 SERVICE = "/jaxinfer.v1.Inference/"
 # A refusal is to be seen and counted, not tried again behind our back; each channel has a connection of its own.

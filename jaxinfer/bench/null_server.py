@@ -19,8 +19,8 @@ import grpc
 from rich.console import Console
 
 from jaxinfer.bench.http1 import MAX_HEAD
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1 import inference_pb2_grpc as pb_grpc
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2_grpc as pb_grpc
 
 MODEL, VOCAB, MAX_LEN, MAX_BODY = "null", 32_000, 1 << 20, 64 << 20
 HOST = "127.0.0.1"

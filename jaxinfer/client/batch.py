@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.client.errors import Truncated, from_message
 from jaxinfer.client.requests import Prompt, batch_id, batch_prefix, batch_request
 from jaxinfer.client.results import Answer, BatchItem
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 
 class Batch:

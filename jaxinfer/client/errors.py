@@ -9,8 +9,8 @@ import grpc
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError
 
-from jaxinfer.internal.standard_pb2 import BadRequest, ErrorInfo, RetryInfo, RpcStatus
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.internal.standard_pb2 import BadRequest, ErrorInfo, RetryInfo, RpcStatus
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 _DETAILS = "grpc-status-details-bin"
 

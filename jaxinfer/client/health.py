@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxinfer.client.results import Health
-from jaxinfer.internal.standard_pb2 import HealthCheckRequest, HealthCheckResponse
+from jaxinfer.protos.internal.standard_pb2 import HealthCheckRequest, HealthCheckResponse
 
 # The service that is SERVING while requests are accepted.
 READINESS = "jaxinfer.v1.Inference"

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from google.protobuf import json_format
 from google.protobuf.struct_pb2 import Struct
 
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 ChatMessage = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[ChatMessage]

@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from jaxinfer.client.errors import ServerError, Truncated
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 _FINISH_REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "stop",

@@ -37,8 +37,8 @@ from jaxinfer.client.results import (
     read_model_info,
     read_scored,
 )
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 
 _RECONNECT_SECONDS = 0.1
 

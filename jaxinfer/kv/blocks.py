@@ -108,10 +108,6 @@ class BlockPool[Owner]:
         """The cached page that nobody has held for longest."""
         return next(iter(self._cached))
 
-    def eviction_order(self) -> list[int]:
-        """All cached pages, `oldest` first."""
-        return list(self._cached)
-
     def touch(self, page: int) -> None:
         """Count a cached page as just used."""
         if page in self._cached:

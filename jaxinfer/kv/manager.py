@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.prefix import Match, find_prefix
@@ -173,12 +173,6 @@ class KVManager:
             return False
         self._grow(slot, held, more)
         return True
-
-    def extend_many(
-        self, slots: Int[np.ndarray, " rows"], lengths: Int[np.ndarray, " rows"]
-    ) -> Bool[np.ndarray, " rows"]:
-        """Which slots have pages for their lengths already. Allocates nothing."""
-        return lengths <= self._counts[slots] * self.config.page_size
 
     def slide(self, slot: int, length: int) -> None:
         """Let go of pages that no query of the slot at ``length`` or later sees. Queries before it must be launched."""

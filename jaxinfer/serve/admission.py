@@ -46,11 +46,11 @@ def check_terms(call: Call) -> None:
     timeout: object = call.timeout
     if timeout is not None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not math.isfinite(timeout):
-            raise RequestError(f"timeout={timeout!r} must be a finite number of seconds")
+            raise RequestError("timeout", f"={timeout!r} must be a finite number of seconds")
         if timeout <= 0:
             raise ServeError(Kind.DEADLINE, "the deadline had passed when the request came")
     if isinstance(call.priority, bool) or not isinstance(call.priority, int) or call.priority not in _PRIORITIES:
-        raise RequestError(f"priority={call.priority!r} must be an integer of 32 bits")
+        raise RequestError("priority", f"={call.priority!r} must be an integer of 32 bits")
     _require_printable("cache_salt", call.cache_salt, 0, MAX_SALT_CHARACTERS)
 
 
@@ -62,14 +62,14 @@ def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingPar
     """
     unknown = sorted(call.sampling.keys() - set(_NAMES))
     if unknown:
-        raise RequestError(f"{unknown[0]} is no sampling parameter: they are {', '.join(_NAMES)}")
+        raise RequestError(unknown[0], f"is no sampling parameter: they are {', '.join(_NAMES)}")
     given = {name: value for name in _NAMES if (value := call.sampling.get(name)) is not None}
     _check_sizes(given, card, limits)
     params = SamplingParams(**{"max_tokens": None, **card.defaults, **given})
     for field, most in (("n", limits.n), ("logprobs", limits.logprobs), ("prompt_logprobs", limits.logprobs)):
         value = getattr(params, field)
         if value is not None and value > most:
-            raise RequestError(f"{field}={value} must be at most {most}")
+            raise RequestError(field, f"={value} must be at most {most}")
     return params
 
 
@@ -84,19 +84,19 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
             check_characters("prompt", len(prompt), limits)
         case Conversation():
             if prompt.template is not None and not allow_templates:
-                raise RequestError("template: this server uses no chat templates of requests")
+                raise RequestError("template", ": this server uses no chat templates of requests")
             if taken := TEMPLATE_ARGUMENTS & prompt.variables.keys():
-                raise RequestError(f"variables: {min(taken)} is set by its own field")
+                raise RequestError("variables", f": {min(taken)} is set by its own field")
             if len(prompt.messages) > limits.messages:
-                raise RequestError(f"messages must be at most {limits.messages}, not {len(prompt.messages)}")
+                raise RequestError("messages", f"must be at most {limits.messages}, not {len(prompt.messages)}")
             parts = (prompt.messages, prompt.tools, dict(prompt.variables), prompt.template)
             check_characters("messages", sum(map(len, _strings_in(parts))), limits)
         case bytes() | bytearray():
-            raise RequestError("prompt must be text, token ids or messages, not bytes")
+            raise RequestError("prompt", "must be text, token ids or messages, not bytes")
         case Sequence():
             pass  # ids are checked against the vocabulary, and counted against the context
         case _:
-            raise RequestError(f"prompt must be text, token ids or messages, not {type(prompt).__name__}")
+            raise RequestError("prompt", f"must be text, token ids or messages, not {type(prompt).__name__}")
 
 
 def _check_sizes(given: Mapping[str, Any], card: ModelCard, limits: ServeLimits) -> None:
@@ -111,18 +111,18 @@ def _check_sizes(given: Mapping[str, Any], card: ModelCard, limits: ServeLimits)
     for field, most in sizes.items():
         value = given.get(field)
         if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
-            raise RequestError(f"{field} must hold at most {most} entries, not {len(value)}")
+            raise RequestError(field, f"must hold at most {most} entries, not {len(value)}")
     for field in ("stop", "bad_words"):
         value = given.get(field)
         for text in (value,) if isinstance(value, str) else value if isinstance(value, Sequence) else ():
             if isinstance(text, str) and len(text) > limits.stop_characters:
-                raise RequestError(f"{field} must have at most {limits.stop_characters} characters, not {len(text)}")
+                raise RequestError(field, f"must have at most {limits.stop_characters} characters, not {len(text)}")
 
 
 def check_characters(field: str, characters: int, limits: ServeLimits) -> None:
     """Raises `RequestError`: a text has more than it may have."""
     if characters > limits.prompt_characters:
-        raise RequestError(f"{field} must have at most {limits.prompt_characters} characters, not {characters}")
+        raise RequestError(field, f"must have at most {limits.prompt_characters} characters, not {characters}")
 
 
 def _strings_in(value: object) -> Iterator[str]:
@@ -142,4 +142,4 @@ def _strings_in(value: object) -> Iterator[str]:
 def _require_printable(field: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, str) or not least <= len(value) <= most or not value.isprintable():
         size = f"{least} to {most}" if least else f"at most {most}"
-        raise RequestError(f"{field}={str(value)[:most]!r} must have {size} printable characters")
+        raise RequestError(field, f"={str(value)[:most]!r} must have {size} printable characters")

@@ -55,27 +55,6 @@ class Call:
     trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(slots=True)
-class OutputDelta:
-    """What is new of one output. ``finish_reason`` is set in its last one: "stop", "length" or "abort".
-
-    Attributes:
-        index: 0 to n-1.
-        text: whole characters.
-        logprobs: one for each token, if asked for.
-        stop_reason: under "stop", the request's own stop token or stop string that ended it.
-        prompt_logprobs: in the first delta of output 0, if asked for; the first entry is None.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: Sequence[PositionLogprobs] = ()
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Usage:
     """Tokens. ``completion`` is of all outputs; ``cached`` were found in the prefix cache."""

@@ -63,24 +63,10 @@ class DuplicateIdError(RequestError):
     """The request's id is in use."""
 
 
-class DrainingError(RuntimeError):
-    """The server accepts no more requests; the message says so."""
+_KINDS = {QueueFullError: Kind.QUEUE_FULL, UnknownModelError: Kind.NOT_FOUND, DuplicateIdError: Kind.EXISTS}
 
 
 def refused(error: RequestError, retry_after: float = 1.0) -> ServeError:
-    """What a refused request is answered. The field is the first word of the message, as everywhere."""
-    match error:
-        case QueueFullError():
-            return ServeError(Kind.QUEUE_FULL, str(error), retry_after=retry_after)
-        case UnknownModelError():
-            return ServeError(Kind.NOT_FOUND, str(error), field="model")
-        case DuplicateIdError():
-            return ServeError(Kind.EXISTS, str(error), field="request_id")
-        case _:
-            return ServeError(Kind.INVALID, str(error), field=_field(str(error)))
-
-
-def _field(message: str) -> str | None:
-    """``top_p=2 must be ...``, ``stop_token_ids: 9 must be ...``, ``prompt_token_ids is empty ...``."""
-    word = message.replace("=", " ").replace(":", " ").replace("[", " ").split(" ", 1)[0]
-    return word if word.replace("_", "").isalnum() and word.islower() else None
+    """The answer to a refused request. ``retry_after``: the seconds that a full queue asks to wait."""
+    kind = _KINDS.get(type(error), Kind.INVALID)
+    return ServeError(kind, str(error), error.field, retry_after if kind is Kind.QUEUE_FULL else None)

@@ -52,7 +52,7 @@ def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ServeError as error:
         if error.field is not None and error.field in names:
-            error.message = error.message.replace(error.field, names[error.field], 1)
+            error.message = names[error.field] + error.message.removeprefix(error.field)
             error.field = names[error.field]
         raise
 

@@ -197,7 +197,7 @@ class Frontend:
         """
         with answered():
             if index is not None and index < 0:
-                raise RequestError(f"output_index={index} must be at least 0")
+                raise RequestError("output_index", f"={index} must be at least 0")
             for name in self._named(request_id, tenant):
                 await self._backend.abort(name, index)
 
@@ -230,7 +230,7 @@ class Frontend:
                     self._intake.check_text("prompt", prompt)
                 context = await self._ids(prompt, add_special_tokens, tenant)
                 if not len(context):
-                    raise RequestError("prompt is empty: a score needs at least one token to stand behind")
+                    raise RequestError("prompt", "is empty: a score needs at least one token to stand behind")
                 check_lengths(context, (), self.card.max_model_len)
                 await self._off_loop(len(context), check_token_ids, "prompt_token_ids", context, self.card.vocab_size)
                 ids = [await self._continuation(rank, each, tenant) for rank, each in enumerate(continuations)]
@@ -264,10 +264,10 @@ class Frontend:
         with answered():
             self.check_model(model)
             if self.tokenizer is None:
-                raise RequestError("token_ids cannot become text: the model has no tokenizer")
+                raise RequestError("token_ids", "cannot become text: the model has no tokenizer")
             most = min(self.limits.prompt_characters, max(self.card.max_model_len, _MOST_IDS))
             if len(ids) > most:
-                raise RequestError(f"token_ids must hold at most {most} ids, not {len(ids)}")
+                raise RequestError("token_ids", f"must hold at most {most} ids, not {len(ids)}")
             return await self._off_loop(len(ids), self._text_of, self.tokenizer, ids, skip_special_tokens)
 
     def token_text(self, token: int) -> str:
@@ -294,7 +294,7 @@ class Frontend:
         """Raises `ServeError` NOT_FOUND for another model than the one that is served here; None means that one."""
         if name is not None and name != self.card.name:
             with answered():
-                raise UnknownModelError(f"model={reprlib.repr(name)} is not served here, only {self.card.name!r}")
+                raise UnknownModelError("model", f"={reprlib.repr(name)} is not served here, only {self.card.name!r}")
 
     # ---- one call
 
@@ -304,7 +304,7 @@ class Frontend:
 
     def _enter(self, request_id: str) -> None:
         if request_id in self._active:
-            raise DuplicateIdError(f"request_id={own_id(request_id)!r} is in use")
+            raise DuplicateIdError("request_id", f"={own_id(request_id)!r} is in use")
         self._active[request_id] = None
         self._idle.clear()
 
@@ -372,7 +372,7 @@ class Frontend:
 
     async def _rendered(self, conversation: Conversation, tenant: str) -> str:
         if self.tokenizer is None or (self.template is None and conversation.template is None):
-            raise RequestError(f"messages: the model {self.card.name!r} has no chat template")
+            raise RequestError("messages", f": the model {self.card.name!r} has no chat template")
         text = await self._renderer.render(conversation, tenant)
         check_prompt(text, self.limits, allow_templates=False)
         return text

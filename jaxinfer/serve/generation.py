@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 from jaxinfer.engine.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
-from jaxinfer.serve.calls import OutputDelta, Usage
+from jaxinfer.serve.calls import Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to
 from jaxinfer.serve.room import Place, nowhere
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.serve.tracing import NOTHING, Trace
-from jaxinfer.text.output import Output
+from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SequenceDelta
 
@@ -156,26 +156,26 @@ class Generation:
         output = self._outputs[index]
         if output.ended:  # by a stop string, of which the engine has not heard yet
             return None
-        text, reason, stop_reason = output.take(delta)
-        tokens, prompt_logprobs = delta.token_ids, None
+        new = output.take(delta)
         if not self._completion:
             self.trace.token()
             self._place.begin()
-        self._completion += len(tokens)
+        self._completion += len(new.token_ids)
         if index == 0:
-            prompt_logprobs = delta.prompt_logprobs
             self._cached = delta.cached_tokens or self._cached
-        if reason is None:
-            return OutputDelta(index, text, tokens, delta.logprobs, None, None, prompt_logprobs)
-        if reason is FinishReason.DEADLINE:
-            self._cut = expired()
-            return OutputDelta(index, text, tokens, delta.logprobs, None, None, prompt_logprobs) if tokens else None
+        else:
+            new.prompt_logprobs = None
+        if new.finish_reason is None:
+            return new
+        if new.finish_reason == FinishReason.DEADLINE:
+            self._cut, new.finish_reason = expired(), None
+            return new if new.token_ids else None
         self._running -= 1
         self._place.ended()
-        self._reasons[index] = reason.value
+        self._reasons[index] = new.finish_reason
         if delta.finish_reason is None and self._running:
             self._aborting.add(asyncio.ensure_future(self._abort(index)))
-        return OutputDelta(index, text, tokens, delta.logprobs, reason.value, stop_reason, prompt_logprobs)
+        return new
 
     async def _abort(self, index: int) -> None:
         with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams

@@ -76,9 +76,9 @@ class LongTexts:
         question = (TEXT if add_special_tokens else TEXT_ALONE) + _encoded(field, text)
         answer = await self._pool.ask(tenant, question)
         if answer is None:
-            raise RequestError(f"{field}: {_stopped('the tokenizer')}")
+            raise RequestError(field, f": {_stopped('the tokenizer')}")
         if answer[:1] != GOOD:
-            raise RequestError(f"{field}: {json.loads(answer[1:])[0]}")
+            raise RequestError(field, f": {json.loads(answer[1:])[0]}")
         found = await asyncio.to_thread(packing.unpack, memoryview(answer)[1:])
         ids: Sequence[int] = found["ids"]
         return ids
@@ -97,7 +97,7 @@ def _encoded(field: str, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as cause:
-        raise RequestError(f"{field}: the text has a lone surrogate at character {cause.start}: not Unicode") from cause
+        raise RequestError(field, f": the text has a lone surrogate at character {cause.start}: not Unicode") from cause
 
 
 def _stopped(what: str) -> str:

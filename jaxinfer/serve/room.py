@@ -139,8 +139,9 @@ class Room:
         room = (self._most[name] + (self._slots if name != "tokens" else 0)) // (2 if tenant else 1)
         if getattr(new, name) > room:
             raise RequestError(
-                f"prompt: {new.requests} prompts are {getattr(new, name)} {name}, and no more than {room} could wait: "
-                f"{_limit(name, self._most[name])}"
+                "prompt",
+                f": {new.requests} prompts are {getattr(new, name)} {name}, and no more than {room} could wait: "
+                f"{_limit(name, self._most[name])}",
             )
 
 

@@ -25,12 +25,12 @@ def check_continuations(continuations: Sequence[str | Sequence[int]], limits: Se
         RequestError: none, too many, one that is empty or neither text nor ids.
     """
     if not 0 < len(continuations) <= limits.score_continuations:
-        raise RequestError(f"continuations must be 1 to {limits.score_continuations}, not {len(continuations)}")
+        raise RequestError("continuations", f"must be 1 to {limits.score_continuations}, not {len(continuations)}")
     for rank, continuation in enumerate(continuations):
         if isinstance(continuation, bytes) or not isinstance(continuation, Sequence):
-            raise RequestError(f"continuations[{rank}] must be text or token ids")
+            raise RequestError(f"continuations[{rank}]", "must be text or token ids")
         if len(continuation) == 0:
-            raise RequestError(f"continuations[{rank}] is empty: there is nothing to score")
+            raise RequestError(f"continuations[{rank}]", "is empty: there is nothing to score")
 
 
 def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]], max_model_len: int) -> None:
@@ -42,14 +42,16 @@ def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]]
     room = max_model_len - 1 - len(context)
     if room < 1:
         raise RequestError(
-            f"prompt_token_ids has {len(context)} tokens, which leaves no room for a continuation: "
-            f"all together have at most {max_model_len} (max_model_len)"
+            "prompt_token_ids",
+            f"has {len(context)} tokens, which leaves no room for a continuation: "
+            f"all together have at most {max_model_len} (max_model_len)",
         )
     for rank, ids in enumerate(continuations):
         if len(ids) > room:
             raise RequestError(
-                f"continuations[{rank}] has {len(ids)} tokens, but behind a context of {len(context)} is room for "
-                f"{room}: all together have at most {max_model_len} (max_model_len)"
+                f"continuations[{rank}]",
+                f"has {len(ids)} tokens, but behind a context of {len(context)} is room for "
+                f"{room}: all together have at most {max_model_len} (max_model_len)",
             )
 
 

@@ -85,10 +85,10 @@ class Renderer:
         answer = await pool.ask(tenant, _packed(conversation))
         if answer is None:
             stopped = f"it ran for {pool.seconds:g} s, or wanted too much memory"
-            raise RequestError(f"messages: the chat template was stopped: {stopped}")
+            raise RequestError("messages", f": the chat template was stopped: {stopped}")
         kind, text = answer[:1], str(memoryview(answer)[1:], "utf-8", "surrogatepass")
         if kind != GOOD:
-            raise RequestError(f"messages: {text}")
+            raise RequestError("messages", f": {text}")
         return text
 
     def close(self) -> None:
@@ -235,4 +235,4 @@ def _packed(conversation: Conversation) -> bytes:
     try:
         return pack(asked)
     except (TypeError, ValueError, RecursionError) as cause:
-        raise RequestError(f"messages must be JSON-like data: {cause}") from cause
+        raise RequestError("messages", f"must be JSON-like data: {cause}") from cause

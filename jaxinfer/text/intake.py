@@ -68,8 +68,9 @@ class Intake:
         least = -(-utf8_length(text) // most)
         if least >= self.max_model_len:
             raise RequestError(
-                f"{field} has {len(text)} characters, which are at least {least} tokens and leave no room to generate: "
-                f"prompt and output together have at most {self.max_model_len} (max_model_len)"
+                field,
+                f"has {len(text)} characters, which are at least {least} tokens and leave no room to generate: "
+                f"prompt and output together have at most {self.max_model_len} (max_model_len)",
             )
 
     def encode(self, field: str, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -81,7 +82,7 @@ class Intake:
         try:
             return self._need_tokenizer(field).encode(text, add_special_tokens)
         except TokenizerError as cause:
-            raise RequestError(f"{field}: {cause}") from cause
+            raise RequestError(field, f": {cause}") from cause
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -100,7 +101,7 @@ class Intake:
 
     def _need_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError(f"{field} is text, but the model has no tokenizer: pass token ids")
+            raise RequestError(field, "is text, but the model has no tokenizer: pass token ids")
         return self.tokenizer
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.stop import StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, Request, SamplingParams, SequenceDelta
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams, SequenceDelta
 
 
 class TextDelta(NamedTuple):
@@ -19,15 +20,25 @@ class TextDelta(NamedTuple):
     tokens: int = 0
 
 
-class Piece(NamedTuple):
-    """What a delta adds to an output besides its tokens. ``finish_reason`` is set in the last one.
+@dataclasses.dataclass(slots=True)
+class OutputDelta:
+    """The next part of one output. ``finish_reason`` is set in the last one: a value of `FinishReason`.
 
-    ``stop_reason`` is the request's own stop token or stop string that ended it, never the model's EOS.
+    Attributes:
+        index: 0 to n-1.
+        text: whole characters.
+        logprobs: one for each token, if asked for.
+        stop_reason: under "stop", the request's own stop token or stop string that ended it.
+        prompt_logprobs: in the first delta of output 0, if asked for; the first entry is None.
     """
 
+    index: int
     text: str
-    finish_reason: FinishReason | None = None
+    token_ids: list[int]
+    logprobs: Sequence[PositionLogprobs] = ()
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
 
 
 class Output:
@@ -38,7 +49,7 @@ class Output:
         request: accepted by the engine.
 
     Attributes:
-        ended: the last piece has come out; there must be no further delta.
+        ended: the last part has come out; there must be no further delta.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
@@ -46,27 +57,28 @@ class Output:
         self._own_stops = request.params.stop_token_ids or ()
         self.ended = False
 
-    def take(self, delta: SequenceDelta) -> Piece:
-        """The piece that ``delta`` makes.
+    def take(self, delta: SequenceDelta) -> OutputDelta:
+        """Turn the engine's ``delta`` into the next part of the output.
 
-        A stop string ends the output: its piece has a finish reason although ``delta`` may have none (the engine must
-        be told then), and tokens behind the one that completed it are cut off from ``delta``.
+        A stop string ends it: then there is a finish reason although ``delta`` may have none (the engine must
+        be told then), and tokens behind the one that completed it are left out.
         """
         reason = delta.finish_reason
-        text, stop = "", None
+        made = OutputDelta(delta.index, "", delta.token_ids, delta.logprobs, prompt_logprobs=delta.prompt_logprobs)
         if self._text is not None:
-            text, stop, used = self._text.push(delta.token_ids, ended_by_token=reason is FinishReason.STOP)
-            if stop is None and reason is not None:
+            made.text, stop, used = self._text.push(delta.token_ids, ended_by_token=reason is FinishReason.STOP)
+            if stop is not None:
+                made.token_ids, made.logprobs = delta.token_ids[:used], delta.logprobs[:used]
+            elif reason is not None:
                 rest, stop, _ = self._text.finish()
-                text += rest
-            elif stop is not None:
-                _cut(delta, used)
-        if stop is None and reason is None:
-            return Piece(text)
-        self.ended = True
-        if stop is not None:
-            return Piece(text, FinishReason.STOP, stop)
-        return Piece(text, reason, delta.stop_reason if delta.stop_reason in self._own_stops else None)
+                made.text += rest
+            if stop is not None:
+                made.stop_reason, reason = stop, FinishReason.STOP
+        if reason is not None:
+            self.ended, made.finish_reason = True, reason.value
+            if made.stop_reason is None and delta.stop_reason in self._own_stops:
+                made.stop_reason = delta.stop_reason
+        return made
 
 
 class OutputText:
@@ -106,9 +118,3 @@ class OutputText:
             return TextDelta(rest)
         emitted = self._matcher.push(rest)
         return TextDelta(emitted.text + ("" if emitted.stop else self._matcher.finish()), emitted.stop)
-
-
-def _cut(delta: SequenceDelta, tokens: int) -> None:
-    """``delta`` is changed: the engine gave it away."""
-    del delta.token_ids[tokens:]
-    delta.logprobs = delta.logprobs[:tokens]

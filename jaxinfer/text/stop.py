@@ -33,7 +33,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False) -> None:
         if not all(stops):
-            raise RequestError("stop must not contain an empty string")
+            raise RequestError("stop", "must not contain an empty string")
         # Longest first, so that the first one found at a character is the one that wins.
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._include = include_stop_str_in_output

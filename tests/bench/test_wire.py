@@ -17,7 +17,7 @@ from jaxinfer.bench.http_target import HttpTarget
 from jaxinfer.bench.null_server import Script, serve_grpc, serve_http
 from jaxinfer.bench.sse import EventParser
 from jaxinfer.bench.target import Access, Ending, Item, Sampling, SendFailed, Served, TargetError
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from tests.client.serving import scripted
 
 ITEM = Item([5, 6, 7], 3, 4)

@@ -16,6 +16,8 @@ from tests.client.serving import SEED, expected, served
 PROGRAM = """
 import importlib.util, sys
 from jaxinfer.client import Client, InvalidRequest
+import jaxinfer.v1.inference_pb2, jaxinfer.protos.v1
+assert jaxinfer.v1.inference_pb2 is jaxinfer.protos.v1.inference_pb2
 assert importlib.util.find_spec("jax") is None and importlib.util.find_spec("numpy") is None
 with Client(sys.argv[1], timeout=20) as client:
     client.wait_ready()
@@ -25,7 +27,8 @@ with Client(sys.argv[1], timeout=20) as client:
     except InvalidRequest as error:
         print(error.field)
 """
-PACKAGES = ("bench", "client", "internal", "oip", "serve", "serve/grpc", "serve/http", "v1")
+_PROTOS = ("protos", "protos/internal", "protos/oip", "protos/v1")
+PACKAGES = ("bench", "client", *_PROTOS, "serve", "serve/grpc", "serve/http", "v1")
 
 
 @pytest.fixture(scope="module")

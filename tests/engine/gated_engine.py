@@ -49,7 +49,7 @@ class FakeEngine:
 
     def add(self, request: Request) -> Request:
         if request.request_id in {s.request.request_id for s in (*self.waiting, *self.running)}:
-            raise RequestError(f"request_id={request.request_id!r} is in use")
+            raise RequestError("request_id", f"={request.request_id!r} is in use")
         self.check_room(request)
         request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=7))
         self.waiting += [Sample(request, i, len(request.prompt_token_ids) - 1) for i in range(request.params.n)]

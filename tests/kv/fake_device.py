@@ -119,7 +119,7 @@ def check_order(kv: KVManager) -> None:
     """In a group without a window: no page is cached without the one above it, which is evicted later."""
     for group in (group for group, window in enumerate(kv.config.windows) if window is None):
         pool = kv._store.pools[group]
-        order = {page: index for index, page in enumerate(pool.eviction_order())}
+        order = {page: index for index, page in enumerate(pool._cached)}
         for node in kv._store.tree.nodes():
             if node.pages[group] < 0 or node.parent.parent is None:
                 continue

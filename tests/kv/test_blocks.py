@@ -58,7 +58,7 @@ def test_the_longest_unused_is_the_oldest():
     pool.drop(pages[0])
     assert pool.oldest() == pages[1]
     pool.touch(pages[1])
-    assert pool.eviction_order() == [pages[2], pages[0], pages[1]]
+    assert list(pool._cached) == [pages[2], pages[0], pages[1]]
     pool.disown(pages[2])
     assert (pool.oldest(), pool.free) == (pages[0], 1)
 

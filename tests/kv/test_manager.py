@@ -1,6 +1,5 @@
 """What each call of the manager does, one behaviour a test; `test_kv_machine.py` proves that the bytes are right."""
 
-import numpy as np
 import pytest
 
 from jaxinfer.kv.manager import KVUsage
@@ -33,15 +32,6 @@ def test_no_room_changes_nothing():
     assert kv.usage() == before
     kv.check()
     assert kv.admit(1, None, 4), "the slot is still empty"
-
-
-def test_extend_many_tells_who_has_pages():
-    kv = manager()
-    assert kv.admit(2, None, 8)
-    enough = kv.extend_many(np.array([2, 2, 0]), np.array([8, 9, 1]))
-    assert enough.tolist() == [True, False, False]
-    kv.release(2)
-    assert not kv.extend_many(np.array([2]), np.array([1])).any()
 
 
 def test_a_slot_is_filled_once_and_a_table_has_a_width():

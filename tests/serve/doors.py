@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from jaxinfer.bench.http1 import HttpError, Pool, ResponseParser
-from jaxinfer.oip import open_inference_pb2
-from jaxinfer.v1 import control_pb2, inference_pb2
+from jaxinfer.protos.oip import open_inference_pb2
+from jaxinfer.protos.v1 import control_pb2, inference_pb2
 from tests.serve.processes import ServerProcess
 
 FILES = (inference_pb2, control_pb2, open_inference_pb2, health_pb2, reflection_pb2)

@@ -7,8 +7,8 @@ import json
 import struct
 from collections.abc import Callable
 
-from jaxinfer.oip import open_inference_pb2 as oip
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.oip import open_inference_pb2 as oip
+from jaxinfer.protos.v1 import inference_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GENERATE, BATCH = "jaxinfer.v1.Inference/Generate", "jaxinfer.v1.Inference/GenerateBatch"

@@ -12,13 +12,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from grpc_reflection.v1alpha import reflection_pb2
 from starlette.routing import Route
 
-from jaxinfer.oip import open_inference_pb2
+from jaxinfer.protos.oip import open_inference_pb2
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.grpc.auth import OPEN as OPEN_RPC
 from jaxinfer.serve.grpc.auth import SCOPES as RPC_SCOPES
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import OPEN, Door
-from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve import corpus
 from tests.serve.doors import COMPLETIONS, CONTROL, GENERATE, METHODS, Doors, Page, Rpc, doors, request_class
 from tests.serve.fake_engine import expected_text, fake_tokenizer

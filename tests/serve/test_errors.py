@@ -11,12 +11,12 @@ from jaxinfer.types import QueueFullError, RequestError
 @pytest.mark.parametrize(
     ("error", "kind", "field", "comes_back"),
     [
-        (RequestError("top_p=2 must be at most 1"), Kind.INVALID, "top_p", False),
-        (RequestError("stop_token_ids: 9 must be less"), Kind.INVALID, "stop_token_ids", False),
-        (RequestError("continuations[3] is empty"), Kind.INVALID, "continuations", False),
-        (RequestError("The model cannot"), Kind.INVALID, None, False),
-        (UnknownModelError("other"), Kind.NOT_FOUND, "model", False),
-        (DuplicateIdError("in use"), Kind.EXISTS, "request_id", False),
+        (RequestError("top_p", "=2 must be at most 1"), Kind.INVALID, "top_p", False),
+        (RequestError("stop_token_ids", ": 9 must be less"), Kind.INVALID, "stop_token_ids", False),
+        (RequestError("continuations[3]", "is empty"), Kind.INVALID, "continuations", False),
+        (RequestError(None, "The model cannot"), Kind.INVALID, None, False),
+        (UnknownModelError("model", "other"), Kind.NOT_FOUND, "model", False),
+        (DuplicateIdError("request_id", "in use"), Kind.EXISTS, "request_id", False),
         (QueueFullError("full"), Kind.QUEUE_FULL, None, True),
         (EngineDeadError("out of memory at 0x7f"), Kind.UNAVAILABLE, None, True),
         (ZeroDivisionError("secret"), Kind.INTERNAL, None, False),
@@ -30,8 +30,8 @@ def test_kinds_and_fields(error, kind, field, comes_back):
 
 
 def test_a_refused_value_may_be_long_but_not_the_answer():
-    assert answer_to(RequestError("x" * 500)).message == "x" * 500
-    assert answer_to(RequestError("x" * 501)).message == "x" * 500 + "…"
+    assert answer_to(RequestError(None, "x" * 500)).message == "x" * 500
+    assert answer_to(RequestError(None, "x" * 501)).message == "x" * 500 + "…"
 
 
 def test_an_answer_stays_as_it_is():

@@ -19,8 +19,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from jaxinfer.v1 import control_pb2 as control
-from jaxinfer.v1.control_pb2_grpc import ControlStub
+from jaxinfer.protos.v1 import control_pb2 as control
+from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from tests.serve import fake_engine as fake
 from tests.serve.crowd import CUT, GRPC, HTTP, LEFT, OK, BreakingProxy, Crowd, Job
 from tests.serve.processes import BOUND, ServerProcess, fake_server, is_alive

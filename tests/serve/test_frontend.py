@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError
-from jaxinfer.serve.calls import Call, Conversation, OutputDelta, ServeLimits, Usage
+from jaxinfer.serve.calls import Call, Conversation, ServeLimits, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
+from jaxinfer.text.output import OutputDelta
 from tests.serve.fake_engine import (
     EOS,
     FIRST_BYTE,

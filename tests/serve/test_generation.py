@@ -11,9 +11,10 @@ import pytest
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import EngineDeadError
-from jaxinfer.serve.calls import OutputDelta, Usage
+from jaxinfer.serve.calls import Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.generation import Generation
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, Request, SamplingParams, SequenceDelta
 from tests.serve.fake_engine import FIRST_BYTE, fake_tokenizer
 

@@ -22,9 +22,9 @@ from jaxinfer import client as c
 from jaxinfer import generate
 from jaxinfer.config import EngineConfig
 from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.live import Live, live
 
 ENGINE = {"max_num_seqs": 4, "max_model_len": 128, "page_size": 16, "prefill_sizes": (16,)}

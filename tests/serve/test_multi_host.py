@@ -20,12 +20,12 @@ import grpc
 import pytest
 
 from jaxinfer import client as c
+from jaxinfer.protos.v1 import control_pb2 as control
+from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.serve import logs
 from jaxinfer.serve.__main__ import _layers, parse, serve
 from jaxinfer.serve.follower import Follower
 from jaxinfer.serve.settings import make_config
-from jaxinfer.v1 import control_pb2 as control
-from jaxinfer.v1.control_pb2_grpc import ControlStub
 from tests.serve.processes import BOUND, ServerProcess, is_alive, started, wait_until
 
 DETECTED = 15.0  # seconds: what is promised

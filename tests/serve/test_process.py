@@ -12,8 +12,8 @@ import urllib.request
 import grpc
 import pytest
 
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.processes import fake_server, is_alive, started, wait_until
 
 SERVE = ["-m", "jaxinfer.serve", "--grpc-port", "0"]

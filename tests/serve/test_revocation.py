@@ -11,10 +11,10 @@ import httpx
 import pytest
 from grpc import aio
 
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.auth import Authoriser, key_entry, new_key
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.core.fake_core import command
 from tests.serve.fake_engine import write_fake_folder
 from tests.serve.grpc.running import failure, request

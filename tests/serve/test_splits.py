@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.client.results import Answer
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.oip import open_inference_pb2 as oip_pb
+from jaxinfer.protos.oip import open_inference_pb2 as oip_pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.inference import Inference
 from jaxinfer.serve.grpc.oip import FINAL, OpenInference
@@ -27,7 +28,6 @@ from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import Door
 from jaxinfer.text.output import Output
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
-from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve.fake_engine import FIRST_BYTE, VOCAB, fake_card, fake_template, fake_tokenizer
 
 TOKENIZER = fake_tokenizer()
@@ -191,9 +191,9 @@ class Doors:
             if not output.ended:
                 piece = output.take(delta)
                 whole.text += piece.text
-                whole.tokens += delta.token_ids
-                whole.logprobs += [each.chosen.logprob for each in delta.logprobs]
-                whole.reason = piece.finish_reason and piece.finish_reason.value
+                whole.tokens += piece.token_ids
+                whole.logprobs += [each.chosen.logprob for each in piece.logprobs]
+                whole.reason = piece.finish_reason
                 whole.stop_reason = piece.stop_reason
         return found
 

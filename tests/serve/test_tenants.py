@@ -15,6 +15,8 @@ import httpx
 import pytest
 
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.protos.v1 import control_pb2
+from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.serve import template_helper
 from jaxinfer.serve.auth import Authoriser, key_entry
 from jaxinfer.serve.calls import Call
@@ -25,8 +27,6 @@ from jaxinfer.serve.http.door import SCOPES as ROUTES
 from jaxinfer.serve.tenants import cache_scope
 from jaxinfer.text import chat_template
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.v1 import control_pb2
-from jaxinfer.v1.control_pb2_grpc import ControlStub
 from tests.serve.fake_engine import FakeEngine, Mischief
 from tests.serve.live import live_fake
 from tests.serve.tenancy import ALICE, BOB, OPERATOR, PROBES, SECONDS, Tenancy, ask, auc, run, tenancy, usage

@@ -6,7 +6,7 @@ import itertools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jaxinfer.text.output import Output
+from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams, SequenceDelta, TokenLogprob
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, VOCAB, fake_tokenizer
 
@@ -41,8 +41,8 @@ def assembled(tokens: list[int], cuts: list[int], reason: FinishReason, **params
             delta.stop_reason = tokens[-1] if reason is FinishReason.STOP else None
         piece = output.take(delta)
         whole.text += piece.text
-        whole.tokens += delta.token_ids
-        whole.logprobs += delta.logprobs
+        whole.tokens += piece.token_ids
+        whole.logprobs += piece.logprobs
         whole.reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
         if output.ended:
             break
@@ -91,5 +91,5 @@ def test_only_own_stop_tokens_are_told():
 
 def test_without_a_tokenizer_tokens_alone_count():
     output = Output(None, Request("a", PROMPT, SamplingParams()))
-    assert output.take(SequenceDelta("a", 0, [1, 2])) == ("", None, None)
-    assert output.take(SequenceDelta("a", 0, [3], (), FinishReason.LENGTH)) == ("", FinishReason.LENGTH, None)
+    assert output.take(SequenceDelta("a", 0, [1, 2])) == OutputDelta(0, "", [1, 2])
+    assert output.take(SequenceDelta("a", 0, [3], (), FinishReason.LENGTH)) == OutputDelta(0, "", [3], (), "length")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -11,7 +14,7 @@ from tools.gpu_check.report import Report
 SIZES_MIB = (16, 64, 256, 1024, 4096)
 QUICK_MIB = (1, 2)
 # name, function of two arrays, how many arrays the call reads and writes
-OPERATIONS = (
+OPERATIONS: tuple[tuple[str, Callable[[jax.Array, jax.Array], jax.Array], int], ...] = (
     ("copy", lambda x, y: jnp.copy(x), 2),
     ("scale", lambda x, y: x * 1.0001, 2),
     ("add", lambda x, y: x + y, 3),
@@ -27,7 +30,7 @@ def run(report: Report) -> None:
             x, y = (fill(seed, (mib << 18,), jnp.float32) for seed in (1, 2))
             for name, operation, arrays in OPERATIONS:
                 jitted = jax.jit(operation)
-                timing = time_calls(lambda jitted=jitted, x=x, y=y: jitted(x, y))
+                timing = time_calls(functools.partial(jitted, x, y))
                 moved = report.bandwidth(arrays * x.nbytes, timing["best_ms"])
                 report.put(f"{name} {key}", **timing, **moved)
                 if report.quick or mib >= 1024:

@@ -12,11 +12,10 @@ import subprocess
 import sys
 from typing import Any
 
-from tools.gpu_check.greedy import missing_for_llm
+from tools.gpu_check.greedy import DEMO, missing_for_llm
 from tools.gpu_check.report import Report
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-DEMO = ROOT / "jaxinfer" / "demo" / "target"
 TOKENS, QUICK_TOKENS = 128, 8
 
 
@@ -43,8 +42,8 @@ def run(report: Report) -> None:
 
 def _start(dtype: str, tokens: int, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tools.gpu_check.greedy", dtype, str(tokens)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, text=True, **pipes)
+    surroundings, pipe = {**os.environ, **environment}, subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=surroundings, text=True, stdout=pipe, stderr=pipe)
 
 
 def _finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import subprocess
 
 import flax
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 from tools.gpu_check.report import Report
@@ -30,7 +30,7 @@ def run(report: Report) -> None:
         "software",
         python=platform.python_version(),
         jax=jax.__version__,
-        jaxlib=jaxlib.__version__,
+        jaxlib=jaxlib.version.__version__,
         flax=flax.__version__,
         numpy=np.__version__,
         backend=device.client.platform_version,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pathlib
 import sys
 import time
 from typing import Any
 
 from tools.gpu_check import standins
 
+DEMO = pathlib.Path(__file__).resolve().parents[2] / "jaxinfer" / "demo" / "target"
 PROMPT = "ROMEO:\n"
 PROMPT_IDS = (11, 23, 7, 42, 5, 31, 19, 64)
 MAX_MODEL_LEN = 512
@@ -53,7 +55,6 @@ def with_engine(dtype: str, tokens: int) -> dict[str, Any]:
     from jaxinfer.models.registry import family_for
     from jaxinfer.types import Request, SamplingParams
     from jaxinfer.weights import load_params
-    from tools.gpu_check.demo import DEMO
 
     config_json = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
     family = family_for(config_json)

@@ -244,11 +244,11 @@ def _copy(quick: bool, *, rows: bool, dtype: Any) -> Operands:
     numbers = rng.integers(-100, 100, shape).astype(dtype)
     pool = (numbers, rng.normal(size=shape[:4]).astype(np.float32)) if dtype == INT8 else (numbers,)
     if rows:
-        names = ("source_pages", "source_slots", "target_pages", "target_slots")
-        ids = ([1, 1, 2, 3], [3, 4, 5, 0], [1, 1, shape[0], 2], [4, 3, 0, shape[3]])
+        sources = {"source_pages": [1, 1, 2, 3], "source_slots": [3, 4, 5, 0]}
+        ids = {**sources, "target_pages": [1, 1, shape[0], 2], "target_slots": [4, 3, 0, shape[3]]}
     else:
-        names, ids = ("source", "target"), ([2, 8, 7, 7], [8, 2, shape[0], -1])
-    arrays = {"pool": pool, **{name: np.asarray(x, np.int32) for name, x in zip(names, ids, strict=True)}}
+        ids = {"source": [2, 8, 7, 7], "target": [8, 2, shape[0], -1]}
+    arrays = {"pool": pool, **{name: np.asarray(x, np.int32) for name, x in ids.items()}}
     op = _named(f"pallas_kernels.kv_copy.reference:{'move_rows' if rows else 'copy_pages'}")
     return Operands(arrays, {}, (None, host(op(**jax.tree.map(jnp.asarray, arrays)))))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ _SPARE_BYTES = 3 << 30
 class Decode(NamedTuple):
     rows: int
     contexts: tuple[int, ...]
-    backend: str = "auto"
+    backend: Literal["auto", "xla"] = "auto"
 
 
 class Prefill(NamedTuple):
@@ -47,7 +47,7 @@ class Prefill(NamedTuple):
     tokens: int
     chunk: int
     sequences: int = 1
-    backend: str = "auto"
+    backend: Literal["auto", "xla"] = "auto"
 
 
 # The most telling first: what the time does not suffice for is left out from the end.
@@ -149,8 +149,8 @@ def _compiled(function: Callable[..., Any], donated: int, *arguments: Any) -> tu
 
 def _decode_batch(tables: np.ndarray, context: int) -> DecodeBatch:
     """Every row stands at the last position of its context and feeds what it sampled last."""
-    ints = (np.full((tables.shape[0],), value, np.int32) for value in (-1, context - 1, 1))
-    return DecodeBatch(*ints, tables[None])
+    tokens, positions, generated = (np.full((tables.shape[0],), value, np.int32) for value in (-1, context - 1, 1))
+    return DecodeBatch(tokens, positions, generated, tables[None])
 
 
 def _prefill_batch(tables: np.ndarray, start: int, chunk: int) -> PrefillBatch:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -103,6 +104,7 @@ def blocks_of_all_entries(kind: str, size: int) -> np.ndarray:
     low, high = (index & 255).astype(np.uint8), index >> 8
     signs = (np.arange(count * 32) % (128 if kind in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS") else 256)).reshape(count, 32)
     one = np.broadcast_to(np.array([1.0], "<f2").view(np.uint8), (count, 2))
+    fields: tuple[np.ndarray, ...]
     match kind:
         case "IQ2_XXS":
             groups = np.concatenate([low.reshape(count, 8, 4), sevens(signs).reshape(count, 8, 4)], axis=-1)
@@ -169,7 +171,7 @@ def answers(library: ctypes.CDLL, kind: str, blocks: np.ndarray, elements: int) 
 
 def main(path: str, library_path: str) -> None:
     rng, library = np.random.default_rng(7), ctypes.CDLL(library_path)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for kind in HALVES:
         elements, size = UNKNOWN_TO_THE_PACKAGE.get(kind) or GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
         blocks = random_blocks(rng, kind, size)

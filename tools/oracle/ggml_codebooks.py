@@ -8,6 +8,7 @@ Needs numpy and the package ``gguf`` (0.19.0 made the committed file):
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 from gguf import quants
@@ -35,7 +36,8 @@ def bitmap(kind: str) -> np.ndarray:
 
 
 def main(path: str) -> None:
-    np.savez_compressed(path, **{kind: bitmap(kind) for kind in KINDS})
+    bitmaps: dict[str, Any] = {kind: bitmap(kind) for kind in KINDS}
+    np.savez_compressed(path, **bitmaps)
 
 
 if __name__ == "__main__":

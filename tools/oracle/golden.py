@@ -166,7 +166,7 @@ def write_checkpoint(golden: Golden, folder: pathlib.Path) -> pathlib.Path:
 
 
 def _write_shards(tensors: Mapping[str, np.ndarray], shards: int, folder: pathlib.Path) -> None:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, part in enumerate(_deal(tensors, shards)):
         file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})

@@ -13,6 +13,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     ids = torch.from_numpy(np.load(arguments[0], allow_pickle=False)).long()
     out = pathlib.Path(arguments[1])
     for folder in map(pathlib.Path, arguments[2:]):
-        np.savez(out / f"{folder.name}.npz", **answers(folder, ids))
+        np.savez(out / f"{folder.name}.npz", **cast(Any, answers(folder, ids)))
     return 0
 
 

@@ -12,6 +12,7 @@ import json
 import pathlib
 import tempfile
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ SEED_TRIES = 500
 class AllDouble(TorchFunctionMode):
     """Replaces every request for float32 by one for float64."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         args, kwargs = tree_map(_widen, (args, kwargs or {}))
@@ -44,7 +45,7 @@ class AllDouble(TorchFunctionMode):
 class NoFloat32(TorchDispatchMode):
     """Raises as soon as an operation yields a float32 tensor."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_leaves(result)):
             raise TypeError(f"{func} yields float32 within the float64 reference")

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from tokenizers import Tokenizer
 
+from jaxinfer.models.model import Model
 from tools.train_demo import corpus, folder
 from tools.train_demo.evaluate import Scorer
 from tools.train_demo.ngram import MAX_ORDER, NGram
@@ -65,7 +66,7 @@ def train_one(recipe: Recipe, split: corpus.Split, args: argparse.Namespace) -> 
     tokenizer = corpus.train_tokenizer(split.train, recipe.vocab)
     data, held_out = corpus.corpus(tokenizer, split.train), corpus.encode(tokenizer, split.validation)
     model = build(recipe, args.seed)
-    scorer = Scorer(model, tokenizer.token_to_id(corpus.BOS))
+    scorer = _scorer(model, tokenizer)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     file = args.work_dir / checkpoint_name(recipe, args.seed)
     progress = train(
@@ -84,13 +85,19 @@ def measure(recipe: Recipe, split: corpus.Split, where: pathlib.Path) -> dict[st
     tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
     model = build(recipe, 0)
     params = folder.stored_params(where, model)
-    scorer = Scorer(model, tokenizer.token_to_id(corpus.BOS))
+    scorer = _scorer(model, tokenizer)
     length = recipe.stages[-1].length
     result: dict[str, Any] = {"parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
     for name, text in (("validation", split.validation), ("test", split.test)):
         ids = corpus.encode(tokenizer, text)
         result[name] = dataclasses.asdict(scorer.held_out(params, ids, len(text), length))
     return result
+
+
+def _scorer(model: Model, tokenizer: Tokenizer) -> Scorer:
+    bos = tokenizer.token_to_id(corpus.BOS)
+    assert bos is not None  # one of `corpus.SPECIALS`
+    return Scorer(model, bos)
 
 
 def ngram_baseline(split: corpus.Split) -> dict[str, Any]:

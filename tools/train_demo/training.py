@@ -51,7 +51,8 @@ def initial_params(specs: Tree, seed: int, layers: int) -> Tree:
         scale = 0.04 if name == "table" else spec.shape[0] ** -0.5 * (residual if name in ("out", "down") else 1.0)
         return scale * jax.random.normal(key, spec.shape)
 
-    return structure.unflatten([one(path, spec, key) for (path, spec), key in zip(leaves, keys, strict=True)])
+    made = [one(path, spec, key) for (path, spec), key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, made)
 
 
 def dropped(x: Float[Array, "..."], key: jax.Array, rate: float) -> Float[Array, "..."]:
@@ -149,7 +150,7 @@ class Progress:
         with np.load(file, allow_pickle=False) as stored:
             head, *arrays = [stored[name] for name in stored.files]
         structure = jax.tree.structure((self.params, self.opt_state, self.best))
-        params, opt_state, best = structure.unflatten([jnp.asarray(array) for array in arrays])
+        params, opt_state, best = jax.tree.unflatten(structure, [jnp.asarray(array) for array in arrays])
         return Progress(int(head[0]), params, opt_state, best, float(head[1]), float(head[2]))
 
 
@@ -171,6 +172,7 @@ def train(
     if file.exists():
         progress = progress.load(file)
         say(f"{recipe.name}: goes on from step {progress.step}")
+    assert isinstance(model.module, Llama)
     advance = _step_function(training_loss(model.module, recipe.dropout), update)
     noise = jax.random.key(seed, impl="rbg")
     losses: list[jax.Array] = []
@@ -200,7 +202,9 @@ def _line(recipe: Recipe, progress: Progress, length: int, training: float, held
     )
 
 
-def _step_function(loss: Callable[[Tree, jax.Array, jax.Array], jax.Array], update: optax.GradientTransformation):
+def _step_function(
+    loss: Callable[[Tree, jax.Array, jax.Array], jax.Array], update: optax.GradientTransformation
+) -> Callable[..., tuple[Tree, Tree, jax.Array]]:
     @jax.jit
     def step(params: Tree, opt_state: Tree, windows: jax.Array, key: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(params, windows, key)

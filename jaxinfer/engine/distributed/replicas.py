@@ -85,7 +85,7 @@ class Replicas:
     def add(self, request: Request) -> Request:
         """See `EngineCore.add`."""
         if request.request_id in self._owners:
-            raise RequestError(f"request_id={request.request_id!r} is in use")
+            raise RequestError("request_id", f"={request.request_id!r} is in use")
         self.check_room(request)
         if request.params.seed is None:  # drawn here: so a seed does not depend on how many replicas there are
             seed = int(self._seeds.integers(2**63))

@@ -109,7 +109,7 @@ class Scheduler:
             QueueFullError: too much is waiting.
         """
         if request.request_id in self._requests:
-            raise RequestError(f"request_id={request.request_id!r} is in use")
+            raise RequestError("request_id", f"={request.request_id!r} is in use")
         samples = [self._sequence(request, index) for index in range(request.params.n)]
         self._refuse(samples)
         self._requests[request.request_id] = samples
@@ -146,7 +146,8 @@ class Scheduler:
         needed = self._kv.pages_for(length)
         if needed > engine.num_pages:
             raise RequestError(
-                f"prompt and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}"
+                "prompt",
+                f"and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}",
             )
         self.check_room(samples[0].request)
 

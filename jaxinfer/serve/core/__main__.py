@@ -10,10 +10,10 @@ import time
 import jax
 
 from jaxinfer.config import EngineConfigError, ResolvedEngine
-from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.loading import LOADING_ERRORS, StartProgress, model_folder, start_engine, start_follower
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.group import enter_group, run_follower

@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Sequence
 
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core.folder import SocketFolder
 from jaxinfer.serve.core.link import CoreLink, require_descriptors
 from jaxinfer.serve.core.settings import CoreSettings

@@ -15,8 +15,8 @@ import grpc
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.internal.core_pb2_grpc import CoreStub
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.protos.internal.core_pb2_grpc import CoreStub
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import PositionLogprobs, QueueFullError, Request, RequestError, SequenceDelta
@@ -239,7 +239,14 @@ class CoreLink:
     def _refuse(self, refused: pb.Refused) -> None:
         answer = self._answers.get(refused.number)
         if answer is not None and not answer.done():
-            answer.set_exception(_REFUSALS.get(refused.kind, EngineDeadError)(refused.message))
+            answer.set_exception(_refusal(refused))
 
 
-_REFUSALS: dict[int, type[Exception]] = {pb.Refused.REQUEST: RequestError, pb.Refused.QUEUE_FULL: QueueFullError}
+def _refusal(refused: pb.Refused) -> Exception:
+    match refused.kind:
+        case pb.Refused.QUEUE_FULL:
+            return QueueFullError(refused.message)
+        case pb.Refused.REQUEST:
+            return RequestError(refused.place if refused.HasField("place") else None, refused.message)
+        case _:
+            return EngineDeadError(refused.message)

@@ -19,8 +19,8 @@ import grpc
 from jaxinfer.engine.async_engine import AsyncEngine, Outlet
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.streams import Closed, EngineDeadError, merged
-from jaxinfer.internal import core_pb2 as pb
-from jaxinfer.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
@@ -356,12 +356,13 @@ def _ready(built: Built) -> pb.FromCore:
 def _refusal(number: int, error: BaseException) -> pb.FromCore:
     match error:
         case QueueFullError():
-            kind = pb.Refused.QUEUE_FULL
+            refused = pb.Refused(kind=pb.Refused.QUEUE_FULL, message=error.reason)
         case RequestError():
-            kind = pb.Refused.REQUEST
+            refused = pb.Refused(kind=pb.Refused.REQUEST, place=error.place, message=error.reason)
         case _:
-            kind = pb.Refused.ENGINE
-    return pb.FromCore(refused=pb.Refused(number=number, kind=kind, message=str(error)))
+            refused = pb.Refused(kind=pb.Refused.ENGINE, message=str(error))
+    refused.number = number
+    return pb.FromCore(refused=refused)
 
 
 def _settle[T](future: asyncio.Future[T], value: T) -> None:

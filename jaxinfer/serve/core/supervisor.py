@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import EngineDeadError
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import folder, wire

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
-from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import (
@@ -92,7 +92,8 @@ def request_message(request: Request, now: float) -> pb.Request:
             seconds_left=left,
         )
     except (ValueError, OverflowError) as error:  # what protobuf says of a number, or of text that is no Unicode
-        raise RequestError(f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}") from error
+        reason = f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}"
+        raise RequestError(None, reason) from error
 
 
 def request_of(message: pb.Request, now: float) -> Request:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from typing import override
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, refused
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert, status
 from jaxinfer.serve.grpc.many import ManyRequests
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.v1 import inference_pb2 as pb
 
 _REMEMBERED = 1 << 17
 """Ids of one stream that are compared with later ones: of a longer stream, the last so many."""
@@ -50,7 +50,7 @@ class Batch(ManyRequests[pb.GenerateRequest, pb.GenerateResponse]):
 
     def _remember(self, request_id: str) -> None:
         if request_id in self._seen:
-            raise refused(DuplicateIdError(f"request_id={request_id!r} was used before in this stream"))
+            raise refused(DuplicateIdError("request_id", f"={request_id!r} was used before in this stream"))
         self._seen[request_id] = None
         if len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol, override, runtime_checkable
 
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.protos.v1 import control_pb2 as pb
+from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.v1 import control_pb2 as pb
-from jaxinfer.v1.control_pb2_grpc import ControlServicer
 
 _MAX_DRAIN_SECONDS = 24 * 3600.0
 

@@ -16,20 +16,20 @@ from typing import Any, Concatenate, cast
 from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.calls import (
     Call,
     Conversation,
     Input,
     ModelCard,
-    OutputDelta,
     Scored,
     ServeLimits,
     Usage,
 )
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, SamplingParams, TokenLogprob
-from jaxinfer.v1 import inference_pb2 as pb
 
 TokenText = Callable[[int], str]
 """A token's text, see `Frontend.token_text`."""

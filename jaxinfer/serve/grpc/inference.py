@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import override
 
-from jaxinfer.serve.calls import Conversation, OutputDelta
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceServicer
+from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
@@ -13,8 +15,7 @@ from jaxinfer.serve.grpc import convert
 from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceServicer
+from jaxinfer.text.output import OutputDelta
 
 
 class Inference(InferenceServicer):

@@ -9,9 +9,8 @@ import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import override
 
-from jaxinfer.oip import open_inference_pb2 as pb
-from jaxinfer.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
-from jaxinfer.serve.calls import OutputDelta
+from jaxinfer.protos.oip import open_inference_pb2 as pb
+from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import in_its_words, prompt_as
 from jaxinfer.serve.frontend import Frontend
@@ -21,6 +20,7 @@ from jaxinfer.serve.grpc.many import ManyRequests
 from jaxinfer.serve.grpc.oip_request import INPUTS, OUTPUTS, Ask, ask_of
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.grpc.tensors import Value, add_output, refuse
+from jaxinfer.text.output import OutputDelta
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 FINAL = "triton_final_response"

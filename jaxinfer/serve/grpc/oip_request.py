@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxinfer.oip import open_inference_pb2 as pb
+from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.serve.calls import Call
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.grpc.tensors import read_scalar, refuse, text_of
 from jaxinfer.serve.http.bodies import is_short, parse
 from jaxinfer.types import SamplingParams
@@ -141,19 +141,10 @@ def _decoded(encoded: bytes | bool) -> dict[str, Any]:
     assert isinstance(encoded, bytes)
     if not is_short(encoded, _MAX_VALUES):
         raise refuse("sampling_parameters", f"its {len(encoded)} bytes hold too much")
-    try:
-        given = parse(encoded)
-    except ServeError as error:
-        raise _about_json(error.message.removeprefix("the body ")) from error
+    given = parse(encoded, "sampling_parameters", "sampling_parameters")
     if not isinstance(given, dict):
-        raise _about_json("must be a JSON object")
+        raise ServeError(Kind.INVALID, "sampling_parameters must be a JSON object", "sampling_parameters")
     return given
-
-
-def _about_json(reason: str) -> ServeError:
-    error = refuse("sampling_parameters", reason)
-    error.message = f"sampling_parameters {reason}"
-    return error
 
 
 def _typed(name: str, value: Any) -> Any:

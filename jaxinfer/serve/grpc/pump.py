@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from jaxinfer.serve.calls import OutputDelta
 from jaxinfer.serve.generation import Generation
+from jaxinfer.text.output import OutputDelta
 
 
 class Pump:

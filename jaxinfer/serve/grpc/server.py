@@ -12,6 +12,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from jaxinfer.protos.v1 import control_pb2, inference_pb2
 from jaxinfer.serve.descriptors import OPERATORS
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.auth import Authoriser
@@ -23,7 +24,6 @@ from jaxinfer.serve.grpc.inference import Inference
 from jaxinfer.serve.grpc.rpc import Observer, Registrar, SlowClients
 from jaxinfer.serve.grpc.tls import credentials_of
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
-from jaxinfer.v1 import control_pb2, inference_pb2
 
 METADATA_BYTES = 16 << 10
 """Of a request; gRPC refuses more by chance, and twice as much always."""

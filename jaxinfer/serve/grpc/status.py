@@ -14,8 +14,8 @@ from typing import Any
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from jaxinfer.protos.v1 import inference_pb2
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.v1 import inference_pb2
 
 DOMAIN = "jaxinfer"
 """Of ErrorInfo: who gives the reasons their names."""

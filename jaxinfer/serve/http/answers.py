@@ -16,7 +16,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.serve.calls import Call, OutputDelta, Usage
+from jaxinfer.serve.calls import Call, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to, in_its_words
 from jaxinfer.serve.frontend import Frontend
@@ -25,6 +25,7 @@ from jaxinfer.serve.http.bodies import gone_away
 from jaxinfer.serve.http.choices import Choice, TextChoice
 from jaxinfer.serve.http.errors import error_event
 from jaxinfer.serve.room import Place
+from jaxinfer.text.output import OutputDelta
 
 _AT_ONCE = 8
 """Prompts, or outputs, of one request that are worked on in one round of the loop."""

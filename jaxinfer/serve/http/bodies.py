@@ -97,23 +97,38 @@ def gone_away() -> ServeError:
     return ServeError(Kind.CANCELLED, "the client has gone")
 
 
-def parse(data: bytes) -> Any:
+def parse(data: bytes, what: str = "the body", field: str | None = None) -> Any:
     """A JSON text in UTF-8, without duplicate keys, NaN, infinite numbers, lone surrogates or much depth.
+
+    Args:
+        what: the text's name in a refusal.
+        field: of the request, which holds the text.
 
     Raises:
         ServeError: INVALID, what is wrong and where.
     """
     try:
+        return _parse(data)
+    except _Broken as cause:
+        raise ServeError(Kind.INVALID, f"{what} {cause}", field) from cause
+
+
+class _Broken(Exception):
+    """A text is no such JSON: what is wrong, without the text's name."""
+
+
+def _parse(data: bytes) -> Any:
+    try:
         text = data.decode()
     except UnicodeDecodeError as cause:
-        raise _invalid(f"the body is not UTF-8 at byte {cause.start}") from cause
+        raise _Broken(f"is not UTF-8 at byte {cause.start}") from cause
     _check_depth(text)
     try:
         value = (_DECODER if len(text) <= _LONG else _LONG_DECODER).decode(text)
     except json.JSONDecodeError as cause:
-        raise _invalid(f"the body is not JSON: {cause.msg} at character {cause.pos}") from cause
+        raise _Broken(f"is not JSON: {cause.msg} at character {cause.pos}") from cause
     except ValueError as cause:  # Python bounds the digits of a number that it reads, by 4,300
-        raise _invalid("the body holds a number of too many digits") from cause
+        raise _Broken("holds a number of too many digits") from cause
     if _SURROGATE.search(text):
         _check_characters(value)
     return value
@@ -129,7 +144,7 @@ def _check_depth(text: str) -> None:
         if first in "[{":
             depth += 1
             if depth > MAX_DEPTH:
-                _refuse(f"the body is nested deeper than {MAX_DEPTH} levels at character {match.start()}")
+                raise _Broken(f"is nested deeper than {MAX_DEPTH} levels at character {match.start()}")
         elif first in "]}":
             depth -= 1
 
@@ -138,7 +153,7 @@ def _check_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as cause:
-        raise _invalid("the body holds half of a surrogate pair, which is no character") from cause
+        raise _Broken("holds half of a surrogate pair, which is no character") from cause
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -147,19 +162,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _invalid(f"the body holds the key {key[:100]!r} twice")
+                raise _Broken(f"holds the key {key[:100]!r} twice")
             seen.add(key)
     return found
 
 
 def _finite(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
-        _refuse(f"the body holds the number {digits[:40]}, which is too large")
+        raise _Broken(f"holds the number {digits[:40]}, which is too large")
     return number
 
 
 def _constant(name: str) -> NoReturn:
-    _refuse(f"the body holds {name}, which is not JSON")
+    raise _Broken(f"holds {name}, which is not JSON")
 
 
 def _integer(digits: str) -> int:
@@ -174,12 +189,8 @@ _LONG_DECODER = json.JSONDecoder(
 )
 
 
-def _invalid(message: str) -> ServeError:
-    return ServeError(Kind.INVALID, message)
-
-
 def _refuse(message: str) -> NoReturn:
-    raise _invalid(message)
+    raise ServeError(Kind.INVALID, message)
 
 
 def _too_large(limit: int) -> NoReturn:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.serve.calls import OutputDelta
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0

@@ -164,11 +164,8 @@ def _tool_call(path: str, call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = parse(function["arguments"].encode())
-    except ServeError as error:
-        field = f"{path}.function.arguments"
-        raise ServeError(Kind.INVALID, f"{field}: {error.message.replace('body', 'text', 1)}", field) from error
+    field = f"{path}.function.arguments"
+    arguments = parse(function["arguments"].encode(), f"{field}: the text", field)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

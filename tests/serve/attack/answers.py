@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 
-from jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from tests.serve import fuzz
 from tests.serve.doors import Doors
 

@@ -13,7 +13,7 @@ import pathlib
 import sys
 import time
 
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings

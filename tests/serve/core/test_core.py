@@ -142,8 +142,9 @@ def test_refusals_and_deadlines():
         async with ready("--seconds", "0.01") as supervisor:
             backend = supervisor.backend
             async with await backend.submit(make_request("a", tokens=1000)) as stream:
-                with pytest.raises(RequestError, match="in use"):
+                with pytest.raises(RequestError, match=r"^request_id='a' is in use") as refusal:
                     await backend.submit(make_request("a"))
+                assert refusal.value.field == "request_id"
                 with pytest.raises(RequestError, match="KV pages"):
                     await backend.submit(make_request("long", tokens=10**6))
                 await anext(stream)

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from jaxinfer.engine.async_engine import AsyncEngine
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import link, service, wire
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import SequenceDelta

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import supervisor, wire
 from jaxinfer.serve.core.supervisor import Patience, Supervisor
 from tests.bench.virtual import run

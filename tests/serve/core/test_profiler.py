@@ -9,10 +9,10 @@ import pytest
 
 from jaxinfer.client import Client
 from jaxinfer.config import EngineConfig
+from jaxinfer.protos.v1 import control_pb2 as pb
+from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.serve.core.__main__ import JaxProfiler
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.v1 import control_pb2 as pb
-from jaxinfer.v1.control_pb2_grpc import ControlStub
 from tests.serve.live import live
 
 

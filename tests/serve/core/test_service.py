@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from jaxinfer.engine.async_engine import AsyncEngine
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.service import _Core
 from jaxinfer.types import Request, SamplingParams

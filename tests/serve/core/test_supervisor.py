@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jaxinfer.internal import core_pb2 as pb
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.supervisor import DEAD, READY, Patience, Supervisor
 from jaxinfer.serve.settings import ServeConfig

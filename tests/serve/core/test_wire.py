@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
-from jaxinfer.internal import core_pb2 as pb
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings

@@ -13,14 +13,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.settings import ServeConfig
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.control_pb2_grpc import ControlStub
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
 
 WELL = Mischief()

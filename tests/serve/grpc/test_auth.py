@@ -9,14 +9,14 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from jaxinfer.oip import open_inference_pb2
+from jaxinfer.protos.oip import open_inference_pb2
+from jaxinfer.protos.v1 import control_pb2, inference_pb2
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.auth import OPEN, SCOPES, token_of
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
 from jaxinfer.serve.grpc.rpc import Registrar, SlowClients
-from jaxinfer.v1 import control_pb2, inference_pb2
 from tests.serve.grpc.running import Keys, Running, failure, failure_of, running
 
 FILES = (inference_pb2, control_pb2, open_inference_pb2, health_pb2, reflection_pb2)

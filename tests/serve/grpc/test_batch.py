@@ -8,13 +8,13 @@ import grpc
 import pytest
 from grpc import aio
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.inference import Inference
 from jaxinfer.serve.grpc.rpc import Registrar, Rpc, SlowClients
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
 from tests.serve.grpc.running import Keys, failure, plain, request, running, unpacked
 

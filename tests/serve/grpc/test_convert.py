@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.serve.calls import Conversation, OutputDelta, ServeLimits
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.serve.calls import Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.grpc import convert
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
-from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve.fake_engine import fake_card
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.oip import open_inference_pb2 as oip_pb
-from jaxinfer.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jaxinfer.protos.oip import open_inference_pb2 as oip_pb
+from jaxinfer.protos.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.calls import Call
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.grpc import oip
-from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve.grpc.running import failure, running
 
 KEYS = {"infers": ("alice", "infer")}

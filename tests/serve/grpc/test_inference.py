@@ -7,10 +7,10 @@ import grpc
 import pytest
 from grpc import aio
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.calls import Call
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.v1 import inference_pb2 as pb
 from tests.serve.fake_engine import (
     FIRST_BYTE,
     Mischief,

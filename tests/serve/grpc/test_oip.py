@@ -17,7 +17,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from jaxinfer.oip import open_inference_pb2 as pb
+from jaxinfer.protos.oip import open_inference_pb2 as pb
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.grpc.oip import FINAL, SERVICE, OpenInference
 from jaxinfer.serve.grpc.oip_request import ask_of

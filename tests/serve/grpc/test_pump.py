@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.engine.streams import Closed, DeltaStream
-from jaxinfer.serve.calls import OutputDelta
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.grpc.pump import Pump
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, Request, SamplingParams, SequenceDelta
 
 

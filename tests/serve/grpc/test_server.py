@@ -14,12 +14,12 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.grpc.server import CONCURRENT_STREAMS, GrpcServers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.types import PositionLogprobs
-from jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.fake_engine import Mischief, expected_text, fake_tokenizer
 from tests.serve.grpc.running import FakeSupervisor, Keys, collected, failure, plain, request, running
 

@@ -3,8 +3,8 @@
 import json
 import math
 
-from jaxinfer.serve.calls import OutputDelta
 from jaxinfer.serve.http.choices import LOWEST_LOGPROB, ChatChoice, TextChoice, Wanted
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 

@@ -42,7 +42,7 @@ class Case:
         return self.name.split("-")[0]
 
 
-def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, **others: object) -> dict:
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, **others: Any) -> dict:
     sizes = {
         "vocab_size": 64,
         "hidden_size": hidden,
@@ -54,5 +54,5 @@ def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     return {key: value for key, value in sizes.items() if value is not None} | others
 
 
-def rope(kind: str, theta: float, **others: float) -> dict:
+def rope(kind: str, theta: float, **others: Any) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **others}}

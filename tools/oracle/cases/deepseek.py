@@ -1,5 +1,7 @@
 """DeepSeek-V2 and DeepSeek-V3."""
 
+from typing import Any
+
 from tools.oracle.cases.case import Case, rope, sizes
 
 ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
@@ -12,24 +14,27 @@ _GROUPS = {"n_group": 4, "topk_group": 2}
 _YARN = {"factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 
 
-def _dense(layers: int, heads: int, **others: object) -> dict:
+def _dense(layers: int, heads: int, **others: Any) -> dict:
     """A model without experts: its first layers are all there are."""
     common = {**sizes(64, 96, layers, heads, heads), **_LATENT, **_MOE, **_GROUPS, "first_k_dense_replace": layers}
     return {**common, **others}
 
 
-def _v2(heads: int = 4, **others: object) -> dict:
+def _v2(heads: int = 4, **others: Any) -> dict:
     return _dense(
         1, heads, **{"num_hidden_layers": 2, "q_lora_rank": 20, "n_group": None, "topk_group": None, **others}
     )
 
 
-def _v3(heads: int = 4, **others: object) -> dict:
+def _v3(heads: int = 4, **others: Any) -> dict:
     return _v2(heads, **{"n_shared_experts": 1, **_GROUPS, **others})
 
 
-_LIMITED = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-_YARN_V2 = {"rope_scaling": {"type": "yarn", **_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "rope_theta": 10000}
+_LIMITED: dict[str, Any] = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+_YARN_V2: dict[str, Any] = {
+    "rope_scaling": {"type": "yarn", **_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+}
 _YARN_V3 = rope("yarn", 10000.0, **_YARN, mscale=1.0, mscale_all_dim=0.6)
 
 V2 = (

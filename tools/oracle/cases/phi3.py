@@ -1,13 +1,15 @@
 """Phi-3."""
 
+from typing import Any
+
 from tools.oracle.cases.case import Case, sizes
 
 ARCHITECTURES = {"phi3": "Phi3ForCausalLM"}
 
 
-def _sizes(*positional: int, **others: object) -> dict:
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **others: Any) -> dict:
     """The padding token must be in the vocabulary."""
-    return sizes(*positional, pad_token_id=0, rms_norm_eps=1e-5, **others)
+    return sizes(hidden, intermediate, layers, heads, kv_heads, pad_token_id=0, rms_norm_eps=1e-5, **others)
 
 
 # Heads of 16: eight frequencies.

@@ -30,7 +30,7 @@ DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n jaxinfer/internal
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxinfer.internal.standard_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxinfer.protos.internal.standard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORINFO_METADATAENTRY']._loaded_options = None

@@ -276,7 +276,7 @@ class Accepted(_message.Message):
     def __init__(self, number: _Optional[int] = ..., seed: _Optional[int] = ..., large_seed: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("number", "kind", "message")
+    __slots__ = ("number", "kind", "message", "place")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Refused.Kind]
@@ -290,10 +290,12 @@ class Refused(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     number: int
     kind: Refused.Kind
     message: str
-    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[Refused.Kind, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    place: str
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[Refused.Kind, str]] = ..., message: _Optional[str] = ..., place: _Optional[str] = ...) -> None: ...
 
 class Deltas(_message.Message):
     __slots__ = ("streams", "indexes", "tokens", "others")

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from jaxinfer.v1 import inference_pb2 as jaxinfer_dot_v1_dot_inference__pb2
+from jaxinfer.protos.v1 import inference_pb2 as jaxinfer_dot_v1_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in jaxinfer/v1/inference_pb2_grpc.py depends on'
+        + f' but the generated code in jaxinfer/protos/v1/inference_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'

@@ -29,7 +29,7 @@ DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19jaxinfer/v1/co
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxinfer.v1.control_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'jaxinfer.protos.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATS_WAITINGENTRY']._loaded_options = None
