@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def seconds_of(path: pathlib.Path) -> dict[tuple[str, str], float]:
     """Seconds by module and test of a file in JUnit's format, set-up included."""
-    found: dict[tuple[str, str], float] = collections.Counter()
+    found = collections.defaultdict[tuple[str, str], float](float)
     for case in ElementTree.parse(path).iter("testcase"):
         found[case.get("classname", ""), case.get("name", "")] += float(case.get("time", 0))
     return found
@@ -36,7 +36,7 @@ def seconds_of(path: pathlib.Path) -> dict[tuple[str, str], float]:
 
 def report(stage: str, seconds: dict[tuple[str, str], float], most: int) -> str:
     """The longest files and tests of a stage."""
-    files: dict[str, float] = collections.Counter()
+    files = collections.defaultdict[str, float](float)
     for (module, _), each in seconds.items():
         files[module] += each
     tests = {f"{module}::{name}": each for (module, name), each in seconds.items()}

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from benchmarks.mesh.models import model
-from jaxinfer.engine.distributed.replicas import Replicas
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.commands import DecodeBatch
 from jaxinfer.engine.execution.executor import LocalExecutor
+from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.llm import LLM
 from jaxinfer.types import Request, SamplingParams
 
@@ -33,8 +34,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, ahead in (("in flight", True), ("one at a time", False)):
         llm = LLM(model(), pipeline_parallel_size=count, async_scheduling=ahead, compilation_cache_dir="", **_SETTINGS)
         engine = llm.engine
-        assert not isinstance(engine, Replicas)
-        microbatch, batches = _decode(llm, options)
+        assert isinstance(engine, Engine)
+        assert isinstance(engine._executor, LocalExecutor)
+        microbatch, batches = _decode(engine, options)
         free = statistics.median(_free(engine._executor, batches, options.seconds) for _ in range(options.rounds))
         times = {
             "turn_ms": round(1e3 * microbatch, 2),
@@ -46,10 +48,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def _decode(llm: LLM, options: argparse.Namespace) -> tuple[float, list[tuple[int, DecodeBatch]]]:
+def _decode(engine: Engine, options: argparse.Namespace) -> tuple[float, list[tuple[int, DecodeBatch]]]:
     """Seconds of a microbatch, and the decode batch of each."""
-    engine = llm.engine
-    assert not isinstance(engine, Replicas)
     params = SamplingParams(temperature=0.0, max_tokens=700, seed=0)
     for index in range(_ROWS):
         engine.add(Request(str(index), tuple(range(index, index + _PROMPT)), params))
@@ -62,10 +62,11 @@ def _decode(llm: LLM, options: argparse.Namespace) -> tuple[float, list[tuple[in
             engine.step()
             steps += 1
         seconds.append((time.perf_counter() - start) / steps)
-    batches = []
+    batches, runner = [], engine._runner
+    assert isinstance(runner, Runner)
     for _ in range(engine.config.microbatches):
         plan = engine._scheduler.plan()
-        batches.append((plan.microbatch, engine._runner._decode_batch(plan.microbatch, plan.decodes)))
+        batches.append((plan.microbatch, runner._decode_batch(plan.microbatch, plan.decodes)))
     engine._executor.wait()
     return statistics.median(seconds), batches
 

@@ -84,8 +84,9 @@ class InstantRunner:
     def read(self, launched: StepPlan | None) -> StepResult | None:
         if launched is None:
             return None
-        rows, prompts = len(launched.decodes), [[] for _ in launched.prefills]
-        return StepResult(launched, [[self._token] * launched.steps for _ in range(rows)], [()] * rows, prompts)
+        rows = len(launched.decodes)
+        tokens = [[self._token] * launched.steps for _ in range(rows)]
+        return StepResult(launched, tokens, [()] * rows, [[] for _ in launched.prefills])
 
 
 class PacedEngine(EngineLoop):
