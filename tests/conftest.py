@@ -4,6 +4,7 @@ import os
 import pathlib
 import secrets
 import subprocess
+import sys
 
 import pytest
 from hypothesis import settings
@@ -35,6 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def repo() -> pathlib.Path:
     """The root of the source tree."""
     return REPO
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs() -> None:
+    """Share compiled programs between test processes: few models make most of the programs."""
+    if "jax" in sys.modules:
+        from jaxinfer.engine.execution import compile_cache
+
+        compile_cache.DEFAULT_FOLDER = REPO / "build" / "test-programs"
+        compile_cache.use_compilation_cache(None)
 
 
 @pytest.fixture

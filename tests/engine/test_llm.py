@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(random_model(), max_num_seqs=4, prefill_sizes=(16, 64), max_model_len=200, compilation_cache_dir="")
+    return LLM(random_model(), max_num_seqs=4, prefill_sizes=(16, 64), max_model_len=200)
 
 
 def teacher_forced(llm: LLM, ids: list[int]) -> np.ndarray:
@@ -99,7 +99,7 @@ def test_stop_tokens_end_a_sequence(llm):
 
 def test_more_requests_than_slots_and_pages():
     model = random_model()
-    small = LLM(model, max_num_seqs=3, num_pages=5, page_size=16, max_model_len=64, compilation_cache_dir="")
+    small = LLM(model, max_num_seqs=3, num_pages=5, page_size=16, max_model_len=64)
     prompts = [[i, i + 1, i + 2] * (1 + i % 9) for i in range(20)]
     got = small.generate(prompts, GREEDY)
     small.engine.check()
@@ -153,12 +153,12 @@ def test_bad_requests_disturb_nobody(llm, prompt, params, message):
 )
 def test_bad_settings_name_the_setting(changes, message):
     with pytest.raises(EngineConfigError, match=message):
-        LLM(random_model(), compilation_cache_dir="", **changes)
+        LLM(random_model(), **changes)
 
 
 def test_an_unknown_setting_is_an_error():
     with pytest.raises(TypeError, match="max_sequences"):
-        LLM(random_model(), compilation_cache_dir="", max_sequences=3)
+        LLM(random_model(), max_sequences=3)
 
 
 def test_settings_stand_above_the_configuration():
@@ -195,7 +195,7 @@ def test_an_edited_model_is_served_as_it_is(llm):
     down = model.params["layers_1"]["mlp"]["down"]
     layer = {**model.params["layers_1"], "mlp": {**model.params["layers_1"]["mlp"], "down": jnp.zeros_like(down)}}
     edited = model.replace(params={**model.params, "layers_1": layer})
-    other = LLM(edited, max_num_seqs=2, prefill_sizes=(16, 64), compilation_cache_dir="")
+    other = LLM(edited, max_num_seqs=2, prefill_sizes=(16, 64))
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
     sample = other.generate([[1, 2, 3]], params)[0].outputs[0]
     want = teacher_forced(other, [1, 2, 3, *sample.token_ids])

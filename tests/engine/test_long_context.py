@@ -40,8 +40,7 @@ from tests.fakes import random_model
 
 yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
 model = random_model(max_position_embeddings=32768, rope_scaling=yarn)
-llm = LLM(model, max_num_seqs=2, max_model_len=32768, page_size=64, num_pages=520, prefill_sizes=(int(sys.argv[1]),),
-          compilation_cache_dir="")
+llm = LLM(model, max_num_seqs=2, max_model_len=32768, page_size=64, num_pages=520, prefill_sizes=(int(sys.argv[1]),))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 params = SamplingParams(temperature=0.0, max_tokens=4)
 llm.generate([list(range(90)) * 10], params)

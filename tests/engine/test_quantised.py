@@ -26,7 +26,6 @@ SETTINGS: dict[str, Any] = {
     "page_size": 16,
     "prefill_sizes": (32,),
     "speculative": "ngram",
-    "compilation_cache_dir": "",
 }
 FAST = ("int4 with zeros",)
 STORAGES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]

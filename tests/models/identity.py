@@ -16,7 +16,6 @@ SETTINGS: dict[str, Any] = {
     "num_pages": 96,
     "page_size": 16,
     "prefill_sizes": (32,),
-    "compilation_cache_dir": "",
 }
 
 

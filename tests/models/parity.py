@@ -63,9 +63,7 @@ def _beyond(where: str, error: float, bound: np.ndarray) -> list[str]:
 
 def serve(model: Model, golden: Golden) -> RequestOutput:
     """The case through the engine. Pages and chunks are small, so that prompts and windows cross their borders."""
-    llm = LLM(
-        model=model, max_num_seqs=2, max_model_len=256, page_size=16, prefill_sizes=(32,), compilation_cache_dir=""
-    )
+    llm = LLM(model=model, max_num_seqs=2, max_model_len=256, page_size=16, prefill_sizes=(32,))
     params = SamplingParams(
         temperature=0.0, max_tokens=len(golden.greedy), logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True
     )

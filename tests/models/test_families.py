@@ -33,7 +33,6 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
     "page_size": 16,
     "prefill_sizes": (32,),
-    "compilation_cache_dir": "",
 }
 
 

@@ -28,7 +28,7 @@ SAMPLINGS = {
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     settings = {"max_num_seqs": 4, "max_model_len": 128, "page_size": 16, "prefill_sizes": (16,)}
-    return LLM("demo", "float32", compilation_cache_dir="", show_progress=False, **settings)
+    return LLM("demo", "float32", show_progress=False, **settings)
 
 
 def front(llm: LLM, backend: AsyncEngine) -> Frontend:

@@ -37,7 +37,7 @@ ONE = {**SETTINGS, "prefill_sizes": (64,), "max_prefill_rows": 1}
 
 def ranks_of(model: Model, count: int, **changes: Any) -> LLM:
     settings = {**SETTINGS, "num_pages": TIGHT, "expert_parallel_size": count, "enable_dp_attention": True, **changes}
-    return LLM(model, compilation_cache_dir="", **settings)
+    return LLM(model, **settings)
 
 
 def _lockstep(llm: LLM) -> Lockstep:
@@ -135,7 +135,7 @@ def two(deepseek: Model) -> LLM:
 
 def test_tokens_are_those_of_one_device(two):
     requests = greedy(40, two.model)
-    want = generate(LLM(two.model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
+    want = generate(LLM(two.model, **ONE, num_pages=ROOMY), requests)
     with count_compilations() as compilations:
         assert generate(two, requests) == want
         assert generate(two, requests[::-1])[::-1] == want
@@ -276,7 +276,7 @@ def test_tokens_in_other_modes(mode, monkeypatch):
     if mode == "swapped":
         monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     requests, stored = greedy(60, model), MODES[mode].get("kv_cache_dtype", "auto")
-    one = LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY, kv_cache_dtype=stored)
+    one = LLM(model, **ONE, num_pages=ROOMY, kv_cache_dtype=stored)
     want, llm = generate(one, requests), ranks_of(model, 2, **MODES[mode])
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want
@@ -287,12 +287,12 @@ def test_tokens_in_other_modes(mode, monkeypatch):
 def test_a_folder_is_loaded_where_it_is_served(deepseek, tmp_path):
     load_case(golden(DEEPSEEK), tmp_path)
     settings: dict[str, Any] = {**SETTINGS, "expert_parallel_size": 4, "enable_dp_attention": True}
-    llm = LLM(str(tmp_path), "float32", compilation_cache_dir="", **settings)
+    llm = LLM(str(tmp_path), "float32", **settings)
     given, placed = (model.params["layers_1"]["mlp"]["gate_up"] for model in (llm.model, _lockstep(llm)))
     at = {shard.device: shard.data.unsafe_buffer_pointer() for shard in given.addressable_shards}
     assert at == {shard.device: shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}
     requests = greedy(12, deepseek)
-    assert generate(llm, requests) == generate(LLM(deepseek, compilation_cache_dir="", **ONE), requests)
+    assert generate(llm, requests) == generate(LLM(deepseek, **ONE), requests)
 
 
 @pytest.mark.slow
@@ -301,7 +301,7 @@ def test_a_folder_is_loaded_where_it_is_served(deepseek, tmp_path):
 def test_200_requests_have_the_tokens_of_one_device(name, ranks, deepseek):
     model = deepseek if name == "deepseek" else model_of("experts")
     requests = greedy(200, model)
-    want = generate(LLM(model, compilation_cache_dir="", **ONE, num_pages=ROOMY), requests)
+    want = generate(LLM(model, **ONE, num_pages=ROOMY), requests)
     llm = ranks_of(model, ranks)
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want

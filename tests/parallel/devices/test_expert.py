@@ -49,13 +49,13 @@ def test_biases_count_once(expert, tensor):
 @pytest.fixture(scope="module")
 def four() -> LLM:
     sizes = {"expert_parallel_size": 2, "tensor_parallel_size": 2}
-    return LLM(model_of("experts"), compilation_cache_dir="", **SETTINGS, num_pages=TIGHT, **sizes)
+    return LLM(model_of("experts"), **SETTINGS, num_pages=TIGHT, **sizes)
 
 
 @pytest.mark.slow
 def test_tokens_are_those_of_one_device(four):
     requests = greedy(24, four.model)
-    want = generate(LLM(four.model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    want = generate(LLM(four.model, **SETTINGS, num_pages=ROOMY), requests)
     assert generate(four, requests) == want
     assert generate(four, requests[::-1])[::-1] == want
     assert four.engine.stats().preemptions
@@ -98,7 +98,7 @@ def test_a_decode_step_has_two_sums_a_layer(four):
 )
 def test_impossible_sums_are_refused_with_the_arithmetic(name, sizes, sentence):
     with pytest.raises(EngineConfigError, match=sentence):
-        LLM(model_of(name), compilation_cache_dir="", **SETTINGS, **sizes)
+        LLM(model_of(name), **SETTINGS, **sizes)
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_impossible_sums_are_refused_with_the_arithmetic(name, sizes, sentence):
 def test_200_requests_have_the_tokens_of_one_device(expert, tensor):
     model = model_of("experts")
     requests = greedy(200, model)
-    want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    want = generate(LLM(model, **SETTINGS, num_pages=ROOMY), requests)
     sizes: dict[str, Any] = {"expert_parallel_size": expert, "tensor_parallel_size": tensor}
-    llm = LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=TIGHT, **sizes)
+    llm = LLM(model, **SETTINGS, num_pages=TIGHT, **sizes)
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want
     assert llm.engine.stats().prefix_hits > 0

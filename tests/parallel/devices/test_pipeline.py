@@ -84,7 +84,7 @@ def test_logits_of_every_family(name, tmp_path):
 
 
 def spread_llm(model: Model, **changes: Any) -> LLM:
-    return LLM(model, compilation_cache_dir="", **{**SETTINGS, "num_pages": TIGHT, **changes})
+    return LLM(model, **{**SETTINGS, "num_pages": TIGHT, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def tokens_of_the_least_urgent(engine: Any, when: int | None) -> list[int]:
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_what_else_is_served(five):
-    settings = {**SETTINGS, "pipeline_parallel_size": 3, "compilation_cache_dir": ""}
+    settings = {**SETTINGS, "pipeline_parallel_size": 3}
     requests = make_requests(24, five.config.vocab_size)
     want = alone(five, requests, **settings)
     llm = LLM(five, **{**settings, "num_pages": TIGHT})
@@ -184,9 +184,9 @@ def test_bits_do_not_depend_on_what_else_is_served(five):
     ids=lambda changes: next(iter(changes)),
 )
 def test_bits_in_other_modes(five, changes):
-    settings = {**SETTINGS, "pipeline_parallel_size": 2, "data_parallel_size": 2, "compilation_cache_dir": ""}
+    settings = {**SETTINGS, "pipeline_parallel_size": 2, "data_parallel_size": 2}
     requests = make_requests(60, five.config.vocab_size)
-    want = alone(five, requests, **SETTINGS, pipeline_parallel_size=2, compilation_cache_dir="")
+    want = alone(five, requests, **SETTINGS, pipeline_parallel_size=2)
     assert run(LLM(five, **{**settings, "num_pages": TIGHT, **changes}), requests) == want
 
 
@@ -213,7 +213,7 @@ def test_models_whose_layers_differ_are_served(name, tmp_path):
 @pytest.mark.slow
 def test_a_stage_holds_its_layers_alone_and_the_plan_says_so(five):
     config = EngineConfig(**SETTINGS, num_pages=TIGHT, pipeline_parallel_size=2, data_parallel_size=2)
-    llm = LLM(five, config=config, compilation_cache_dir="")
+    llm = LLM(five, config=config)
     needs = plan_engine(five, config, "cpu").needs
     held: collections.Counter[jax.Device] = collections.Counter()
     for engine in llm.engine._engines:

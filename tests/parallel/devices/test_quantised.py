@@ -116,7 +116,7 @@ def test_nothing_stored_is_gathered(tmp_path: pathlib.Path):
 def test_tokens_of_the_engine_over_two_devices(mode: str, tmp_path: pathlib.Path):
     model = stored(tmp_path, Grouped("int4", 16, zeros=True))
     requests = greedy(20, model)
-    want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    want = generate(LLM(model, **SETTINGS, num_pages=ROOMY), requests)
     llm = spread_llm(model, 2, **({"swap_space_gib": 0} if mode == "recomputed" else {}))
     assert generate(llm, requests) == want
     assert generate(llm, requests[::-1])[::-1] == want

@@ -90,8 +90,8 @@ def generate(llm: LLM, requests: Any) -> list[list[list[int]]]:
 def same_tokens_of_200(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
     """As those of one device, twice, with few pages; sequences are "swapped" or "recomputed"."""
     requests = greedy(200, model)
-    want = generate(LLM(model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
-    settings: dict[str, Any] = {**SETTINGS, **sizes, "num_pages": TIGHT, "compilation_cache_dir": ""}
+    want = generate(LLM(model, **SETTINGS, num_pages=ROOMY), requests)
+    settings: dict[str, Any] = {**SETTINGS, **sizes, "num_pages": TIGHT}
     if mode == "swapped":
         monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     else:
@@ -106,7 +106,7 @@ def same_tokens_of_200(model: Model, mode: str, monkeypatch: pytest.MonkeyPatch,
 
 def spread_llm(model: Model, tensor: int, **changes: Any) -> LLM:
     settings = {**SETTINGS, "num_pages": TIGHT, "tensor_parallel_size": tensor, **changes}
-    return LLM(model, compilation_cache_dir="", **settings)
+    return LLM(model, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def two() -> LLM:
 
 def test_tokens_are_those_of_one_device(two):
     requests = greedy(24, two.model)
-    want = generate(LLM(two.model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    want = generate(LLM(two.model, **SETTINGS, num_pages=ROOMY), requests)
     assert generate(two, requests) == want
     assert generate(two, requests[::-1])[::-1] == want
     stats = two.engine.stats()
@@ -227,7 +227,7 @@ def test_200_requests_have_the_tokens_of_one_device(tensor, name, mode, monkeypa
 def test_bits_do_not_depend_on_what_else_is_served(changes):
     model = model_of("few KV heads")
     requests = make_requests(40, model.config.vocab_size)
-    settings = {**SETTINGS, "tensor_parallel_size": 4, "compilation_cache_dir": ""}
+    settings = {**SETTINGS, "tensor_parallel_size": 4}
     want = alone(model, requests, **settings)
     llm = LLM(model, **{**settings, "num_pages": ROOMY, **changes})
     assert run(llm, requests) == want
@@ -236,7 +236,7 @@ def test_bits_do_not_depend_on_what_else_is_served(changes):
 
 @pytest.mark.slow
 def test_a_folder_is_served_by_two_devices():
-    one, two = (LLM("demo-draft", tensor_parallel_size=n, **SETTINGS, compilation_cache_dir="") for n in (1, 2))
+    one, two = (LLM("demo-draft", tensor_parallel_size=n, **SETTINGS) for n in (1, 2))
     params = SamplingParams(temperature=0.0, max_tokens=24)
     prompts = ["ROMEO:", "What shall we do"]
     assert [x.outputs[0].text for x in two.generate(prompts, params)] == [

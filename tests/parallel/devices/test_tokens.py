@@ -102,7 +102,7 @@ def test_each_sum_is_kept_in_parts_and_gathered_behind_the_norm():
 def test_tokens_are_those_of_one_device():
     four = spread_llm(model_of("few KV heads"), 4, **ON)
     requests = greedy(24, four.model)
-    want = generate(LLM(four.model, compilation_cache_dir="", **SETTINGS, num_pages=ROOMY), requests)
+    want = generate(LLM(four.model, **SETTINGS, num_pages=ROOMY), requests)
     assert generate(four, requests) == want
     assert generate(four, requests[::-1])[::-1] == want
     stats = four.engine.stats()
@@ -149,7 +149,7 @@ def test_200_requests_have_the_tokens_of_one_device(name, sizes, mode, monkeypat
 def test_bits_do_not_depend_on_what_else_is_served():
     model = model_of("few KV heads")
     requests = make_requests(40, model.config.vocab_size)
-    settings = {**SETTINGS, "tensor_parallel_size": 4, "compilation_cache_dir": "", **ON}
+    settings = {**SETTINGS, "tensor_parallel_size": 4, **ON}
     want = alone(model, requests, **settings)
     llm = LLM(model, **{**settings, "num_pages": TIGHT})
     assert run(llm, requests) == want
