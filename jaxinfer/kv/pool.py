@@ -70,14 +70,12 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
-    table, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    operands = (q, pool, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,))))
     rank, hopper = spec.layers[0].latent_rank, Target("gpu", HOPPER)
     if rank is None:
-        chosen = paged_attention.explain_decode(
-            q, pool, table, length, AttentionOptions(1.0, scales=scales), target=hopper
-        )
+        chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=hopper)
     else:
-        chosen = mla_attention.explain(q, pool, table, length, LatentOptions(1.0, rank, scales), target=hopper)
+        chosen = mla_attention.explain(*operands, LatentOptions(1.0, rank, scales), target=hopper)
     return None if chosen.path == "mosaic" else chosen.why
 
 

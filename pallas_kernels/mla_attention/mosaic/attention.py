@@ -89,8 +89,8 @@ def decode(
     Raises:
         ValueError: what `refusal` says.
     """
-    starts = jnp.maximum(lengths - 1, 0)
-    return extend(q[:, None], pool, tables, starts, lengths, options, tiles=tiles, interpret=interpret)[:, 0]
+    how: dict[str, Any] = {"tiles": tiles, "interpret": interpret}
+    return extend(q[:, None], pool, tables, jnp.maximum(lengths - 1, 0), lengths, options, **how)[:, 0]
 
 
 def extend(
