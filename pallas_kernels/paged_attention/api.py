@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -89,13 +90,13 @@ def _chosen(
 ) -> tuple[Choice, Callable[..., Array] | None]:
     """The path, and the kernel that runs on it; None: XLA does."""
     kernels, refusals = _kernels(operation, target or lowering_target()), list[str]()
-    generation: dict[str, Any] = {"least": kernels[0].least, "most": kernels[0].most, "target": target}
+    choice = functools.partial(choose, path, least=kernels[0].least, most=kernels[0].most, target=target)
     for kernel in kernels:
         if (why := kernel.refusal(operands, options)) is None:
-            choice = choose(path, None, **generation)
-            return choice, kernel.run if choice.path == "mosaic" else None
+            done = choice(None)
+            return done, kernel.run if done.path == "mosaic" else None
         refusals.append(why)
-    return choose(path, "; ".join(dict.fromkeys(refusals)), **generation), None
+    return choice("; ".join(dict.fromkeys(refusals))), None
 
 
 def _kernels(operation: str, target: Target) -> list[Kernel]:

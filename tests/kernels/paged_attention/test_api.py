@@ -142,6 +142,7 @@ H100, A100 = Target("gpu", HOPPER), Target("gpu", AMPERE)
         (shapes(jnp.bfloat16, chunk=3), H100, "mosaic", "capability 9.0"),
         (shapes(jnp.bfloat16, chunk=256), H100, "mosaic", "capability 9.0"),
         (shapes(jnp.bfloat16, chunk=256, page=48), H100, "xla", "page size 48"),
+        (shapes(jnp.float32, chunk=256), H100, "xla", "are too many; queries are float32"),
     ],
 )
 def test_the_path_and_why(operands, target, path, why):
