@@ -70,7 +70,7 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
-    operands = (q, pool, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,))))
+    operands = (q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
     rank, hopper = spec.layers[0].latent_rank, Target("gpu", HOPPER)
     if rank is None:
         chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=hopper)
