@@ -9,7 +9,7 @@ from jax import lax
 
 
 class Span(NamedTuple):
-    """Which keys a row's queries may see. Traced scalars in the kernel, arrays of all rows in `plan`."""
+    """Which keys a row's queries may see. Traced scalars in the kernel, arrays of all rows in a plan."""
 
     low: Any  # first key that any of the row's queries sees
     high: Any  # one past the last

@@ -1,4 +1,4 @@
-"""The kernel of `ampere`: its launch, and what a thread block does."""
+"""The launch, and what a thread block does of it."""
 
 from __future__ import annotations
 

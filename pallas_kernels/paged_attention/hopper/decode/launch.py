@@ -1,7 +1,7 @@
 """Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU: few queries per row, split over the keys.
 
 A launch has a fixed number of thread blocks. Each takes a run of *units* (one split of one KV head of one row; see
-`decode_schedule`) and works through it without a pause in its loads: while the consumer finishes one unit, the copies
+`schedule`) and works through it without a pause in its loads: while the consumer finishes one unit, the copies
 of the next are on their way. Two warpgroups of a block:
 
     producer (warpgroup 1)                          consumer (warpgroup 0)

@@ -116,7 +116,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """See the picture in `prefill` for who arrives and who waits."""
+    """See the picture in `launch` for who arrives and who waits."""
 
     query_ready: Any  # one per consumer
     keys_ready: Any  # one per slot, as the next three
