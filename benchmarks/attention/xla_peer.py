@@ -20,21 +20,21 @@ def prepare(shape: Shape, dtype: str) -> Callable[[], Any]:
     width = -(-max(shape.lengths) // PAGE)
     pool = jnp.asarray(rng.standard_normal((rows * width, 2, shape.kv_heads, PAGE, shape.head_dim), np.float32), dtype)
     tables = jnp.asarray(rng.permutation(rows * width).reshape(rows, width), jnp.int32)
-    lengths, scale = jnp.asarray(shape.lengths, jnp.int32), shape.head_dim**-0.5
+    lengths = jnp.asarray(shape.lengths, jnp.int32)
     q = jnp.asarray(rng.standard_normal((rows, shape.queries, shape.heads, shape.head_dim), np.float32), dtype)
     starts = lengths - shape.queries
-    one = q[:, 0]
+    one, options = q[:, 0], paged_attention.AttentionOptions(shape.head_dim**-0.5)
 
     @jax.jit
     def decode(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
         for _ in range(LAYERS):
-            q = paged_attention.decode(q, pool, tables, lengths, scale=scale)
+            q = paged_attention.decode(q, pool, tables, lengths, options)
         return q
 
     @jax.jit
     def prefill(q: jax.Array, pool: jax.Array, tables: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
         for _ in range(LAYERS):
-            q = paged_attention.prefill(q, pool, tables, starts, lengths, scale=scale)
+            q = paged_attention.prefill(q, pool, tables, starts, lengths, options)
         return q
 
     if shape.queries == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +13,10 @@ from jaxtyping import Array, Float, Int, Num
 from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels import bits, kv_copy, kv_write, mla_attention, paged_attention
 from pallas_kernels.choice import HOPPER, Target, Wish
+from pallas_kernels.mla_attention import LatentOptions
+from pallas_kernels.paged_attention import AttentionOptions
 
+Options = AttentionOptions | LatentOptions
 Rope = tuple[jax.Array, jax.Array]
 
 
@@ -65,12 +70,12 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
-    table, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,)))
+    operands = (q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
     rank, hopper = spec.layers[0].latent_rank, Target("gpu", HOPPER)
     if rank is None:
-        chosen = paged_attention.explain_decode(q, pool, table, length, scales=scales, target=hopper)
+        chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=hopper)
     else:
-        chosen = mla_attention.explain(q, pool, table, length, rank=rank, scales=scales, target=hopper)
+        chosen = mla_attention.explain(*operands, LatentOptions(1.0, rank, scales), target=hopper)
     return None if chosen.path == "mosaic" else chosen.why
 
 
@@ -86,7 +91,68 @@ def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backe
     return kv_write.explain_projected(cache.data, one_chunk, **options, path=wish).path == "mosaic"
 
 
-class DecodeAttend(NamedTuple):
+class _PagedAttend:
+    """What `DecodeAttend` and `PrefillAttend` have in common: write what is new, then attend."""
+
+    spec: CacheSpec
+    tables: jax.Array
+    backend: Wish
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerPool]:
+        """See `Attend`."""
+        k, table = self._by_chunk(k), self.tables[self.spec.group(layer)]
+        places = self._places(table, k.shape[1], cache)
+        if v is None:
+            cache = _with_latents(cache, k[:, :, 0], *places, layer)
+        else:
+            cache = _with_written(cache, k, self._by_chunk(v), *places, self.backend)
+        return self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, sinks)), cache
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        rope: Rope,
+        interleaved: bool,
+        cache: LayerPool,
+        layer: LayerSpec,
+        scale: float,
+        sinks: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerPool] | None:
+        """See `FusedAttend`."""
+        if not fuses(cache, qkv, rope, interleaved, self.backend):
+            return None
+        qkv, table = self._by_chunk(qkv), self.tables[self.spec.group(layer)]
+        places, angles = self._places(table, qkv.shape[1], cache), (self._by_chunk(rope[0]), self._by_chunk(rope[1]))
+        q, cache = _projected(cache, qkv, angles, interleaved, *places, self.backend)
+        return self._attended(q, cache, table, _options(cache, layer, scale, sinks)), cache
+
+    def _by_chunk(self, x: jax.Array) -> jax.Array:
+        """Rows ``[batch, chunk, ...]``."""
+        raise NotImplementedError
+
+    def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
+        """Pages that hold tokens of each chunk, out of range where there is none, and the slot of the first token."""
+        raise NotImplementedError
+
+    def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
+        """Of queries by chunk; the results are rows."""
+        raise NotImplementedError
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tables", "positions"], meta_fields=["spec", "backend"]
+)
+@dataclasses.dataclass(frozen=True)
+class DecodeAttend(_PagedAttend):
     """`Attend` for rows of one token each: row r stands at ``positions[r]`` of the sequence with ``tables[:, r]``.
 
     A row at position -1 is padding: it writes nothing and attends to nothing. Rows may be consecutive positions of one
@@ -100,56 +166,25 @@ class DecodeAttend(NamedTuple):
     positions: Int[Array, " rows"]
     backend: Wish = "auto"
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        cache: LayerPool,
-        layer: LayerSpec,
-        scale: float,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerPool]:
-        places = self._places(layer, cache)
-        if v is None:  # k's one head is a chunk of one token
-            cache = _with_latents(cache, k, *places, layer)
-        else:
-            cache = _with_written(cache, k[:, None], v[:, None], *places, self.backend)
-        return self._attended(q, cache, layer, scale, sinks), cache
+    def _by_chunk(self, x: jax.Array) -> jax.Array:
+        return x[:, None]
 
-    def fused(
-        self,
-        qkv: jax.Array,
-        rope: Rope,
-        interleaved: bool,
-        cache: LayerPool,
-        layer: LayerSpec,
-        scale: float,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerPool] | None:
-        """See `FusedAttend`."""
-        if not fuses(cache, qkv, rope, interleaved, self.backend):
-            return None
-        angles, places = (rope[0][:, None], rope[1][:, None]), self._places(layer, cache)
-        q, cache = _projected(cache, qkv[:, None], angles, interleaved, *places, self.backend)
-        return self._attended(q[:, 0], cache, layer, scale, sinks), cache
-
-    def _places(self, layer: LayerSpec, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
-        """Each row's page, out of range for padding, as one of a list, and its slot there."""
-        pages, page, table = cache.data.shape[0], cache.data.shape[-2], self.tables[self.spec.group(layer)]
+    def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
+        pages, page = cache.data.shape[0], cache.data.shape[-2]
         at = jnp.maximum(self.positions, 0)
         own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
         return jnp.where(self.positions >= 0, own, pages)[:, None], at % page
 
-    def _attended(
-        self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
-    ) -> jax.Array:
-        options = _options(layer, scale, sinks) | {"scales": cache.scales, "path": self.backend}
-        decode = paged_attention.decode if layer.latent_rank is None else mla_attention.decode
-        return decode(q, cache.data, self.tables[self.spec.group(layer)], self.positions + 1, **options)
+    def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
+        op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
+        return op.decode(q[:, 0], cache.data, table, self.positions + 1, options, path=self.backend)
 
 
-class PrefillAttend(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tables", "starts", "lengths"], meta_fields=["spec", "backend"]
+)
+@dataclasses.dataclass(frozen=True)
+class PrefillAttend(_PagedAttend):
     """`Attend` for prompt chunks: ``lengths`` tokens from ``starts``, which may lie within a page.
 
     The rows are the chunks' tokens one chunk after another, all padded to one size. A chunk of length 0 writes nothing.
@@ -162,64 +197,23 @@ class PrefillAttend(NamedTuple):
     lengths: Int[Array, " batch"]
     backend: Wish = "auto"
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array | None,
-        cache: LayerPool,
-        layer: LayerSpec,
-        scale: float,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerPool]:
-        q, k = self._by_chunk(q), self._by_chunk(k)
-        places = self._written(self.tables[self.spec.group(layer)], k.shape[1], cache)
-        if v is None:
-            cache = _with_latents(cache, k[:, :, 0], *places, layer)
-        else:
-            cache = _with_written(cache, k, self._by_chunk(v), *places, self.backend)
-        return self._attended(q, cache, layer, scale, sinks), cache
-
-    def fused(
-        self,
-        qkv: jax.Array,
-        rope: Rope,
-        interleaved: bool,
-        cache: LayerPool,
-        layer: LayerSpec,
-        scale: float,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerPool] | None:
-        """See `FusedAttend`."""
-        if not fuses(cache, qkv, rope, interleaved, self.backend):
-            return None
-        qkv, angles = self._by_chunk(qkv), (self._by_chunk(rope[0]), self._by_chunk(rope[1]))
-        places = self._written(self.tables[self.spec.group(layer)], qkv.shape[1], cache)
-        q, cache = _projected(cache, qkv, angles, interleaved, *places, self.backend)
-        return self._attended(q, cache, layer, scale, sinks), cache
-
-    def _attended(
-        self, q: jax.Array, cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None
-    ) -> jax.Array:
-        """Of queries by chunk; the results are rows."""
-        options = _options(layer, scale, sinks) | {"scales": cache.scales, "path": self.backend}
-        ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
-        prefill = paged_attention.prefill if layer.latent_rank is None else mla_attention.prefill
-        mixed = prefill(q, cache.data, self.tables[self.spec.group(layer)], self.starts, ends, **options)
-        return mixed.reshape(-1, *mixed.shape[2:])
-
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         batch = self.tables.shape[1]
         return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
 
-    def _written(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
-        """Pages that hold tokens of each chunk, out of range where there is none, and the slot of the first token."""
+    def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
         pages, page, width = cache.data.shape[0], cache.data.shape[-2], table.shape[1]
         index, offsets = jnp.arange(-(-chunk // page) + 1), self.starts % page
         at = self.starts[:, None] // page + index
         own = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
         holds = (self.lengths > 0)[:, None] & (at * page < (self.starts + self.lengths)[:, None])
         return jnp.where(holds, own, pages), offsets
+
+    def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
+        ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
+        op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
+        mixed = op.prefill(q, cache.data, table, self.starts, ends, options, path=self.backend)
+        return mixed.reshape(-1, *mixed.shape[2:])
 
 
 def _with_written(
@@ -250,17 +244,17 @@ def _with_latents(
     return LayerPool(*scaled(cache.data, cache.scales, latents, pages, offsets, rank=layer.latent_rank))
 
 
-def _options(layer: LayerSpec, scale: float, sinks: jax.Array | None) -> dict[str, Any]:
+def _options(cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None) -> Options:
     """What the attention of a layer is told.
 
     Raises:
         ValueError: latents together with a window, a soft-cap or sinks.
     """
     if layer.latent_rank is None:
-        return {"scale": scale, "window": layer.window, "softcap": layer.softcap, "sinks": sinks}
+        return AttentionOptions(scale, layer.window, layer.softcap, sinks, cache.scales)
     if layer.window is not None or layer.softcap is not None or sinks is not None:
         raise ValueError(f"attention to latents has no window, soft-cap or sinks: {layer}")
-    return {"scale": scale, "rank": layer.latent_rank}
+    return LatentOptions(scale, layer.latent_rank, cache.scales)
 
 
 def copy_pages(

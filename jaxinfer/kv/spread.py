@@ -6,6 +6,7 @@ mesh that the program is traced for; without one, or with one device along the a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -47,21 +48,14 @@ class SpreadAttend(NamedTuple):
         scale: float,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerPool]:
-        plan = self._plan()
         latent = layer.latent_rank is not None
 
-        def own(plan: dict[str, Any], *operands: Any) -> tuple[jax.Array, LayerPool]:
+        def own(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool]:
             q, k, v, cache, sinks = operands
-            return self.attend._replace(**plan)(q, k, v, cache, layer, scale, sinks)
+            return attend(q, k, v, cache, layer, scale, sinks)
 
         keys, pool = _EVERYWHERE if latent else _HEADS, _pool(latent)
-        run = jax.shard_map(
-            own,
-            in_specs=(_EVERYWHERE, _HEADS, keys, keys, pool, PartitionSpec(_AXES)),
-            out_specs=(_HEADS, pool),
-            check_vma=False,
-        )
-        return run(plan, q, k, v, cache, sinks)
+        return _by_heads(own, (_HEADS, keys, keys, pool))(self.attend, q, k, v, cache, sinks)
 
     def fused(
         self,
@@ -77,21 +71,21 @@ class SpreadAttend(NamedTuple):
         if not fuses(cache, qkv, rope, interleaved, self.attend.backend):
             return None
 
-        def own(plan: dict[str, Any], *operands: Any) -> tuple[jax.Array, LayerPool] | None:
+        def own(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool] | None:
             qkv, rope, cache, sinks = operands
-            return self.attend._replace(**plan).fused(qkv, rope, interleaved, cache, layer, scale, sinks)
+            return attend.fused(qkv, rope, interleaved, cache, layer, scale, sinks)
 
-        pool = _pool(latent=False)
-        run = jax.shard_map(
-            own,
-            in_specs=(_EVERYWHERE, _HEADS, _EVERYWHERE, pool, PartitionSpec(_AXES)),
-            out_specs=(_HEADS, pool),
-            check_vma=False,
-        )
-        return run(self._plan(), qkv, rope, cache, sinks)
+        return _by_heads(own, (_HEADS, _EVERYWHERE, _pool(latent=False)))(self.attend, qkv, rope, cache, sinks)
 
-    def _plan(self) -> dict[str, Any]:
-        return {name: value for name, value in self.attend._asdict().items() if isinstance(value, jax.Array)}
+
+def _by_heads(own: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
+    """``own(attend, *operands, sinks)`` on each device; the pool is the last of ``operands``."""
+    return jax.shard_map(
+        own,
+        in_specs=(_EVERYWHERE, *operands, PartitionSpec(_AXES)),
+        out_specs=(_HEADS, operands[-1]),
+        check_vma=False,
+    )
 
 
 def copy_own_pages(

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.options import AttentionOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Host operands of one call. Decode has no ``starts`` and queries ``[rows, heads, head_dim]``.
 
-    ``arrays`` and ``options`` go to a path of the op as they are: ``decode(*case.arrays, **case.options)``.
+    ``arrays`` and ``options`` go to a path of the op as they are: ``decode(*case.arrays, case.options)``.
     """
 
     q: np.ndarray  # [rows, heads, head_dim] or [sequences, chunk, heads, head_dim]
@@ -26,7 +27,7 @@ class Case:
     tables: np.ndarray  # [rows, width]
     lengths: np.ndarray  # [rows]
     starts: np.ndarray | None  # [sequences]
-    options: dict[str, Any]
+    options: AttentionOptions
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
@@ -37,7 +38,7 @@ class Case:
         """By `reference` in float64. Rows of length 0 and padding give zeros."""
         with jax.enable_x64(True):
             path = reference.decode if self.starts is None else reference.prefill
-            equation = jax.jit(functools.partial(path, **self.options, dtype=jnp.float64))
+            equation = jax.jit(functools.partial(path, options=self.options, dtype=jnp.float64))
             return np.asarray(equation(*self.arrays))
 
 
@@ -80,16 +81,16 @@ def attention_case(
         _poison(pool, factors, tables[row], length, page)
         tables[row, -(-length // page) :] = rng.choice([-7, 10**6])
     heads = kv_heads * group
-    options: dict[str, Any] = {"scale": scale or head_dim**-0.5, "window": window, "softcap": softcap}
-    options["sinks"] = jnp.asarray(rng.normal(size=heads), jnp.float32) if sinks else None
-    options["scales"] = None if factors is None else jnp.asarray(factors)
+    of_heads = jnp.asarray(rng.normal(size=heads), jnp.float32) if sinks else None
     query_shape: tuple[int, ...] = (rows, heads, head_dim)
-    starts = None
+    starts = seen = None
     if counts is not None:
         chunk = chunk or max(counts)
         query_shape = (rows, chunk, heads, head_dim)
         starts = np.asarray(lengths, np.int32) - np.asarray(counts, np.int32)
-        options["tree"] = jnp.asarray(np.stack([_tree(rng, chunk) for _ in lengths])) if tree else None
+        seen = jnp.asarray(np.stack([_tree(rng, chunk) for _ in lengths])) if tree else None
+    of_pool = None if factors is None else jnp.asarray(factors)
+    options = AttentionOptions(scale or head_dim**-0.5, window, softcap, of_heads, of_pool, seen)
     q = (rng.normal(size=query_shape) * spread).astype(dtype)
     return Case(q, pool, tables, np.asarray(lengths, np.int32), starts, options)
 

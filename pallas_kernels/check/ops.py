@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 import pallas_kernels
 from pallas_kernels.check.configuration import Configuration
 
+# Where an op's folder has its kernels: in one place, or by the generation of GPUs that they are for.
+KERNELS = ("mosaic.py", "mosaic", "hopper", "ampere")
 PACKAGE = pathlib.Path(pallas_kernels.__file__).parent
 
 
 def op_folders(package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
     """Folders with a Mosaic kernel."""
-    return sorted(path for path in package.iterdir() if any((path / mark).exists() for mark in ("mosaic.py", "mosaic")))
+    return sorted(path for path in package.iterdir() if any((path / kernel).exists() for kernel in KERNELS))
 
 
 def forgotten(package: pathlib.Path = PACKAGE) -> list[str]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels.choice import Choice, Target, Wish, choose, lowering_target
 from pallas_kernels.mla_attention import xla
 from pallas_kernels.mla_attention.mosaic import attention
-from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.mla_attention.options import LatentOptions
 
 
 def explain(
@@ -17,9 +17,8 @@ def explain(
     pool: Any,
     tables: Any,
     lengths: Any,
+    options: LatentOptions,
     *,
-    rank: int = RANK,
-    scales: Any = None,
     path: Wish = "auto",
     target: Target | None = None,
 ) -> Choice:
@@ -32,7 +31,7 @@ def explain(
     Raises:
         ValueError: the kernel is forced and cannot do these operands.
     """
-    return choose(path, attention.refusal(q, pool, tables, lengths, rank=rank, scales=scales), target=target)
+    return choose(path, attention.refusal((q, pool, tables, lengths), options), target=target)
 
 
 def decode(
@@ -40,19 +39,16 @@ def decode(
     pool: Num[Array, "pages page latent"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "rows heads rank"]:
     """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
-    options: dict[str, Any] = {"rank": rank, "scales": scales}
-    if explain(q, pool, tables, lengths, **options, path=path).path == "mosaic":
-        return attention.decode(q, pool, tables, lengths, scale=scale, **options)
+    if explain(q, pool, tables, lengths, options, path=path).path == "mosaic":
+        return attention.decode(q, pool, tables, lengths, options)
     # A GPU has room for all rows at once, and waits for every step of a loop.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
-    return xla.decode(q, pool, tables, lengths, scale=scale, **options, together=together)
+    return xla.decode(q, pool, tables, lengths, options, together=together)
 
 
 def extend(
@@ -61,16 +57,14 @@ def extend(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads rank"]:
     """`prefill` of a few queries a sequence (decode of several tokens): where a kernel does it, it splits the keys."""
-    chosen = explain(q, pool, tables, lengths, rank=rank, scales=scales, path=path)
+    chosen = explain(q, pool, tables, lengths, options, path=path)
     kernel = attention.extend if chosen.path == "mosaic" else xla.prefill
-    return kernel(q, pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales)
+    return kernel(q, pool, tables, starts, lengths, options)
 
 
 def prefill(
@@ -79,16 +73,14 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads rank"]:
     """See `reference.prefill`; what padding queries give is finite and means nothing.
 
     Raises ValueError where a forced ``path`` cannot do it.
     """
-    chosen = explain(q, pool, tables, lengths, rank=rank, scales=scales, path=path)
+    chosen = explain(q, pool, tables, lengths, options, path=path)
     kernel = attention.prefill if chosen.path == "mosaic" else xla.prefill
-    return kernel(q, pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales)
+    return kernel(q, pool, tables, starts, lengths, options)

@@ -7,11 +7,8 @@ numbers, and the caller multiplies the result by the value's up-projection.
 
 Everywhere: the pool of a layer is ``[pages, page, rank + rope]``; a table lists the pages of one sequence in order.
 What a query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
-
-- ``scale`` multiplies the scores: usually ``(nope + rope) ** -0.5`` with the head's size before absorption.
-- ``scales [pages, page, 2]`` of a pool in int8 or float8, float32: what a token's numbers are multiplied with when they
-  are read: its first ``rank`` with the first, its rotated key with the second. A pool in uint8 holds the bits of
-  float8_e4m3fn (`pallas_kernels.bits`).
+What else a call says, alike in every path: `options.LatentOptions`. A pool in uint8 holds the bits of float8_e4m3fn
+(`pallas_kernels.bits`).
 """
 
 from __future__ import annotations
@@ -23,25 +20,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import bits
+from pallas_kernels.mla_attention.options import LatentOptions
+from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.reference import attend, visible_keys
-
-RANK = 512
 
 
 def latents(
     pool: Num[Array, "pages page latent"],
-    scales: Float[Array, "pages page 2"] | None,
+    options: LatentOptions,
     table: Int[Array, " width"],
-    rank: int,
     dtype: Any,
 ) -> Float[Array, "keys latent"]:
     """The numbers that one sequence's pages stand for, contiguous."""
     pages, _, latent = pool.shape
     table = jnp.clip(table, 0, pages - 1)
     taken = bits.numbers(pool[table]).astype(dtype)
-    if scales is not None:
-        own, of_key = jnp.split(scales[table].astype(dtype), 2, axis=-1)
-        taken = taken * jnp.where(jnp.arange(latent) < rank, own, of_key)
+    if options.scales is not None:
+        own, of_key = jnp.split(options.scales[table].astype(dtype), 2, axis=-1)
+        taken = taken * jnp.where(jnp.arange(latent) < options.rank, own, of_key)
     return taken.reshape(-1, latent)
 
 
@@ -50,10 +46,8 @@ def decode(
     pool: Num[Array, "pages page latent"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "rows heads rank"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
@@ -62,7 +56,7 @@ def decode(
         dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
     """
     starts = jnp.maximum(lengths - 1, 0)
-    return prefill(q[:, None], pool, tables, starts, lengths, scale=scale, rank=rank, scales=scales, dtype=dtype)[:, 0]
+    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype)[:, 0]
 
 
 def prefill(
@@ -71,10 +65,8 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "sequences chunk heads rank"]:
     """Chunks whose first queries stand at ``starts``, causal; keys up to ``lengths`` are written. Length 0: zeros.
@@ -84,15 +76,15 @@ def prefill(
     Raises:
         ValueError: queries and pool have latents of different sizes, or ``rank`` is not one of them.
     """
-    if q.shape[-1] != pool.shape[-1] or not 0 < rank <= pool.shape[-1]:
-        raise ValueError(f"queries {q.shape} and pool {pool.shape} do not fit each other, or rank {rank} them")
-    chunk = q.shape[1]
+    if q.shape[-1] != pool.shape[-1] or not 0 < options.rank <= pool.shape[-1]:
+        raise ValueError(f"queries {q.shape} and pool {pool.shape} do not fit each other, or rank {options.rank} them")
+    chunk, rank = q.shape[1], options.rank
 
     def sequence(q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array) -> jax.Array:
-        keys = latents(pool, scales, table, rank, dtype)
+        keys = latents(pool, options, table, dtype)
         visible = visible_keys(chunk, keys.shape[0], start, length, None, None)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
-        return attend(q, keys[None], keys[None, :, :rank], visible, scale=scale)
+        return attend(q, keys[None], keys[None, :, :rank], visible, AttentionOptions(options.scale))
 
     mixed = jax.vmap(sequence)(q, tables, starts, lengths)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

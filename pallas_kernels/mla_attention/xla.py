@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import bits
-from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.mla_attention.options import LatentOptions
 from pallas_kernels.softmax import Softmax
 
 DECODE_BLOCK = 64
@@ -64,12 +64,11 @@ class _Pages:
         return (jnp.max(self.lengths) + self.block - 1) // self.block
 
 
-def _pages(
-    pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int, rank: int
-) -> _Pages:
+def _pages(pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
     """Blocks are read whole: the table's last block is filled up with page 0, whose keys lengths mask."""
     count = max(1, block // pool.shape[1])
-    return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count, rank)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
+    return _Pages(pool, options.scales, tables, lengths, count, options.rank)
 
 
 def decode(
@@ -77,10 +76,8 @@ def decode(
     pool: Num[Array, "pages page latent"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
     together: int = ROWS_TOGETHER,
 ) -> Float[Array, "rows heads rank"]:
     """See `reference.decode`.
@@ -89,10 +86,8 @@ def decode(
         together: rows that run together, up to the longest of them; all of them is best on a GPU.
     """
     rows, together = q.shape[0], min(together, q.shape[0])
-    pages, queries = (
-        _pages(pool, scales, tables, lengths, DECODE_BLOCK, rank),
-        q.astype(jnp.float32) * (scale * _LOG2_E),
-    )
+    pages, rank = _pages(pool, options, tables, lengths, DECODE_BLOCK), options.rank
+    queries = q.astype(jnp.float32) * (options.scale * _LOG2_E)
     if together == rows:
         return _decode_together(queries, pages, rank).astype(q.dtype)
 
@@ -133,15 +128,12 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
-    *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page 2"] | None = None,
+    options: LatentOptions,
 ) -> Float[Array, "sequences chunk heads rank"]:
     """See `reference.prefill`; what padding gives is not specified, but finite."""
     sequences, chunk, heads, latent = q.shape
-    pages = _pages(pool, scales, tables, lengths, PREFILL_BLOCK, rank)
-    queries = q.astype(jnp.float32).reshape(sequences, chunk * heads, latent) * (scale * _LOG2_E)
+    pages, rank = _pages(pool, options, tables, lengths, PREFILL_BLOCK), options.rank
+    queries = q.astype(jnp.float32).reshape(sequences, chunk * heads, latent) * (options.scale * _LOG2_E)
 
     def sequence(index: jax.Array, results: jax.Array) -> jax.Array:
         own, length, few = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, lengths, queries))

@@ -1,40 +1,73 @@
-"""The doors of paged attention: Mosaic kernels on Hopper GPUs, others on Ampere's and Ada's, plain XLA elsewhere."""
+"""The doors of paged attention: a kernel of the GPU's generation where one does it, plain XLA elsewhere."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.choice import ADA, AMPERE, HOPPER, Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.choice import ADA, AMPERE, HOPPER, Capability, Choice, Target, Wish, choose, lowering_target
 from pallas_kernels.paged_attention import xla
-from pallas_kernels.paged_attention.mosaic import ampere
-from pallas_kernels.paged_attention.mosaic import decode as few
-from pallas_kernels.paged_attention.mosaic import prefill as many
+from pallas_kernels.paged_attention.ampere import launch as ampere
+from pallas_kernels.paged_attention.hopper.decode import launch as hopper_decode
+from pallas_kernels.paged_attention.hopper.prefill import launch as hopper_prefill
+from pallas_kernels.paged_attention.options import AttentionOptions
+
+
+class Kernel(NamedTuple):
+    """An implementation of an operation for some GPUs.
+
+    Attributes:
+        run: takes the operation's operands and `AttentionOptions`.
+        refusal: takes the operands as a tuple, of which it reads shapes and dtypes, and the options. Why it cannot do
+            them, in a sentence; None if it can.
+        least: the lowest compute capability that it was written for.
+        most: the highest one.
+    """
+
+    run: Callable[..., Array]
+    refusal: Callable[[tuple[Any, ...], AttentionOptions], str | None]
+    least: Capability = HOPPER
+    most: Capability = HOPPER
+
+
+# By operation, in the order in which they are asked: the first that does not refuse runs. XLA does what none of them
+# does. Few queries to a KV head are the decode kernel's in a prefill, too.
+IMPLEMENTATIONS: dict[str, tuple[Kernel, ...]] = {
+    "decode": (
+        Kernel(hopper_decode.decode, hopper_decode.refusal),
+        Kernel(ampere.decode, ampere.refusal, AMPERE, ADA),
+    ),
+    "prefill": (
+        Kernel(hopper_decode.extend, hopper_decode.refusal),
+        Kernel(hopper_prefill.prefill, hopper_prefill.refusal),
+        Kernel(ampere.extend, ampere.refusal, AMPERE, ADA),
+    ),
+}
 
 
 def explain_decode(
-    q: Any, pool: Any, tables: Any, lengths: Any, *, path: Wish = "auto", target: Target | None = None, **options: Any
+    q: Any,
+    pool: Any,
+    tables: Any,
+    lengths: Any,
+    options: AttentionOptions,
+    *,
+    path: Wish = "auto",
+    target: Target | None = None,
 ) -> Choice:
     """The path that `decode` takes for operands of these shapes and dtypes, and why.
 
     Args:
         path: "mosaic" and "xla" force one.
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
-        options: those of `decode`.
 
     Raises:
-        ValueError: the kernel is forced and cannot do these operands.
+        ValueError: a kernel is forced and none can do these operands.
     """
-    options.pop("scale", None)
-    if _below_hopper(target):
-        return choose(path, ampere.refusal(q, pool, tables, lengths, **options), least=AMPERE, most=ADA, target=target)
-    return choose(path, few.refusal(q, pool, tables, lengths, **options), target=target)
-
-
-def _below_hopper(target: Target | None) -> bool:
-    capability = (target or lowering_target()).capability
-    return capability is not None and AMPERE <= capability < HOPPER
+    return _chosen("decode", (q, pool, tables, lengths), options, path, target)[0]
 
 
 def explain_prefill(
@@ -43,27 +76,34 @@ def explain_prefill(
     tables: Any,
     starts: Any,
     lengths: Any,
+    options: AttentionOptions,
     *,
     path: Wish = "auto",
     target: Target | None = None,
-    **options: Any,
 ) -> Choice:
-    """The path that `prefill` takes, like `explain_decode`. Few queries to a KV head are the decode kernel's."""
-    if _below_hopper(target):
-        why = _refusal(ampere, q, pool, tables, starts, lengths, options)
-        return choose(path, why, least=AMPERE, most=ADA, target=target)
-    if _refusal(few, q, pool, tables, starts, lengths, options) is None:
-        return choose(path, None, target=target)
-    return choose(path, many.refusal(q, pool, tables, starts, lengths, **options), target=target)
+    """The path that `prefill` takes, like `explain_decode`."""
+    return _chosen("prefill", (q, pool, tables, starts, lengths), options, path, target)[0]
 
 
-def _refusal(
-    kernel: Any, q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, options: dict[str, Any]
-) -> str | None:
-    """Of a kernel that takes decode's operands, too."""
-    rest = {name: value for name, value in options.items() if name != "scale"}
-    why: str | None = kernel.refusal(q, pool, tables, lengths, starts=starts, **rest)
-    return why
+def _chosen(
+    operation: str, operands: tuple[Any, ...], options: AttentionOptions, path: Wish, target: Target | None = None
+) -> tuple[Choice, Callable[..., Array] | None]:
+    """The path, and the kernel that runs on it; None: XLA does."""
+    kernels, refusals = _kernels(operation, target or lowering_target()), list[str]()
+    choice = functools.partial(choose, path, least=kernels[0].least, most=kernels[0].most, target=target)
+    for kernel in kernels:
+        if (why := kernel.refusal(operands, options)) is None:
+            done = choice(None)
+            return done, kernel.run if done.path == "mosaic" else None
+        refusals.append(why)
+    return choice("; ".join(dict.fromkeys(refusals))), None
+
+
+def _kernels(operation: str, target: Target) -> list[Kernel]:
+    """Those for the target's generation; where it has none, Hopper's: they run where a path is forced."""
+    every, capability = IMPLEMENTATIONS[operation], target.capability
+    own = [kernel for kernel in every if capability is not None and kernel.least <= capability <= kernel.most]
+    return own or [kernel for kernel in every if kernel.least == HOPPER]
 
 
 def decode(
@@ -71,22 +111,18 @@ def decode(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "rows heads head_dim"]:
     """See `reference.decode`. Raises ValueError where a forced ``path`` cannot do it."""
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
-    if explain_decode(q, pool, tables, lengths, **options, path=path).path == "mosaic":
-        kernel = ampere if _below_hopper(None) else few
-        return kernel.decode(q, pool, tables, lengths, **options)
+    operands = (q, pool, tables, lengths)
+    _, kernel = _chosen("decode", operands, options, path)
+    if kernel is not None:
+        return kernel(*operands, options)
     # A GPU has room for all rows at once, and waits for every step of a loop.
     together = q.shape[0] if lowering_target().platform in ("gpu", "cuda") else xla.ROWS_TOGETHER
-    return xla.decode(q, pool, tables, lengths, **options, together=together)
+    return xla.decode(*operands, options, together=together)
 
 
 def prefill(
@@ -95,24 +131,14 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads head_dim"]:
     """See `reference.prefill`; what padding queries give is finite and means nothing.
 
     Raises ValueError where a forced ``path`` cannot do it.
     """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
-    options["tree"] = tree
-    if explain_prefill(q, pool, tables, starts, lengths, **options, path=path).path == "xla":
-        return xla.prefill(q, pool, tables, starts, lengths, **options)
-    if _below_hopper(None):
-        return ampere.extend(q, pool, tables, starts, lengths, **options)
-    kernel = many.prefill if _refusal(few, q, pool, tables, starts, lengths, options) else few.extend
-    return kernel(q, pool, tables, starts, lengths, **options)
+    operands = (q, pool, tables, starts, lengths)
+    _, kernel = _chosen("prefill", operands, options, path)
+    return (kernel or xla.prefill)(*operands, options)

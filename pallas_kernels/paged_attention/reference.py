@@ -4,17 +4,7 @@ Everywhere: the pool of a layer is ``[pages, 2, kv_heads, page, head_dim]`` (key
 lists the pages of one sequence in order; query head ``h`` belongs to KV head ``h // (heads // kv_heads)``. What a
 query does not see may hold anything (NaN included), and table entries past a sequence's last page any number.
 
-Options, alike in every path:
-
-- ``scale`` multiplies the scores, usually ``head_dim ** -0.5``.
-- ``window``: how many keys a query sees, its own included; None: all before it.
-- ``softcap``: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118).
-- ``sinks [heads]``: one more score per head that takes part in the normalisation alone (gpt-oss; StreamingLLM's
-  learned variant, arXiv:2309.17453). It is neither scaled nor capped.
-- ``scales`` of a pool in int8 or float8: what its numbers are multiplied with, float32, per page and head
-  ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``. A pool in uint8 holds the bits of float8_e4m3fn.
-- ``tree`` (prefill): which tokens of a chunk see which, ``[sequences, chunk, chunk]``, query first; a token sees
-  itself. Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781).
+What else a call says, alike in every path: `options.AttentionOptions`. A pool in uint8 holds the bits of float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -27,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import bits
+from pallas_kernels.paged_attention.options import AttentionOptions
 
 
 def dequantize(
@@ -74,17 +65,14 @@ def attend(
     keys: Float[Array, "kv_heads keys head_dim"],
     values: Float[Array, "kv_heads keys value_dim"],
     visible: Bool[Array, "queries keys"],
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
+    options: AttentionOptions,
 ) -> Float[Array, "queries heads value_dim"]:
     """Softmax attention in the dtype of the keys. A query that sees nothing gives zeros."""
-    heads, dtype = q.shape[1], keys.dtype
+    (heads, dtype), softcap, sinks = (q.shape[1], keys.dtype), options.softcap, options.sinks
     keys, values = (jnp.repeat(x, heads // x.shape[0], axis=0) for x in (keys, values))
     seen = visible.any(0)[None, :, None]
     keys, values = jnp.where(seen, keys, 0), jnp.where(seen, values, 0)
-    scores = jnp.einsum("qhd,hkd->hqk", q.astype(dtype), keys, precision=lax.Precision.HIGHEST) * scale
+    scores = jnp.einsum("qhd,hkd->hqk", q.astype(dtype), keys, precision=lax.Precision.HIGHEST) * options.scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible, scores, -jnp.inf)
@@ -102,12 +90,8 @@ def decode(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "rows heads head_dim"]:
     """One query per sequence, at the last of its ``lengths`` positions; rows of length 0 give zeros.
@@ -116,8 +100,7 @@ def decode(
         dtype: in which everything is computed; the result has that of ``q`` unless this one is wider than float32.
     """
     starts = jnp.maximum(lengths - 1, 0)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
-    return prefill(q[:, None], pool, tables, starts, lengths, **options, dtype=dtype)[:, 0]
+    return prefill(q[:, None], pool, tables, starts, lengths, options, dtype=dtype)[:, 0]
 
 
 def prefill(
@@ -126,13 +109,8 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
     """Chunks whose first queries stand at ``starts``; keys up to ``lengths`` are written. Length 0 gives zeros.
@@ -140,16 +118,16 @@ def prefill(
     Of a chunk's queries, those at ``lengths`` and beyond are padding: their results mean nothing (here: zeros).
     With a ``tree``, windows count from a token's depth in it.
     """
-    numbers = dequantize(pool, scales, dtype)
-    chunk = q.shape[1]
+    numbers = dequantize(pool, options.scales, dtype)
+    chunk, tree = q.shape[1], options.tree
 
     def sequence(
         q: jax.Array, table: jax.Array, start: jax.Array, length: jax.Array, tree: jax.Array | None
     ) -> jax.Array:
         keys, values = gather(numbers, table)
-        visible = visible_keys(chunk, keys.shape[1], start, length, window, tree)
+        visible = visible_keys(chunk, keys.shape[1], start, length, options.window, tree)
         visible &= (start + jnp.arange(chunk) < length)[:, None]
-        return attend(q, keys, values, visible, scale=scale, softcap=softcap, sinks=sinks)
+        return attend(q, keys, values, visible, options)
 
     mixed = jax.vmap(sequence, in_axes=(0, 0, 0, 0, None if tree is None else 0))(q, tables, starts, lengths, tree)
     return mixed.astype(jnp.promote_types(q.dtype, dtype) if jnp.dtype(dtype).itemsize > 4 else q.dtype)

@@ -14,9 +14,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import bits
+from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.softmax import Softmax
 
 # Measured on a 2-core CPU at 32 rows, 500 keys, head_dim 64: 64 keys per block keep the gathered block in cache and
@@ -74,19 +75,17 @@ def _join_pages(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Equation:
-    """The options of `reference`, for queries [sequences, kv_heads, queries of a KV head, head_dim]."""
+    """What options mean for queries [sequences, kv_heads, queries of a KV head, head_dim]."""
 
-    scale: float
-    window: int | None
-    softcap: float | None
+    options: AttentionOptions
 
     def scaled(self, q: jax.Array) -> jax.Array:
-        factor = self.scale * _LOG2_E if self.softcap is None else self.scale / self.softcap
-        return q.astype(jnp.float32) * factor
+        scale, softcap = self.options.scale, self.options.softcap
+        return q.astype(jnp.float32) * (scale * _LOG2_E if softcap is None else scale / softcap)
 
     def scores(self, q: jax.Array, keys: jax.Array) -> jax.Array:
-        scores = _einsum("rhqd,rhkd->rhqk", q, keys)
-        return scores if self.softcap is None else jnp.tanh(scores) * (self.softcap * _LOG2_E)
+        scores, softcap = _einsum("rhqd,rhkd->rhqk", q, keys), self.options.softcap
+        return scores if softcap is None else jnp.tanh(scores) * (softcap * _LOG2_E)
 
     def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
         """Before the first key; ``sinks``, one a query, have been added already."""
@@ -97,10 +96,11 @@ class _Equation:
 
     def first_block(self, first_query: jax.Array, block: int) -> jax.Array:
         """The first block that a query at this position, or at a later one, sees."""
-        return jnp.int32(0) if self.window is None else jnp.maximum(first_query - self.window + 1, 0) // block
+        window = self.options.window
+        return jnp.int32(0) if window is None else jnp.maximum(first_query - window + 1, 0) // block
 
     def in_window(self, queries: jax.Array, keys: jax.Array) -> jax.Array | bool:
-        return True if self.window is None else keys > queries - self.window
+        return True if self.options.window is None else keys > queries - self.options.window
 
 
 def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -122,12 +122,8 @@ def decode(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     together: int = ROWS_TOGETHER,
 ) -> Float[Array, "rows heads head_dim"]:
     """See `reference.decode`.
@@ -137,9 +133,9 @@ def decode(
     """
     rows, heads, head_dim = q.shape
     kv_heads, together = pool.shape[2], min(together, rows)
-    equation, pages = _Equation(scale, window, softcap), _pages(pool, scales, tables, lengths, DECODE_BLOCK)
+    equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, DECODE_BLOCK)
     grouped = equation.scaled(q.reshape(rows, kv_heads, heads // kv_heads, head_dim))
-    sinks = None if sinks is None else sinks.reshape(kv_heads, heads // kv_heads)
+    sinks = None if options.sinks is None else options.sinks.reshape(kv_heads, heads // kv_heads)
     if together == rows:
         return _decode_together(equation, grouped, pages, sinks).reshape(q.shape).astype(q.dtype)
 
@@ -183,25 +179,19 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "sequences chunk chunk"] | None = None,
+    options: AttentionOptions,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
     """See `reference.prefill`; what padding gives is not specified, but finite. One product per KV head and block."""
     sequences, chunk, heads, head_dim = q.shape
     kv_heads, group = pool.shape[2], heads // pool.shape[2]
-    equation, pages = _Equation(scale, window, softcap), _pages(pool, scales, tables, lengths, PREFILL_BLOCK)
+    equation, pages = _Equation(options), _pages(pool, options.scales, tables, lengths, PREFILL_BLOCK)
     grouped = jnp.transpose(q.reshape(sequences, chunk, kv_heads, group, head_dim), (0, 2, 3, 1, 4))
     grouped = equation.scaled(grouped.reshape(sequences, kv_heads, group * chunk, head_dim))
-    sinks = None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), chunk, axis=1)
+    sinks = None if options.sinks is None else jnp.repeat(options.sinks.reshape(kv_heads, group), chunk, axis=1)
 
     def sequence(index: jax.Array, results: jax.Array) -> jax.Array:
         own, start, length = (lax.dynamic_slice_in_dim(x, index, 1) for x in (pages.tables, starts, lengths))
-        seen = None if tree is None else jnp.tile(tree[index], (group, 1))
+        seen = None if options.tree is None else jnp.tile(options.tree[index], (group, 1))
         one = dataclasses.replace(pages, tables=own, lengths=length)
         queries = lax.dynamic_slice_in_dim(grouped, index, 1)
         mixed = _prefill_sequence(equation, queries, jnp.tile(jnp.arange(chunk), group), start[0], one, sinks, seen)

@@ -3,8 +3,8 @@
 from pallas_kernels.tune.problem import Tunable
 from pallas_kernels.tune.problems import grouped_matmul as grouped_matmul
 from pallas_kernels.tune.problems import mla_attention as mla
-from pallas_kernels.tune.problems.paged_attention_decode import DECODE_TUNING
-from pallas_kernels.tune.problems.paged_attention_prefill import PREFILL_TUNING
+from pallas_kernels.tune.problems.paged_attention_hopper_decode import DECODE_TUNING
+from pallas_kernels.tune.problems.paged_attention_hopper_prefill import PREFILL_TUNING
 from pallas_kernels.tune.problems.quant_matmul import MATMUL_TUNING
 
 TUNABLES: tuple[Tunable, ...] = (

@@ -10,7 +10,14 @@ THREADS = 8
 
 TESTS = pathlib.Path(__file__).parent.parent
 
-INTERPRETED = ("kernels/test_mosaic_", "kernels/test_mla_attention", "kernels/test_tune", "tools/test_gpu_check")
+INTERPRETED = (
+    "kernels/test_mosaic_",
+    "kernels/paged_attention/test_hopper_",
+    "kernels/paged_attention/test_ampere",
+    "kernels/test_mla_attention",
+    "kernels/test_tune",
+    "tools/test_gpu_check",
+)
 
 
 def threads() -> int:

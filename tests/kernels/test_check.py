@@ -127,7 +127,7 @@ def test_every_op_with_a_kernel_ships_configurations():
 
 
 def test_a_new_op_is_found_by_its_folder(tmp_path):
-    for path in ("plain/xla.py", "one/mosaic.py", "two/mosaic/decode.py", "check/configurations/two_decode.py"):
+    for path in ("plain/xla.py", "one/mosaic.py", "two/hopper/decode.py", "check/configurations/two_decode.py"):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).touch()
     assert [folder.name for folder in ops.op_folders(tmp_path)] == ["one", "two"]

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, mla_attention
 from pallas_kernels.choice import Target
-from pallas_kernels.mla_attention import reference, xla
+from pallas_kernels.mla_attention import LatentOptions, reference, xla
 from pallas_kernels.mla_attention.mosaic import attention, consumer, producer, schedule
 from pallas_kernels.mla_attention.mosaic.attention import Tiles
 from pallas_kernels.mla_attention.mosaic.operands import Shape
@@ -37,7 +37,7 @@ class Case:
     tables: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray | None
-    options: dict
+    options: LatentOptions
 
     @property
     def arrays(self):
@@ -70,7 +70,7 @@ def make_case(
     if counts is not None:
         shape = (rows, max(counts), heads, rank + ROPE)
         starts = np.asarray(lengths, np.int32) - np.asarray(counts, np.int32)
-    options = {"scale": SCALE, "rank": rank, "scales": None if scales is None else jnp.asarray(scales)}
+    options = LatentOptions(SCALE, rank, None if scales is None else jnp.asarray(scales))
     q = (rng.normal(size=shape) * spread).astype(dtype)
     return Case(q, pool, tables, np.asarray(lengths, np.int32), starts, options)
 
@@ -78,7 +78,7 @@ def make_case(
 def expected(case):
     entry = reference.decode if case.starts is None else reference.prefill
     with jax.enable_x64(True):
-        return np.asarray(jax.jit(functools.partial(entry, **case.options, dtype=jnp.float64))(*case.arrays))
+        return np.asarray(jax.jit(functools.partial(entry, options=case.options, dtype=jnp.float64))(*case.arrays))
 
 
 def assert_close(case, got, dtype):
@@ -90,8 +90,8 @@ def assert_close(case, got, dtype):
 
 
 def run(case, entry, tiles=None):
-    options = {**case.options, "tiles": tiles, "interpret": compat.interpret_params()}
-    return np.asarray(compat.interpreted(lambda: entry(*case.arrays, **options)))
+    how = {"tiles": tiles, "interpret": compat.interpret_params()}
+    return np.asarray(compat.interpreted(lambda: entry(*case.arrays, case.options, **how)))
 
 
 SMALL = Tiles(keys_per_split=128, blocks=3)
@@ -250,21 +250,21 @@ def test_every_unit_has_one_block(lengths, blocks):
 def test_xla_equals_float64(lengths, counts, options):
     case = make_case(lengths, counts, **{"heads": 4, "dtype": jnp.float32, "rank": 32} | options)
     entry = xla.decode if counts is None else xla.prefill
-    assert_close(case, entry(*case.arrays, **case.options), jnp.float32)
+    assert_close(case, entry(*case.arrays, case.options), jnp.float32)
 
 
 def test_a_cpus_bytes_are_the_bits_of_float8():
     case = make_case((70, 300), heads=4, rank=32, dtype=jnp.float32, quantized=True)
     bytes_alone = dataclasses.replace(case, pool=case.pool.view(np.uint8))
-    want, got = (np.asarray(xla.decode(*each.arrays, **each.options)) for each in (case, bytes_alone))
+    want, got = (np.asarray(xla.decode(*each.arrays, each.options)) for each in (case, bytes_alone))
     np.testing.assert_array_equal(got, want)
 
 
 def test_xla_neighbours_and_table_width_change_no_bit():
     case = make_case((250, 40, 9, 70, 1, 2, 3, 4, 5, 6), heads=4, rank=32, width=40)
-    together = np.asarray(xla.decode(*case.arrays, **case.options))
+    together = np.asarray(xla.decode(*case.arrays, case.options))
     q, pool, tables, lengths = case.arrays
-    alone = np.asarray(xla.decode(q[:1], pool, tables[:1, :16], lengths[:1], **case.options))
+    alone = np.asarray(xla.decode(q[:1], pool, tables[:1, :16], lengths[:1], case.options))
     assert alone.tobytes() == together[:1].tobytes()
 
 
@@ -279,11 +279,10 @@ def test_xla_neighbours_and_table_width_change_no_bit():
 )
 def test_refuses_what_it_cannot_do(options, said):
     case = make_case((8,), **options)
-    rest = {"rank": case.options["rank"], "scales": case.options["scales"]}
-    assert said in attention.refusal(*case.arrays, **rest)
+    assert said in attention.refusal(case.arrays, case.options)
     with pytest.raises(ValueError, match=said):
-        mla_attention.decode(*case.arrays, **case.options, path="mosaic")
-    assert_close(case, mla_attention.decode(*case.arrays, **case.options), options.get("dtype", jnp.bfloat16))
+        mla_attention.decode(*case.arrays, case.options, path="mosaic")
+    assert_close(case, mla_attention.decode(*case.arrays, case.options), options.get("dtype", jnp.bfloat16))
 
 
 def test_sizes_that_do_not_fit_are_refused():
@@ -291,15 +290,15 @@ def test_sizes_that_do_not_fit_are_refused():
         Tiles(keys_per_split=64)
     case = make_case((8,), (1,))
     with pytest.raises(ValueError, match="do not fit"):
-        reference.prefill(*case.arrays, scale=SCALE, rank=128 + ROPE + 1)
+        reference.prefill(*case.arrays, LatentOptions(SCALE, 128 + ROPE + 1))
 
 
 def test_explains_its_choice():
     case = make_case((8,))
-    hopper = mla_attention.explain(*case.arrays, rank=128, target=Target("gpu", (9, 0)))
+    hopper = mla_attention.explain(*case.arrays, case.options, target=Target("gpu", (9, 0)))
     assert hopper.path == "mosaic"
-    assert mla_attention.explain(*case.arrays, rank=128, target=Target("cpu")).path == "xla"
-    assert "8.0" in mla_attention.explain(*case.arrays, rank=128, target=Target("gpu", (8, 0))).why
+    assert mla_attention.explain(*case.arrays, case.options, target=Target("cpu")).path == "xla"
+    assert "8.0" in mla_attention.explain(*case.arrays, case.options, target=Target("gpu", (8, 0))).why
     chunks = make_case((9,), (4,))
     for entry in (mla_attention.extend, mla_attention.prefill):
-        assert_close(chunks, entry(*chunks.arrays, **chunks.options, path="xla"), jnp.bfloat16)
+        assert_close(chunks, entry(*chunks.arrays, chunks.options, path="xla"), jnp.bfloat16)

@@ -14,9 +14,12 @@ from pallas_kernels.check.configurations.grouped_matmul import product
 from pallas_kernels.check.ops import op_folders
 from pallas_kernels.grouped_matmul import mosaic as grouped_matmul
 from pallas_kernels.grouped_matmul.tile_keys import matmul_key as grouped_key
+from pallas_kernels.mla_attention import LatentOptions
 from pallas_kernels.mla_attention.mosaic import attention as mla
 from pallas_kernels.mla_attention.tile_keys import decode_key as mla_key
-from pallas_kernels.paged_attention.mosaic import decode, prefill
+from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention.hopper.decode import launch as decode
+from pallas_kernels.paged_attention.hopper.prefill import launch as prefill
 from pallas_kernels.paged_attention.tile_keys import decode_key, prefill_key
 from pallas_kernels.quant_matmul import mosaic as quant_matmul
 from pallas_kernels.quant_matmul.tile_keys import matmul_key
@@ -188,17 +191,18 @@ X, WEIGHTS = shaped(16, 1024, dtype=jnp.bfloat16), shaped(512, 1024, dtype=jnp.i
 SCALES = shaped(8, 512, dtype=jnp.bfloat16)
 ROWS, EXPERTS = shaped(9, 32, 512, dtype=jnp.bfloat16), shaped(8, 1024, 512, dtype=jnp.bfloat16)
 LATENTS, LATENT_POOL = shaped(2, 1, 16, 576, dtype=jnp.bfloat16), shaped(32, 64, 576, dtype=jnp.bfloat16)
+PLAIN = AttentionOptions(1.0)
 # kernel: module, its function that launches, what is called, with what, its key, tuned tiles, fields of its bits
 CALLS = {
     "paged_attention.decode": (
         (decode, "_launcher", lambda shape: shape.tiles),
-        (functools.partial(decode.extend, scale=1.0), (FEW, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
-        (decode_key(FEW, POOL, TABLES), decode.Tiles(128, 2, 256, 66), {"block_keys", "keys_per_split"}),
+        (functools.partial(decode.extend, options=PLAIN), (FEW, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
+        (decode_key(FEW, POOL, TABLES, PLAIN), decode.Tiles(128, 2, 256, 66), {"block_keys", "keys_per_split"}),
     ),
     "paged_attention.prefill": (
         (prefill, "_launcher", prefill_tiles),
-        (functools.partial(prefill.prefill, scale=1.0), (QUERIES, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
-        (prefill_key(QUERIES, POOL, TABLES), prefill.Tiles(64, 5, 2), {"block_keys"}),
+        (functools.partial(prefill.prefill, options=PLAIN), (QUERIES, POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
+        (prefill_key(QUERIES, POOL, TABLES, PLAIN), prefill.Tiles(64, 5, 2), {"block_keys"}),
     ),
     "quant_matmul": (
         (quant_matmul, "_launcher", lambda shape: shape.tiles),
@@ -212,7 +216,10 @@ CALLS = {
     ),
     "mla_attention.decode": (
         (mla, "_launch", lambda shape: shape.tiles),
-        (functools.partial(mla.extend, scale=1.0), (LATENTS, LATENT_POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE)),
+        (
+            functools.partial(mla.extend, options=LatentOptions(1.0)),
+            (LATENTS, LATENT_POOL, TABLES, PER_SEQUENCE, PER_SEQUENCE),
+        ),
         (mla_key(LATENTS, LATENT_POOL, TABLES), mla.Tiles(256, 66), {"keys_per_split"}),
     ),
 }
@@ -242,9 +249,14 @@ def test_a_call_without_tiles_takes_the_tuned_ones(kernel, tmp_path, monkeypatch
 
 def test_a_window_shortens_the_keys_and_scales_are_told_apart():
     factors = shaped(32, 2, 8, 64, dtype=jnp.float32)
-    assert decode_key(QUERIES, POOL, TABLES).sizes["keys"] == 1024
-    assert decode_key(QUERIES, POOL, TABLES, window=100).sizes["keys"] == 100
-    assert decode_key(QUERIES, POOL, TABLES, window=10**6).sizes["keys"] == 1024
-    assert decode_key(QUERIES, POOL, TABLES).sizes["queries"] == 256
-    assert decode_key(QUERIES, POOL, TABLES, scales=factors).options["scales"] == "token"
-    assert decode_key(QUERIES, POOL, TABLES, scales=shaped(32, 2, 8, dtype=jnp.float32)).options["scales"] == "head"
+    assert decode_key(QUERIES, POOL, TABLES, PLAIN).sizes["keys"] == 1024
+    assert decode_key(QUERIES, POOL, TABLES, AttentionOptions(1.0, window=100)).sizes["keys"] == 100
+    assert decode_key(QUERIES, POOL, TABLES, AttentionOptions(1.0, window=10**6)).sizes["keys"] == 1024
+    assert decode_key(QUERIES, POOL, TABLES, PLAIN).sizes["queries"] == 256
+    assert decode_key(QUERIES, POOL, TABLES, AttentionOptions(1.0, scales=factors)).options["scales"] == "token"
+    assert (
+        decode_key(QUERIES, POOL, TABLES, AttentionOptions(1.0, scales=shaped(32, 2, 8, dtype=jnp.float32))).options[
+            "scales"
+        ]
+        == "head"
+    )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.check.ops import op_folders
 from tools.gpu_check import __main__ as gpu_check
 from tools.gpu_check import demo, kernels, llama, parity, peers, workloads
 from tools.gpu_check.measure import Inside, deviation
@@ -95,13 +96,8 @@ def test_the_ops_equal_float64(report):
 
 
 def test_every_op_with_a_kernel_is_checked():
-    folders = {path.parent.name for path in parity_sources()}
+    folders = {folder.name for folder in op_folders() if (folder / "reference.py").is_file()}
     assert {problem.op.split(".")[0] for problem in PROBLEMS} == folders
-
-
-def parity_sources():
-    package = gpu_check.ROOT / "pallas_kernels"
-    return [path for path in package.glob("*/mosaic*") if (path.parent / "reference.py").is_file()]
 
 
 def test_every_path_is_there():

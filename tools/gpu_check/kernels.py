@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.mla_attention import LatentOptions
+from pallas_kernels.paged_attention import AttentionOptions
 from tools.gpu_check import workloads
 from tools.gpu_check.measure import Inside, fill
 from tools.gpu_check.report import Report
@@ -146,24 +148,26 @@ def written_by(pool: Any, k: Any, v: Any, pages: Any, offsets: Any, *, path: str
 
 
 def _decode_paths(shape: Decode) -> Iterator[Path]:
-    module, options = "pallas_kernels.paged_attention", {"scale": shape.head_dim**-0.5}
+    module, scale = "pallas_kernels.paged_attention", shape.head_dim**-0.5
+    options = {"options": AttentionOptions(scale)}
     paged = functools.partial(_paged, shape, (shape.rows, shape.heads, shape.head_dim), ())
-    yield Path(MOSAIC, f"{module}.mosaic.decode:decode", options, paged)
+    yield Path(MOSAIC, f"{module}.hopper.decode.launch:decode", options, paged)
     yield Path(XLA, f"{module}.xla:decode", {**options, "together": shape.rows}, paged)
     contiguous = functools.partial(_contiguous, shape, shape.rows, 1)
-    yield from _jax_paths(options, contiguous)
+    yield from _jax_paths({"scale": scale}, contiguous)
 
 
 def _prefill_paths(shape: Prefill) -> Iterator[Path]:
-    module, options = "pallas_kernels.paged_attention", {"scale": shape.head_dim**-0.5}
+    module, scale = "pallas_kernels.paged_attention", shape.head_dim**-0.5
+    options = {"options": AttentionOptions(scale)}
     starts = jnp.full((shape.sequences,), shape.context - shape.chunk, jnp.int32)
     paged = functools.partial(_paged, shape, (shape.sequences, shape.chunk, shape.heads, shape.head_dim), (starts,))
-    yield Path(MOSAIC, f"{module}.mosaic.prefill:prefill", options, paged)
+    yield Path(MOSAIC, f"{module}.hopper.prefill.launch:prefill", options, paged)
     if shape.operations <= _XLA_OPERATIONS:
         yield Path(XLA, f"{module}.xla:prefill", options, paged)
     if shape.chunk == shape.context:  # jax's causal mask begins at the first key
         yield from _jax_paths(
-            {**options, "is_causal": True}, functools.partial(_contiguous, shape, shape.sequences, shape.chunk)
+            {"scale": scale, "is_causal": True}, functools.partial(_contiguous, shape, shape.sequences, shape.chunk)
         )
 
 
@@ -173,7 +177,7 @@ def _jax_paths(options: dict[str, Any], operands: Callable[[int], tuple[Any, ...
 
 
 def _latent_paths(shape: Latent) -> Iterator[Path]:
-    module, options = "pallas_kernels.mla_attention", {"scale": 192**-0.5, "rank": shape.rank}
+    module, options = "pallas_kernels.mla_attention", {"options": LatentOptions(192**-0.5, shape.rank)}
     operands = functools.partial(_latent, shape)
     yield Path(MOSAIC, f"{module}.mosaic.attention:decode", options, operands)
     yield Path(XLA, f"{module}.xla:decode", options, operands)

@@ -6,6 +6,7 @@ batch, one after the other, and what belongs to all of them (a pool); either may
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.check.cases import attention_case
+from pallas_kernels.mla_attention import LatentOptions
+from pallas_kernels.paged_attention import AttentionOptions
 
 BF16, FP16, INT8, FP8 = jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn
 MOSAIC, XLA = "mosaic", "xla"
@@ -47,6 +50,7 @@ class Problem(NamedTuple):
         bound: of the relative error beyond rounding, see `measure.deviation`.
         tiles: what an interpreted kernel is given, so that it has little to do; None: what the kernel takes by itself.
         result: makes the pair out of what the op returns.
+        call: makes a function of `Operands` out of a path.
     """
 
     op: str
@@ -57,13 +61,14 @@ class Problem(NamedTuple):
     bound: float
     tiles: dict[str, int] | None = None
     result: Callable[[Any], tuple[Any, Any]] = lambda out: (out, None)
+    call: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}"
 
     def function(self, path: str) -> Callable[..., Any]:
         """Raises ImportError or AttributeError where it is not there."""
-        return _named(self.paths[path])
+        return self.call(_named(self.paths[path]))
 
     def interpreted_tiles(self) -> dict[str, Any]:
         """What the kernel is given beside its operands where it is interpreted."""
@@ -86,14 +91,23 @@ def _attention(quick: bool, *, small: Mapping[str, Any], large: Mapping[str, Any
     case = attention_case(**(small if quick else large), **shape)
     names = ("q", "pool", "tables") + (("starts",) if case.starts is not None else ()) + ("lengths",)
     arrays = dict(zip(names, host(case.arrays), strict=True))
-    arrays |= {
-        name: host(case.options[name]) for name in ("sinks", "scales", "tree") if case.options.get(name) is not None
-    }
-    options = {name: case.options[name] for name in ("scale", "window", "softcap")}
+    asked = case.options
+    given = {"sinks": asked.sinks, "scales": asked.scales, "tree": asked.tree}
+    arrays |= {name: host(array) for name, array in given.items() if array is not None}
+    options = {"options": dataclasses.replace(asked, **dict.fromkeys(given))}
     counts = None
     if case.starts is not None:
         counts = case.starts[:, None] + np.arange(case.q.shape[1]) < case.lengths[:, None]
     return Operands(arrays, options, (case.expected(), None), counts)
+
+
+def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the arrays of its `AttentionOptions` beside them, by name, as `Operands` has them."""
+
+    def call(*, options: AttentionOptions, sinks: Any = None, scales: Any = None, tree: Any = None, **rest: Any) -> Any:
+        return function(**rest, options=dataclasses.replace(options, sinks=sinks, scales=scales, tree=tree))
+
+    return call
 
 
 _DECODE_LENGTHS = {"small": {"lengths": (37, 0, 20)}, "large": {"lengths": (2000, 0, 1, 64, 1025, 777)}}
@@ -113,24 +127,24 @@ _PREFILL_TREE = {
 _ATTENTION = "pallas_kernels.paged_attention"
 _KERNELS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
     "decode": (
-        {MOSAIC: f"{_ATTENTION}.mosaic.decode:decode", XLA: f"{_ATTENTION}.xla:decode"},
+        {MOSAIC: f"{_ATTENTION}.hopper.decode.launch:decode", XLA: f"{_ATTENTION}.xla:decode"},
         {"stages": 2, "keys_per_split": 64, "blocks": 3},
     ),
     "extend": (
-        {MOSAIC: f"{_ATTENTION}.mosaic.decode:extend", XLA: f"{_ATTENTION}.xla:prefill"},
+        {MOSAIC: f"{_ATTENTION}.hopper.decode.launch:extend", XLA: f"{_ATTENTION}.xla:prefill"},
         {"stages": 2, "keys_per_split": 64, "blocks": 3},
     ),
     "prefill": (
-        {MOSAIC: f"{_ATTENTION}.mosaic.prefill:prefill", XLA: f"{_ATTENTION}.xla:prefill"},
+        {MOSAIC: f"{_ATTENTION}.hopper.prefill.launch:prefill", XLA: f"{_ATTENTION}.xla:prefill"},
         {"block_keys": 64, "stages": 2, "heads": 4},
     ),
     # For GPUs below Hopper, which has their instructions, too.
     "ampere.decode": (
-        {MOSAIC: f"{_ATTENTION}.mosaic.ampere:decode", XLA: f"{_ATTENTION}.xla:decode"},
+        {MOSAIC: f"{_ATTENTION}.ampere.launch:decode", XLA: f"{_ATTENTION}.xla:decode"},
         {"stages": 2, "keys_per_split": 64},
     ),
     "ampere.extend": (
-        {MOSAIC: f"{_ATTENTION}.mosaic.ampere:extend", XLA: f"{_ATTENTION}.xla:prefill"},
+        {MOSAIC: f"{_ATTENTION}.ampere.launch:extend", XLA: f"{_ATTENTION}.xla:prefill"},
         {"stages": 2, "keys_per_split": 64},
     ),
 }
@@ -148,6 +162,7 @@ def _attention_problem(kind: str, name: str, lengths: Mapping[str, Any], **shape
         ("q", "tables", "starts", "lengths", "tree"),
         2e-2 if small else 2.5e-4 if shape.get("dtype") == FP16 else 1e-3,
         tiles,
+        call=_with_options,
     )
 
 
@@ -167,7 +182,7 @@ def _mla(quick: bool, *, page: int, heads: int, chunk: int, dtype: Any) -> Opera
     queries = (len(lengths), heads) if chunk == 1 else (len(lengths), chunk, heads)
     arrays = {"q": rng.normal(size=(*queries, rank + rope)).astype(dtype), "pool": pool.astype(dtype), "tables": tables}
     arrays |= {"lengths": lengths} if chunk == 1 else {"starts": lengths - counts, "lengths": lengths}
-    options = {"scale": 192**-0.5, "rank": rank}
+    options = {"options": LatentOptions(192**-0.5, rank)}
     with jax.enable_x64(True):
         path = _named(f"pallas_kernels.mla_attention.reference:{'decode' if chunk == 1 else 'prefill'}")
         exact = jax.jit(functools.partial(path, **options, dtype=jnp.float64))(**jax.tree.map(jnp.asarray, arrays))

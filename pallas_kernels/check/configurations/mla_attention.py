@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import Configuration, shaped
 from pallas_kernels.mla_attention.mosaic import attention
-from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.mla_attention.options import RANK, LatentOptions
 
 _ROPE, _PAGES, _CONTEXT = 64, 256, 4096
 _SHORT = {jnp.bfloat16: "bf16", jnp.float16: "fp16"}
@@ -21,7 +21,7 @@ def _build(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     queries = (sequences, heads) if entry is attention.decode else (sequences, chunk, heads)
     middle = () if entry is attention.decode else (shaped(sequences, dtype=jnp.int32),)
-    return functools.partial(entry, scale=192**-0.5), (
+    return functools.partial(entry, options=LatentOptions(192**-0.5)), (
         shaped(*queries, RANK + _ROPE, dtype=dtype),
         shaped(_PAGES, page, RANK + _ROPE, dtype=dtype),
         shaped(sequences, context // page, dtype=jnp.int32),

@@ -9,7 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import ADA, AMPERE, Configuration, shaped
-from pallas_kernels.paged_attention.mosaic.ampere import decode, extend
+from pallas_kernels.paged_attention.ampere.launch import decode, extend
+from pallas_kernels.paged_attention.options import AttentionOptions
 
 _ROWS, _KV_HEADS, _PAGES, _CONTEXT = 64, 8, 256, 4096
 
@@ -26,11 +27,10 @@ def _build(
     tree: bool = False,
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, sinks: Any, tree: Any) -> Any:
-        given: dict[str, Any] = {"scale": head_dim**-0.5, "sinks": sinks, **options}
+    def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, asked: AttentionOptions) -> Any:
         if chunk == 1:
-            return decode(q[:, 0], pool, tables, lengths, **given)
-        return extend(q, pool, tables, starts, lengths, **given, tree=tree)
+            return decode(q[:, 0], pool, tables, lengths, asked)
+        return extend(q, pool, tables, starts, lengths, asked)
 
     return attend, (
         shaped(sequences, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
@@ -38,8 +38,12 @@ def _build(
         shaped(sequences, _CONTEXT // page, dtype=jnp.int32),
         shaped(sequences, dtype=jnp.int32),
         shaped(sequences, dtype=jnp.int32),
-        shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
-        shaped(sequences, chunk, chunk, dtype=jnp.bool_) if tree else None,
+        AttentionOptions(
+            head_dim**-0.5,
+            sinks=shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
+            tree=shaped(sequences, chunk, chunk, dtype=jnp.bool_) if tree else None,
+            **options,
+        ),
     )
 
 

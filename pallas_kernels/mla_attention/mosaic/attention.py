@@ -53,7 +53,7 @@ from pallas_kernels.mla_attention.mosaic.consumer import Consumer, consume
 from pallas_kernels.mla_attention.mosaic.merge import merge
 from pallas_kernels.mla_attention.mosaic.operands import ROPE, TILE, Gmem, Shape, Tiles
 from pallas_kernels.mla_attention.mosaic.producer import produce
-from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.mla_attention.options import LatentOptions
 from pallas_kernels.mla_attention.tile_keys import DECODE, decode_key
 from pallas_kernels.tiles import pick
 
@@ -75,10 +75,8 @@ def decode(
     pool: Float[Array, "pages page latent"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "rows heads rank"]:
@@ -91,8 +89,8 @@ def decode(
     Raises:
         ValueError: what `refusal` says.
     """
-    options: dict[str, Any] = {"scale": scale, "rank": rank, "scales": scales, "tiles": tiles, "interpret": interpret}
-    return extend(q[:, None], pool, tables, jnp.maximum(lengths - 1, 0), lengths, **options)[:, 0]
+    how: dict[str, Any] = {"tiles": tiles, "interpret": interpret}
+    return extend(q[:, None], pool, tables, jnp.maximum(lengths - 1, 0), lengths, options, **how)[:, 0]
 
 
 def extend(
@@ -101,10 +99,8 @@ def extend(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads rank"]:
@@ -113,7 +109,7 @@ def extend(
     Raises:
         ValueError: what `refusal` says.
     """
-    shape = _checked(q, pool, tables, starts, lengths, scale, rank, scales, tiles, interpret, split=True)
+    shape = _checked((q, pool, tables, starts, lengths), options, tiles, interpret, split=True)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     plan = schedule.plan(shape, lengths)
     results = _launch(shape, interpret, q, pool, tables, starts, lengths, {"plan": plan})
@@ -129,10 +125,8 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: LatentOptions,
     *,
-    scale: float,
-    rank: int = RANK,
-    scales: Float[Array, "pages page"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads rank"]:
@@ -141,36 +135,24 @@ def prefill(
     Raises:
         ValueError: what `refusal` says.
     """
-    shape = _checked(q, pool, tables, starts, lengths, scale, rank, scales, tiles, interpret, split=False)
+    shape = _checked((q, pool, tables, starts, lengths), options, tiles, interpret, split=False)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     return _unpacked(shape, _launch(shape, interpret, q, pool, tables, starts, lengths, {})[0])
 
 
-def refusal(
-    q: Any,
-    pool: Any,
-    tables: Any,
-    lengths: Any,
-    *,
-    rank: int = RANK,
-    scales: Any = None,
-    starts: Any = None,
-) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
-    sequences, latent = q.shape[0], q.shape[-1]
+def refusal(operands: tuple[Any, ...], options: LatentOptions) -> str | None:
+    """Why this kernel cannot do operands of these shapes and dtypes, in one sentence; None if it can."""
+    q, pool, tables, *per_row = operands
+    sequences, latent, rank = q.shape[0], q.shape[-1], options.rank
     if pool.ndim != 3 or pool.shape[-1] != latent:
         return f"queries {q.shape} and pool {pool.shape} do not fit each other"
-    if (
-        tables.shape[0] != sequences
-        or lengths.shape != (sequences,)
-        or (starts is not None and starts.shape != (sequences,))
-    ):
-        return f"{sequences} sequences, but tables {tables.shape} and lengths {lengths.shape}"
+    if tables.shape[0] != sequences or any(each.shape != (sequences,) for each in per_row):
+        return f"{sequences} sequences, but tables {tables.shape} and lengths {per_row[-1].shape}"
     if rank not in RANKS or latent != rank + ROPE:
         return f"a latent of {rank} numbers and {latent - rank} rotated ones: this kernel does {RANKS} and {ROPE}"
     if pool.shape[1] not in PAGES:
         return f"page size {pool.shape[1]}: this kernel does {PAGES}"
-    if scales is not None:
+    if options.scales is not None:
         return f"the pool is {pool.dtype} with scales: this kernel does no latents of 8 bits"
     if q.dtype not in DTYPES or pool.dtype != q.dtype:
         return f"queries are {q.dtype}, the pool is {pool.dtype}: this kernel does bfloat16 or float16 for both"
@@ -178,31 +160,26 @@ def refusal(
 
 
 def _checked(
-    q: Any,
-    pool: Any,
-    tables: Any,
-    starts: Any,
-    lengths: Any,
-    scale: float,
-    rank: int,
-    scales: Any,
+    operands: tuple[Any, ...],
+    options: LatentOptions,
     tiles: Tiles | None,
     interpret: plgpu.InterpretGPUParams | None,
     *,
     split: bool,
 ) -> Shape:
-    if why := refusal(q, pool, tables, lengths, rank=rank, scales=scales, starts=starts):
+    if why := refusal(operands, options):
         raise ValueError(why)
+    q, pool, tables, *_ = operands
     sequences, chunk, heads, _ = q.shape
     return Shape(
         sequences=sequences,
         chunk=chunk,
         heads=heads,
-        rank=rank,
+        rank=options.rank,
         page=pool.shape[1],
         width=tables.shape[1],
         dtype=jnp.dtype(q.dtype),
-        scale=float(scale),
+        scale=options.scale,
         tiles=tiles or pick(DECODE, decode_key(q, pool, tables), heuristic_tiles(heads), lambda _: None),
         split=split,
         interpret=interpret is not None,

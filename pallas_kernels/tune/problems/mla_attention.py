@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import shaped
 from pallas_kernels.mla_attention.mosaic.attention import extend, heuristic_tiles, refusal
-from pallas_kernels.mla_attention.reference import RANK
+from pallas_kernels.mla_attention.options import RANK, LatentOptions
 from pallas_kernels.mla_attention.tile_keys import DECODE, decode_key
 from pallas_kernels.tune.operands import MOST_SETS, filled, numbers, tables
 from pallas_kernels.tune.problem import Problem, Tunable
@@ -41,10 +41,10 @@ class MlaShape:
 
 def problem(shape: MlaShape, multiprocessors: int) -> Problem:
     q, pool, table = shape.arguments()
-    per_sequence = shaped(shape.sequences, dtype=jnp.int32)
+    per_sequence, options = shaped(shape.sequences, dtype=jnp.int32), LatentOptions(192**-0.5)
 
     def refuses(_: Any) -> str | None:
-        return refusal(q, pool, table, per_sequence, starts=per_sequence)
+        return refusal((q, pool, table, per_sequence, per_sequence), options)
 
     return Problem(
         key=decode_key(q, pool, table),
@@ -54,7 +54,7 @@ def problem(shape: MlaShape, multiprocessors: int) -> Problem:
             "blocks": (multiprocessors, 2 * multiprocessors),
         },
         refusal=refuses,
-        launch=functools.partial(extend, scale=192**-0.5),
+        launch=functools.partial(extend, options=options),
         operands=functools.partial(_operands, shape, q, pool),
     )
 

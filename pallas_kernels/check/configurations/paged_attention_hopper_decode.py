@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.check.configuration import Configuration, shaped
-from pallas_kernels.paged_attention.mosaic.decode import extend
+from pallas_kernels.paged_attention.hopper.decode.launch import extend
+from pallas_kernels.paged_attention.options import AttentionOptions
 
 _ROWS, _KV_HEADS, _PAGES, _CONTEXT = 64, 8, 256, 4096
 
@@ -28,24 +29,21 @@ def _build(
     tree: bool = False,
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    extra: dict[str, Any] = {}
-    if scales is not None:
-        extra["scales"] = shaped(_PAGES, 2, _KV_HEADS, *((page,) if scales == "token" else ()), dtype=jnp.float32)
-    if sinks:
-        extra["sinks"] = shaped(_KV_HEADS * group, dtype=jnp.float32)
-    if tree:
-        extra["tree"] = shaped(_ROWS, chunk, chunk, dtype=jnp.bool_)
-
-    def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, extra: dict[str, Any]) -> Any:
-        return extend(q, pool, tables, starts, lengths, scale=head_dim**-0.5, **options, **extra)
-
-    return attend, (
+    per_token = (page,) if scales == "token" else ()
+    asked = AttentionOptions(
+        head_dim**-0.5,
+        sinks=shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
+        scales=None if scales is None else shaped(_PAGES, 2, _KV_HEADS, *per_token, dtype=jnp.float32),
+        tree=shaped(_ROWS, chunk, chunk, dtype=jnp.bool_) if tree else None,
+        **options,
+    )
+    return extend, (
         shaped(_ROWS, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
         shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=pool_dtype or dtype),
         shaped(_ROWS, _CONTEXT // page, dtype=jnp.int32),
         shaped(_ROWS, dtype=jnp.int32),
         shaped(_ROWS, dtype=jnp.int32),
-        extra,
+        asked,
     )
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import shaped
-from pallas_kernels.paged_attention.mosaic.decode import extend, heuristic_tiles, refusal
+from pallas_kernels.paged_attention.hopper.decode.launch import extend, heuristic_tiles, refusal
+from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
 from pallas_kernels.tune.operands import MOST_SETS, filled, numbers, tables
 from pallas_kernels.tune.problem import Problem, Tunable
@@ -46,17 +48,11 @@ def _factors(shape: DecodeShape, pool: Any) -> Any | None:
 
 def problem(shape: DecodeShape, multiprocessors: int) -> Problem:
     q, pool, table = shape.arguments()
-    factors, per_row = _factors(shape, pool), shaped(shape.rows, dtype=jnp.int32)
-
-    def refuses(tiles: Any) -> str | None:
-        return refusal(q, pool, table, per_row, starts=per_row, scales=factors, tiles=tiles)
-
-    def launch(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, scales: Any, **how: Any) -> Any:
-        return extend(q, pool, tables, starts, lengths, scale=shape.head_dim**-0.5, scales=scales, **how)
-
+    options = AttentionOptions(shape.head_dim**-0.5, scales=_factors(shape, pool))
+    per_row = shaped(shape.rows, dtype=jnp.int32)
     queries = shape.chunk * shape.group
     return Problem(
-        key=decode_key(q, pool, table, scales=factors),
+        key=decode_key(q, pool, table, options),
         heuristic=heuristic_tiles(shape.head_dim, shape.page, q.dtype, pool.dtype, queries=queries),
         grid={
             "block_keys": (64, 128),
@@ -64,19 +60,19 @@ def problem(shape: DecodeShape, multiprocessors: int) -> Problem:
             "keys_per_split": (256, 512, 1024, 2048, 4096),
             "blocks": tuple(multiprocessors * waves for waves in (1, 2, 3, 4)),
         },
-        refusal=refuses,
-        launch=launch,
-        operands=functools.partial(_operands, shape, q, pool, factors),
+        refusal=functools.partial(refusal, (q, pool, table, per_row, per_row), options),
+        launch=extend,
+        operands=functools.partial(_operands, shape, q, pool, options),
     )
 
 
-def _operands(shape: DecodeShape, q: Any, pool: Any, factors: Any) -> list[tuple[Any, ...]]:
+def _operands(shape: DecodeShape, q: Any, pool: Any, options: AttentionOptions) -> list[tuple[Any, ...]]:
     shared = (
         numbers(0, pool.shape, pool.dtype),
         tables(shape.rows, shape.context // shape.page),
         filled(shape.rows, shape.context - shape.chunk),
         filled(shape.rows, shape.context),
-        None if factors is None else jnp.full(factors.shape, 0.01, jnp.float32),
+        jax.tree.map(lambda factors: jnp.full(factors.shape, 0.01, jnp.float32), options),
     )
     return [(numbers(1 + index, q.shape, q.dtype), *shared) for index in range(MOST_SETS)]
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.layouts import row_layout
-from pallas_kernels.paged_attention.mosaic.prefill_types import (
+from pallas_kernels.paged_attention.hopper.prefill.types import (
     WARPGROUP_ROWS,
     Barriers,
     Gmem,
@@ -139,7 +139,7 @@ def _convert(shape: Shape, tile: Tile, gmem: Gmem, step: Any, half: int, raw: An
     def piece(rows: Any, columns: Any, layout: Any) -> None:
         numbers = plgpu.load(raw.at[rows, columns], layout=layout, optimized=False).astype(jnp.float32)
         first = start + rows.start
-        if shape.scales:
+        if shape.options.scales:
             keys = pl.ds(pl.multiple_of(first, rows.size), rows.size)
             place = gmem.factors.at[tile.sequence, half, tile.kv_head, keys]
             factors = plgpu.load(place, layout=layout.reduce(1), optimized=False)

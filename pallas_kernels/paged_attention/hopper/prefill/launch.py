@@ -47,9 +47,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention.mosaic.prefill_consumer import LOG2_E, LOWEST, Rows, consume, write_zeros
-from pallas_kernels.paged_attention.mosaic.prefill_producer import produce
-from pallas_kernels.paged_attention.mosaic.prefill_types import (
+from pallas_kernels.paged_attention.hopper.prefill.consumer import LOG2_E, LOWEST, Rows, consume, write_zeros
+from pallas_kernels.paged_attention.hopper.prefill.producer import produce
+from pallas_kernels.paged_attention.hopper.prefill.types import (
     BLOCK_ROWS,
     WARPGROUP_ROWS,
     Barriers,
@@ -60,6 +60,7 @@ from pallas_kernels.paged_attention.mosaic.prefill_types import (
     smem_types,
     this_tile,
 )
+from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
 from pallas_kernels.tiles import pick
 
@@ -112,13 +113,8 @@ def prefill(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
@@ -134,47 +130,29 @@ def prefill(
     Raises:
         ValueError: a shape, dtype or option that this kernel does not do; the message names it (`refusal`).
     """
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-    optional: dict[str, Any] = {"sinks": sinks, "scales": scales, "tree": tree}
-    if reason := refusal(q, pool, tables, starts, lengths, **options, **optional, tiles=tiles):
-        raise ValueError(reason)
-    shape = _shape_of(q, pool, tables, tiles, **options, **optional, interpret=interpret is not None)
+    if (why := refusal((q, pool, tables, starts, lengths), options, tiles)) is not None:
+        raise ValueError(why)
+    shape = _shape_of(q, pool, tables, options, tiles, interpret is not None)
     chunk, off = q.shape[1], jnp.zeros((1,), jnp.float32)
     if shape.chunk > chunk:
         q = jnp.pad(q, ((0, 0), (0, shape.chunk - chunk), (0, 0), (0, 0)))
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
-    levels = off if sinks is None else jnp.maximum(sinks.astype(jnp.float32) * LOG2_E, LOWEST)
-    factors = off if scales is None else _factors(shape, scales, tables)
-    masks = (off, off) if tree is None else _tree_masks(shape, tree, starts, lengths)
+    levels = off if options.sinks is None else jnp.maximum(options.sinks.astype(jnp.float32) * LOG2_E, LOWEST)
+    factors = off if options.scales is None else _factors(shape, options.scales, tables)
+    masks = (off, off) if options.tree is None else _tree_masks(shape, options.tree, starts, lengths)
     launch = _launcher(shape, interpret)
     return launch(q, pool, tables.astype(jnp.int32), starts, lengths, levels, factors, *masks)[:, :chunk]
 
 
-def refusal(
-    q: Any,
-    pool: Any,
-    tables: Any,
-    starts: Any,
-    lengths: Any,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-    scales: Any = None,
-    tree: Any = None,
-    tiles: Tiles | None = None,
-) -> str | None:
-    """Why this kernel cannot do `prefill` of these operands, of which it reads shapes and dtypes only; None: it can."""
-    reasons = (
+def refusal(operands: tuple[Any, ...], options: AttentionOptions, tiles: Tiles | None = None) -> str | None:
+    """Why this kernel cannot do `prefill` of operands of these shapes and dtypes; None if it can."""
+    q, pool, tables, starts, lengths = operands
+    return (
         _wrong_shapes(q, pool, tables, starts, lengths)
-        or _wrong_dtypes(q, pool, scales)
-        or _wrong_options(q, pool, scale, window, softcap, sinks, scales, tree)
+        or _wrong_dtypes(q, pool, options.scales)
+        or _wrong_options(q, pool, options)
+        or _tiles_refusal(_shape_of(q, pool, tables, options, tiles, False))
     )
-    if reasons:
-        return reasons
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "interpret": False}
-    return _tiles_refusal(_shape_of(q, pool, tables, tiles, **options, sinks=sinks, scales=scales, tree=tree))
 
 
 def _tiles_refusal(shape: Shape) -> str | None:
@@ -218,12 +196,12 @@ def _wrong_dtypes(q: Any, pool: Any, scales: Any) -> str | None:
     return None
 
 
-def _wrong_options(
-    q: Any, pool: Any, scale: float, window: int | None, softcap: float | None, sinks: Any, scales: Any, tree: Any
-) -> str | None:
-    sequences, chunk, heads, _ = q.shape
-    if scale <= 0 or (softcap is not None and softcap <= 0) or (window is not None and window < 1):
-        return f"scale {scale}, softcap {softcap} and window {window} must be positive"
+def _wrong_options(q: Any, pool: Any, options: AttentionOptions) -> str | None:
+    (sequences, chunk, heads, _), sinks, scales, tree = q.shape, options.sinks, options.scales, options.tree
+    if options.scale <= 0:
+        return f"scale {options.scale} must be positive"
+    if why := options.refusal:
+        return why
     if sinks is not None and sinks.shape != (heads,):
         return f"{heads} heads, but sinks {sinks.shape}"
     if scales is not None and scales.shape not in (pool.shape[:3], pool.shape[:4]):
@@ -237,14 +215,8 @@ def _shape_of(
     q: Any,
     pool: Any,
     tables: Any,
+    options: AttentionOptions,
     tiles: Tiles | None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Any,
-    scales: Any,
-    tree: Any,
     interpret: bool,
 ) -> Shape:
     (sequences, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
@@ -264,20 +236,16 @@ def _shape_of(
             block_keys=tiles.block_keys,
             stages=tiles.stages,
             block_heads=tiles.heads,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks is not None,
-            scales=scales is not None,
-            tree=tree is not None,
+            options=options.flags,
             interpret=interpret,
         )
 
     if tiles is None:
-        key = prefill_key(q, pool, tables, window=window, scales=scales, tree=tree)
-        options: dict[str, Any] = {"tree": tree is not None, "quantized": pool.dtype in QUANTIZED}
-        untuned = heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, **options)
-        tiles = pick(PREFILL, key, untuned, lambda tiles: _tiles_refusal(shape(tiles)))
+        kind = {"tree": options.tree is not None, "quantized": pool.dtype in QUANTIZED}
+        untuned = heuristic_tiles(group=heads // kv_heads, head_dim=head_dim, **kind)
+        tiles = pick(
+            PREFILL, prefill_key(q, pool, tables, options), untuned, lambda tiles: _tiles_refusal(shape(tiles))
+        )
     return shape(tiles)
 
 

@@ -18,9 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.check.cases import attention_case
-from pallas_kernels.paged_attention.mosaic import prefill as module
-from pallas_kernels.paged_attention.mosaic import prefill_consumer, prefill_producer, prefill_types
-from pallas_kernels.paged_attention.mosaic.prefill import Tiles, heuristic_tiles, prefill, refusal
+from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention.hopper.prefill import consumer, producer, types
+from pallas_kernels.paged_attention.hopper.prefill import launch as module
+from pallas_kernels.paged_attention.hopper.prefill.launch import Tiles, heuristic_tiles, prefill, refusal
 
 INT8, FP8, FP16 = jnp.int8, jnp.float8_e4m3fn, jnp.float16
 
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in mat
 def run(case, tiles):
     return np.asarray(
         compat.interpreted(
-            lambda: prefill(*case.arrays, **case.options, tiles=tiles, interpret=compat.interpret_params())
+            lambda: prefill(*case.arrays, case.options, tiles=tiles, interpret=compat.interpret_params())
         )
     )
 
@@ -218,31 +219,31 @@ def test_a_missing_wait_is_caught(monkeypatch, line, options):
 
 
 def one_key_too_many(monkeypatch):
-    tokens = prefill_consumer.Rows.tokens
-    monkeypatch.setattr(prefill_consumer.Rows, "tokens", lambda self: tokens(self) + 1)
+    tokens = consumer.Rows.tokens
+    monkeypatch.setattr(consumer.Rows, "tokens", lambda self: tokens(self) + 1)
 
 
 def no_mask(monkeypatch):
-    monkeypatch.setattr(prefill_consumer, "_is_edge", lambda *_: jnp.bool_(False))
+    monkeypatch.setattr(consumer, "_is_edge", lambda *_: jnp.bool_(False))
 
 
 def no_clearing(monkeypatch):
-    monkeypatch.setattr(prefill_consumer, "_clear_unseen", lambda *_: None)
+    monkeypatch.setattr(consumer, "_clear_unseen", lambda *_: None)
 
 
 def wrong_page(monkeypatch):
-    sources = prefill_producer._sources
-    monkeypatch.setattr(prefill_producer, "_sources", lambda *a: sources(*a)[::-1])
+    sources = producer._sources
+    monkeypatch.setattr(producer, "_sources", lambda *a: sources(*a)[::-1])
 
 
 def wrong_head(monkeypatch):
-    tile = prefill_types.this_tile
+    tile = types.this_tile
     monkeypatch.setattr(module, "this_tile", lambda *a: tile(*a)._replace(kv_head=jnp.int32(1)))
 
 
 def no_rescaling(monkeypatch):
-    fold = prefill_consumer._fold
-    monkeypatch.setattr(prefill_consumer, "_fold", lambda *a: (s := fold(*a))._replace(shrink=jnp.ones_like(s.shrink)))
+    fold = consumer._fold
+    monkeypatch.setattr(consumer, "_fold", lambda *a: (s := fold(*a))._replace(shrink=jnp.ones_like(s.shrink)))
 
 
 SLOWER = [pytest.param(mutate, marks=pytest.mark.slow) for mutate in (no_mask, wrong_head)]
@@ -274,23 +275,23 @@ def test_a_mutation_is_caught(monkeypatch, mutate):
 )
 def test_refuses_what_it_cannot_do(change, message):
     case = attention_case((8,), counts=(8,), **change)
-    assert message in refusal(*case.arrays, **case.options)
+    assert message in refusal(case.arrays, case.options)
     with pytest.raises(ValueError, match=message):
-        prefill(*case.arrays, **case.options)
+        prefill(*case.arrays, case.options)
 
 
 def test_refuses_by_shapes_alone():
     case = attention_case((8,), counts=(8,), group=3, page=64)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.arrays)
-    assert refusal(*shapes, scale=1.0) is None
-    assert "do not divide" in refusal(*shapes, scale=1.0, tiles=Tiles(heads=2))
-    assert "shared memory" in refusal(*shapes, scale=1.0, tiles=Tiles(stages=9))
+    assert refusal(shapes, AttentionOptions(1.0)) is None
+    assert "do not divide" in refusal(shapes, AttentionOptions(1.0), Tiles(heads=2))
+    assert "shared memory" in refusal(shapes, AttentionOptions(1.0), Tiles(stages=9))
     case = attention_case((8,), counts=(8,), group=2, head_dim=256, pool_dtype=INT8, scales="token", page=64)
     for heads, why in ((1, "None"), (2, "registers would spill")):
-        assert why in str(refusal(*case.arrays, **case.options, tiles=Tiles(64, 2, heads)))
-    assert "sinks" in refusal(*shapes, scale=1.0, sinks=jnp.zeros(2))
-    assert "tree" in refusal(*shapes, scale=1.0, tree=jnp.zeros((1, 4, 4), bool))
-    assert "scales" in refusal(*shapes, scale=1.0, scales=jnp.zeros((1, 2, 2)))
+        assert why in str(refusal(case.arrays, case.options, Tiles(64, 2, heads)))
+    assert "sinks" in refusal(shapes, AttentionOptions(1.0, sinks=jnp.zeros(2)))
+    assert "tree" in refusal(shapes, AttentionOptions(1.0, tree=jnp.zeros((1, 4, 4), bool)))
+    assert "scales" in refusal(shapes, AttentionOptions(1.0, scales=jnp.zeros((1, 2, 2))))
 
 
 def test_tiles():

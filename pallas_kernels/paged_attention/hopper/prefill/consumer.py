@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic.prefill_producer import pieces, rows_between
-from pallas_kernels.paged_attention.mosaic.prefill_types import (
+from pallas_kernels.paged_attention.hopper.prefill.producer import pieces, rows_between
+from pallas_kernels.paged_attention.hopper.prefill.types import (
     WARPGROUP_ROWS,
     Barriers,
     Gmem,
@@ -76,7 +76,7 @@ def consume(rows: Rows, smem: Smem, barriers: Barriers) -> None:
     carry = lax.fori_loop(1, tile.steps, functools.partial(_overlapped_step, rows, smem, barriers), carry)
     # Read again, so that not all of it occupies registers during the loop.
     rows = dataclasses.replace(rows, tile=this_tile(shape, rows.gmem))
-    if shape.window is not None:
+    if shape.options.window is not None:
         last = rows.tile.steps - 1
         pl.when(last > 0)(lambda: _clear_unseen(rows, last, smem, barriers.first_clean))
     output = _last_values(rows, smem, barriers, *carry)
@@ -258,7 +258,7 @@ def _left(rows: Rows, smem: Smem, probs: Any) -> Any:
 def _initial(rows: Rows) -> tuple[Any, Any]:
     """Maximum and sum before the first key. A sink is a key that has been seen already, with a value of zero."""
     top = _per_row(LOWEST)
-    if not rows.shape.sinks:
+    if not rows.shape.options.sinks:
         return top, _per_row(0.0)
     for i in range(rows.shape.part_heads):
         top = jnp.where(_row_index() >= i * rows.shape.part_tokens, rows.gmem.sinks[rows.head + i], top)
@@ -268,9 +268,9 @@ def _initial(rows: Rows) -> tuple[Any, Any]:
 def _fold(rows: Rows, step: Any, scores: Any, top: Any, total: Any) -> _Softmax:
     """One more block of keys."""
     shape = rows.shape
-    factor = shape.scale * LOG2_E
-    if shape.softcap is not None:
-        scores, factor = _tanh(scores, shape.scale / shape.softcap), shape.softcap * LOG2_E
+    factor = shape.options.scale * LOG2_E
+    if shape.options.softcap is not None:
+        scores, factor = _tanh(scores, shape.options.scale / shape.options.softcap), shape.options.softcap * LOG2_E
     scores = lax.cond(_is_edge(shape, rows.tile, step), functools.partial(_mask, rows, step), lambda x: x, scores)
     new_top = jnp.maximum(top, scores.max(axis=1) * factor)
     shrink = jnp.exp2(top - new_top)
@@ -286,11 +286,11 @@ def _tanh(x: Any, factor: float) -> Any:
 def _is_edge(shape: Shape, tile: Tile, step: Any) -> Any:
     """Whether some query of the tile does not see all keys of the step."""
     begin = tile.first_key(shape, step)
-    edge = begin + shape.block_keys > tile.start + (0 if shape.tree else tile.token + 1)
-    if shape.window is None:
+    edge = begin + shape.block_keys > tile.start + (0 if shape.options.tree else tile.token + 1)
+    if shape.options.window is None:
         return edge
-    furthest = tile.start + (shape.chunk if shape.tree else tile.token + shape.tokens)
-    return edge | (begin < furthest - shape.window)
+    furthest = tile.start + (shape.chunk if shape.options.tree else tile.token + shape.tokens)
+    return edge | (begin < furthest - shape.options.window)
 
 
 def _mask(rows: Rows, step: Any, scores: Any) -> Any:
@@ -303,13 +303,17 @@ def _visible(rows: Rows, step: Any) -> Any:
     dims, begin = (WARPGROUP_ROWS, shape.block_keys), tile.first_key(shape, step)
     # Added to the columns and not taken from the rows: else each thread's 32 column numbers outlive the loop and spill.
     keys = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=plgpu.Layout.WGMMA) + begin
-    positions = tile.start + (_depths(rows) if shape.tree else rows.tokens())
-    if shape.tree:
+    positions = tile.start + (_depths(rows) if shape.options.tree else rows.tokens())
+    if shape.options.tree:
         seen = _tree_block(rows, step)
-        return seen if shape.window is None else seen & (keys > _spread(positions - shape.window, shape.block_keys))
+        return (
+            seen
+            if shape.options.window is None
+            else seen & (keys > _spread(positions - shape.options.window, shape.block_keys))
+        )
     behind = _spread(positions, shape.block_keys) - keys
     # One comparison for both ends, and no register for the window's: what lies ahead is a huge unsigned number.
-    return behind >= 0 if shape.window is None else behind.astype(jnp.uint32) < shape.window
+    return behind >= 0 if shape.options.window is None else behind.astype(jnp.uint32) < shape.options.window
 
 
 def _depths(rows: Rows) -> Any:

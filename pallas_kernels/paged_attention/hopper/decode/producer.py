@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.mosaic import decode_types as types
-from pallas_kernels.paged_attention.mosaic.decode_schedule import Span, span
-from pallas_kernels.paged_attention.mosaic.decode_types import Barriers, Gmem, Shape, Smem
+from pallas_kernels.paged_attention.hopper.decode import types
+from pallas_kernels.paged_attention.hopper.decode.types import Barriers, Gmem, Shape, Smem
+from pallas_kernels.paged_attention.spans import Span, span
 
 FIRST = -1  # a split's number that stands for the first of the row
 
@@ -65,7 +65,7 @@ def after(shape: Shape, unit: Unit) -> Place:
 
 def _span(shape: Shape, gmem: Gmem, row: Any) -> Span:
     sizes = {"block_keys": shape.tiles.block_keys, "keys_per_split": shape.tiles.keys_per_split}
-    return span(gmem.starts[row], gmem.lengths[row], **sizes, window=shape.window)
+    return span(gmem.starts[row], gmem.lengths[row], **sizes, window=shape.options.window)
 
 
 def slot_of(shape: Shape, step: Any) -> Any:

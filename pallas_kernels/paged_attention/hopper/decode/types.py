@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.options import AttentionOptions
+
 QUERY_SLOTS = 2  # the next unit's queries are on their way while this one is computed
 # A KV head's first query lies anywhere in a shared-memory tile of so many rows.
 TILE_ROWS = 8
@@ -57,11 +59,7 @@ class Shape(NamedTuple):
     dtype: Any
     pool_dtype: Any
     scaled_by: str | None  # "head", "token" or None
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    tree: bool
+    options: AttentionOptions  # its `flags`
     tiles: Tiles
     interpret: bool
 

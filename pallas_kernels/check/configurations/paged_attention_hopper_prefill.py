@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import Configuration, shaped
-from pallas_kernels.paged_attention.mosaic.prefill import prefill
+from pallas_kernels.paged_attention.hopper.prefill.launch import prefill
+from pallas_kernels.paged_attention.options import AttentionOptions
 
 _SEQUENCES, _KV_HEADS, _PAGES, _CONTEXT = 4, 8, 256, 8192
 
@@ -29,24 +29,20 @@ def _build(
     **options: Any,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     per_token = (page,) if scales == "token" else ()
-    extra: dict[str, jax.ShapeDtypeStruct] = {}
-    if scales is not None:
-        extra["scales"] = shaped(_PAGES, 2, _KV_HEADS, *per_token, dtype=jnp.float32)
-    if sinks:
-        extra["sinks"] = shaped(_KV_HEADS * group, dtype=jnp.float32)
-    if tree:
-        extra["tree"] = shaped(_SEQUENCES, chunk, chunk, dtype=jnp.bool_)
-
-    def attend(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, extra: dict[str, Any]) -> Any:
-        return prefill(q, pool, tables, starts, lengths, scale=head_dim**-0.5, **options, **extra)
-
-    return attend, (
+    asked = AttentionOptions(
+        head_dim**-0.5,
+        sinks=shaped(_KV_HEADS * group, dtype=jnp.float32) if sinks else None,
+        scales=None if scales is None else shaped(_PAGES, 2, _KV_HEADS, *per_token, dtype=jnp.float32),
+        tree=shaped(_SEQUENCES, chunk, chunk, dtype=jnp.bool_) if tree else None,
+        **options,
+    )
+    return prefill, (
         shaped(_SEQUENCES, chunk, _KV_HEADS * group, head_dim, dtype=dtype),
         shaped(_PAGES, 2, _KV_HEADS, page, head_dim, dtype=pool_dtype or dtype),
         shaped(_SEQUENCES, _CONTEXT // page, dtype=jnp.int32),
         shaped(_SEQUENCES, dtype=jnp.int32),
         shaped(_SEQUENCES, dtype=jnp.int32),
-        extra,
+        asked,
     )
 
 

@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.mosaic.ampere_kernel import LOG2_E, Shape, Tiles, launcher
-from pallas_kernels.paged_attention.mosaic.trees import MOST_IN_TREE, tree_words
+from pallas_kernels.paged_attention.ampere.kernel import LOG2_E, Shape, Tiles, launcher
+from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.trees import MOST_IN_TREE, tree_words
 
 __all__ = ["Tiles", "decode", "extend", "refusal"]
 
@@ -43,19 +44,14 @@ def decode(
     pool: Float[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
     """See `reference.decode`, and `extend`."""
     starts = jnp.maximum(lengths - 1, 0)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
-    return extend(q[:, None], pool, tables, starts, lengths, **options, tiles=tiles, interpret=interpret)[:, 0]
+    return extend(q[:, None], pool, tables, starts, lengths, options, tiles=tiles, interpret=interpret)[:, 0]
 
 
 def extend(
@@ -64,13 +60,8 @@ def extend(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: None = None,
-    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
@@ -83,56 +74,42 @@ def extend(
     Raises:
         ValueError: what `refusal` says.
     """
-    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "scales": scales, "tree": tree}
-    if (why := refusal(q, pool, tables, lengths, starts=starts, **options)) is not None:
+    if (why := refusal((q, pool, tables, starts, lengths), options)) is not None:
         raise ValueError(why)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
-    shape = _shape_of(q, pool, tables, scale, options, tiles or _heuristic_tiles(q), interpret is not None)
-    bounds = _bounds(shape, starts, lengths, tree)
+    shape = _shape_of(q, pool, tables, options, tiles or _heuristic_tiles(q), interpret is not None)
+    bounds = _bounds(shape, starts, lengths, options.tree)
     operands = (_parted(shape, q), pool, tables.astype(jnp.int32), starts, lengths, *bounds)
     sums, stats = launcher(shape, interpret)(*operands)
-    return _whole(shape, q, _merged(sums, stats, _by_head(shape, sinks)))
+    return _whole(shape, q, _merged(sums, stats, _by_head(shape, options.sinks)))
 
 
-def refusal(
-    q: Any,
-    pool: Any,
-    tables: Any,
-    lengths: Any,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-    scales: Any = None,
-    tree: Any = None,
-    starts: Any = None,
-) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
+def refusal(operands: tuple[Any, ...], options: AttentionOptions) -> str | None:
+    """Why this kernel cannot do `decode` or `extend` of operands of these shapes and dtypes; None if it can."""
+    (q, pool, tables, *per_row), tree, sinks = operands, options.tree, options.sinks
     if q.ndim == 3:
         q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
     (sequences, chunk, heads, head_dim), (_, two, kv_heads, page, pool_dim) = q.shape, pool.shape
     if two != 2 or pool_dim != head_dim or heads % kv_heads:
         return f"queries {q.shape} and pool {pool.shape} do not fit each other"
-    if {tables.shape[:1], lengths.shape, (lengths if starts is None else starts).shape} != {(sequences,)}:
-        return f"{sequences} rows, but tables {tables.shape} and lengths {lengths.shape}"
+    if {tables.shape[:1], *(each.shape for each in per_row)} != {(sequences,)}:
+        return f"{sequences} rows, but tables {tables.shape} and lengths {per_row[-1].shape}"
     if head_dim not in HEAD_DIMS or page not in PAGES or page * head_dim < _LEAST_COPY:
         return (
             f"head_dim {head_dim}, pages of {page}: below Hopper the kernel does {HEAD_DIMS} and {PAGES}, not 64 and 16"
         )
     if heads // kv_heads > COLUMNS:
         return f"{heads // kv_heads} heads to a KV head: below Hopper the kernel does {COLUMNS}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != q.dtype or scales is not None:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or pool.dtype != q.dtype or options.scales is not None:
         return f"queries of {q.dtype}, a pool of {pool.dtype}: below Hopper the kernel does bfloat16, and float16"
     if tree is not None and (tree.shape != (sequences, chunk, chunk) or chunk > MOST_IN_TREE):
         return f"a tree of shape {tree.shape}: [sequences, chunk, chunk] with at most {MOST_IN_TREE} tokens is needed"
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        return f"window {window} and softcap {softcap} must be positive"
+    if why := options.refusal:
+        return why
     return None if sinks is None or sinks.shape == (heads,) else f"{heads} heads, but sinks {sinks.shape}"
 
 
-def _shape_of(
-    q: Any, pool: Any, tables: Any, scale: float, options: dict[str, Any], tiles: Tiles, interpret: bool
-) -> Shape:
+def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: Tiles, interpret: bool) -> Shape:
     (sequences, chunk, heads, head_dim), (kv_heads, page) = q.shape, pool.shape[2:4]
     tokens = min(chunk, COLUMNS // (heads // kv_heads))
     parts = pl.cdiv(chunk, tokens)
@@ -146,10 +123,7 @@ def _shape_of(
         head_dim=head_dim,
         splits=pl.cdiv(tables.shape[1] * page, tiles.keys_per_split) if parts == 1 else 1,
         dtype=jnp.dtype(q.dtype),
-        scale=scale,
-        window=options["window"],
-        softcap=options["softcap"],
-        tree=options["tree"] is not None,
+        options=options.flags,
         tiles=tiles,
         interpret=interpret,
     )
@@ -192,7 +166,7 @@ def _bounds(
         seen, depth = (jnp.pad(each, missing) for each in tree_words(tree))
         high = jnp.broadcast_to(starts[:, None], at.shape)
         depth = depth + high
-    low = jnp.zeros_like(at) if shape.window is None else jnp.maximum(depth - (shape.window - 1), 0)
+    low = jnp.zeros_like(at) if shape.options.window is None else jnp.maximum(depth - (shape.options.window - 1), 0)
     low, high, seen = (_of_columns(shape, jnp.where(real, each, 0)) for each in (low, high, seen))
     return low, high, seen
 

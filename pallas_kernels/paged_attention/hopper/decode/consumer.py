@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention.mosaic.decode_producer import (
+from pallas_kernels.paged_attention.hopper.decode.producer import (
     Place,
     Unit,
     after,
@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention.mosaic.decode_producer import (
     slot_of,
     unit_at,
 )
-from pallas_kernels.paged_attention.mosaic.decode_types import Barriers, Gmem, Shape, Smem
+from pallas_kernels.paged_attention.hopper.decode.types import Barriers, Gmem, Shape, Smem
 
 LOWEST = -1e30  # stands for minus infinity where inf - inf would give NaN
 MASKED = 2 * LOWEST  # below every running maximum, so that its probability is 0
@@ -168,11 +168,11 @@ def _bounds(shape: Shape, unit: Unit, gmem: Gmem) -> _Bounds:
     length = unit.keys.high
     at = _column(unit.start + query)
     high, seen = _column(jnp.minimum(at + 1, length)), None
-    if shape.tree:
+    if shape.options.tree:
         at = _column(unit.start + _pick(query, [gmem.depths[unit.row, i] for i in range(shape.chunk)]))
         seen = _pick(query, [gmem.seen[unit.row, i] for i in range(shape.chunk)])
         high = _column(jnp.full(query.shape, jnp.minimum(unit.start + shape.chunk, length)))
-    low = None if shape.window is None else _column(at - (shape.window - 1))
+    low = None if shape.options.window is None else _column(at - (shape.options.window - 1))
     return _Bounds(low, high, seen)
 
 
@@ -273,9 +273,9 @@ def _soft_scores(shape: Shape, scores: Any, factors: Any) -> Any:
     """Scaled and capped, in units of log 2."""
     if factors is not None:
         scores = scores * factors
-    if shape.softcap is None:
-        return scores * (shape.scale * LOG2_E)
-    return jnp.tanh(scores * (shape.scale / shape.softcap)) * (shape.softcap * LOG2_E)
+    if shape.options.softcap is None:
+        return scores * (shape.options.scale * LOG2_E)
+    return jnp.tanh(scores * (shape.options.scale / shape.options.softcap)) * (shape.options.softcap * LOG2_E)
 
 
 def _visible(shape: Shape, unit: Unit, bounds: _Bounds, at: Any) -> Any:
@@ -284,7 +284,7 @@ def _visible(shape: Shape, unit: Unit, bounds: _Bounds, at: Any) -> Any:
     if shape.chunk == 1:
         return (key >= bounds.low) & (key < bounds.high)
     visible = key < _across(dims, bounds.high)
-    if shape.window is not None:
+    if shape.options.window is not None:
         visible &= key >= _across(dims, bounds.low)
     if bounds.seen is not None:
         token = key - unit.start
@@ -390,7 +390,7 @@ def _write(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem, smem: Smem) -> None
 
 def _with_sinks(shape: Shape, unit: Unit, sums: Sums, gmem: Gmem) -> Sums:
     """Once per row: a score that has no value."""
-    if not shape.sinks:
+    if not shape.options.sinks:
         return sums
     sink = _sinks_of_columns(shape, unit, gmem)
     top = _column(jnp.maximum(sums.top, (sink + _ROUND) - _ROUND))

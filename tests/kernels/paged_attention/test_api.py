@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels.check.cases import attention_case
 from pallas_kernels.choice import AMPERE, HOPPER, Target
-from pallas_kernels.paged_attention import api, reference
+from pallas_kernels.paged_attention import AttentionOptions, api, reference
 
 SCALE = 0.3
 
@@ -29,8 +29,8 @@ def test_decode_equals_the_equation(kv_heads, group, head_dim, page, window):
     width = 160 // page + 1
     tables = jnp.asarray(np.random.default_rng(1).permutation(6 * width).reshape(6, width), jnp.int32)
     pool, q = _pool(2, 6 * width, kv_heads, page, head_dim), _queries(3, 6, kv_heads * group, head_dim)
-    got = jax.jit(lambda *a: paged_attention.decode(*a, scale=SCALE, window=window))(q, pool, tables, lengths)
-    want = reference.decode(q, pool, tables, lengths, scale=SCALE, window=window)
+    got = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE, window)))(q, pool, tables, lengths)
+    want = reference.decode(q, pool, tables, lengths, AttentionOptions(SCALE, window))
     np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-5)
     assert not np.asarray(got[0]).any()
 
@@ -42,9 +42,9 @@ def test_prefill_equals_the_equation(chunks, window):
     pool, q = _pool(2, 50, 2, page, 16), _queries(3, sequences, chunk, 6, 16)
     tables = jnp.asarray(np.random.default_rng(4).permutation(50)[: 15 * sequences].reshape(sequences, 15), jnp.int32)
     starts, ends = jnp.array([start for start, _ in chunks]), jnp.array([sum(pair) for pair in chunks])
-    prefill = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=window))
+    prefill = jax.jit(lambda *a: paged_attention.prefill(*a, AttentionOptions(SCALE, window)))
     got = prefill(q, pool, tables, starts, ends)
-    want = reference.prefill(q, pool, tables, starts, ends, scale=SCALE, window=window)
+    want = reference.prefill(q, pool, tables, starts, ends, AttentionOptions(SCALE, window))
     for sequence, (_, count) in enumerate(chunks):
         np.testing.assert_allclose(got[sequence, :count], want[sequence, :count], atol=2e-6, rtol=1e-5)
 
@@ -52,7 +52,7 @@ def test_prefill_equals_the_equation(chunks, window):
 def test_a_chunk_does_not_depend_on_other_sequences():
     pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 16, 4, 8)
     tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
-    prefill = jax.jit(lambda *a: paged_attention.prefill(*a, scale=SCALE, window=40))
+    prefill = jax.jit(lambda *a: paged_attention.prefill(*a, AttentionOptions(SCALE, 40)))
     together = prefill(q, pool, tables, jnp.array([48, 240, 0]), jnp.array([64, 256, 3]))
     alone = prefill(q, pool, tables, jnp.array([48, 0, 0]), jnp.array([64, 0, 0]))
     np.testing.assert_array_equal(together[0], alone[0])
@@ -61,7 +61,7 @@ def test_a_chunk_does_not_depend_on_other_sequences():
 def test_a_row_does_not_depend_on_table_width_or_neighbours():
     pool, q = _pool(5, 64, 2, 16, 8), _queries(6, 3, 4, 8)
     tables = jnp.asarray(np.random.default_rng(7).permutation(64)[:48].reshape(3, 16), jnp.int32)
-    decode = jax.jit(lambda *a: paged_attention.decode(*a, scale=SCALE, window=40))
+    decode = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE, 40)))
     together = decode(q, pool, tables, jnp.array([50, 250, 3]))
     alone = decode(q, pool, tables[:, :5], jnp.array([50, 0, 0]))
     np.testing.assert_array_equal(together[0], alone[0])
@@ -70,9 +70,9 @@ def test_a_row_does_not_depend_on_table_width_or_neighbours():
 def test_foreign_pages_do_not_matter():
     pool, q = _pool(5, 8, 2, 16, 8), _queries(6, 1, 4, 8)
     tables, lengths = jnp.array([[3, 5, 1]]), jnp.array([20])
-    want = paged_attention.decode(q, pool, tables, lengths, scale=SCALE)
+    want = paged_attention.decode(q, pool, tables, lengths, AttentionOptions(SCALE))
     poisoned = pool.at[jnp.array([0, 1, 2, 4, 6, 7])].set(1e3).at[5, :, :, 4:].set(-1e3)
-    got = paged_attention.decode(q, poisoned, tables, lengths, scale=SCALE)
+    got = paged_attention.decode(q, poisoned, tables, lengths, AttentionOptions(SCALE))
     np.testing.assert_array_equal(got, want)
 
 
@@ -93,7 +93,7 @@ def test_every_option_is_that_of_the_equation(name):
     """Whatever no query may see is NaN. Computed in float32, so that the result's rounding hides nothing."""
     case = attention_case(dtype=jnp.float32, **OPTIONS[name])
     path = paged_attention.decode if case.starts is None else paged_attention.prefill
-    got = np.array(jax.jit(lambda *a: path(*a, **case.options))(*case.arrays))
+    got = np.array(jax.jit(lambda *a: path(*a, case.options))(*case.arrays))
     assert np.isfinite(got).all()
     if case.starts is not None:  # padding
         for sequence, count in enumerate(case.lengths - case.starts):
@@ -105,7 +105,7 @@ def test_a_row_does_not_depend_on_those_that_it_is_sorted_among():
     """Twenty rows run in three parts: which part, and where in it, changes no bit."""
     pool, q = _pool(5, 320, 2, 16, 8), _queries(6, 20, 4, 8)
     tables = jnp.asarray(np.random.default_rng(7).permutation(320).reshape(20, 16), jnp.int32)
-    decode = jax.jit(lambda *a: paged_attention.decode(*a, scale=SCALE))
+    decode = jax.jit(lambda *a: paged_attention.decode(*a, AttentionOptions(SCALE)))
     lengths = np.random.default_rng(8).integers(1, 256, 20)
     lengths[3] = 100
     rows = []
@@ -142,12 +142,12 @@ H100, A100 = Target("gpu", HOPPER), Target("gpu", AMPERE)
         (shapes(jnp.bfloat16, chunk=3), H100, "mosaic", "capability 9.0"),
         (shapes(jnp.bfloat16, chunk=256), H100, "mosaic", "capability 9.0"),
         (shapes(jnp.bfloat16, chunk=256, page=48), H100, "xla", "page size 48"),
+        (shapes(jnp.float32, chunk=256), H100, "xla", "are too many; queries are float32"),
     ],
 )
 def test_the_path_and_why(operands, target, path, why):
     explain = paged_attention.explain_decode if len(operands) == 4 else paged_attention.explain_prefill
-    options = {} if len(operands) == 4 else {"scale": SCALE}
-    choice = explain(*operands, **options, target=target)
+    choice = explain(*operands, AttentionOptions(SCALE), target=target)
     assert choice.path == path
     assert why in choice.why
 
@@ -155,15 +155,19 @@ def test_the_path_and_why(operands, target, path, why):
 def test_a_path_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="float32"):
         jax.eval_shape(
-            lambda *a: paged_attention.prefill(*a, scale=SCALE, path="mosaic"), *shapes(jnp.float32, chunk=256)
+            lambda *a: paged_attention.prefill(*a, AttentionOptions(SCALE), path="mosaic"),
+            *shapes(jnp.float32, chunk=256),
         )
 
 
 @pytest.mark.parametrize(("chunk", "kernel"), [(3, "decode"), (16, "decode"), (17, "prefill")])
 def test_few_queries_are_the_decode_kernels(monkeypatch, chunk, kernel):
     """Four heads a KV head: 16 tokens are the 64 queries that it takes."""
-    monkeypatch.setattr(api.few, "extend", lambda q, *_, **__: q * 1)
-    monkeypatch.setattr(api.many, "prefill", lambda q, *_, **__: q * 2)
+    fakes = (
+        each._replace(run=lambda q, *_, times=times: q * times)
+        for times, each in enumerate(api.IMPLEMENTATIONS["prefill"], 1)
+    )
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "prefill", tuple(fakes))
     operands = [jnp.ones(each.shape, each.dtype) for each in shapes(jnp.bfloat16, chunk=chunk)]
-    got = paged_attention.prefill(*operands, scale=SCALE, path="mosaic")
+    got = paged_attention.prefill(*operands, AttentionOptions(SCALE), path="mosaic")
     assert got[0, 0, 0, 0] == {"decode": 1, "prefill": 2}[kernel]

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.check.configuration import shaped
-from pallas_kernels.paged_attention.mosaic.prefill import heuristic_tiles, prefill, refusal
+from pallas_kernels.paged_attention.hopper.prefill.launch import heuristic_tiles, prefill, refusal
+from pallas_kernels.paged_attention.options import AttentionOptions
 from pallas_kernels.paged_attention.tile_keys import PREFILL, prefill_key
 from pallas_kernels.tune.operands import filled, numbers, tables
 from pallas_kernels.tune.problem import Problem, Tunable
@@ -49,32 +51,25 @@ def _factors(shape: PrefillShape, pool: Any) -> Any | None:
 def problem(shape: PrefillShape, _: int) -> Problem:
     """Any number of multiprocessors: a thread block has one tile."""
     q, pool, table = shape.arguments()
-    factors, per_sequence = _factors(shape, pool), shaped(shape.sequences, dtype=jnp.int32)
-    options: dict[str, Any] = {"scale": shape.head_dim**-0.5}
-
-    def refuses(tiles: Any) -> str | None:
-        return refusal(q, pool, table, per_sequence, per_sequence, **options, scales=factors, tiles=tiles)
-
-    def launch(q: Any, pool: Any, tables: Any, starts: Any, lengths: Any, scales: Any, **how: Any) -> Any:
-        return prefill(q, pool, tables, starts, lengths, **options, scales=scales, **how)
-
+    options = AttentionOptions(shape.head_dim**-0.5, scales=_factors(shape, pool))
+    per_sequence = shaped(shape.sequences, dtype=jnp.int32)
     return Problem(
-        key=prefill_key(q, pool, table, scales=factors),
+        key=prefill_key(q, pool, table, options),
         heuristic=heuristic_tiles(group=shape.group, head_dim=shape.head_dim, tree=False, quantized=bool(shape.scales)),
         grid={"block_keys": (64, 128), "stages": (2, 3, 4, 5, 6), "heads": (1, 2, 4, 8, 16)},
-        refusal=refuses,
-        launch=launch,
-        operands=functools.partial(_operands, shape, q, pool, factors),
+        refusal=functools.partial(refusal, (q, pool, table, per_sequence, per_sequence), options),
+        launch=prefill,
+        operands=functools.partial(_operands, shape, q, pool, options),
     )
 
 
-def _operands(shape: PrefillShape, q: Any, pool: Any, factors: Any) -> list[tuple[Any, ...]]:
+def _operands(shape: PrefillShape, q: Any, pool: Any, options: AttentionOptions) -> list[tuple[Any, ...]]:
     shared = (
         numbers(0, pool.shape, pool.dtype),
         tables(shape.sequences, shape.context // shape.page),
         filled(shape.sequences, shape.context - shape.chunk),
         filled(shape.sequences, shape.context),
-        None if factors is None else jnp.full(factors.shape, 0.01, jnp.float32),
+        jax.tree.map(lambda factors: jnp.full(factors.shape, 0.01, jnp.float32), options),
     )
     return [(numbers(1 + index, q.shape, q.dtype), *shared) for index in range(_SETS)]
 

@@ -11,17 +11,19 @@ import pytest
 from pallas_kernels import compat, paged_attention
 from pallas_kernels.check.cases import attention_case
 from pallas_kernels.choice import Target
-from pallas_kernels.paged_attention.mosaic import ampere, ampere_kernel
-from pallas_kernels.paged_attention.mosaic.ampere import Tiles
-from tests.kernels.test_mosaic_decode import assert_close
+from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention.ampere import kernel
+from pallas_kernels.paged_attention.ampere import launch as ampere
+from pallas_kernels.paged_attention.ampere.launch import Tiles
+from tests.kernels.paged_attention.test_hopper_decode import assert_close
 
 TINY = Tiles(stages=2, keys_per_split=64)
 
 
 def run(case, tiles, module=ampere):
-    options = {**case.options, "tiles": tiles, "interpret": compat.interpret_params()}
+    how = {"tiles": tiles, "interpret": compat.interpret_params()}
     path = module.decode if case.starts is None else module.extend
-    return np.asarray(compat.interpreted(lambda: path(*case.arrays, **options)))
+    return np.asarray(compat.interpreted(lambda: path(*case.arrays, case.options, **how)))
 
 
 CASES = {
@@ -78,8 +80,8 @@ def test_no_bit_of_a_row_depends_on_its_neighbours():
     case = attention_case((100, 70), page=32, kv_heads=1)
     whole, arrays = run(case, TINY), list(case.arrays)
     arrays[0], arrays[2], arrays[3] = arrays[0][1:], arrays[2][1:], arrays[3][1:]
-    options = {**case.options, "tiles": TINY, "interpret": compat.interpret_params()}
-    alone = np.asarray(compat.interpreted(lambda: ampere.decode(*arrays, **options)))
+    how = {"tiles": TINY, "interpret": compat.interpret_params()}
+    alone = np.asarray(compat.interpreted(lambda: ampere.decode(*arrays, case.options, **how)))
     assert alone[0].tobytes() == whole[1].tobytes()
 
 
@@ -93,30 +95,34 @@ def test_no_bit_of_a_token_depends_on_how_its_text_was_cut():
 
 # Where, what to change there, and what must fail then.
 MUTATIONS = {
-    "the mask's end": (ampere_kernel, "return (at >= unit.low) & (at < unit.high)", "return at >= unit.low"),
-    "a window's start": (ampere_kernel, "return (at >= unit.low) & (at < unit.high)", "return at < unit.high"),
-    "values of unseen keys": (ampere_kernel, "(key < unit.low) | (key + BLOCK > unit.high)", "key < 0"),
-    "keys and values": (ampere_kernel, "enumerate((smem.keys, smem.values))", "enumerate((smem.values, smem.keys))"),
+    "the mask's end": (kernel, "return (at >= unit.low) & (at < unit.high)", "return at >= unit.low"),
+    "a window's start": (kernel, "return (at >= unit.low) & (at < unit.high)", "return at < unit.high"),
+    "values of unseen keys": (kernel, "(key < unit.low) | (key + BLOCK > unit.high)", "key < 0"),
+    "keys and values": (kernel, "enumerate((smem.keys, smem.values))", "enumerate((smem.values, smem.keys))"),
     "a page's place": (
-        ampere_kernel,
+        kernel,
         "pl.multiple_of(lax.rem(key, jnp.int32(shape.page)), shape.piece)",
         "pl.multiple_of(0, 16)",
     ),
-    "a slot": (ampere_kernel, "lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(shape.tiles.stages))", "jnp.int32(0)"),
-    "rescaling": (ampere_kernel, "mixed = sums.mixed * _across(shrink, shape.head_dim)", "mixed = sums.mixed"),
+    "a slot": (kernel, "lax.rem(jnp.asarray(index, jnp.int32), jnp.int32(shape.tiles.stages))", "jnp.int32(0)"),
+    "rescaling": (kernel, "mixed = sums.mixed * _across(shrink, shape.head_dim)", "mixed = sums.mixed"),
     "a split's share": (ampere, "(sums * shares[:, :, :, None]).sum", "sums.sum"),
     "sinks": (ampere, "total = total + jnp.exp2(sinks - top)", "pass"),
 }
 OF_CHUNKS = {
     "causality": (ampere, "at, at + 1, jnp.zeros_like(at)", "at, at + 2, jnp.zeros_like(at)"),
-    "a query's window": (ampere, "jnp.maximum(depth - (shape.window - 1), 0)", "jnp.maximum(depth - shape.window, 0)"),
+    "a query's window": (
+        ampere,
+        "jnp.maximum(depth - (shape.options.window - 1), 0)",
+        "jnp.maximum(depth - shape.options.window, 0)",
+    ),
     "a part's first token": (
-        ampere_kernel,
+        kernel,
         "start + part * shape.tokens, start",
         "start + (part + 9) * shape.tokens, start",
     ),
-    "a part's last token": (ampere_kernel, "start + (part + 1) * shape.tokens", "start + part * shape.tokens"),
-    "a part's sequence": (ampere_kernel, "for operation in (lax.div, lax.rem)", "for operation in (lax.rem, lax.div)"),
+    "a part's last token": (kernel, "start + (part + 1) * shape.tokens", "start + part * shape.tokens"),
+    "a part's sequence": (kernel, "for operation in (lax.div, lax.rem)", "for operation in (lax.rem, lax.div)"),
     "a query's head": (ampere, "jnp.tile(grouped, (1, shape.tokens))", "jnp.repeat(grouped, shape.tokens, axis=1)"),
 }
 
@@ -167,9 +173,8 @@ def test_a_mutation_of_chunks_is_caught(name, monkeypatch):
 )
 def test_what_it_refuses_takes_xla(options, why):
     case = attention_case((5,), **{"page": 32, **options})
-    extra = {name: case.options[name] for name in ("window", "softcap", "sinks", "scales")}
     for capability in ((8, 0), (8, 9)):
-        chosen = paged_attention.explain_decode(*case.arrays, **extra, target=Target("gpu", capability))
+        chosen = paged_attention.explain_decode(*case.arrays, case.options, target=Target("gpu", capability))
         assert (chosen.path, why in chosen.why) == ("xla", True), chosen
 
 
@@ -182,11 +187,11 @@ def test_which_kernel_a_gpu_takes():
         ((7, 5), "xla"),
         ((10, 0), "xla"),
     ):
-        chosen = paged_attention.explain_decode(*case.arrays, target=Target("gpu", capability))
+        chosen = paged_attention.explain_decode(*case.arrays, case.options, target=Target("gpu", capability))
         assert chosen.path == path, chosen
         chunks = attention_case((50,), counts=(40,), page=32)
-        options = {**chunks.options, "target": Target("gpu", capability)}
-        assert paged_attention.explain_prefill(*chunks.arrays, **options).path == path
+        chosen = paged_attention.explain_prefill(*chunks.arrays, chunks.options, target=Target("gpu", capability))
+        assert chosen.path == path, chosen
 
 
 def test_tiles_of_impossible_numbers_are_refused():
@@ -194,4 +199,4 @@ def test_tiles_of_impossible_numbers_are_refused():
         with pytest.raises(ValueError, match="stages"):
             Tiles(**fields)
     with pytest.raises(ValueError, match="window"):
-        ampere.decode(*attention_case((5,), page=32).arrays, scale=1.0, window=0)
+        ampere.decode(*attention_case((5,), page=32).arrays, AttentionOptions(1.0, window=0))

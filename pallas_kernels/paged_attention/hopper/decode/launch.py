@@ -1,7 +1,7 @@
 """Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU: few queries per row, split over the keys.
 
 A launch has a fixed number of thread blocks. Each takes a run of *units* (one split of one KV head of one row; see
-`decode_schedule`) and works through it without a pause in its loads: while the consumer finishes one unit, the copies
+`schedule`) and works through it without a pause in its loads: while the consumer finishes one unit, the copies
 of the next are on their way. Two warpgroups of a block:
 
     producer (warpgroup 1)                          consumer (warpgroup 0)
@@ -29,7 +29,7 @@ Online softmax: Milakov and Gimelshein 2018. Splitting over keys with a log-sum-
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,16 +37,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention.mosaic import decode_schedule as schedule
-from pallas_kernels.paged_attention.mosaic import decode_types as types
-from pallas_kernels.paged_attention.mosaic.decode_consumer import LOG2_E, consume
-from pallas_kernels.paged_attention.mosaic.decode_producer import produce
-from pallas_kernels.paged_attention.mosaic.decode_types import Gmem, Shape, Tiles
-from pallas_kernels.paged_attention.mosaic.trees import MOST_IN_TREE, tree_words
+from pallas_kernels.paged_attention.hopper.decode import schedule, types
+from pallas_kernels.paged_attention.hopper.decode.consumer import LOG2_E, consume
+from pallas_kernels.paged_attention.hopper.decode.producer import produce
+from pallas_kernels.paged_attention.hopper.decode.types import Gmem, Shape, Tiles
+from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.spans import span
 from pallas_kernels.paged_attention.tile_keys import DECODE, decode_key
+from pallas_kernels.paged_attention.trees import MOST_IN_TREE, tree_words
 from pallas_kernels.tiles import pick
 
 __all__ = ["Tiles", "decode", "extend", "heuristic_tiles", "refusal"]
@@ -68,12 +69,8 @@ def decode(
     pool: Num[Array, "pages 2 kv_heads page head_dim"],
     tables: Int[Array, "rows width"],
     lengths: Int[Array, " rows"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "rows heads head_dim"]:
@@ -87,8 +84,7 @@ def decode(
         ValueError: what `refusal` says.
     """
     starts = jnp.maximum(lengths - 1, 0)
-    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales}
-    return extend(q[:, None], pool, tables, starts, lengths, **options, tiles=tiles, interpret=interpret)[:, 0]
+    return extend(q[:, None], pool, tables, starts, lengths, options, tiles=tiles, interpret=interpret)[:, 0]
 
 
 def extend(
@@ -97,13 +93,8 @@ def extend(
     tables: Int[Array, "sequences width"],
     starts: Int[Array, " sequences"],
     lengths: Int[Array, " sequences"],
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Array, " heads"] | None = None,
-    scales: Float[Array, "pages 2 kv_heads *page"] | None = None,
-    tree: Bool[Array, "sequences chunk chunk"] | None = None,
     tiles: Tiles | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> Float[Array, "sequences chunk heads head_dim"]:
@@ -112,15 +103,13 @@ def extend(
     Raises:
         ValueError: what `refusal` says.
     """
-    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "scales": scales, "tree": tree}
-    why = refusal(q, pool, tables, lengths, **options, starts=starts, tiles=tiles)
-    if why is not None:
+    if (why := refusal((q, pool, tables, starts, lengths), options, tiles)) is not None:
         raise ValueError(why)
-    tiles = tiles or _best_tiles(q, pool, tables, window, scales)
-    shape = _shape_of(q, pool, tables, scale, options, tiles, interpret is not None)
+    tiles = tiles or _best_tiles(q, pool, tables, options)
+    shape = _shape_of(q, pool, tables, options, tiles, interpret is not None)
     starts, lengths = starts.astype(jnp.int32), lengths.astype(jnp.int32)
     sizes = {"block_keys": tiles.block_keys, "keys_per_split": tiles.keys_per_split}
-    spans = schedule.span(starts, lengths, **sizes, window=window)
+    spans = span(starts, lengths, **sizes, window=options.window)
     per_split = tiles.keys_per_split // tiles.block_keys
     plan = schedule.plan(spans, kv_heads=shape.kv_heads, blocks=tiles.blocks, blocks_per_split=per_split)
     given = {
@@ -130,46 +119,43 @@ def extend(
         "starts": starts,
         "lengths": lengths,
         "plan": plan,
-        **({} if sinks is None else {"sinks": sinks.astype(jnp.float32) * LOG2_E}),
-        **({} if scales is None else {"scales": _scales_of(shape, tables, scales)}),
-        **({} if tree is None else dict(zip(("seen", "depths"), tree_words(tree), strict=True))),
+        **_of_options(shape, tables, options),
     }
     output = _launcher(shape, tuple(given), interpret)(*given.values())[0]
     return _unflat(shape, output[: shape.rows * shape.kv_heads * shape.queries])
 
 
-def refusal(
-    q: Any,
-    pool: Any,
-    tables: Any,
-    lengths: Any,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-    scales: Any = None,
-    tree: Any = None,
-    starts: Any = None,
-    tiles: Tiles | None = None,
-) -> str | None:
-    """Why this kernel cannot do these shapes and dtypes (of arrays or tracers), in one sentence; None if it can."""
+def _of_options(shape: Shape, tables: Int[Array, "sequences width"], options: AttentionOptions) -> dict[str, Array]:
+    given: dict[str, Array] = {}
+    if options.sinks is not None:
+        given["sinks"] = options.sinks.astype(jnp.float32) * LOG2_E
+    if options.scales is not None:
+        given["scales"] = _scales_of(shape, tables, options.scales)
+    if options.tree is not None:
+        given["seen"], given["depths"] = tree_words(options.tree)
+    return given
+
+
+def refusal(operands: tuple[Any, ...], options: AttentionOptions, tiles: Tiles | None = None) -> str | None:
+    """Why this kernel cannot do `decode` or `extend` of operands of these shapes and dtypes; None if it can."""
+    q, pool, tables, *per_row = operands
     if q.ndim == 3:
         q = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
     return (
-        _shape_refusal(q, pool, tables, lengths, starts)
-        or _option_refusal(q, window, softcap, sinks, tree)
-        or _pool_refusal(q, pool, scales)
-        or _tiles_refusal(q, pool, scales, tiles)
+        _shape_refusal(q, pool, tables, per_row)
+        or _option_refusal(q, options)
+        or _pool_refusal(q, pool, options.scales)
+        or _tiles_refusal(q, pool, options, tiles)
     )
 
 
-def _shape_refusal(q: Any, pool: Any, tables: Any, lengths: Any, starts: Any) -> str | None:
+def _shape_refusal(q: Any, pool: Any, tables: Any, per_row: Sequence[Any]) -> str | None:
     rows, chunk, heads, head_dim = q.shape
     _, two, kv_heads, page, pool_dim = pool.shape
     if two != 2 or pool_dim != head_dim or heads % kv_heads:
         return f"queries {q.shape} and pool {pool.shape} do not fit each other"
-    if tables.shape[0] != rows or lengths.shape != (rows,) or (starts is not None and starts.shape != (rows,)):
-        return f"{rows} rows, but tables {tables.shape} and lengths {lengths.shape}"
+    if tables.shape[0] != rows or any(each.shape != (rows,) for each in per_row):
+        return f"{rows} rows, but tables {tables.shape} and lengths {per_row[-1].shape}"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}: this kernel does {HEAD_DIMS}"
     if head_dim % 64 and not compat.CLIPPED_STORES:
@@ -182,10 +168,10 @@ def _shape_refusal(q: Any, pool: Any, tables: Any, lengths: Any, starts: Any) ->
     return None
 
 
-def _option_refusal(q: Any, window: int | None, softcap: float | None, sinks: Any, tree: Any) -> str | None:
-    rows, chunk, heads, _ = q.shape
-    if (window is not None and window < 1) or (softcap is not None and softcap <= 0):
-        return f"window {window} and softcap {softcap} must be positive"
+def _option_refusal(q: Any, options: AttentionOptions) -> str | None:
+    (rows, chunk, heads, _), sinks, tree = q.shape, options.sinks, options.tree
+    if why := options.refusal:
+        return why
     if sinks is not None and sinks.shape != (heads,):
         return f"{heads} heads, but sinks {sinks.shape}"
     if tree is not None and (tree.shape != (rows, chunk, chunk) or chunk > MOST_IN_TREE):
@@ -205,21 +191,20 @@ def _pool_refusal(q: Any, pool: Any, scales: Any) -> str | None:
     return None
 
 
-def _tiles_refusal(q: Any, pool: Any, scales: Any, tiles: Tiles | None) -> str | None:
+def _tiles_refusal(q: Any, pool: Any, options: AttentionOptions, tiles: Tiles | None) -> str | None:
     if tiles is None:
         return None
-    options = {"sinks": None, "scales": scales, "window": None, "softcap": None, "tree": None}
-    need = types.smem_bytes(_shape_of(q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), 1.0, options, tiles, False))
+    need = types.smem_bytes(_shape_of(q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), options, tiles, False))
     if need > _BLOCK_BYTES:
         return f"{tiles} with head_dim {pool.shape[4]} need {need} bytes of shared memory: there are {_BLOCK_BYTES}"
     return None
 
 
-def _best_tiles(q: Any, pool: Any, tables: Any, window: int | None, scales: Any) -> Tiles:
+def _best_tiles(q: Any, pool: Any, tables: Any, options: AttentionOptions) -> Tiles:
     """Tuned ones, else the heuristic's."""
     untuned = heuristic_tiles(pool.shape[4], pool.shape[3], q.dtype, pool.dtype, queries=_queries(q, pool))
-    key = decode_key(q, pool, tables, window=window, scales=scales)
-    return pick(DECODE, key, untuned, lambda tiles: _tiles_refusal(q, pool, scales, tiles))
+    key = decode_key(q, pool, tables, options)
+    return pick(DECODE, key, untuned, lambda tiles: _tiles_refusal(q, pool, options, tiles))
 
 
 def heuristic_tiles(
@@ -242,9 +227,9 @@ def _stages(head_dim: int, page: int, dtype: Any, pool_dtype: Any, queries: int,
         tiles, scaled = Tiles(stages=stages), "token" if jnp.dtype(pool_dtype).itemsize == 1 else None
         sizes: dict[str, Any] = {"page": page, "head_dim": head_dim, "splits": 1}
         storage: dict[str, Any] = {"dtype": dtype, "pool_dtype": pool_dtype, "scaled_by": scaled}
-        off: dict[str, Any] = {"window": None, "softcap": None, "sinks": False, "tree": False, "interpret": False}
+        off: dict[str, Any] = {"options": AttentionOptions(1.0), "interpret": False}
         return types.smem_bytes(
-            Shape(rows=1, chunk=1, kv_heads=1, group=queries, scale=1.0, tiles=tiles, **sizes, **storage, **off)
+            Shape(rows=1, chunk=1, kv_heads=1, group=queries, tiles=tiles, **sizes, **storage, **off)
         )
 
     return max((stages for stages in range(1, 9) if need(stages) <= room), default=0)
@@ -254,12 +239,9 @@ def _queries(q: Any, pool: Any) -> int:
     return int(q.shape[1] * (q.shape[2] // pool.shape[2]))
 
 
-def _shape_of(
-    q: Any, pool: Any, tables: Any, scale: float, options: dict[str, Any], tiles: Tiles, interpret: bool
-) -> Shape:
+def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: Tiles, interpret: bool) -> Shape:
     rows, chunk, heads, head_dim = q.shape
-    kv_heads, page = pool.shape[2:4]
-    scales = options["scales"]
+    (kv_heads, page), scales = pool.shape[2:4], options.scales
     return Shape(
         rows=rows,
         chunk=chunk,
@@ -271,11 +253,7 @@ def _shape_of(
         dtype=jnp.dtype(q.dtype),
         pool_dtype=jnp.dtype(pool.dtype),
         scaled_by=None if scales is None else {3: "head", 4: "token"}[scales.ndim],
-        scale=float(scale),
-        window=options["window"],
-        softcap=options["softcap"],
-        sinks=options["sinks"] is not None,
-        tree=options["tree"] is not None,
+        options=options.flags,
         tiles=tiles,
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""The kernel of `ampere`: its launch, and what a thread block does."""
+"""The launch, and what a thread block does of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.paged_attention.mosaic.decode_schedule import span
-from pallas_kernels.paged_attention.mosaic.trees import MOST_IN_TREE
+from pallas_kernels.paged_attention.options import AttentionOptions
+from pallas_kernels.paged_attention.spans import span
+from pallas_kernels.paged_attention.trees import MOST_IN_TREE
 
 BLOCK = 64  # keys: the rows of four warps' mma
 LOG2_E = math.log2(math.e)
@@ -55,10 +56,7 @@ class Shape(NamedTuple):
     head_dim: int
     splits: int
     dtype: Any
-    scale: float
-    window: int | None
-    softcap: float | None
-    tree: bool
+    options: AttentionOptions  # its `flags`
     tiles: Tiles
     interpret: bool
 
@@ -200,8 +198,8 @@ def _unit_at(shape: Shape, gmem: Gmem) -> Unit:
     sequence, part = (operation(number, jnp.int32(shape.parts)) for operation in (lax.div, lax.rem))
     start, length = gmem.starts[sequence], gmem.lengths[sequence]
     begin, end = start + part * shape.tokens, start + (part + 1) * shape.tokens
-    own = (start, length) if shape.tree else (begin, jnp.minimum(length, end))
-    keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.window)
+    own = (start, length) if shape.options.tree else (begin, jnp.minimum(length, end))
+    keys = span(*own, block_keys=BLOCK, keys_per_split=shape.tiles.keys_per_split, window=shape.options.window)
     first, end = keys.first_block, jnp.where(begin < length, keys.end_block, 0)
     if shape.blocks_per_split is not None:
         first = jnp.maximum(first, split * shape.blocks_per_split)
@@ -234,9 +232,11 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
     key = (unit.first + index) * BLOCK
     keys = plgpu.load(smem.keys.at[slot], layout=plgpu.Layout.MMA_LHS(shape.dtype))
     queries = _right(shape, smem.queries.transpose((1, 0)))
-    scores = _mma(shape, _zeros(dims, shape), keys, queries) * (shape.scale * (1.0 if shape.softcap else LOG2_E))
-    if shape.softcap:
-        scores = jnp.tanh(scores * (1.0 / shape.softcap)) * (shape.softcap * LOG2_E)
+    scores = _mma(shape, _zeros(dims, shape), keys, queries) * (
+        shape.options.scale * (1.0 if shape.options.softcap else LOG2_E)
+    )
+    if shape.options.softcap:
+        scores = jnp.tanh(scores * (1.0 / shape.options.softcap)) * (shape.options.softcap * LOG2_E)
     scores = jnp.where(_visible(shape, unit, key, gmem), scores, 2 * _LOWEST)
     top = jnp.maximum(sums.top, (scores.max(axis=0) + _ROUND) - _ROUND)
     probs = jnp.exp2(scores - _across(top, BLOCK))
@@ -251,7 +251,7 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
 def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
     """Of the keys from ``key`` on, by each column. [64, columns]"""
     at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=_acc(shape)) + key
-    if shape.tokens == 1 and not shape.tree:
+    if shape.tokens == 1 and not shape.options.tree:
         return (at >= unit.low) & (at < unit.high)
 
     def of_column(values: Any) -> Any:
@@ -259,11 +259,11 @@ def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
         return _across(plgpu.load(values.at[unit.number], layout=layout, optimized=False), BLOCK)
 
     seen = at < of_column(gmem.high)
-    if shape.tree:
+    if shape.options.tree:
         token = at - unit.start
         bit = lax.shift_right_logical(of_column(gmem.seen), jnp.clip(token, 0, MOST_IN_TREE - 1)) & 1
         seen |= (token >= 0) & (token < MOST_IN_TREE) & (bit == 1)
-    return seen if shape.window is None else seen & (at >= of_column(gmem.low))
+    return seen if shape.options.window is None else seen & (at >= of_column(gmem.low))
 
 
 def _seen_values(shape: Shape, unit: Unit, key: Any, values: Any) -> Any:

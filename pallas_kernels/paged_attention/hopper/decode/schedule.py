@@ -8,42 +8,14 @@ run of them of about equal cost, so long rows occupy many blocks and short rows 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
+
+from pallas_kernels.paged_attention.spans import Span
 
 # What a unit costs beyond its key blocks (query, merge, first latencies), in key blocks. A guess; see `plan`.
 _UNIT_COST = 1
-
-
-class Span(NamedTuple):
-    """Which keys a row's queries may see. Traced scalars in the kernel, arrays of all rows in `plan`."""
-
-    low: Any  # first key that any of the row's queries sees
-    high: Any  # one past the last
-    first_block: Any
-    end_block: Any
-    first_split: Any
-    last_split: Any  # a row that sees nothing has one split without blocks: it writes the zeros
-
-
-def span(start: Any, length: Any, *, block_keys: int, keys_per_split: int, window: int | None) -> Span:
-    """Of a row whose first query stands at ``start`` and that has ``length`` keys."""
-    low = jnp.zeros_like(length) if window is None else jnp.clip(start - (window - 1), 0, jnp.maximum(length - 1, 0))
-    first_block = _divide(low, block_keys)
-    end_block = _divide(length + (block_keys - 1), block_keys)
-    blocks_per_split = keys_per_split // block_keys
-    first_split = _divide(first_block, blocks_per_split)
-    last_split = jnp.maximum(_divide(jnp.maximum(end_block - 1, 0), blocks_per_split), first_split)
-    return Span(low, length, first_block, end_block, first_split, last_split)
-
-
-def _divide(a: Any, b: Any) -> Any:
-    """Neither is negative: rounding down needs no correction."""
-    return lax.div(a, jnp.broadcast_to(jnp.asarray(b, jnp.int32), jnp.shape(a)))
 
 
 def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> Int[Array, "3 blocks"]:

@@ -18,9 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
 from pallas_kernels.check.cases import Case, attention_case
-from pallas_kernels.paged_attention.mosaic import decode as kernel
-from pallas_kernels.paged_attention.mosaic import decode_consumer, decode_producer, decode_schedule
-from pallas_kernels.paged_attention.mosaic.decode import Tiles, heuristic_tiles, refusal
+from pallas_kernels.paged_attention import AttentionOptions
+from pallas_kernels.paged_attention.hopper.decode import consumer, producer, schedule
+from pallas_kernels.paged_attention.hopper.decode import launch as kernel
+from pallas_kernels.paged_attention.hopper.decode.launch import Tiles, heuristic_tiles, refusal
+from pallas_kernels.paged_attention.spans import span
 
 INT8, FP8 = jnp.int8, jnp.float8_e4m3fn
 TINY = Tiles(stages=2, keys_per_split=64, blocks=3)
@@ -29,8 +31,8 @@ ONE = Tiles(stages=2, keys_per_split=256, blocks=1)
 
 def run(case: Case, tiles: Tiles) -> np.ndarray:
     op = kernel.decode if case.starts is None else kernel.extend
-    options = {**case.options, "tiles": tiles, "interpret": compat.interpret_params()}
-    return np.asarray(compat.interpreted(lambda: op(*case.arrays, **options)))
+    how = {"tiles": tiles, "interpret": compat.interpret_params()}
+    return np.asarray(compat.interpreted(lambda: op(*case.arrays, case.options, **how)))
 
 
 def assert_close(case: Case, got: np.ndarray) -> None:
@@ -147,7 +149,7 @@ def test_all_blocks_share_the_semaphores():
     case, tiles = attention_case((150, 70, 3), kv_heads=2), dataclasses.replace(TINY, blocks=7)
     hopper = _Hopper(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=hopper)):
-        traced = jax.jit(lambda *arrays: kernel.decode(*arrays, scale=1.0, tiles=tiles)).trace(*case.arrays)
+        traced = jax.jit(lambda *arrays: kernel.decode(*arrays, AttentionOptions(1.0), tiles=tiles)).trace(*case.arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     call = next(line for line in text.splitlines() if "custom_call" in line and "mosaic" in line)
     types = call[call.rindex(" : (") :]
@@ -177,17 +179,17 @@ def test_a_missing_wait_is_caught(monkeypatch, barrier):
 
 # What to change, where, and a case that must fail then.
 MUTATIONS = {
-    "mask's end": (decode_consumer, "key < bounds.high", "key <= bounds.high", {"lengths": (37,)}),
-    "mask's start": (decode_consumer, "key >= bounds.low)", "key > bounds.low)", {"lengths": (37,), "window": 5}),
-    "causal bound": (decode_consumer, "jnp.minimum(at + 1, length)", "jnp.minimum(at + 2, length)", {"counts": (4,)}),
-    "tree's bits": (decode_consumer, "== 1)", "== 0)", {"counts": (4,), "tree": True}),
-    "unseen values": (decode_consumer, "_clear_unseen(shape, unit, values, at)", "pass", {"lengths": (37,)}),
-    "place of a page": (decode_producer, "pl.ds(index * shape.piece", "pl.ds((index ^ 1) * shape.piece", {}),
-    "halves": (decode_producer, "where, to = (piece.page, piece.half,", "where, to = (piece.page, 1 - piece.half,", {}),
-    "a page's scale": (decode_consumer, "gmem.scales[page, half,", "gmem.scales[page, 0,", {"scales": "head"}),
-    "order of the merge": (decode_consumer, "unit.keys.last_split + 1, add", "unit.keys.last_split, add", {}),
-    "sinks": (decode_consumer, "if not shape.sinks", "if True", {"sinks": True}),
-    "offset in the tile": (decode_consumer, "smem.output.at[pl.ds(offset,", "smem.output.at[pl.ds(offset * 0,", {}),
+    "mask's end": (consumer, "key < bounds.high", "key <= bounds.high", {"lengths": (37,)}),
+    "mask's start": (consumer, "key >= bounds.low)", "key > bounds.low)", {"lengths": (37,), "window": 5}),
+    "causal bound": (consumer, "jnp.minimum(at + 1, length)", "jnp.minimum(at + 2, length)", {"counts": (4,)}),
+    "tree's bits": (consumer, "== 1)", "== 0)", {"counts": (4,), "tree": True}),
+    "unseen values": (consumer, "_clear_unseen(shape, unit, values, at)", "pass", {"lengths": (37,)}),
+    "place of a page": (producer, "pl.ds(index * shape.piece", "pl.ds((index ^ 1) * shape.piece", {}),
+    "halves": (producer, "where, to = (piece.page, piece.half,", "where, to = (piece.page, 1 - piece.half,", {}),
+    "a page's scale": (consumer, "gmem.scales[page, half,", "gmem.scales[page, 0,", {"scales": "head"}),
+    "order of the merge": (consumer, "unit.keys.last_split + 1, add", "unit.keys.last_split, add", {}),
+    "sinks": (consumer, "if not shape.options.sinks", "if True", {"sinks": True}),
+    "offset in the tile": (consumer, "smem.output.at[pl.ds(offset,", "smem.output.at[pl.ds(offset * 0,", {}),
 }
 FAST_MUTATIONS = ("mask's end", "order of the merge")
 
@@ -201,7 +203,7 @@ def test_a_mutation_is_caught(monkeypatch, name):
     assert source.count(old) == 1, source.count(old)
     mutant = dict(module.__dict__)
     exec(compile(source.replace(old, new), module.__file__, "exec"), mutant)
-    entry = "consume" if module is decode_consumer else "produce"
+    entry = "consume" if module is consumer else "produce"
     monkeypatch.setattr(kernel, entry, mutant[entry])
     if "scales" in options:
         options = {**options, "pool_dtype": INT8}
@@ -212,9 +214,9 @@ def test_a_mutation_is_caught(monkeypatch, name):
 
 def plan_of(starts, lengths, *, window, tiles, kv_heads):
     sizes = {"block_keys": tiles.block_keys, "keys_per_split": tiles.keys_per_split}
-    spans = decode_schedule.span(jnp.asarray(starts), jnp.asarray(lengths), **sizes, window=window)
+    spans = span(jnp.asarray(starts), jnp.asarray(lengths), **sizes, window=window)
     per_split = tiles.keys_per_split // tiles.block_keys
-    plan = decode_schedule.plan(spans, kv_heads=kv_heads, blocks=tiles.blocks, blocks_per_split=per_split)
+    plan = schedule.plan(spans, kv_heads=kv_heads, blocks=tiles.blocks, blocks_per_split=per_split)
     return jax.tree.map(np.asarray, spans), np.asarray(plan)
 
 
@@ -265,8 +267,7 @@ def test_refuses_tiles_that_do_not_fit():
     with pytest.raises(ValueError, match="keys_per_split"):
         Tiles(keys_per_split=100)
     case = attention_case((8,), page=128)
-    options = {name: value for name, value in case.options.items() if name != "scale"}
-    assert "shared memory" in (refusal(*case.arrays, **options, tiles=Tiles(128, stages=20, keys_per_split=128)) or "")
+    assert "shared memory" in (refusal(case.arrays, case.options, Tiles(128, stages=20, keys_per_split=128)) or "")
 
 
 @pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
@@ -278,6 +279,6 @@ def test_heuristic_tiles_fit(head_dim, queries):
             q = jax.ShapeDtypeStruct((2, queries, 1, head_dim), jnp.bfloat16)
             pool = jax.ShapeDtypeStruct((4, 2, 1, page, head_dim), pool_dtype)
             tables, lengths = jax.ShapeDtypeStruct((2, 4), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-            why = refusal(q, pool, tables, lengths, tiles=tiles) or "quantised pool"
+            why = refusal((q, pool, tables, lengths), AttentionOptions(1.0), tiles) or "quantised pool"
             assert any(words in why for words in ("quantised pool", "needs JAX", "too many")), why
             assert tiles.stages >= 2 or head_dim == 256

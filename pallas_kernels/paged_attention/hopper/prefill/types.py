@@ -10,6 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.options import AttentionOptions
+
 WARPGROUP_ROWS = 64  # rows of a wgmma
 BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
 
@@ -30,12 +32,7 @@ class Shape:
     block_keys: int
     stages: int
     block_heads: int
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: bool
-    scales: bool
-    tree: bool
+    options: AttentionOptions  # its `flags`
     interpret: bool
 
     @property
@@ -119,7 +116,7 @@ class Smem(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """See the picture in `prefill` for who arrives and who waits."""
+    """See the picture in `launch` for who arrives and who waits."""
 
     query_ready: Any  # one per consumer
     keys_ready: Any  # one per slot, as the next three
@@ -193,10 +190,10 @@ def this_tile(shape: Shape, gmem: Gmem) -> Tile:
     index = shape.tiles - 1 - lax.axis_index("tile")
     sequence, head = lax.axis_index("sequence"), lax.axis_index("head") * shape.block_heads
     start, length, token = gmem.starts[sequence], gmem.lengths[sequence], index * shape.tokens
-    high = length if shape.tree else jnp.minimum(length, start + token + shape.tokens)
+    high = length if shape.options.tree else jnp.minimum(length, start + token + shape.tokens)
     low = jnp.int32(0)
-    if shape.window is not None:
-        low = jnp.maximum(start + (0 if shape.tree else token) - shape.window + 1, 0)
+    if shape.options.window is not None:
+        low = jnp.maximum(start + (0 if shape.options.tree else token) - shape.options.window + 1, 0)
     last = pl.cdiv(high, jnp.int32(shape.block_keys))
     steps = jnp.where(start + token < length, last - lax.div(low, jnp.int32(shape.block_keys)), 0)
     kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))

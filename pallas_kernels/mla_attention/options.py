@@ -1,0 +1,28 @@
+"""What a call of attention to latents says besides its operands; see `paged_attention.options` for that to heads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+RANK = 512
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["scales"], meta_fields=["scale", "rank"])
+@dataclasses.dataclass(frozen=True)
+class LatentOptions:
+    """Options of one call, alike in every path; arrays may be shapes of them where nothing is computed.
+
+    Attributes:
+        scale: multiplies the scores: usually ``(nope + rope) ** -0.5`` with the head's size before absorption.
+        rank: how many numbers of a token's latent are its value; those behind them are the rotated key.
+        scales: of a pool in int8 or float8, float32 ``[pages, page, 2]``: what a token's numbers are multiplied with
+            when they are read: its first ``rank`` with the first, its rotated key with the second.
+    """
+
+    scale: float
+    rank: int = RANK
+    scales: Any = None

@@ -1,0 +1,1 @@
+"""Paged attention for GPUs below Hopper, in Pallas Mosaic GPU."""

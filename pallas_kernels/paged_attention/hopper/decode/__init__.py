@@ -1,0 +1,1 @@
+"""Paged decode attention for Hopper GPUs, in Pallas Mosaic GPU."""

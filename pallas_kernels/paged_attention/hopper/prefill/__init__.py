@@ -1,0 +1,1 @@
+"""Paged prefill attention for Hopper GPUs, in Pallas Mosaic GPU."""

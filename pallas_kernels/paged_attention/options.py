@@ -1,0 +1,52 @@
+"""What a call of attention says besides its operands: the one declaration that every path, and the KV pool, shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sinks", "scales", "tree"],
+    meta_fields=["scale", "window", "softcap"],
+)
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """Options of one call, alike in every path; arrays may be shapes of them where nothing is computed.
+
+    Attributes:
+        scale: multiplies the scores, usually ``head_dim ** -0.5``.
+        window: how many keys a query sees, its own included; None: all before it.
+        softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2, arXiv:2408.00118); None: they stay.
+        sinks: one more score per head, ``[heads]``, that takes part in the normalisation alone (gpt-oss; StreamingLLM's
+            learned variant, arXiv:2309.17453). It is neither scaled nor capped.
+        scales: what the numbers of a pool in int8 or float8 are multiplied with, float32, per page and head
+            ``[pages, 2, kv_heads]`` or per token ``[pages, 2, kv_heads, page]``.
+        tree: which tokens of a chunk see which, bool ``[sequences, chunk, chunk]``, query first; a token sees itself.
+            Keys before the chunk are seen by all. Verification of a token tree (SpecInfer, arXiv:2305.09781). Of
+            prefill alone.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Any = None
+    scales: Any = None
+    tree: Any = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no kernel can take the numbers among them; None: they are fine."""
+        if (self.window is None or self.window >= 1) and (self.softcap is None or self.softcap > 0):
+            return None
+        return f"window {self.window} and softcap {self.softcap} must be positive"
+
+    @property
+    def flags(self) -> AttentionOptions:
+        """The same with True in the place of each array: what is static about a launch."""
+        flags: AttentionOptions = jax.tree.map(lambda _: True, self)
+        return flags
