@@ -94,7 +94,7 @@ def _attention(quick: bool, *, small: Mapping[str, Any], large: Mapping[str, Any
     asked = case.options
     given = {"sinks": asked.sinks, "scales": asked.scales, "tree": asked.tree}
     arrays |= {name: host(array) for name, array in given.items() if array is not None}
-    options = {"options": dataclasses.replace(asked, **dict.fromkeys(given))}
+    options = {"options": dataclasses.replace(asked, sinks=None, scales=None, tree=None)}
     counts = None
     if case.starts is not None:
         counts = case.starts[:, None] + np.arange(case.q.shape[1]) < case.lengths[:, None]
