@@ -60,9 +60,9 @@ def convert(asked: Conversion, progress: Progress | None = None) -> None:
     )
     with unfinished(asked.destination, _identity(asked, files)) as started:
         if arrays:
-            specs = model.family.param_specs(model.config)
             write_companions(files.path, started.folder)
-            write_folder(started, specs, leaves_of(specs, model.params), files.config_json, None, progress)
+            leaves = leaves_of(model.specs, model.params)
+            write_folder(started, model.specs, leaves, files.config_json, None, progress)
         else:
             _write_safetensors(started, files, model)
 
@@ -71,8 +71,7 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
     """One file, that is begun again after an interruption."""
     if files.quantized:
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
-    specs = model.family.param_specs(model.config)
-    save_params(started.folder, model.params, specs, files.config_json, str(model.dtype))
+    save_params(started.folder, model.params, model.specs, files.config_json, str(model.dtype))
     write_companions(files.path, started.folder)
     started.publish()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.resources
 import pathlib
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
 from jaxinfer.text import TemplateError, TokenizerError, gguf_files, load_template, load_tokenizer
-from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec
 from jaxinfer.weights import CheckpointError, load_params, on_devices
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.lazy import deferred
@@ -149,16 +150,9 @@ def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -
 def _as_dtype(model: Model, dtype: str) -> Model:
     if dtype == "auto":
         return model
-    family = dataclasses.replace(
-        model.family, param_specs=lambda config: with_values(model.family.param_specs(config), dtype)
-    )
-
-    def cast(spec: ParamSpec, leaf: Any) -> Any:
-        return leaf.astype(spec.dtype or dtype)
-
-    specs, params = family.param_specs(model.config), with_values(model.params, dtype)
-    params = jax.tree.map(cast, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return model.replace(family=family, params=params)
+    stored = model.map_weights(functools.partial(with_values, dtype=dtype))
+    params = jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype or dtype), stored.specs, stored.params)
+    return stored.replace(params=params)
 
 
 def load_model(
@@ -257,17 +251,10 @@ def _describe(name: str, dtype: str, families: Mapping[str, Family] = MappingPro
         raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
     files = open_model_files(model_folder(name))
     own = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
-    family = family_for(files.config_json, families)
+    model = describe(family_for(files.config_json, families), files.config_json, own, name)
     if files.quantized:
-        family = _with_storages(family, files, own)
-    return files, describe(family, files.config_json, own, name)
-
-
-def _with_storages(family: Family, files: ModelFiles, dtype: str) -> Family:
-    def param_specs(config: Any) -> ParamTree:
-        return files.stored(files.named(family.param_specs(config), family.prefix), dtype)
-
-    return dataclasses.replace(family, param_specs=param_specs)
+        model = model.with_specs(files.stored(files.named(model.specs, model.family.prefix), own), own)
+    return files, model
 
 
 def _load(files: ModelFiles, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh) -> dict[str, Any]:
@@ -287,7 +274,5 @@ def _filled(
     files: ModelFiles, model: Model, place: Place, progress: Progress | None, check_finite: bool
 ) -> dict[str, Any]:
     ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
-    specs = model.family.param_specs(model.config)
-    if not files.quantized:
-        specs = files.named(specs, model.family.prefix)
+    specs = model.specs if files.quantized else files.named(model.specs, model.family.prefix)
     return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)

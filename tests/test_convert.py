@@ -92,7 +92,7 @@ DEEP = {"num_hidden_layers": 20, "vocab_size": 2048}
 
 def deep_source(folder: pathlib.Path) -> pathlib.Path:
     model = random_model(**DEEP)
-    save_params(folder, model.params, model.family.param_specs(model.config), llama_json(**DEEP))
+    save_params(folder, model.params, model.specs, llama_json(**DEEP))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder("demo-draft") / file, folder)
     return folder
@@ -179,7 +179,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: pathlib.Path) 
     """16 layers of 13 MB: a few tensors are in memory at a time, and the pages of the mapped file that were read."""
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16}
     model = random_model(**shape)
-    specs = model.family.param_specs(model.config)
+    specs = model.specs
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     save_params(tmp_path / "source", model.params, specs, llama_json(**shape))
     command = [sys.executable, "-c", _PEAK, str(tmp_path / "source"), str(tmp_path / "new")]
@@ -200,7 +200,7 @@ def test_memory_of_quantizing_does_not_grow_with_the_number_of_layers(
     for layers in (10, 40):
         shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": layers}
         model, source = random_model(**shape), tmp_path / f"source-{layers}"
-        save_params(source, model.params, model.family.param_specs(model.config), llama_json(**shape))
+        save_params(source, model.params, model.specs, llama_json(**shape))
         arguments = [str(source), str(tmp_path / f"new-{layers}"), "--quantize", "int8"]
         command = [sys.executable, "-c", _PEAK, *arguments, "--output-format", output_format]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

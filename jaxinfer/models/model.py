@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,9 @@ from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.quant import for_kernels, is_stored, with_activations
-from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
+from jaxinfer.types import CacheSpec, ParamTree
+
+_DECLARED: Any = None  # by the family, of the config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +30,10 @@ class Model:
         module: the Flax module; `module.clone(...)` makes an edited one.
         params: a plain nested dict of arrays.
         config: the family's frozen config.
-        family: what else derives from the config (parameter specs, cache).
+        family: what derives from the config.
         tokenizer, chat_template, generation_config: as the checkpoint's folder has them.
+        specs: a tree like ``params`` with a `ParamSpec` for each array: as the family declares them, unless given.
+        cache_spec: the KV cache that the model needs: as the family declares it, unless given.
     """
 
     module: nn.Module
@@ -39,10 +44,14 @@ class Model:
     tokenizer: Any = None
     chat_template: Any = None
     generation_config: Any = dataclasses.field(default_factory=dict)
+    specs: ParamTree = _DECLARED
+    cache_spec: CacheSpec = _DECLARED
 
-    @property
-    def cache_spec(self) -> CacheSpec:
-        return self.family.cache_spec(self.config)
+    def __post_init__(self) -> None:
+        if self.specs is _DECLARED or self.cache_spec is _DECLARED:
+            for name, value in _declared(self.family, self.config).items():
+                if getattr(self, name) is _DECLARED:
+                    object.__setattr__(self, name, value)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -63,46 +72,43 @@ class Model:
 
     def with_cache(self, kv_cache_dtype: str) -> Model:
         """The model with a KV cache of other elements, see `CacheSpec.stored_as`."""
-        family = self.family
-
-        def cache_spec(config: Any) -> CacheSpec:
-            return family.cache_spec(config).stored_as(kv_cache_dtype)
-
-        return self.replace(family=dataclasses.replace(family, cache_spec=cache_spec))
+        return self.replace(cache_spec=self.cache_spec.stored_as(kv_cache_dtype))
 
     def with_activations(self, kind: str) -> Model:
         """The model whose quantised weights have inputs of another dtype, see `EngineConfig.activation_dtype`."""
-        if kind == "auto":
-            return self
-        family = self.family
-
-        def param_specs(config: Any) -> ParamTree:
-            specs: ParamTree = with_activations(family.param_specs(config), kind)
-            return specs
-
-        return self.replace(
-            family=dataclasses.replace(family, param_specs=param_specs), params=with_activations(self.params, kind)
-        )
+        return self if kind == "auto" else self.map_weights(functools.partial(with_activations, kind=kind))
 
     def for_kernels(self) -> Model:
         """The same function with weights as a GPU's kernels read them, see `jaxinfer.quant.for_kernels`."""
-        family = self.family
+        return self.map_weights(for_kernels)
 
-        def param_specs(config: Any) -> ParamTree:
-            specs: ParamTree = for_kernels(family.param_specs(config))
-            return specs
+    def map_weights(self, function: Callable[[Any], Any]) -> Model:
+        """The model with ``function`` of the tree of its specs, and of that of its parameters."""
+        return self.replace(specs=function(self.specs), params=function(self.params))
 
-        return self.replace(
-            family=dataclasses.replace(family, param_specs=param_specs), params=for_kernels(self.params)
-        )
+    def with_specs(self, specs: ParamTree, dtype: str) -> Model:
+        """The model with abstract parameters (`jax.ShapeDtypeStruct`), in ``dtype`` where their specs name no other."""
+        params = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)), specs)
+        return self.replace(specs=specs, params=params)
 
     def up_to(self, length: int) -> Model:
         """The model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""
         return self.replace(module=self.module.up_to(length)) if isinstance(self.module, Decoder) else self
 
     def replace(self, **changes: Any) -> Model:
-        """A copy with other parameters, another module, ...: served exactly as it is."""
+        """A copy with other parameters, another module, ...: served exactly as it is.
+
+        With another config or family, specs and cache are declared anew where these declare others.
+        """
+        if not changes.keys().isdisjoint(("config", "family")):
+            before = _declared(self.family, self.config)
+            after = _declared(changes.get("family", self.family), changes.get("config", self.config))
+            changes = {name: value for name, value in after.items() if value != before[name]} | changes
         return dataclasses.replace(self, **changes)
+
+
+def _declared(family: Family, config: Any) -> dict[str, Any]:
+    return {"specs": family.param_specs(config), "cache_spec": family.cache_spec(config)}
 
 
 def abstract(
@@ -125,9 +131,5 @@ def abstract(
 def describe(family: Family, config_json: Mapping[str, Any], dtype: str, name: str = "") -> Model:
     """`abstract`, of a known family."""
     config = family.config(config_json)
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)),
-        family.param_specs(config),
-        is_leaf=lambda x: isinstance(x, ParamSpec),
-    )
-    return Model(module=family.module(config), params=params, config=config, family=family, name=name)
+    model = Model(family.module(config), {}, config, family, name)
+    return model.with_specs(model.specs, dtype)

@@ -254,24 +254,16 @@ _STEPS = 127.0  # bits of the same function in two programs may differ in the la
 
 def rounds_activations(tree: Any) -> bool:
     """Whether inputs of any weight in a tree are rounded."""
-    found: list[str] = []
-
-    def look(weight: Quantized) -> Quantized:
-        if isinstance(weight.layout, Grouped):
-            found.append(weight.layout.activations)
-        return weight
-
-    _map_stored(look, tree)
-    return any(found)
+    layouts = (node.layout for node in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(node))
+    return any(layout.activations for layout in layouts if isinstance(layout, Grouped))
 
 
 def _map_stored(function: Callable[[Quantized], Quantized], tree: Any) -> Any:
-    def changed(node: Any) -> Any:
-        if isinstance(node, Split):
-            return dataclasses.replace(node, pieces=tuple(changed(piece) for piece in node.pieces))
-        return function(node) if isinstance(node, Quantized) else node
+    return jax.tree.map(lambda node: function(node) if _is_quantized(node) else node, tree, is_leaf=_is_quantized)
 
-    return jax.tree.map(changed, tree, is_leaf=lambda node: is_stored(node) or isinstance(node, ParamSpec))
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
 
 
 def dense(weight: Any) -> Float[Array, "*out k"]:

@@ -59,8 +59,7 @@ class Work:
     @functools.cached_property
     def specs(self) -> ParamTree:
         """The model's parameters, with the names that the source gives to its tensors."""
-        specs: ParamTree = self.model.family.param_specs(self.model.config)
-        return self.files.named(specs, self.model.family.prefix)
+        return self.files.named(self.model.specs, self.model.family.prefix)
 
     @property
     def rest(self) -> dict[str, Any]:

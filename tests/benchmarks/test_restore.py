@@ -13,7 +13,7 @@ from tests.fakes import llama_json, random_model
 
 def test_the_ways_bring_the_same(tmp_path: pathlib.Path) -> None:
     model = random_model(dtype="bfloat16")
-    specs = model.family.param_specs(model.config)
+    specs = model.specs
     save_params(tmp_path / "safetensors", model.params, specs, llama_json())
     convert_params(tmp_path / "converted", model.params, specs, llama_json())
     ways = restore.ways(tmp_path, specs)

@@ -133,7 +133,7 @@ def test_bfloat16_is_close_to_float32(model: Model):
 
 
 def test_saved_parameters_are_loaded_again(model: Model, tmp_path: pathlib.Path):
-    folder, specs = pathlib.Path(model.name), model.family.param_specs(model.config)
+    folder, specs = pathlib.Path(model.name), model.specs
     save_params(tmp_path, model.params, specs, json.loads((folder / "config.json").read_text()))
     shutil.copy(folder / "tokenizer.json", tmp_path)
     again = load_model(str(tmp_path), show_progress=False)
@@ -143,7 +143,7 @@ def test_saved_parameters_are_loaded_again(model: Model, tmp_path: pathlib.Path)
 
 
 def test_random_weights_have_the_shapes_of_the_specs(model: Model):
-    specs = model.family.param_specs(model.config)
+    specs = model.specs
     params = init_params(specs, 0, "bfloat16")
     leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     assert all(len(spec.axes) == len(spec.shape) for spec in leaves)

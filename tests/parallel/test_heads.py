@@ -26,7 +26,7 @@ def leaves(specs: Any, params: Any, copies: int) -> Any:
 @pytest.mark.parametrize("copies", [2, 4])
 def test_a_model_with_copies_is_the_same_function(copies):
     model = random_model(**SHAPE)
-    specs = model.family.param_specs(model.config)
+    specs = model.specs
     params = leaves(specs, model.params, copies)
     assert params["layers_0"]["attention"]["qkv"].shape == (64, 2 * copies, 4 // copies + 2, 8)
     tokens = jnp.arange(20)[None] % 97
@@ -37,7 +37,7 @@ def test_a_model_with_copies_is_the_same_function(copies):
 @pytest.mark.parametrize("copies", [2, 4])
 def test_copies_are_filled_from_the_checkpoint(copies, tmp_path: pathlib.Path):
     model = random_model(**SHAPE)
-    specs = model.family.param_specs(model.config)
+    specs = model.specs
     save_params(tmp_path, model.params, specs, llama_json(**SHAPE))
     loaded = load_params(tmp_path, with_copies(specs, copies), "float32")
     for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(leaves(specs, model.params, copies)), strict=True):

@@ -1,6 +1,5 @@
 """Models whose weights are stored quantised, beside the same with plain numbers."""
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ def stored_and_plain(
         folder: a checkpoint is written there.
         choose: the layout of a weight, of its name in the checkpoint and its inputs; None: it stays as it is.
     """
-    specs, dtype = model.family.param_specs(model.config), str(model.dtype)
+    specs, dtype = model.specs, str(model.dtype)
     save_params(folder, model.params, specs, {"architectures": ["Any"]})
     (folder / "config.json").write_text(json.dumps({}))
     weights = _weights(specs, choose)
@@ -40,8 +39,7 @@ def stored_and_plain(
         plain = open_checkpoint(folder)
         return load_params(StoredCheckpoint(plain, weights, frozenset(weights), tree), tree, dtype, place)
 
-    family = dataclasses.replace(model.family, param_specs=lambda config: changed)
-    return model.replace(family=family, params=load(changed)), model.replace(params=load(specs))
+    return model.replace(specs=changed, params=load(changed)), model.replace(params=load(specs))
 
 
 def _weights(specs: Any, choose: Chooses) -> Mapping[str, StoredWeight]:

@@ -25,7 +25,7 @@ from tests.weights.files import write_tensors
 
 def assert_same(stored: Model, plain: Model):
     """The same numbers in every parameter, and the same function."""
-    for path, spec in walk(plain.family.param_specs(plain.config)):
+    for path, spec in walk(plain.specs):
         own, wanted = stored.params, plain.params
         for key in path:
             own, wanted = own[key], wanted[key]
@@ -126,4 +126,4 @@ def test_a_shape_that_config_json_does_not_ask_for(tmp_path: pathlib.Path):
     name = "model.layers.0.mlp.down_proj.weight"
     weight = StoredWeight((64, 64), Grouped("int8", 64), dict[str, Any]().__getitem__, 1)
     with pytest.raises(CheckpointError, match=r"down_proj.weight' is \[64, 64\] where config.json asks \[64, 96\]"):
-        storages(model.family.param_specs(model.config), {name: weight}, "float32")
+        storages(model.specs, {name: weight}, "float32")

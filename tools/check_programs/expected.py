@@ -86,8 +86,7 @@ class Expected:
 
 def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Expected:
     """``sizes``: devices along each axis of the stage's mesh; ``norms``: see `Work`."""
-    model = stage.model
-    specs = model.family.param_specs(model.config)
+    model, specs = stage.model, stage.model.specs
     names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
     layers = tuple(_matrices(specs[name]) for name in names)
     vocab, ways = model.config.vocab_size, spread_over("vocab", sizes)

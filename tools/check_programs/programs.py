@@ -61,7 +61,7 @@ def model_of(work: Work) -> Model:
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
-    return stored(model, work.config(), work.weights) if work.weights else model
+    return stored(model, work.weights) if work.weights else model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from jaxinfer.models.model import Model, describe
+from jaxinfer.models.model import Model
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
 from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.quantized import StoredWeight, is_upright, storages
@@ -37,15 +35,10 @@ def dequantized(kind: str, program: str) -> bool:
     return kind == "nf4" or (kind == "int4" and program != "decode")
 
 
-def stored(model: Model, config: Mapping[str, Any], kind: str) -> Model:
+def stored(model: Model, kind: str) -> Model:
     """``model``, with every matrix of its layers in a storage. Its parameters are abstract."""
-    family, dtype = model.family, str(model.dtype)
-    weights = _weights(family.param_specs(model.config), kind)
-
-    def param_specs(config: Any) -> ParamTree:
-        return storages(family.param_specs(config), weights, dtype)
-
-    return describe(dataclasses.replace(family, param_specs=param_specs), config, dtype)
+    dtype = str(model.dtype)
+    return model.with_specs(storages(model.specs, _weights(model.specs, kind), dtype), dtype)
 
 
 def _weights(specs: ParamTree, kind: str) -> dict[str, StoredWeight]:

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = f"""\
 
 def write(folder: pathlib.Path, recipe: Recipe, model: Model, params: Any, tokenizer: Tokenizer) -> None:
     """Weights rounded to bfloat16, configs, tokenizer and chat template."""
-    save_params(folder, params, model.family.param_specs(model.config), recipe.config_json(), "bfloat16")
+    save_params(folder, params, model.specs, recipe.config_json(), "bfloat16")
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config())
     _write_json(folder / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
@@ -38,7 +38,7 @@ def write(folder: pathlib.Path, recipe: Recipe, model: Model, params: Any, token
 
 def stored_params(folder: pathlib.Path, model: Model) -> Any:
     """The weights of ``folder`` as they were rounded, in float32."""
-    return load_params(folder, model.family.param_specs(model.config), "float32")
+    return load_params(folder, model.specs, "float32")
 
 
 def tokenizer_config() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_exp
 from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
 from jaxinfer.parallel.processes import put_whole
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import CacheSpec, ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec
 
 
 def spread_model(model: Model, mesh: Mesh) -> Model:
@@ -33,31 +33,20 @@ def spread_model(model: Model, mesh: Mesh) -> Model:
     Raises:
         EngineConfigError: heads, or another dimension that must be, cannot be dealt out evenly.
     """
-    specs, family = model.family.param_specs(model.config), model.family
-    copies = kv_copies(model.cache_spec, mesh.shape)
-    wanted = with_copies(specs, copies)
-    require_even(wanted, mesh.shape)
-    require_experts(wanted, mesh.shape)
-    if copies == 1:
-        return model
-
-    def cache_spec(config: Any) -> CacheSpec:
-        spec = family.cache_spec(config)
-        return dataclasses.replace(spec, kv_heads=spec.kv_heads * copies)
-
-    def param_specs(config: Any) -> ParamTree:
-        return with_copies(family.param_specs(config), copies)
-
+    cache, copies = model.cache_spec, kv_copies(model.cache_spec, mesh.shape)
+    specs = with_copies(model.specs, copies)
+    require_even(specs, mesh.shape)
+    require_experts(specs, mesh.shape)
     return model.replace(
-        family=dataclasses.replace(family, cache_spec=cache_spec, param_specs=param_specs),
-        params=_map_specs(lambda spec, value: copied(value, spec, copies), specs, model.params),
+        specs=specs,
+        cache_spec=dataclasses.replace(cache, kv_heads=cache.kv_heads * copies),
+        params=jax.tree.map(lambda spec, value: copied(value, spec, copies), model.specs, model.params),
     )
 
 
 def place_params(model: Model, mesh: Mesh) -> Any:
     """The parameters of a spread model on their devices; those that lie there already are not moved."""
-    specs = model.family.param_specs(model.config)
-    return _map_specs(lambda spec, value: put(value, param_sharding(mesh, spec)), specs, model.params)
+    return jax.tree.map(lambda spec, value: put(value, param_sharding(mesh, spec)), model.specs, model.params)
 
 
 def put(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -93,7 +82,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
     def placed(spec: ParamSpec, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec))
 
-    return _map_specs(placed, model.family.param_specs(model.config), model.params)
+    return jax.tree.map(placed, model.specs, model.params)
 
 
 class StageArrays(NamedTuple):
@@ -151,7 +140,3 @@ def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:
     return jnp.zeros((rows,), jnp.int32), new_state(rows, model.config.vocab_size, limits)
-
-
-def _map_specs(function: Any, specs: Any, *trees: Any) -> Any:
-    return jax.tree.map(function, specs, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))

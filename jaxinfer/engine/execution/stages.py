@@ -13,7 +13,7 @@ from jaxinfer.config import EngineConfigError
 from jaxinfer.layers.attention import Attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.model import Model
-from jaxinfer.types import CacheSpec, ParamTree
+from jaxinfer.types import ParamTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +75,9 @@ def _width(model: Model) -> int:
 
 
 def _stage(model: Model, module: Decoder, layers: range, width: int) -> Stage:
-    family = model.family
-
     def own(tree: ParamTree) -> ParamTree:
         return {name: node for name, node in tree.items() if module.owns(name, layers)}
 
-    def param_specs(config: Any) -> ParamTree:
-        return own(family.param_specs(config))
-
-    def cache_spec(config: Any) -> CacheSpec:
-        return family.cache_spec(config).part(slice(layers.start, layers.stop))
-
-    part = model.replace(
-        family=dataclasses.replace(family, cache_spec=cache_spec, param_specs=param_specs), params=own(model.params)
-    )
+    cache = model.cache_spec.part(slice(layers.start, layers.stop))
+    part = model.map_weights(own).replace(cache_spec=cache)
     return Stage(part, layers, layers.start == 0, layers.stop == len(model.cache_spec.layers), width)

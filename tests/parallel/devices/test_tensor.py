@@ -170,9 +170,9 @@ def test_the_plan_is_what_a_device_holds(two):
 def test_weights_are_loaded_where_they_stay(name, tmp_path):
     model, mesh = model_of(name), make_mesh(4)
     changes = {**SHAPE, **SHAPES[name]}
-    save_params(tmp_path, model.params, model.family.param_specs(model.config), llama_json(**changes))
+    save_params(tmp_path, model.params, model.specs, llama_json(**changes))
     spread = spread_model(model, mesh)
-    specs = spread.family.param_specs(model.config)
+    specs = spread.specs
 
     def place(path: Path, spec: ParamSpec, fill: Fill) -> jax.Array:
         del path

@@ -97,7 +97,7 @@ def test_the_weights_of_a_trained_layer_are_the_papers(group: int, test_data: pa
 def first_layer(folder: pathlib.Path) -> tuple[LayerWeights, dict[Path, np.ndarray]]:
     """The layer, and the Gram matrices of what its weights are multiplied with."""
     model = load_model(str(folder), "float32", show_progress=False)
-    specs = dict(walk(model.family.param_specs(model.config)["layers_0"]))
+    specs = dict(walk(model.specs["layers_0"]))
     values = {path: np.array(model.params["layers_0"][path[0]][path[1]]) for path in specs}
     layer = LayerWeights(model.module.block(0, None), specs, values)
     text = Calibration(np.random.default_rng(5).integers(3, 500, (8, 64)).astype(np.int32))

@@ -206,7 +206,7 @@ def mixed_tensors(experts: int = 0) -> "dict[str, np.ndarray | Blocks]":
 def dequantized_logits(checkpoint: GgufCheckpoint, ids: np.ndarray) -> np.ndarray:
     """Float32 logits of weights that are plain numbers."""
     model = abstract(dict(checkpoint.config_json), "float32", "fixture")
-    specs = model.family.param_specs(model.config)
+    specs = model.specs
     stored = StoredCheckpoint(checkpoint, checkpoint.weights, frozenset(), specs)
     model = model.replace(params=load_params(stored, specs, "float32"))
     return np.asarray(model.apply(model.params, jnp.asarray(ids)))
