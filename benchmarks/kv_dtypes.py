@@ -30,8 +30,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.types import SamplingParams
 from jaxinfer.weights import init_params
@@ -68,10 +67,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def random_llama(dtype: str) -> Model:
-    family = family_for(LLAMA_125M)
-    config = family.config(LLAMA_125M)
-    params = init_params(family.param_specs(config), 0, dtype)
-    return Model(family.module(config), params, config, family, name="random-125m")
+    model = abstract(LLAMA_125M, dtype, "random-125m")
+    return model.replace(params=init_params(model.specs, 0, dtype))
 
 
 # ---- steps

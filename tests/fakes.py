@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.types import SamplingParams
 from jaxinfer.weights import init_params
 
@@ -33,12 +32,9 @@ def random_model(dtype: str = "float32", seed: int = 0, gain: float = 6.0, **cha
 
     ``gain`` scales its matrices: at this width the usual deviation would give all tokens nearly the same logit.
     """
-    config_json = llama_json(**changes)
-    family = family_for(config_json)
-    config = family.config(config_json)
-    params = init_params(family.param_specs(config), seed, dtype)
-    params = jax.tree.map(lambda x: x * gain if x.ndim > 1 else x, params)
-    return Model(family.module(config), params, config, family, name="random")
+    model = abstract(llama_json(**changes), dtype, "random")
+    params = init_params(model.specs, seed, dtype)
+    return model.replace(params=jax.tree.map(lambda x: x * gain if x.ndim > 1 else x, params))
 
 
 def medium_model(dtype: str, layers: int = 4) -> Model:

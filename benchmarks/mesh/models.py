@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.weights import init_params
 
 _SHAPE: dict[str, Any] = {
@@ -30,7 +29,5 @@ EXPERTS: dict[str, Any] = {
 
 def model(**changes: Any) -> Model:
     """A Llama of 8 layers, or what ``changes`` of its config.json make of it, in float32."""
-    config_json = {**_SHAPE, **changes}
-    family = family_for(config_json)
-    config = family.config(config_json)
-    return Model(family.module(config), init_params(family.param_specs(config), 0), config, family, name="random")
+    described = abstract({**_SHAPE, **changes}, "float32", "random")
+    return described.replace(params=init_params(described.specs, 0))

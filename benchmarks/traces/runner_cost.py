@@ -15,8 +15,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor, StageRuntime
 from jaxinfer.engine.execution.runner import Launched, Runner
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.scheduler import Scheduler
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.types import Request, SequenceDelta
 from jaxinfer.weights import init_params
 
@@ -105,9 +104,8 @@ class RunnerServer:
 
 
 def _model() -> Model:
-    family = family_for(_SMALL)
-    config = family.config(_SMALL)
-    return Model(family.module(config), init_params(family.param_specs(config), 0), config, family, name="tiny")
+    model = abstract(_SMALL, "float32", "tiny")
+    return model.replace(params=init_params(model.specs, 0))
 
 
 def row(load: Load, steps: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.gemma import GemmaConfig
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.registry import family_for
 from jaxinfer.types import LayerSpec
 from jaxinfer.weights import init_params
@@ -33,9 +33,8 @@ def config(model_type: str, **changes) -> GemmaConfig:
 
 def model(architecture: str, model_type: str, dtype: str = "float32", **changes) -> Model:
     config_json = {"architectures": [architecture], "model_type": model_type, **SIZES, **changes}
-    family = family_for(config_json)
-    cfg = family.config(config_json)
-    return Model(family.module(cfg), init_params(family.param_specs(cfg), 3, dtype), cfg, family)
+    described = abstract(config_json, dtype)
+    return described.replace(params=init_params(described.specs, 3, dtype))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import pytest
 from jaxinfer.llm import LLM
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.llama import LlamaConfig
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.phi3 import config_from_json
-from jaxinfer.models.registry import family_for
 from jaxinfer.types import SamplingParams
 from jaxinfer.weights import init_params
 from tests.models.identity import SETTINGS, check_identity
@@ -39,11 +38,9 @@ def config(**changes) -> LlamaConfig:
 
 
 def model(**changes) -> Model:
-    config_json = {**SIZES, **changes}
-    family = family_for(config_json)
-    cfg = family.config(config_json)
-    params = jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 else x, init_params(family.param_specs(cfg), 3))
-    return Model(family.module(cfg), params, cfg, family)
+    described = abstract({**SIZES, **changes}, "float32")
+    params = init_params(described.specs, 3)
+    return described.replace(params=jax.tree.map(lambda x: x * 4.0 if x.ndim > 1 else x, params))
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,11 @@ from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
-from jaxinfer.engine.execution.prepare import as_served, resolve_for
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages
-from jaxinfer.sampling import SamplingLimits
 from pallas_kernels.check.configuration import HOPPER
 from pallas_kernels.check.target import TARGETS
 from tools.check_programs.expected import Expected, expected
@@ -102,13 +101,13 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Plann
     """A pipeline stage; ``devices``: H100s that are not there, unless given."""
     settings = settings_of(work)
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
-    model = as_served(model_of(work), settings, "gpu", mesh)
-    engine, own = resolve_for(model, settings, "gpu"), stages(mesh)[number]
+    model, engine, limits = prepare(model_of(work), settings, "gpu", mesh)
+    own = stages(mesh)[number]
     if devices is None:
         TARGETS[HOPPER].tell(own)
-    stage = cut(model.with_cache(engine.kv_cache_dtype), work.stages)[number]
-    arrays = abstract_arrays(stage, engine, SamplingLimits(max_logprobs=engine.max_logprobs), own)
-    return Planned(stage, engine, arrays, stage_needs(stage, engine, own), expected(stage, _sizes(own), work.norms))
+    stage = cut(model, work.stages)[number]
+    arrays = abstract_arrays(stage, engine, limits, own)
+    return Planned(stage, engine, arrays, stage_needs(stage, engine, arrays), expected(stage, _sizes(own), work.norms))
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:

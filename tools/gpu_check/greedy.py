@@ -51,16 +51,14 @@ def with_engine(dtype: str, tokens: int) -> dict[str, Any]:
 
     from jaxinfer.config import EngineConfig
     from jaxinfer.engine.engine import Engine
-    from jaxinfer.models.model import Model
-    from jaxinfer.models.registry import family_for
+    from jaxinfer.models.model import abstract
     from jaxinfer.types import Request, SamplingParams
     from jaxinfer.weights import load_params
 
     config_json = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
-    family = family_for(config_json)
-    config = family.config(config_json)
-    params = load_params(DEMO, family.param_specs(config), dtype, ignore=("lm_head.weight",) if config.tied else ())
-    model = Model(family.module(config), params, config, family)
+    model = abstract(config_json, dtype)
+    params = load_params(DEMO, model.specs, dtype, ignore=("lm_head.weight",) if model.config.tied else ())
+    model = model.replace(params=params)
     settings = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=2, prefill_sizes=PREFILL_SIZES)
     engine = Engine(model, settings, jax.default_backend())
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

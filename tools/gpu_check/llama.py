@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.mesh import make_mesh, param_sharding
 from jaxinfer.types import ParamSpec
 from tools.gpu_check.measure import fill
@@ -46,15 +45,13 @@ TINY = {
 
 def random_model(config_json: dict[str, Any]) -> Model:
     """In bfloat16, on the device when this returns."""
-    family = family_for(config_json)
-    config = family.config(config_json)
-    mesh = make_mesh()
-    leaves, tree = jax.tree.flatten(family.param_specs(config), is_leaf=lambda x: isinstance(x, ParamSpec))
+    model, mesh = abstract(config_json, "bfloat16"), make_mesh()
+    leaves, tree = jax.tree.flatten(model.specs)
     params = [
         jax.device_put(_random_weight(spec, seed), param_sharding(mesh, spec)) for seed, spec in enumerate(leaves)
     ]
     jax.block_until_ready(params)
-    return Model(family.module(config), jax.tree.unflatten(tree, params), config, family)
+    return model.replace(params=jax.tree.unflatten(tree, params))
 
 
 def _random_weight(spec: ParamSpec, seed: int) -> jax.Array:

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.llama import Llama, LlamaBlock
-from jaxinfer.models.model import Model
-from jaxinfer.models.registry import family_for
+from jaxinfer.models.model import Model, abstract
 from jaxinfer.quant import take
 from jaxinfer.types import ParamSpec
 from tools.train_demo.attention import blocked_attend
@@ -31,16 +30,13 @@ SHORT = 256  # tokens up to which the plain attention serves
 
 def build(recipe: Recipe, seed: int) -> Model:
     """An untrained model of the recipe's shape, float32."""
-    config_json = recipe.config_json()
-    family = family_for(config_json)
-    config = family.config(config_json)
-    params = initial_params(family.param_specs(config), seed, recipe.layers)
-    return Model(family.module(config), params, config, family, name=recipe.name)
+    model = abstract(recipe.config_json(), "float32", recipe.name)
+    return model.replace(params=initial_params(model.specs, seed, recipe.layers))
 
 
 def initial_params(specs: Tree, seed: int, layers: int) -> Tree:
     """Normal weights of variance 1 / fan-in; what writes to the residual stream is smaller (Radford et al. 2019)."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda node: isinstance(node, ParamSpec))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(specs)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     residual = (2 * layers) ** -0.5
 

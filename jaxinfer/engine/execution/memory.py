@@ -18,18 +18,18 @@ from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine
 from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.execution.placement import (
     StageArrays,
+    abstract,
     abstract_arrays,
     abstract_params,
     array_bytes,
     device_bytes,
     there,
 )
-from jaxinfer.engine.execution.prepare import as_served, resolve_for
+from jaxinfer.engine.execution.prepare import Prepared, prepare, resolve_for
 from jaxinfer.engine.execution.stages import Stage, cut
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
 from jaxinfer.parallel.processes import own_devices
-from jaxinfer.sampling import SamplingLimits
 
 # A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
 _INDEXABLE = 2**31 - 1
@@ -137,13 +137,12 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
     mesh = mesh or mesh_for(config)
-    given, model = model.params, as_served(model.replace(params=_shapes(model.params)), config, platform, mesh)
-    model = model.with_cache(resolve_for(model, config, platform).kv_cache_dtype)
-    parts, copies = cut(model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
+    prepared = prepare(model.replace(params=abstract(model.params)), config, platform, mesh)
+    parts, copies = cut(prepared.model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
     held: collections.Counter[jax.Device] = collections.Counter()
     for places in copies:
         for part, own in zip(parts, places, strict=True):
-            held.update(_held(part.model, given, own))
+            held.update(_held(part.model, model.params, own))
     plans = []
     for number, part in enumerate(parts):
         here = [places[number] for places in copies if own_devices(places[number])]
@@ -152,16 +151,17 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         devices = [device for place in here for device in own_devices(place)]
         budgets = [device_budget(each, config.memory_utilization, held[each], mesh.size) for each in devices]
         budget = min(budgets, key=lambda budget: budget.bytes)
-        plans.append(_plan_stage(model, part, config, platform, here[0], budget))
+        plans.append(_plan_stage(prepared, part, config, platform, here[0], budget))
     return min(plans, key=lambda plan: plan.pages)
 
 
 def _plan_stage(
-    model: Model, part: Stage, config: EngineConfig, platform: str, mesh: Mesh, budget: Budget
+    prepared: Prepared, part: Stage, config: EngineConfig, platform: str, mesh: Mesh, budget: Budget
 ) -> MemoryPlan:
     """The pool of one pipeline stage; `plan_engine` takes the smallest."""
-    engine = resolve_for(model, config, platform)
-    arrays, needs = _arrays(part, engine, mesh), stage_needs(part, engine, mesh)
+    model, engine, limits = prepared
+    arrays = abstract_arrays(part, engine, limits, mesh)
+    needs = stage_needs(part, engine, arrays)
     most = engine.num_pages if platform == "cpu" else _most_pages(model, config, needs.page)
     decide = functools.partial(
         plan_memory,
@@ -180,28 +180,19 @@ def _plan_stage(
     return decide(dataclasses.replace(needs, temporaries=temporaries))
 
 
-def stage_needs(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> Needs:
+def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
     """Bytes of a pipeline stage on each of its devices, its programs aside. Arithmetic: nothing is compiled.
 
     Args:
-        part: of a model in the form of `spread_model`, whose parameters may be abstract.
-        mesh: the stage's own.
+        part: of a `Prepared` model.
+        arrays: the stage's `abstract_arrays`.
     """
-    arrays = _arrays(part, engine, mesh)
     page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, engine.devices)
     return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.microbatches, page)
 
 
-def _arrays(part: Stage, engine: ResolvedEngine, mesh: Mesh) -> StageArrays:
-    return abstract_arrays(part, engine, SamplingLimits(max_logprobs=engine.max_logprobs), mesh)
-
-
 def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> int:
     return max(map(temporary_bytes, compile_largest(part, arrays, engine)))
-
-
-def _shapes(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
 
 
 def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Device]:

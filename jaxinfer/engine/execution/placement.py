@@ -122,8 +122,8 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
     return StageArrays(params, placed, abstract(HostSlots(rows, limits).snapshot(), replicated(mesh)), *rest)
 
 
-def abstract(tree: Any, sharding: Any) -> Any:
-    """Shapes and dtypes of a tree, all of one sharding."""
+def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
+    """Shapes and dtypes of a tree, all of one sharding, or of none."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 

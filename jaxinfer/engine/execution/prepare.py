@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,32 @@ from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 
 
-def prepare(
-    model: Model, config: EngineConfig, platform: str, mesh: Mesh
-) -> tuple[Model, ResolvedEngine, SamplingLimits]:
-    """What an `Executor` is made of: the model as it is spread, as far as it is served.
+class Prepared(NamedTuple):
+    """What an `Executor` is made of.
+
+    Attributes:
+        model: spread, with weights as the platform's kernels read them and the cache as it is stored, as far as it is
+            served. Its parameters are abstract where those of the model that was given are.
+        config: the settings, with nothing left open.
+        limits: of the sampler.
+    """
+
+    model: Model
+    config: ResolvedEngine
+    limits: SamplingLimits
+
+
+def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Prepared:
+    """The same function, and the settings, as an engine on a platform has them.
 
     Raises:
-        EngineConfigError: a setting cannot be served.
+        EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
     """
-    model = as_served(model, config, platform, mesh)
+    model = spread_model(with_activations(model, config), mesh)
+    model = model.for_kernels() if platform == "gpu" else model
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
-    return model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs)
+    return Prepared(model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
 
 
 def with_activations(model: Model, config: EngineConfig) -> Model:
@@ -43,16 +58,6 @@ def with_activations(model: Model, config: EngineConfig) -> Model:
             f"with a scale a channel"
         )
     return changed
-
-
-def as_served(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Model:
-    """The same function in the form in which an engine on a platform has it. Parameters may be abstract.
-
-    Raises:
-        EngineConfigError: see `with_activations` and `spread_model`.
-    """
-    spread = spread_model(with_activations(model, config), mesh)
-    return spread.for_kernels() if platform == "gpu" else spread
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
