@@ -11,7 +11,7 @@ import math
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, ItemsView, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 # --------------------------------------------------------------------------------------------------------------
@@ -348,6 +348,15 @@ def map_specs(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Any, 
         for key, node in tree.items()
     }
     return made if isinstance(tree, Mapping) else tree.rebuilt(made)
+
+
+def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ParamSpec]]:
+    """Every parameter with its path, in the order of the tree."""
+    for key, node in tree.items():
+        if isinstance(node, ParamSpec):
+            yield (*path, key), node
+        else:
+            yield from walk_specs(node, (*path, key))
 
 
 @dataclasses.dataclass(frozen=True)

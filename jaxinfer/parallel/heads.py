@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.parallel.mesh import REPLICABLE, asked, devices_along
-from jaxinfer.types import CacheSpec, ParamSpec, ParamTree, Source, map_specs
+from jaxinfer.types import CacheSpec, ParamSpec, ParamTree, Source, map_specs, walk_specs
 
 _KV, _KEY_AND_VALUE = "kv_heads", 2
 
@@ -104,30 +104,22 @@ def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
     return jnp.concatenate([queries.reshape(form), jnp.repeat(rest, copies, axis=heads)], axis=members)
 
 
-def require_even(tree: Any, sizes: Mapping[str, int], path: str = "") -> None:
+def require_even(tree: ParamTree, sizes: Mapping[str, int]) -> None:
     """Raises EngineConfigError where a dimension that must be spread cannot be, over mesh axes of these ``sizes``."""
-    for key, node in tree.items():
-        label = f"{path}/{key}" if path else key
-        if not isinstance(node, ParamSpec):
-            require_even(node, sizes, label)
-            continue
-        for axis, size in zip(node.axes, node.shape, strict=True):
+    for path, spec in walk_specs(tree):
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
             devices = devices_along(sizes, axis)
             if size % devices and axis not in REPLICABLE:
                 raise EngineConfigError(
-                    f"{asked(sizes)} cannot be: {devices} devices do not divide the {size} {axis} of {label}"
+                    f"{asked(sizes)} cannot be: {devices} devices do not divide the {size} {axis} of {'/'.join(path)}"
                 )
 
 
 def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
     """Raises EngineConfigError where experts are to be dealt out and there are none."""
-    if (devices := devices_along(sizes, "expert")) > 1 and not _names_experts(tree):
+    devices = devices_along(sizes, "expert")
+    if devices > 1 and not any("expert" in spec.axes for _, spec in walk_specs(tree)):
         raise EngineConfigError(f"expert_parallel_size = {devices} cannot be: the model has no experts")
-
-
-def _names_experts(tree: Any) -> bool:
-    nodes = (node for _, node in tree.items())
-    return any("expert" in node.axes if isinstance(node, ParamSpec) else _names_experts(node) for node in nodes)
 
 
 def parts_of_copies(

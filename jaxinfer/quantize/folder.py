@@ -16,13 +16,14 @@ import numpy as np
 from jaxinfer.loading import write_companions
 from jaxinfer.quantize.layer import tensors
 from jaxinfer.quantize.work import Work, layer_name
+from jaxinfer.types import walk_specs
 from jaxinfer.weights.memory import Held, as_loaded
 from jaxinfer.weights.native.layouts import describe
 from jaxinfer.weights.native.writer import Unfinished, complete_folder, leaves_of
 from jaxinfer.weights.safetensors.checkpoint import INDEX_FILE
 from jaxinfer.weights.safetensors.reader import SafetensorsFile
 from jaxinfer.weights.safetensors.writer import write_tensors
-from jaxinfer.weights.tree import dtype_of, target_dtype, walk
+from jaxinfer.weights.tree import dtype_of, target_dtype
 
 
 @runtime_checkable
@@ -63,7 +64,7 @@ class HuggingFace:
     def finish(self) -> None:
         work, folder = self.work, self.started.folder
         rest: dict[str, np.ndarray] = {}
-        for path, spec in walk(work.rest):
+        for path, spec in walk_specs(work.rest):
             kept = dtype_of(spec, target_dtype(work.dtype))
             own = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
             rest |= {name: tensor.astype(kept) for name, (tensor, _) in own.items()}

@@ -16,9 +16,9 @@ from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quantize.calibration import Calibration
 from jaxinfer.quantize.layer import LayerWeights, linears
-from jaxinfer.types import ParamTree
+from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.files import ModelFiles
-from jaxinfer.weights.tree import Path, walk
+from jaxinfer.weights.tree import Path
 
 _WITHIN = re.compile(r"^(?:.*?\.)?\d+\.(.+)$")  # what follows a layer's number
 
@@ -69,7 +69,7 @@ class Work:
     def layer(self, index: int) -> LayerWeights:
         """Reads one layer."""
         name = layer_name(index)
-        specs = dict(walk(self.specs[name]))
+        specs = dict(walk_specs(self.specs[name]))
         values = {path: np.array(self.value((name, *path)), np.float32) for path in specs}
         return LayerWeights(self.block(index), specs, values)
 
@@ -112,11 +112,11 @@ class Work:
 
     def taken(self, index: int) -> set[str]:
         """The names of a layer's weights that are quantised."""
-        found = linears(dict(walk(self.specs[layer_name(index)])))
+        found = linears(dict(walk_specs(self.specs[layer_name(index)])))
         return {linear.name for linear in found if not self.recipe.refusal(*linear.shape)}
 
     def _why(self) -> str:
-        found = linears(dict(walk(self.specs[layer_name(0)])))
+        found = linears(dict(walk_specs(self.specs[layer_name(0)])))
         reasons = (f"{linear.name}: {self.recipe.refusal(*linear.shape)}" for linear in found)
         return next(reasons, "its layers have no linear weights of their own")
 
@@ -128,7 +128,7 @@ def layer_name(index: int) -> str:
 
 def _matrices(specs: Any) -> dict[str, None]:
     """The tensors of a layer that could be linear weights, in the order of its parameters."""
-    sources = (source for _, spec in walk(specs) for source in spec.sources)
+    sources = (source for _, spec in walk_specs(specs) for source in spec.sources)
     return {source.name: None for source in sources if len(source.shape) == 2 and source.name.endswith(".weight")}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec, ParamTree, map_specs
 from jaxinfer.weights.load import on_default_device
-from jaxinfer.weights.tree import Path, Place, build, dtype_of, target_dtype
+from jaxinfer.weights.tree import Path, Place, dtype_of, target_dtype
 
 _DRAWN_AT_ONCE = 1 << 20
 
@@ -38,7 +38,7 @@ def init_params(
         whole = _draw(path, spec, seed, dtype_of(spec, target))
         return place(path, spec, lambda index: whole[index])
 
-    return build(specs, make)
+    return map_specs(make, specs)
 
 
 def _draw(path: Path, spec: ParamSpec, seed: int, target: np.dtype[Any]) -> np.ndarray:

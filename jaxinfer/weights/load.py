@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.types import ParamSpec, ParamTree, Source
+from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs, walk_specs
 from jaxinfer.weights.buffers import all_finite, new_buffer
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
@@ -26,13 +26,11 @@ from jaxinfer.weights.tree import (
     Path,
     Place,
     as_placed,
-    build,
     check_spec,
     dtype_of,
     overlap,
     placed_size,
     target_dtype,
-    walk,
 )
 
 Progress = Callable[[int, int, str], None]
@@ -103,7 +101,7 @@ def load_params(
         wanted = folder.manifest.dtype if dtype == "auto" else dtype
         return folder.restore(specs, target_dtype(wanted), place, progress, check_finite)
     checkpoint = open_checkpoint(pathlib.Path(folder)) if isinstance(folder, str | pathlib.Path) else folder
-    parameters = list(walk(specs))
+    parameters = list(walk_specs(specs))
     target = target_dtype(checkpoint_dtype(checkpoint) if dtype == "auto" else dtype)
     for path, spec in parameters:
         check_spec(path, spec)
@@ -118,7 +116,7 @@ def load_params(
         _wait(placed)
         return placed
 
-    return build(specs, make)
+    return map_specs(make, specs)
 
 
 def _part_bytes(checkpoint: Tensors, source: Source) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxinfer.quant import Quantized, Split
 from jaxinfer.quant.layouts import Layout, Part
-from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs
+from jaxinfer.types import ParamSpec, ParamTree, Source, map_specs, walk_specs
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.safetensors.checkpoint import Tensors
 from jaxinfer.weights.safetensors.reader import TensorInfo
@@ -137,14 +137,8 @@ class _Dense:
 
 def _asked(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:
     """The tensors that parameters are made of, with the shape that each is to have, and whether it is [out, in]."""
-    found: dict[str, tuple[tuple[int, ...], bool]] = {}
-
-    def add(path: tuple[str, ...], spec: ParamSpec) -> None:
-        del path
-        found.update({source.name: (source.shape, is_upright(spec, source)) for source in spec.sources})
-
-    map_specs(add, specs)
-    return found
+    sources = ((spec, source) for _, spec in walk_specs(specs) for source in spec.sources)
+    return {source.name: (source.shape, is_upright(spec, source)) for spec, source in sources}
 
 
 def is_upright(spec: ParamSpec, source: Source) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -54,21 +54,6 @@ def dtype_of(spec: ParamSpec, model: np.dtype[Any]) -> np.dtype[Any]:
     return PARTS[spec.dtype] if spec.dtype in PARTS else target_dtype(spec.dtype)
 
 
-def walk(specs: Any, path: Path = ()) -> Iterator[tuple[Path, ParamSpec]]:
-    """Every parameter with its path, in the tree's order."""
-    for key, node in specs.items():
-        if isinstance(node, ParamSpec):
-            yield (*path, key), node
-        else:
-            yield from walk(node, (*path, key))
-
-
-def build(specs: ParamTree, make: Callable[[Path, ParamSpec], Any]) -> dict[str, Any]:
-    """A nested dict of the tree's form whose leaves are ``make(path, spec)``."""
-    made: dict[str, Any] = map_specs(make, specs)
-    return made
-
-
 def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
     """The tree with its checkpoint tensors under other names."""
 
@@ -77,7 +62,7 @@ def with_names(specs: ParamTree, rename: Callable[[str], str]) -> ParamTree:
         sources = (dataclasses.replace(source, name=rename(source.name)) for source in spec.sources)
         return dataclasses.replace(spec, sources=tuple(sources))
 
-    return build(specs, renamed)
+    return map_specs(renamed, specs)
 
 
 def as_placed(tensor: np.ndarray, source: Source) -> np.ndarray:

@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxinfer.models.model import Model
 from jaxinfer.quant.layouts import Layout
-from jaxinfer.types import ParamSpec, Source
+from jaxinfer.types import ParamSpec, Source, walk_specs
 from jaxinfer.weights import load_params, open_checkpoint, save_params
 from jaxinfer.weights.load import on_default_device
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
-from jaxinfer.weights.tree import Place, walk
+from jaxinfer.weights.tree import Place
 from tests.quant.examples import arrays_of
 
 GAIN = 0.02
@@ -44,7 +44,7 @@ def stored_and_plain(
 
 def _weights(specs: Any, choose: Chooses) -> Mapping[str, StoredWeight]:
     rng, weights = np.random.default_rng(5), {}
-    for _, spec in walk(specs):
+    for _, spec in walk_specs(specs):
         for source in spec.sources:
             if spec.inputs is not None and source.name not in weights:
                 shape = _upright(spec, source)

@@ -12,13 +12,13 @@ from jaxinfer import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.quantize import Calibration, RecipeError, read_calibration
 from jaxinfer.quantize.calibration import embedded, observed, passed
-from jaxinfer.weights.tree import walk
+from jaxinfer.types import walk_specs
 from tests.quantize.models import folder_of, samples
 
 
 def first_layer(name: str, folder: pathlib.Path) -> tuple[Model, dict, np.ndarray]:
     model = load_model(str(folder_of(name, folder)), "float32", show_progress=False)
-    specs = dict(walk(model.specs["layers_0"]))
+    specs = dict(walk_specs(model.specs["layers_0"]))
     values = {}
     for path in specs:
         node = model.params["layers_0"]
@@ -67,7 +67,7 @@ def test_layers_one_after_the_other_are_the_model(tmp_path: pathlib.Path):
     model, _, hidden = first_layer("gemma2-window", tmp_path)
     tokens = jnp.asarray(samples().tokens)
     for index in range(len(model.config.layers)):
-        specs = dict(walk(model.specs[f"layers_{index}"]))
+        specs = dict(walk_specs(model.specs[f"layers_{index}"]))
         flat = {}
         for path in specs:
             node = model.params[f"layers_{index}"]

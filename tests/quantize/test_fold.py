@@ -10,7 +10,7 @@ from jaxinfer.quant.make.recipe import Recipe
 from jaxinfer.quantize.calibration import observed, passed
 from jaxinfer.quantize.fold import Folder, can_fold
 from jaxinfer.quantize.layer import LayerWeights
-from jaxinfer.weights.tree import walk
+from jaxinfer.types import walk_specs
 from tests.quantize.models import samples
 from tests.quantize.test_calibration import first_layer
 
@@ -35,7 +35,7 @@ def test_a_folded_layer_computes_the_same(name: str, method: str, tmp_path: path
     model, values, hidden = first_layer(name, tmp_path)
     hidden *= np.exp(np.random.default_rng(0).normal(size=hidden.shape[-1]))  # some inputs are much larger
     before = {path: value.copy() for path, value in values.items()}
-    specs = dict(walk(model.specs["layers_0"]))
+    specs = dict(walk_specs(model.specs["layers_0"]))
     layer = LayerWeights(model.module.block(0, None), specs, values)
     assert can_fold(layer.block)
     paths = tuple(path for path, spec in specs.items() if spec.inputs is not None or path[-1] == "router")

@@ -306,8 +306,7 @@ def test_what_a_device_has_follows_from_the_declarations():
 def expected_of(first, last, vocab=96, sizes=SIZES, norms=False):
     """Of a stage of two layers."""
     specs = {"layers_9": DENSE, "layers_10": SPARSE}
-    family = SimpleNamespace(param_specs=lambda _: specs)
-    model = SimpleNamespace(family=family, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16))
+    model = SimpleNamespace(specs=specs, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16))
     return expected(SimpleNamespace(model=model, first=first, last=last), sizes, norms)
 
 

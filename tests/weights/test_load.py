@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.types import ParamSpec, Source
+from jaxinfer.types import ParamSpec, Source, walk_specs
 from jaxinfer.weights import checkpoint_dtype, load_params
 from jaxinfer.weights.load import _copy
-from jaxinfer.weights.tree import TARGETS, Fill, Path, overlap, walk
+from jaxinfer.weights.tree import TARGETS, Fill, Path, overlap
 from tests.weights.files import EVERYTHING, refused, tiny_specs, tiny_tensors, write_sharded, write_tensors
 
 
@@ -55,7 +55,7 @@ def assert_in_place(params: dict[str, Any], tensors: dict[str, np.ndarray]) -> N
 
 def test_every_value_lands_in_its_place(folder: pathlib.Path) -> None:
     params = load_params(folder, tiny_specs(), "float32", keep)
-    assert [path for path, _ in walk(tiny_specs())] == [path for path, _ in _leaves(params)]
+    assert [path for path, _ in walk_specs(tiny_specs())] == [path for path, _ in _leaves(params)]
     assert_in_place(params, tiny_tensors())
 
 
@@ -223,7 +223,7 @@ def test_progress_counts_checkpoint_bytes(folder: pathlib.Path) -> None:
     load_params(folder, tiny_specs(), "float16", keep, progress=lambda *call: calls.append(call))
     tensors = tiny_tensors()
     total = sum(value.nbytes for value in tensors.values())
-    assert [name for *_, name in calls] == [s.name for _, spec in walk(tiny_specs()) for s in spec.sources]
+    assert [name for *_, name in calls] == [s.name for _, spec in walk_specs(tiny_specs()) for s in spec.sources]
     assert {call[1] for call in calls} == {total}
     assert np.diff([0, *(call[0] for call in calls)]).tolist() == [tensors[name].nbytes for *_, name in calls]
 

@@ -11,9 +11,9 @@ import pytest
 from jaxinfer.models.model import Model
 from jaxinfer.quant import Split, dense, is_stored
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
+from jaxinfer.types import walk_specs
 from jaxinfer.weights import CheckpointError, open_checkpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
-from jaxinfer.weights.tree import walk
 from tests.fakes import random_model
 from tests.models.parity import load_case
 from tests.models.test_families import ROWS
@@ -25,7 +25,7 @@ from tests.weights.files import write_tensors
 
 def assert_same(stored: Model, plain: Model):
     """The same numbers in every parameter, and the same function."""
-    for path, spec in walk(plain.specs):
+    for path, spec in walk_specs(plain.specs):
         own, wanted = stored.params, plain.params
         for key in path:
             own, wanted = own[key], wanted[key]

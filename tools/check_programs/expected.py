@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.dtypes import itemsize_bits
@@ -15,7 +15,7 @@ from jax.dtypes import itemsize_bits
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.parallel.mesh import REPLICABLE, RULES
 from jaxinfer.quant import is_stored
-from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 
 SUMS = 2  # a layer: of attention's output, and of all that the feed-forward layer is
 
@@ -90,7 +90,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
     names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
     layers = tuple(_matrices(specs[name]) for name in names)
     vocab, ways = model.config.vocab_size, spread_over("vocab", sizes)
-    every = [spec for name in names for spec in leaves(specs[name])]
+    every = [spec for name in names for _, spec in walk_specs(specs[name])]
     return Expected(
         layers=layers,
         head=int(stage.last),
@@ -108,7 +108,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
 
 def weight_bytes(specs: ParamTree, sizes: Mapping[str, int], itemsize: int) -> int:
     """Of one device."""
-    return sum(math.prod(own_shape(spec, sizes)) * _bits(spec, itemsize) for spec in leaves(specs)) // 8
+    return sum(math.prod(own_shape(spec, sizes)) * _bits(spec, itemsize) for _, spec in walk_specs(specs)) // 8
 
 
 def own_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -118,14 +118,6 @@ def own_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(name, 1) for name in RULES.get(axis or "", ()))
-
-
-def leaves(tree: Any) -> Iterator[ParamSpec]:
-    if isinstance(tree, ParamSpec):
-        yield tree
-        return
-    for _, node in tree.items():
-        yield from leaves(node)
 
 
 def _matrices(tree: Any) -> int:

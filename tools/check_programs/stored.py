@@ -6,9 +6,8 @@ from typing import NoReturn
 
 from jaxinfer.models.model import Model
 from jaxinfer.quant.layouts import Codebook, Grouped, Layout
-from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights.quantized import StoredWeight, is_upright, storages
-from jaxinfer.weights.tree import walk
 
 WEIGHTS = ("int8", "int8-activations", "int4", "fp8", "nf4")
 _TABLE = tuple(float(value) for value in range(-8, 8))
@@ -43,7 +42,7 @@ def stored(model: Model, kind: str) -> Model:
 
 def _weights(specs: ParamTree, kind: str) -> dict[str, StoredWeight]:
     found = {}
-    for path, spec in walk(specs):
+    for path, spec in walk_specs(specs):
         if spec.inputs is not None and path[0] not in _BEFORE_AND_BEHIND:
             for shape, name in _sources(spec):
                 found[name] = StoredWeight(shape, layout_of(kind, shape[-1]), _nothing, 0)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxinfer.parallel.heads import parts_of_copies
-from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec, ParamTree, map_specs, walk_specs
 from jaxinfer.weights.buffers import all_finite, new_buffer
 from jaxinfer.weights.errors import CheckpointError, listed, quoted
 from jaxinfer.weights.native.manifest import (
@@ -30,7 +30,7 @@ from jaxinfer.weights.native.manifest import (
     checksum,
     chunk_file,
 )
-from jaxinfer.weights.tree import Index, Path, Place, build, dtype_of, walk
+from jaxinfer.weights.tree import Index, Path, Place, dtype_of
 
 # Of parameters, each of which holds a buffer; and of chunks, of all parameters together.
 _AT_ONCE = 2
@@ -63,7 +63,7 @@ class ConvertedCheckpoint:
         Raises:
             CheckpointError: manifest, model and files do not agree, or bytes are damaged.
         """
-        leaves = [(array_name(path), path, spec) for path, spec in walk(specs)]
+        leaves = [(array_name(path), path, spec) for path, spec in walk_specs(specs)]
         _check_names(self.folder, self.manifest, [name for name, _, _ in leaves])
         chunks = concurrent.futures.ThreadPoolExecutor(min(_MOST_CHUNKS, os.cpu_count() or 1))
         reader = _Reader(self.folder, self.manifest, target, check_finite, progress, chunks)
@@ -71,7 +71,7 @@ class ConvertedCheckpoint:
             reader.check(name, spec)
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
             done = dict(zip((path for _, path, _ in leaves), threads.map(reader.placed(place), leaves), strict=True))
-        return build(specs, lambda path, spec: done[path])
+        return map_specs(lambda path, spec: done[path], specs)
 
 
 def _check_names(folder: pathlib.Path, manifest: Manifest, wanted: Sequence[str]) -> None:

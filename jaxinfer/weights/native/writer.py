@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jaxinfer.parallel.mesh import RULES
-from jaxinfer.types import ParamSpec, ParamTree
+from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.native.layouts import describe
 from jaxinfer.weights.native.manifest import (
@@ -47,7 +47,6 @@ from jaxinfer.weights.native.manifest import (
     write_manifest,
 )
 from jaxinfer.weights.sidecar import copy_companions
-from jaxinfer.weights.tree import walk
 
 # A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.
 _PIECES = 8
@@ -177,7 +176,7 @@ def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
     Raises:
         ValueError: a parameter is missing, has another shape than its spec, or is not all in this process.
     """
-    return {array_name(path): _leaf(path, spec, params) for path, spec in walk(specs)}
+    return {array_name(path): _leaf(path, spec, params) for path, spec in walk_specs(specs)}
 
 
 def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
@@ -462,7 +461,7 @@ def write_folder(
     Raises:
         ValueError: the parameters are not of one dtype that a model can have, but for those that have their own.
     """
-    dtypes = {leaves[array_name(path)].dtype.name for path, spec in walk(specs) if spec.dtype is None}
+    dtypes = {leaves[array_name(path)].dtype.name for path, spec in walk_specs(specs) if spec.dtype is None}
     if len(dtypes) != 1 or not dtypes <= set(FLOATS):
         raise ValueError(f"the parameters are of {', '.join(sorted(dtypes))}: they must be of one of {FLOATS}")
     (dtype,) = dtypes

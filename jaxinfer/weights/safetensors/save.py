@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxinfer.types import ParamSpec, ParamTree, Source
+from jaxinfer.types import ParamSpec, ParamTree, Source, walk_specs
 from jaxinfer.weights.safetensors.checkpoint import SINGLE_FILE
 from jaxinfer.weights.safetensors.reader import DTYPES
-from jaxinfer.weights.tree import Path, as_stored, check_spec, dtype_of, target_dtype, walk
+from jaxinfer.weights.tree import Path, as_stored, check_spec, dtype_of, target_dtype
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ALIGN = 8
@@ -44,7 +44,7 @@ def save_params(
         OSError: the folder cannot be written.
     """
     folder = pathlib.Path(folder)
-    leaves = [_leaf(params, path, spec, dtype) for path, spec in walk(specs)]
+    leaves = [_leaf(params, path, spec, dtype) for path, spec in walk_specs(specs)]
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{SINGLE_FILE}.tmp"
     with unfinished.open("w+b") as file:

@@ -10,7 +10,8 @@ from jaxinfer import load_model
 from jaxinfer.quant.make import IntegerGrid, Made, gptq, integers, reconstruction_error
 from jaxinfer.quantize.calibration import Calibration, embedded, observed
 from jaxinfer.quantize.layer import LayerWeights, linears
-from jaxinfer.weights.tree import Path, walk
+from jaxinfer.types import walk_specs
+from jaxinfer.weights.tree import Path
 from tests.quant.make.references import Paper, correlated, optimal_brain, output_error
 
 BORDER = 1e-3  # steps: what float32 leaves open of a weight to which hundreds of corrections were added
@@ -97,7 +98,7 @@ def test_the_weights_of_a_trained_layer_are_the_papers(group: int, test_data: pa
 def first_layer(folder: pathlib.Path) -> tuple[LayerWeights, dict[Path, np.ndarray]]:
     """The layer, and the Gram matrices of what its weights are multiplied with."""
     model = load_model(str(folder), "float32", show_progress=False)
-    specs = dict(walk(model.specs["layers_0"]))
+    specs = dict(walk_specs(model.specs["layers_0"]))
     values = {path: np.array(model.params["layers_0"][path[0]][path[1]]) for path in specs}
     layer = LayerWeights(model.module.block(0, None), specs, values)
     text = Calibration(np.random.default_rng(5).integers(3, 500, (8, 64)).astype(np.int32))

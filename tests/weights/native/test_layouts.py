@@ -11,13 +11,12 @@ from jaxinfer.convert import main
 from jaxinfer.loading import load_model
 from jaxinfer.quant import Quantized, Split, for_kernels
 from jaxinfer.quant.layouts import Blocks, Codebook, Grouped, Layout
-from jaxinfer.types import ParamSpec
+from jaxinfer.types import ParamSpec, walk_specs
 from jaxinfer.weights import load_params
 from jaxinfer.weights.native.layouts import describe, described
 from jaxinfer.weights.native.manifest import read_manifest
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.native.writer import save_params
-from jaxinfer.weights.tree import walk
 from tests.weights.files import refused
 
 SPECS: dict[str, Any] = {
@@ -53,7 +52,7 @@ def random_arrays(specs: Any) -> Any:
         del path
         return rng.integers(0, 8, spec.shape).astype(jax.numpy.dtype(spec.dtype or "float32"))
 
-    return {path: one(path, spec) for path, spec in walk(specs)}
+    return {path: one(path, spec) for path, spec in walk_specs(specs)}
 
 
 def tree_of(specs: Any, arrays: Any, path: tuple[str, ...] = ()) -> Any:

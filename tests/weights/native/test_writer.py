@@ -16,13 +16,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxinfer.parallel.heads import copied, parts_of_copies, with_copies
-from jaxinfer.types import ParamSpec
+from jaxinfer.types import ParamSpec, walk_specs
 from jaxinfer.weights import CheckpointError, load_params
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED, StoredArray, array_folder, array_name, read_manifest
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.native.writer import Leaf, chunk_of, leaves_of, save_params, unfinished
 from jaxinfer.weights.open import ConvertedFiles
-from jaxinfer.weights.tree import walk
 from tests.weights.files import refused
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8}
@@ -131,7 +130,7 @@ def test_parts_of_paired_values(original: pathlib.Path, index: Any) -> None:
 def test_progress_reaches_the_end(original: pathlib.Path) -> None:
     told: list[tuple[int, int, str]] = []
     restored(original, progress=lambda *each: told.append(each))
-    assert sorted(name for _, _, name in told) == sorted(array_name(path) for path, _ in walk(SPECS))
+    assert sorted(name for _, _, name in told) == sorted(array_name(path) for path, _ in walk_specs(SPECS))
     assert told[-1][0] == told[-1][1] == read_manifest(original).nbytes
 
 
