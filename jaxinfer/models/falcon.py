@@ -24,7 +24,7 @@ from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, renamed, rope_config
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.specs import layer_norm, linear, plain, plain_mlp, vocabulary
+from jaxinfer.models.specs import decoder, layer_norm, linear, plain, plain_mlp
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
 
@@ -229,16 +229,13 @@ def cache_spec(cfg: FalconConfig) -> CacheSpec:
 
 def param_specs(cfg: FalconConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d = cfg.hidden_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("transformer.word_embeddings.weight", cfg.vocab_size, d),
-        "final_norm": layer_norm("transformer.ln_f", d),
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"transformer.h.{index}")
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", cfg.vocab_size, d)
-    return tree
+    return decoder(
+        cfg,
+        lambda _, prefix: _block_specs(cfg, prefix),
+        embed="transformer.word_embeddings.weight",
+        layers="transformer.h",
+        final_norm=layer_norm("transformer.ln_f", cfg.hidden_size),
+    )
 
 
 def _block_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:

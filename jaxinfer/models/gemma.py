@@ -244,7 +244,7 @@ def cache_spec(cfg: GemmaConfig) -> CacheSpec:
 def param_specs(cfg: GemmaConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     final = _norm("model.norm", cfg.hidden_size)
-    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix), final)
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix), final_norm=final)
 
 
 def _norm(prefix: str, size: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jaxinfer.layers.mlp import ACTIVATIONS, MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.models.config import ConfigReader, renamed
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.specs import layer_norm, plain, vocabulary
+from jaxinfer.models.specs import decoder, layer_norm, plain
 from jaxinfer.quant import take
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
@@ -135,17 +135,15 @@ def cache_spec(cfg: GPT2Config) -> CacheSpec:
 
 def param_specs(cfg: GPT2Config) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d = cfg.hidden_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("transformer.wte.weight", cfg.vocab_size, d),
-        "positions": {"table": plain("transformer.wpe.weight", (cfg.max_position, d), (None, "embed"))},
-        "final_norm": layer_norm("transformer.ln_f", d),
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"transformer.h.{index}")
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", cfg.vocab_size, d)
-    return tree
+    tree = decoder(
+        cfg,
+        lambda _, prefix: _block_specs(cfg, prefix),
+        embed="transformer.wte.weight",
+        layers="transformer.h",
+        final_norm=layer_norm("transformer.ln_f", cfg.hidden_size),
+    )
+    positions = plain("transformer.wpe.weight", (cfg.max_position, cfg.hidden_size), (None, "embed"))
+    return tree | {"positions": {"table": positions}}
 
 
 def _block_specs(cfg: GPT2Config, prefix: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jaxinfer.layers.rope import RopeConfig, rope_angles
 from jaxinfer.models.config import ConfigReader, renamed
 from jaxinfer.models.decoder import LayerNormDecoder
 from jaxinfer.models.gpt2 import GENERAL_NAMES
-from jaxinfer.models.specs import biased_head, fused_qkv, layer_norm, linear, plain_mlp, vocabulary
+from jaxinfer.models.specs import decoder, fused_qkv, layer_norm, linear, plain_mlp
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -113,15 +113,14 @@ def cache_spec(cfg: GPTJConfig) -> CacheSpec:
 
 def param_specs(cfg: GPTJConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("transformer.wte.weight", vocab, d),
-        "final_norm": layer_norm("transformer.ln_f", d),
-        "head": biased_head("lm_head", vocab, d, cfg.tied),
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"transformer.h.{index}")
-    return tree
+    return decoder(
+        cfg,
+        lambda _, prefix: _block_specs(cfg, prefix),
+        embed="transformer.wte.weight",
+        layers="transformer.h",
+        final_norm=layer_norm("transformer.ln_f", cfg.hidden_size),
+        head_bias=True,
+    )
 
 
 def _block_specs(cfg: GPTJConfig, prefix: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError, ConfigReader, rope_config
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.specs import biased_head, fused_qkv, layer_norm, linear, plain, plain_mlp, vocabulary
+from jaxinfer.models.specs import decoder, fused_qkv, layer_norm, linear, plain, plain_mlp
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -126,15 +126,8 @@ def cache_spec(cfg: PhiConfig) -> CacheSpec:
 
 def param_specs(cfg: PhiConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    d, vocab = cfg.hidden_size, cfg.vocab_size
-    tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
-        "final_norm": layer_norm("model.final_layernorm", d),
-        "head": biased_head("lm_head", vocab, d, cfg.tied),
-    }
-    for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = _block_specs(cfg, f"model.layers.{index}")
-    return tree
+    final = layer_norm("model.final_layernorm", cfg.hidden_size)
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix), final_norm=final, head_bias=True)
 
 
 def _block_specs(cfg: PhiConfig, prefix: str) -> dict[str, Any]:

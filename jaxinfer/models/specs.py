@@ -37,31 +37,34 @@ def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
     return {"table": matrix(name, (vocab, d), ("vocab", "embed"))}
 
 
-def biased_head(name: str, vocab: int, d: int, tied: bool) -> dict[str, Any]:
-    """A head with a bias (`Decoder.head_bias`); a tied one is the bias alone."""
-    bias = plain(f"{name}.bias", (vocab,), ("vocab",), "zeros")
-    return {"bias": bias} if tied else {**vocabulary(f"{name}.weight", vocab, d), "bias": bias}
-
-
 def decoder(
-    cfg: Any, block: Callable[[int, str], dict[str, Any]], final_norm: dict[str, Any] | None = None
+    cfg: Any,
+    block: Callable[[int, str], dict[str, Any]],
+    *,
+    embed: str = "model.embed_tokens.weight",
+    layers: str = "model.layers",
+    final_norm: dict[str, Any] | None = None,
+    head_bias: bool = False,
 ) -> dict[str, Any]:
     """A whole `Decoder`, by the names that most checkpoints use.
 
     Args:
         block: the parameters of a layer, of its number and of what the names of its tensors begin with.
-        final_norm: those of the last norm (default: an `RMSNorm`'s).
+        embed, layers: the name of the table, and what those of all layers begin with.
+        final_norm: the parameters of the last norm (default: an `RMSNorm`'s).
+        head_bias: see `Decoder`.
     """
     d, vocab = cfg.hidden_size, cfg.vocab_size
     tree: dict[str, Any] = {
-        "embed": vocabulary("model.embed_tokens.weight", vocab, d),
+        "embed": vocabulary(embed, vocab, d),
         "final_norm": final_norm or {"scale": norm("model.norm.weight", d)},
     }
     for index in range(len(cfg.layers)):
-        tree[f"layers_{index}"] = block(index, f"model.layers.{index}")
-    if not cfg.tied:
-        tree["head"] = vocabulary("lm_head.weight", vocab, d)
-    return tree
+        tree[f"layers_{index}"] = block(index, f"{layers}.{index}")
+    head = {} if cfg.tied else vocabulary("lm_head.weight", vocab, d)
+    if head_bias:
+        head["bias"] = plain("lm_head.bias", (vocab,), ("vocab",), "zeros")
+    return tree | {"head": head} if head else tree
 
 
 def fused_qkv(
