@@ -18,7 +18,7 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, norm, plain
+from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, plain, rms_norm
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
 # V3's checkpoint has a layer behind the last one, which predicts a second token. It is for drafts.
@@ -264,9 +264,9 @@ def param_specs(cfg: DeepseekConfig) -> ParamTree:
 def _block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
     return {
-        "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", d)},
+        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
         "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", d)},
+        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
         "mlp": gated_mlp(mlp, d, cfg.intermediate_size) if dense else _moe_specs(cfg, mlp),
     }
 
@@ -294,13 +294,13 @@ def _attention_specs(cfg: DeepseekConfig, prefix: str) -> dict[str, Any]:
     q_source = Source(q, (heads * query, q_in), transpose=True, reshape=(q_in, heads, query))
     tree: dict[str, Any] = {
         "down": _side_by_side(prefix, latents, d, "weight"),
-        "kv_norm": {"scale": norm(f"{prefix}.kv_a_layernorm.weight", cfg.rank)},
+        "kv_norm": rms_norm(f"{prefix}.kv_a_layernorm", cfg.rank),
         "q": ParamSpec((q_in, heads, query), (None, "heads", "head_dim"), sources=(q_source,), inputs=0),
         **_up_specs(cfg, f"{prefix}.kv_b_proj.weight"),
         "out": linear(f"{prefix}.o_proj.weight", (heads * cfg.value_dim, d), ("heads", "embed")),
     }
     if cfg.q_rank is not None:
-        tree["q_norm"] = {"scale": norm(f"{prefix}.q_a_layernorm.weight", cfg.q_rank)}
+        tree["q_norm"] = rms_norm(f"{prefix}.q_a_layernorm", cfg.q_rank)
     if cfg.attention_bias:
         tree["down_bias"] = _side_by_side(prefix, latents, d, "bias")
         tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")

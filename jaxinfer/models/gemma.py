@@ -21,7 +21,8 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, layer_rope, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, norm, plain
+from jaxinfer.models.llama import attention_specs
+from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 # What transformers takes where config.json leaves a size out.
@@ -63,7 +64,8 @@ class GemmaConfig:
     norm_eps: float
     activation: str
     tied: bool
-    attention_bias: bool
+    qkv_bias: bool
+    out_bias: bool
     qk_norm: bool
     sandwich: bool
     scale: float
@@ -105,7 +107,8 @@ class GemmaConfig:
             norm_eps=read.number("rms_norm_eps", 1e-6),
             activation=_activation(read, kind),
             tied=read.flag("tie_word_embeddings", True),
-            attention_bias=read.flag("attention_bias", False),
+            qkv_bias=read.flag("attention_bias", False),
+            out_bias=read.flag("attention_bias", False),
             qk_norm=kind == "gemma3_text",
             sandwich=kind != "gemma",
             scale=_scale(read, kind, head_dim),
@@ -190,8 +193,8 @@ class GemmaBlock(Layer):
             kv_heads=cfg.kv_heads,
             head_dim=cfg.head_dim,
             layer=self.layer,
-            qkv_bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
+            qkv_bias=cfg.qkv_bias,
+            out_bias=cfg.out_bias,
             qk_norm_eps=cfg.norm_eps if cfg.qk_norm else None,
             norm_offset=_OFFSET,
             scale=cfg.scale,
@@ -248,14 +251,14 @@ def param_specs(cfg: GemmaConfig) -> ParamTree:
 
 
 def _norm(prefix: str, size: int) -> dict[str, Any]:
-    return {"scale": norm(f"{prefix}.weight", size, "zeros")}
+    return rms_norm(prefix, size, "zeros")
 
 
 def _block_specs(cfg: GemmaConfig, prefix: str) -> dict[str, Any]:
     d = cfg.hidden_size
     tree = {
         "attention_norm": _norm(f"{prefix}.input_layernorm", d),
-        "attention": _attention_specs(cfg, f"{prefix}.self_attn"),
+        "attention": attention_specs(cfg, f"{prefix}.self_attn", "zeros"),
         "mlp": gated_mlp(f"{prefix}.mlp", d, cfg.intermediate_size),
     }
     if not cfg.sandwich:
@@ -265,18 +268,3 @@ def _block_specs(cfg: GemmaConfig, prefix: str) -> dict[str, Any]:
         "mlp_norm": _norm(f"{prefix}.pre_feedforward_layernorm", d),
         "mlp_out_norm": _norm(f"{prefix}.post_feedforward_layernorm", d),
     }
-
-
-def _attention_specs(cfg: GemmaConfig, prefix: str) -> dict[str, Any]:
-    d, dim = cfg.hidden_size, cfg.head_dim
-    sizes = (d, cfg.heads, cfg.kv_heads, dim)
-    tree: dict[str, Any] = {
-        "qkv": fused_qkv(prefix, *sizes),
-        "out": linear(f"{prefix}.o_proj.weight", (cfg.heads * dim, d), ("heads", "embed")),
-    }
-    if cfg.attention_bias:
-        tree["qkv_bias"] = fused_qkv(prefix, *sizes, kind="bias")
-        tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
-    if cfg.qk_norm:
-        tree |= {name: _norm(f"{prefix}.{name}", dim) for name in ("q_norm", "k_norm")}
-    return tree

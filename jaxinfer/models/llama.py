@@ -20,7 +20,7 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, layer_windows, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, norm, plain
+from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, plain, rms_norm
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -137,15 +137,19 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
 
 def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
     return {
-        "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", cfg.hidden_size)},
+        "attention_norm": rms_norm(f"{prefix}.input_layernorm", cfg.hidden_size),
         "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-        "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", cfg.hidden_size)},
+        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", cfg.hidden_size),
         "mlp": gated_mlp(f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias),
     }
 
 
-def attention_specs(cfg: Any, prefix: str) -> dict[str, Any]:
-    """`Attention` of q_proj, k_proj, v_proj and o_proj, with the sizes and switches that ``cfg`` names as this one."""
+def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any]:
+    """`Attention` of q_proj, k_proj, v_proj and o_proj, with the sizes and switches that ``cfg`` names as this one.
+
+    Args:
+        norms: the initialisation of the norms of queries and keys.
+    """
     d, dim = cfg.hidden_size, cfg.head_dim
     sizes = (d, cfg.heads, cfg.kv_heads, dim)
     tree: dict[str, Any] = {
@@ -157,6 +161,5 @@ def attention_specs(cfg: Any, prefix: str) -> dict[str, Any]:
     if cfg.out_bias:
         tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
     if cfg.qk_norm:
-        tree["q_norm"] = {"scale": norm(f"{prefix}.q_norm.weight", dim)}
-        tree["k_norm"] = {"scale": norm(f"{prefix}.k_norm.weight", dim)}
+        tree |= {name: rms_norm(f"{prefix}.{name}", dim, norms) for name in ("q_norm", "k_norm")}
     return tree

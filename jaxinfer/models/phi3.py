@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.llama import LlamaConfig
-from jaxinfer.models.specs import decoder, linear, norm
+from jaxinfer.models.specs import decoder, linear, rms_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # What transformers takes where config.json leaves these out.
@@ -80,12 +80,12 @@ def param_specs(cfg: LlamaConfig) -> ParamTree:
 def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
     d, hidden = cfg.hidden_size, cfg.intermediate_size
     return {
-        "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", d)},
+        "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
         "attention": {
             "qkv": _qkv(cfg, f"{prefix}.self_attn.qkv_proj.weight"),
             "out": linear(f"{prefix}.self_attn.o_proj.weight", (cfg.heads * cfg.head_dim, d), ("heads", "embed")),
         },
-        "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", d)},
+        "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
         "mlp": {
             "gate_up": _gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
             "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),

@@ -21,7 +21,7 @@ from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.llama import attention_specs
-from jaxinfer.models.specs import decoder, gated_mlp, norm
+from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -199,9 +199,9 @@ def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[s
     def block(index: int, prefix: str) -> dict[str, Any]:
         dense = f"{prefix}.mlp", d, cfg.intermediate_size
         return {
-            "attention_norm": {"scale": norm(f"{prefix}.input_layernorm.weight", d)},
+            "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
             "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-            "mlp_norm": {"scale": norm(f"{prefix}.post_attention_layernorm.weight", d)},
+            "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
             "mlp": experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense),
         }
 

@@ -23,13 +23,14 @@ def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None
     return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=-1)
 
 
-def norm(name: str, size: int, init: str = "ones") -> ParamSpec:
-    return plain(name, (size,), ("norm",), init)
+def rms_norm(prefix: str, size: int, init: str = "ones") -> dict[str, Any]:
+    """`RMSNorm`: ``prefix.weight``."""
+    return {"scale": plain(f"{prefix}.weight", (size,), ("norm",), init)}
 
 
 def layer_norm(prefix: str, size: int) -> dict[str, Any]:
     """`LayerNorm`: ``prefix.weight`` and ``prefix.bias``."""
-    return {"scale": norm(f"{prefix}.weight", size), "bias": norm(f"{prefix}.bias", size, "zeros")}
+    return rms_norm(prefix, size) | {"bias": plain(f"{prefix}.bias", (size,), ("norm",), "zeros")}
 
 
 def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def decoder(
     d, vocab = cfg.hidden_size, cfg.vocab_size
     tree: dict[str, Any] = {
         "embed": vocabulary(embed, vocab, d),
-        "final_norm": final_norm or {"scale": norm("model.norm.weight", d)},
+        "final_norm": final_norm or rms_norm("model.norm", d),
     }
     for index in range(len(cfg.layers)):
         tree[f"layers_{index}"] = block(index, f"{layers}.{index}")
