@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.models.llama import LlamaBlock
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.types import LayerSpec, ParamSpec
 from jaxinfer.weights import init_params
@@ -74,10 +76,34 @@ def test_a_model_with_another_config_is_served() -> None:
     model = by_hand()
     config = dataclasses.replace(model.config, layers=(LayerSpec(window=8), LayerSpec()))
     edited = model.replace(config=config, module=model.module.clone(config=config))
-    llm = LLM(edited, max_num_seqs=2, num_pages=16, page_size=16, prefill_sizes=(16,), compilation_cache_dir="")
+    require_served(edited)
+
+
+class GainedBlock(LlamaBlock):
+    """A layer with a parameter that no family declares."""
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        return self.weight("gain") * super().feed_forward(x)
+
+
+def test_a_parameter_that_no_family_declares_is_served_with_a_spec_of_its_own() -> None:
+    model = by_hand()
+    module = model.module.clone(overrides=((1, GainedBlock),))
+
+    def beside(tree: Any, gain: Any) -> Any:
+        return {**tree, "layers_1": {**tree["layers_1"], "gain": gain}}
+
+    specs = beside(model.specs, ParamSpec((32,), ("embed",)))
+    params = beside(model.params, jnp.linspace(0.0, 9.0, 32))
+    require_served(model.replace(params=params, specs=specs, module=module))
+
+
+def require_served(model: Model) -> None:
+    """The logprob that the engine serves is that of `Model.apply`."""
+    llm = LLM(model, max_num_seqs=2, num_pages=16, page_size=16, prefill_sizes=(16,), compilation_cache_dir="")
     prompt = list(range(1, 40))
     found = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, logprobs=0))[0].outputs[0]
     token = found.token_ids[0]
-    expected = jax.nn.log_softmax(edited.apply(edited.params, jnp.array(prompt))[-1])[token]
+    expected = jax.nn.log_softmax(model.apply(model.params, jnp.array(prompt))[-1])[token]
     assert found.logprobs is not None
     assert abs(found.logprobs[0][token].logprob - float(expected)) < 1e-5
