@@ -218,13 +218,8 @@ def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
 def open_model(
     name: str, dtype: str = "auto", *, check_finite: bool = False, progress: Progress | None = None
 ) -> tuple[ModelFiles, Model]:
-    """The model whose parameters are read when they are asked for, and its files: to convert them one by one.
-
-    Args:
-        name, dtype, check_finite, progress: see `load_model`.
-
-    Returns:
-        what lies behind the name, and the model: its parameters are `jaxinfer.weights.lazy.Deferred`.
+    """The files behind a name, and the model, whose parameters (`jaxinfer.weights.lazy.Deferred`) are read when they
+    are asked for: to convert them one by one. Arguments are those of `load_model`.
 
     Raises:
         CheckpointError, ConfigError: one sentence that says what is wrong; of values, when they are read.

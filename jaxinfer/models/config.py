@@ -95,8 +95,11 @@ def layer_windows(read: ConfigReader, model_type: str) -> list[int | None]:
     if not sliding or read.fields.get("sliding_window", _SLIDING_WINDOW) is None:
         return [None] * count
     window = read.positive("sliding_window", _SLIDING_WINDOW)
-    if model_type == "mistral":
-        return [window] * count
+    return [window] * count if model_type == "mistral" else _windows_by_layer(read, window, count)
+
+
+def _windows_by_layer(read: ConfigReader, window: int, count: int) -> list[int | None]:
+    """Qwen's: of the layers that are named, or of all behind the first few."""
     kinds = read.fields.get("layer_types")
     if kinds is None:
         first = read.fields.get("max_window_layers", _MAX_WINDOW_LAYERS)

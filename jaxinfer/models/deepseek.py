@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
@@ -18,6 +17,7 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, plain, rms_norm
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
@@ -195,13 +195,6 @@ def _score_scale(read: ConfigReader, rope: RopeConfig) -> float:
     return yarn_mscale(rope.factor, all_dim) ** 2 if all_dim and rope.kind != "default" else 1.0
 
 
-class DeepseekContext(NamedTuple):
-    """Cosines and sines of the rotary embedding, and which tokens are real: padding asks for no expert."""
-
-    angles: tuple[jax.Array, jax.Array]
-    live: Bool[Array, "*batch"]
-
-
 class DeepseekBlock(Layer):
     """One decoder layer, with a mixture of experts unless it is ``dense``."""
 
@@ -231,9 +224,9 @@ class DeepseekBlock(Layer):
         )
 
     def __call__(
-        self, x: Float[Array, "*batch d"], context: DeepseekContext, attend: Attend, cache: Any
+        self, x: Float[Array, "*batch d"], context: SparseContext, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        mixed, cache = self.attention(self.attention_norm(x), context.angles, attend, cache)
+        mixed, cache = self.attention(self.attention_norm(x), context.rope, attend, cache)
         x = x + mixed
         normal = self.mlp_norm(x)
         return x + (self.mlp(normal) if self.dense else self.mlp(normal, context.live)), cache
@@ -248,8 +241,8 @@ class Deepseek(Decoder):
         make = override or DeepseekBlock
         return make(self.config, self.config.layers[index], index < self.config.dense, parent=None)
 
-    def context(self, positions: Int[Array, "*batch"]) -> DeepseekContext:
-        return DeepseekContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
+    def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
+        return SparseContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
 
 
 def cache_spec(cfg: DeepseekConfig) -> CacheSpec:

@@ -84,20 +84,11 @@ def param_specs(cfg: SparseConfig) -> ParamTree:
 
 def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
     prefix, d, hidden, count = f"{prefix}.mlp", cfg.hidden_size, cfg.expert_size, cfg.experts
-    bias = f"{prefix}.experts.gate_up_proj_bias"
     return {
         "router": plain(f"{prefix}.router.weight", (count, d), ("router", "embed")),
         "router_bias": plain(f"{prefix}.router.bias", (count,), ("router",), "zeros"),
         "gate_up": _gate_up(f"{prefix}.experts.gate_up_proj", count, d, hidden),
-        "gate_up_bias": ParamSpec(
-            (count, 2, hidden),
-            ("expert", None, "expert_mlp"),
-            init="zeros",
-            sources=tuple(
-                Source(bias, (count, 2 * hidden), where=(slice(None), index), part=(slice(None), slice(index, None, 2)))
-                for index in range(2)
-            ),
-        ),
+        "gate_up_bias": _gate_up_bias(f"{prefix}.experts.gate_up_proj_bias", count, hidden),
         "down": _down(f"{prefix}.experts.down_proj", count, d, hidden),
         "down_bias": plain(f"{prefix}.experts.down_proj_bias", (count, d), ("expert", "embed"), "zeros"),
     }
@@ -117,6 +108,12 @@ def _gate_up(name: str, count: int, d: int, hidden: int) -> ParamSpec:
         for index in range(2)
     )
     return ParamSpec((count, 2, hidden, d), ("expert", None, "expert_mlp", "embed"), sources=sources, inputs=-1)
+
+
+def _gate_up_bias(name: str, count: int, hidden: int) -> ParamSpec:
+    shape, every = (count, 2 * hidden), slice(None)
+    sources = tuple(Source(name, shape, where=(every, i), part=(every, slice(i, None, 2))) for i in range(2))
+    return ParamSpec((count, 2, hidden), ("expert", None, "expert_mlp"), init="zeros", sources=sources)
 
 
 def _down(name: str, count: int, d: int, hidden: int) -> ParamSpec:

@@ -132,26 +132,28 @@ def cache_spec(cfg: LlamaConfig) -> CacheSpec:
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
-    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
+
+    def block(_: int, prefix: str) -> dict[str, Any]:
+        mlp = gated_mlp(f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias)
+        return block_specs(cfg, prefix, mlp)
+
+    return decoder(cfg, block)
 
 
-def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
+def block_specs(cfg: Any, prefix: str, mlp: dict[str, Any]) -> dict[str, Any]:
+    """A layer of `attention_specs` and the parameters of a feed-forward network, each behind an `RMSNorm`."""
     return {
         "attention_norm": rms_norm(f"{prefix}.input_layernorm", cfg.hidden_size),
         "attention": attention_specs(cfg, f"{prefix}.self_attn"),
         "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", cfg.hidden_size),
-        "mlp": gated_mlp(f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias),
+        "mlp": mlp,
     }
 
 
 def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any]:
-    """`Attention` of q_proj, k_proj, v_proj and o_proj, with the sizes and switches that ``cfg`` names as this one.
-
-    Args:
-        norms: the initialisation of the norms of queries and keys.
-    """
-    d, dim = cfg.hidden_size, cfg.head_dim
-    sizes = (d, cfg.heads, cfg.kv_heads, dim)
+    """`Attention` of q_proj, k_proj, v_proj and o_proj, with the sizes and switches that ``cfg`` names as this one;
+    ``norms``: how the norms of queries and keys are initialised."""
+    d, dim, sizes = cfg.hidden_size, cfg.head_dim, (cfg.hidden_size, cfg.heads, cfg.kv_heads, cfg.head_dim)
     tree: dict[str, Any] = {
         "qkv": fused_qkv(prefix, *sizes),
         "out": linear(f"{prefix}.o_proj.weight", (cfg.heads * dim, d), ("heads", "embed")),

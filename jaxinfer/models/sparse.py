@@ -20,8 +20,8 @@ from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigReader, rope_config
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.llama import attention_specs
-from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
+from jaxinfer.models.llama import block_specs
+from jaxinfer.models.specs import decoder, gated_mlp
 from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 
@@ -194,15 +194,9 @@ def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[s
     Args:
         experts: `MoE`'s parameters of the layer whose tensors' names begin as given.
     """
-    d = cfg.hidden_size
 
     def block(index: int, prefix: str) -> dict[str, Any]:
-        dense = f"{prefix}.mlp", d, cfg.intermediate_size
-        return {
-            "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),
-            "attention": attention_specs(cfg, f"{prefix}.self_attn"),
-            "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
-            "mlp": experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense),
-        }
+        dense = f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size
+        return block_specs(cfg, prefix, experts(cfg, prefix) if cfg.sparse[index] else gated_mlp(*dense))
 
     return decoder(cfg, block)

@@ -224,18 +224,18 @@ def for_kernels(tree: Any) -> Any:
 
     Tables of which rows are taken, stacked experts, and weights with rounded inputs stay as they are.
     """
+    return _map_stored(_for_kernels, tree)
 
-    def changed(weight: Quantized) -> Quantized:
-        layout, among = weight.layout, {*weight.axes}
-        if not isinstance(layout, Grouped) or layout.group == weight.inputs or layout.activations:
-            return weight
-        if layout.groups_first or among & {"vocab", "expert"}:
-            return weight
-        names = ("scales", "zeros") if layout.zeros else ("scales",)
-        arrays = {**weight.arrays, **{name: _groups_first(weight.arrays[name]) for name in names}}
-        return dataclasses.replace(weight, arrays=arrays, layout=dataclasses.replace(layout, groups_first=True))
 
-    return _map_stored(changed, tree)
+def _for_kernels(weight: Quantized) -> Quantized:
+    layout, among = weight.layout, {*weight.axes}
+    if not isinstance(layout, Grouped) or layout.group == weight.inputs or layout.activations:
+        return weight
+    if layout.groups_first or among & {"vocab", "expert"}:
+        return weight
+    names = ("scales", "zeros") if layout.zeros else ("scales",)
+    arrays = {**weight.arrays, **{name: _groups_first(weight.arrays[name]) for name in names}}
+    return dataclasses.replace(weight, arrays=arrays, layout=dataclasses.replace(layout, groups_first=True))
 
 
 def _groups_first(array: Any) -> Any:
