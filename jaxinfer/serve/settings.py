@@ -1,4 +1,4 @@
-"""What a user may say about a server. Flags and configs/deployments/*.yaml are made of these fields. No jax."""
+"""Settings of a server. Flags and configs/deployments/*.yaml are made of these fields. No jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUEUE: Mapping[str, Any] = {
     "max_waiting_sequences": 4096,
     "max_waiting_tokens": 1 << 21,
 }
-"""What may wait for a server's engine unless its settings say otherwise: a program may queue what it likes."""
+"""Default bounds on what waits for a server's engine. An engine in a program has none: it may queue what it likes."""
 
 _MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 2_000_000  # 23 days: gRPC counts milliseconds in 31 bits

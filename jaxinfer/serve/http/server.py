@@ -21,7 +21,7 @@ from jaxinfer.serve.http.tls import ReloadingContext
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 KEEP_ALIVE_SECONDS = 75
-"""For which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
+"""Seconds for which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
 
 _BACKLOG = 2048
 _WASTE = 4  # times the limit of a body: whoever sends no more than that learns why it was refused
