@@ -264,7 +264,7 @@ _AT_LEAST_ONE = (
 
 
 def _require_simple(config: EngineConfig) -> None:
-    """What can be refused by looking at one setting, or at two."""
+    """Refuse what shows in one setting, or in two."""
     for name, choices in _CHOICES.items():
         what = "must be one of " + ", ".join(str(choice) for choice in choices)
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
@@ -295,7 +295,7 @@ _NOT_WITH_DP_ATTENTION = {
 
 
 def _require_dp_attention(config: EngineConfig) -> None:
-    """What cannot be beside ``enable_dp_attention``."""
+    """Refuse what cannot be beside ``enable_dp_attention``."""
     if not config.enable_dp_attention:
         return
     many = "needs expert_parallel_size above 1: as many devices have sequences of their own"
@@ -306,7 +306,7 @@ def _require_dp_attention(config: EngineConfig) -> None:
 
 
 def _require_even_tokens(config: EngineConfig) -> None:
-    """What cannot be beside ``sequence_parallel_norms``."""
+    """Refuse what cannot be beside ``sequence_parallel_norms``."""
     if not config.sequence_parallel_norms:
         return
     name, devices = "sequence_parallel_norms", config.devices
@@ -342,12 +342,12 @@ def _prefill_batch_sizes(config: EngineConfig, rows: int, width: int, pages: int
     return tuple(max(1, min(count, pages // width)) for count in counts)
 
 
-def _max_model_len(asked: int | None, max_position: int) -> int:
-    if asked is None:
+def _max_model_len(length: int | None, max_position: int) -> int:
+    if length is None:
         return max_position
-    _require(asked >= 2, "max_model_len", asked, "must be at least 2")
-    _require(asked <= max_position, "max_model_len", asked, f"is beyond the model's context of {max_position} tokens")
-    return asked
+    _require(length >= 2, "max_model_len", length, "must be at least 2")
+    _require(length <= max_position, "max_model_len", length, f"is beyond the model's context of {max_position} tokens")
+    return length
 
 
 def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int) -> int:
