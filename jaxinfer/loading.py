@@ -1,4 +1,4 @@
-"""Load a model by its name, and start an engine that serves it: the demo, a folder or a hub id."""
+"""Load a model by name, and start an engine that serves it: the demo, a folder or a hub id."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ class Authoriser:
             ServeError: UNAUTHENTICATED: there is no such key; FORBIDDEN: it lacks ``scope``.
         """
         if self._path is None:
-            shown = certificate()
-            return Caller("" if shown is None else tenant_of_certificate(shown), frozenset(SCOPES))
+            der = certificate()
+            return Caller("" if der is None else tenant_of_certificate(der), frozenset(SCOPES))
         if self._clock() - self._looked >= _LOOK_SECONDS:
             self.look()
         if not token:

@@ -49,7 +49,7 @@ class Sizes:
     waiting: int
 
 
-_OWN, _REQUESTS = Sizes(4, 2, MAX_WAITING), Sizes(4, 1, MAX_WAITING_OWN)
+_DEFAULT, _REQUESTS = Sizes(4, 2, MAX_WAITING), Sizes(4, 1, MAX_WAITING_OWN)
 
 
 class Renderer:
@@ -64,12 +64,12 @@ class Renderer:
         sources, tokens = (template.sources, template.tokens) if template is not None else ({}, {})
         self.has_template = template is not None
         setup, what = pack({"sources": sources, "tokens": tokens, "seconds": seconds}), "conversations"
-        self._own, self._requests = (Pool(_MODULE, sizes, setup, seconds, what) for sizes in (_OWN, _REQUESTS))
+        self._default, self._requests = (Pool(_MODULE, sizes, setup, seconds, what) for sizes in (_DEFAULT, _REQUESTS))
 
     async def warm(self) -> None:
         """Start the helpers of the checkpoint's template, if it has one."""
         if self.has_template:
-            await self._own.warm()
+            await self._default.warm()
 
     async def render(self, conversation: Conversation, tenant: str = "") -> str:
         """The prompt's text.
@@ -81,7 +81,7 @@ class Renderer:
             RequestError: the template refuses the messages, fails on them, or takes too long.
             QueueFullError: too many wait.
         """
-        pool = self._own if conversation.template is None else self._requests
+        pool = self._default if conversation.template is None else self._requests
         answer = await pool.ask(tenant, _packed(conversation))
         if answer is None:
             stopped = f"it ran for {pool.seconds:g} s, or wanted too much memory"
@@ -93,7 +93,7 @@ class Renderer:
 
     def close(self) -> None:
         """End the helpers."""
-        self._own.close()
+        self._default.close()
         self._requests.close()
 
 

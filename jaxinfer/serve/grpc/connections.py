@@ -111,9 +111,9 @@ class Connections:
     async def look(self) -> bool:
         """Shut down what is too much; whether anything was."""
         peers = {name: dataclasses.replace(peer) for name, peer in self._peers.items()}
-        here, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
+        present, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
         for name in peers:
-            if plain(name) not in here and not self._peers[name].running:
+            if plain(name) not in present and not self._peers[name].running:
                 del self._peers[name]
         for _ in range(cut):
             self._cut()
@@ -122,8 +122,8 @@ class Connections:
     def _look(self, peers: Mapping[str, Peer]) -> tuple[set[str | None], int]:
         """The peers that there are, and how many were shut down."""
         self._known = self._listed(time.monotonic())
-        here = {each.peer for each in self._known.values()}
-        return here, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
+        present = {each.peer for each in self._known.values()}
+        return present, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
 
     def _listed(self, now: float) -> dict[_Socket, _Connection]:
         """Every socket of the process."""

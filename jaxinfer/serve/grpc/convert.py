@@ -151,13 +151,13 @@ def conversation_of(chat: pb.Chat) -> Conversation:
 
 
 def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
-    own = {"role": message.role}
+    plain = {"role": message.role}
     if message.HasField("content"):
-        own["content"] = message.content
+        plain["content"] = message.content
     fields = _object(message.fields, f"{path}.fields")
-    if twice := own.keys() & fields.keys():
+    if twice := plain.keys() & fields.keys():
         raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
-    return {**own, **fields}
+    return {**plain, **fields}
 
 
 def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class HttpServer:
         self._config, self._door = config, door
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
         self._metrics = metrics
-        own = build_metrics_app if metrics else build_app
-        self._server = _Server(self._settings(own(door) if app is None else app))
+        build = build_metrics_app if metrics else build_app
+        self._server = _Server(self._settings(build(door) if app is None else app))
         self._tasks: list[asyncio.Task[None]] = []
         self._port: int | None = None
 
