@@ -151,7 +151,7 @@ class GgufError(ValueError):
 
 
 class _FormatError(ValueError):
-    """The fault of a file, without its name."""
+    """A fault of a file, without its name."""
 
 
 @dataclasses.dataclass(frozen=True)

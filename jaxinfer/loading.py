@@ -64,7 +64,7 @@ def model_folder(name: str) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class StartProgress:
-    """Listeners that are told how far a start is; None: nobody.
+    """Callbacks for the progress of a start; None: none.
 
     Attributes:
         weights: called after each tensor, see `load_params`.

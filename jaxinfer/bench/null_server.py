@@ -34,7 +34,7 @@ class Script:
     itl: float = 0.0
 
     async def tokens(self, count: int) -> AsyncIterator[int]:
-        """Yield each at its own time since the request came: what is late does not make the next one late."""
+        """Yield each token at its time since the request came: one that is late does not make the next one late."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         for number in range(count):

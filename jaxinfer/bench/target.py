@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """The last words of a stream; None: it did not say."""
+    """Facts that a stream states at its end; None: not stated."""
 
     finish: str | None
     prompt_tokens: int | None

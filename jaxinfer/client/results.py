@@ -49,7 +49,7 @@ class PositionLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
-    """The news of one output.
+    """New text and tokens of one output.
 
     Attributes:
         index: which output: 0 to n-1.
@@ -119,7 +119,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class BatchItem:
-    """The end of one prompt of a batch: with a completion or with an error.
+    """Result of one prompt of a batch: a completion or an error.
 
     Attributes:
         index: of the prompt, from 0, in the order in which the prompts were given.

@@ -59,7 +59,7 @@ class Loop(asyncio.SelectorEventLoop):
             super().add_reader(fd, callback, *args)
 
     def _woken(self, wakes: socket.socket, handle: Callable[[], Any]) -> None:
-        """Read all wake-ups at once: each was written after its operation had ended, and ``handle`` looks after all."""
+        """Read all wake-ups but one, which ``handle`` reads: it looks after every operation that has ended."""
         try:
             waiting = len(wakes.recv(_MANY, socket.MSG_PEEK))
             if waiting > 1:

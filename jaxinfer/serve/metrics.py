@@ -121,7 +121,7 @@ class _LifeCollector(Collector):
 
 
 class _LoopCollector(Collector):
-    """Figures of the event loop in which it is asked, if that has them."""
+    """Figures of the event loop that runs, if it has them."""
 
     def collect(self) -> Iterator[Metric]:
         try:

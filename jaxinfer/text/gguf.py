@@ -266,10 +266,10 @@ def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[s
 
 
 def gguf_text_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The files of a model's folder, by name, that stand for `gguf_tokenizer` and `gguf_chat_template`.
+    """The tokenizer and the chat template of a GGUF file, as the files of a model's folder, by name.
 
     Raises:
-        TokenizerError, TemplateError: see there.
+        TokenizerError, TemplateError: see `gguf_tokenizer`, `gguf_chat_template`.
     """
     library, vocabulary = _library(path, metadata)
     template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()

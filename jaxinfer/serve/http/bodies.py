@@ -93,7 +93,7 @@ def check_count(body: bytes, values: int) -> None:
 
 
 def gone_away() -> ServeError:
-    """Error for the figures: nobody is there to read it."""
+    """Make an error for the figures: nobody is there to read it."""
     return ServeError(Kind.CANCELLED, "the client has gone")
 
 
