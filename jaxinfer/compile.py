@@ -34,7 +34,7 @@ FOLDER = "compiled"  # in the model's own
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """What is asked for.
+    """The programs that are asked for.
 
     Attributes:
         model: see `jaxinfer.loading.load_model`.
@@ -50,25 +50,25 @@ class Compilation:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What came of it: what the cache did, pages of the pool (they shape the programs), seconds that it took."""
+    """The outcome: what the cache did, pages of the pool (they shape the programs), seconds that it took."""
 
     use: CacheUse
     pages: int
     seconds: float
 
-    def lines(self, asked: Compilation) -> list[str]:
+    def lines(self, job: Compilation) -> list[str]:
         use = self.use
-        size = sum(path.stat().st_size for path in asked.cache.rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in job.cache.rglob("*") if path.is_file())
         said = [
             f"{use.wanted} programs: {use.compiled} compiled, {use.found} found in the cache, in {self.seconds:.1f} s",
-            f"{asked.cache} holds {size / 1e6:.1f} MB; the pool has {self.pages} pages",
+            f"{job.cache} holds {size / 1e6:.1f} MB; the pool has {self.pages} pages",
         ]
         if lost := use.compiled - use.kept:
             said.append(f"{lost} could not be kept: JAX has no form for them on a disk")
         return said
 
 
-def compile_here(asked: Compilation, progress: CompileProgress | None = None) -> Report:
+def compile_here(job: Compilation, progress: CompileProgress | None = None) -> Report:
     """Starts an engine on this machine's devices, weights and all, as a server would, and ends it.
 
     So what is kept is all that a start compiles: the engine's programs, and the small ones by which arrays are made.
@@ -79,16 +79,16 @@ def compile_here(asked: Compilation, progress: CompileProgress | None = None) ->
     begin = time.perf_counter()
     with count_cache_use() as use:
         _, engine = start_engine(
-            asked.model,
-            asked.config,
-            asked.dtype,
-            compilation_cache_dir=str(asked.cache),
+            job.model,
+            job.config,
+            job.dtype,
+            compilation_cache_dir=str(job.cache),
             progress=StartProgress(compiled=progress),
         )
     return Report(use, engine.config.num_pages, time.perf_counter() - begin)
 
 
-def compile_for(target: str, asked: Compilation, progress: CompileProgress | None = None) -> Report:
+def compile_for(target: str, job: Compilation, progress: CompileProgress | None = None) -> Report:
     """Compiles the engine's programs for GPUs that need not be there. It reads no weights, and nothing runs.
 
     The process must have been started with `pallas_kernels.check.plugins.environment`.
@@ -96,14 +96,14 @@ def compile_for(target: str, asked: Compilation, progress: CompileProgress | Non
     Raises:
         CheckpointError, ConfigError, EngineConfigError: one sentence that says what is wrong.
     """
-    begin, config = time.perf_counter(), dataclasses.replace(asked.config, data_parallel_size=1)
-    use_compilation_cache(str(asked.cache))
+    begin, config = time.perf_counter(), dataclasses.replace(job.config, data_parallel_size=1)
+    use_compilation_cache(str(job.cache))
     device = TARGETS[_TARGETS[target]]
     mesh = mesh_for(config, device.devices(config.devices * config.dp_ranks * config.pipeline_parallel_size))
-    model, engine, limits = prepare(abstract_model(asked.model, asked.dtype), config, "gpu", mesh)
+    model, engine, limits = prepare(abstract_model(job.model, job.dtype), config, "gpu", mesh)
     places = stages(mesh)
     parts = cut(model, len(places))
-    arrays = [abstract_arrays(part, engine, limits, own) for part, own in zip(parts, places, strict=True)]
+    arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=True)]
     with device.current(), count_cache_use() as use, warnings.catch_warnings():
         # What an earlier run has kept is for the GPU to load, and is made again here.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
@@ -115,12 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0; 2 with one sentence on stderr for what cannot be done as asked; 3: JAX's CUDA plugin is missing."""
     args = _parser().parse_args(argv)
     config = EngineConfig(**given_settings(args, EngineConfig))
-    asked = Compilation(args.model, config, args.dtype, _cache(args))
+    job = Compilation(args.model, config, args.dtype, _cache(args))
     try:
         if args.target != THIS and not args.prepared:
             return _in_prepared_process(args, argv)
         with _counter() as progress:
-            report = compile_here(asked, progress) if args.target == THIS else compile_for(args.target, asked, progress)
+            report = compile_here(job, progress) if args.target == THIS else compile_for(args.target, job, progress)
     except (*LOADING_ERRORS, EngineConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -129,11 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     except KeyboardInterrupt:
         return 130
-    print("\n".join([*report.lines(asked), *_advice(args, asked)]))
+    print("\n".join([*report.lines(job), *_advice(args, job)]))
     return 0
 
 
-def _advice(args: argparse.Namespace, asked: Compilation) -> list[str]:
+def _advice(args: argparse.Namespace, job: Compilation) -> list[str]:
     if args.target != THIS:
         return [
             "not kept: the small programs by which a start makes its arrays, and how fast variants of a product are, "
@@ -141,12 +141,12 @@ def _advice(args: argparse.Namespace, asked: Compilation) -> list[str]:
             f"XLA's flags are part of the cache's keys: a start that is to find these needs XLA_FLAGS={_UNTUNED}; "
             "that one does was not tried on a GPU",
         ]
-    given = asked.cache != DEFAULT_FOLDER.expanduser()
-    return [f"start with the same flags and --compilation-cache-dir {asked.cache}"] if given else []
+    elsewhere = job.cache != DEFAULT_FOLDER.expanduser()
+    return [f"start with the same flags and --compilation-cache-dir {job.cache}"] if elsewhere else []
 
 
 def _cache(args: argparse.Namespace) -> pathlib.Path:
-    """As asked for; else in the model's folder, or the user's own where the name is not that of a folder."""
+    """The cache's folder: as asked for; else in the model's, or the user's own where no folder is named."""
     if args.compilation_cache_dir is not None:
         return pathlib.Path(args.compilation_cache_dir)
     folder = pathlib.Path(args.model)
@@ -159,8 +159,8 @@ def _in_prepared_process(args: argparse.Namespace, argv: Sequence[str] | None) -
         raise EngineConfigError(f"--target {args.target} needs --num-pages: on the GPU its free memory decides")
     folder = args.plugins or default_folder()
     require_plugins(folder)
-    given = list(sys.argv[1:] if argv is None else argv)
-    command = [sys.executable, "-m", "jaxinfer.compile", *given, "--prepared"]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = [sys.executable, "-m", "jaxinfer.compile", *arguments, "--prepared"]
     return subprocess.run(command, env=environment(folder), check=False).returncode
 
 

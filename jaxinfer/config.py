@@ -23,7 +23,7 @@ class EngineConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutionConfig:
-    """What is computed, and by what.
+    """Lengths, numbers and kernels.
 
     Attributes:
         max_model_len: longest prompt plus output in tokens (default: the model's own limit).
@@ -74,7 +74,7 @@ class CacheConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What runs in a step, and who waits.
+    """Steps, and the queue.
 
     Attributes:
         max_num_seqs: sequences decoded together; one decode program of exactly this many rows is compiled.
@@ -107,7 +107,7 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Drafts.
+    """Speculative decoding.
 
     Attributes:
         speculative: None or "ngram": continuations found in a sequence's own tokens are verified in idle rows.
@@ -123,7 +123,7 @@ class SpeculativeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Over how many devices, and how.
+    """Devices, and how the model is spread over them.
 
     Attributes:
         tensor_parallel_size: devices over which heads, feed-forward layers, vocabulary and KV pool are spread.
@@ -158,7 +158,7 @@ class ParallelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
-    """What a user may say about an engine, all groups in one; None means: choose."""
+    """Settings of an engine, all groups in one; None means: choose."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,7 +264,7 @@ _AT_LEAST_ONE = (
 
 
 def _require_simple(config: EngineConfig) -> None:
-    """What can be refused by looking at one setting, or at two."""
+    """Refuse what shows in one setting, or in two."""
     for name, choices in _CHOICES.items():
         what = "must be one of " + ", ".join(str(choice) for choice in choices)
         _require(getattr(config, name) in choices, name, getattr(config, name), what)
@@ -295,7 +295,7 @@ _NOT_WITH_DP_ATTENTION = {
 
 
 def _require_dp_attention(config: EngineConfig) -> None:
-    """What cannot be beside ``enable_dp_attention``."""
+    """Refuse what cannot be beside ``enable_dp_attention``."""
     if not config.enable_dp_attention:
         return
     many = "needs expert_parallel_size above 1: as many devices have sequences of their own"
@@ -306,7 +306,7 @@ def _require_dp_attention(config: EngineConfig) -> None:
 
 
 def _require_even_tokens(config: EngineConfig) -> None:
-    """What cannot be beside ``sequence_parallel_norms``."""
+    """Refuse what cannot be beside ``sequence_parallel_norms``."""
     if not config.sequence_parallel_norms:
         return
     name, devices = "sequence_parallel_norms", config.devices
@@ -342,12 +342,12 @@ def _prefill_batch_sizes(config: EngineConfig, rows: int, width: int, pages: int
     return tuple(max(1, min(count, pages // width)) for count in counts)
 
 
-def _max_model_len(asked: int | None, max_position: int) -> int:
-    if asked is None:
+def _max_model_len(length: int | None, max_position: int) -> int:
+    if length is None:
         return max_position
-    _require(asked >= 2, "max_model_len", asked, "must be at least 2")
-    _require(asked <= max_position, "max_model_len", asked, f"is beyond the model's context of {max_position} tokens")
-    return asked
+    _require(length >= 2, "max_model_len", length, "must be at least 2")
+    _require(length <= max_position, "max_model_len", length, f"is beyond the model's context of {max_position} tokens")
+    return length
 
 
 def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int) -> int:

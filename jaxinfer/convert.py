@@ -24,7 +24,7 @@ FORMATS = ("orbax", "safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What is asked for.
+    """A conversion that is asked for.
 
     Attributes:
         source: "demo", a folder or a hub id, as ``--model`` takes them.
@@ -41,7 +41,7 @@ class Conversion:
     check_finite: bool = False
 
 
-def convert(asked: Conversion, progress: Progress | None = None) -> None:
+def convert(job: Conversion, progress: Progress | None = None) -> None:
     """Writes the folder. One parameter at a time is in memory.
 
     It is written under another name, ``<destination>.unfinished``, and named when it is complete. What an interrupted
@@ -54,11 +54,11 @@ def convert(asked: Conversion, progress: Progress | None = None) -> None:
         CheckpointError, ConfigError: one sentence that says what is wrong.
         OSError: the destination cannot be written.
     """
-    arrays = asked.output_format == "orbax"
+    arrays = job.output_format == "orbax"
     files, model = open_model(
-        asked.source, asked.dtype, check_finite=asked.check_finite, progress=None if arrays else progress
+        job.source, job.dtype, check_finite=job.check_finite, progress=None if arrays else progress
     )
-    with unfinished(asked.destination, _identity(asked, files)) as started:
+    with unfinished(job.destination, _identity(job, files)) as started:
         if arrays:
             write_companions(files.path, started.folder)
             leaves = leaves_of(model.specs, model.params)
@@ -68,7 +68,7 @@ def convert(asked: Conversion, progress: Progress | None = None) -> None:
 
 
 def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> None:
-    """One file, that is begun again after an interruption."""
+    """Write one file, which is begun again after an interruption."""
     if files.quantized:
         raise CheckpointError("quantised weights are not written as safetensors: leave --output-format away")
     save_params(started.folder, model.params, model.specs, files.config_json, str(model.dtype))
@@ -76,21 +76,21 @@ def _write_safetensors(started: Unfinished, files: ModelFiles, model: Model) -> 
     started.publish()
 
 
-def _identity(asked: Conversion, files: ModelFiles) -> dict[str, Any]:
-    """What must be the same for one run to go on where another was interrupted."""
+def _identity(job: Conversion, files: ModelFiles) -> dict[str, Any]:
+    """Identify a run: what must be the same for one to go on where another was interrupted."""
     return {
         "source": str(files.path.resolve()),
         "files": files.state,
-        "dtype": asked.dtype,
-        "format": asked.output_format,
-        "check_finite": asked.check_finite,
+        "dtype": job.dtype,
+        "format": job.output_format,
+        "check_finite": job.check_finite,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
     args = _parser().parse_args(argv)
-    asked = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
+    job = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
     try:
         recipe = command.recipe_of(args)
         if recipe is not None:
@@ -98,17 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 command.run(args, recipe, progress)
         else:
             with loading_bar("converting") as progress:
-                convert(asked, progress)
+                convert(job, progress)
     except (*LOADING_ERRORS, RecipeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {asked.destination} cannot be written: {error.strerror or error}", file=sys.stderr)
+        print(f"error: {job.destination} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
-    print(f"wrote {asked.destination}")
+    print(f"wrote {job.destination}")
     return 0
 
 

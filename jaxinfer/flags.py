@@ -33,19 +33,19 @@ def given_settings(
 ) -> dict[str, Any]:
     """The fields of ``kind`` that were given on the command line; see `add_flags`."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in skip]
-    given = {name: value for name in names if (value := getattr(args, prefix + name)) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values = {name: value for name in names if (value := getattr(args, prefix + name)) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """What the "Attributes:" sections of a class and its bases say of each name, each in one line."""
+    """Read the "Attributes:" sections of a class and its bases: of each name its text, in one line."""
     docs: dict[str, str] = {}
     for each in reversed(kind.__mro__):
-        docs |= _own_docs(vars(each).get("__doc__") or "")
+        docs |= _section_docs(vars(each).get("__doc__") or "")
     return docs
 
 
-def _own_docs(docstring: str) -> dict[str, str]:
+def _section_docs(docstring: str) -> dict[str, str]:
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\n")[0]
     docs: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \S)", section):
@@ -60,12 +60,12 @@ def _flag(name: str) -> str:
 
 
 def _help(text: str, default: object) -> str:
-    """With the default, unless the text speaks of it. argparse takes % for its own."""
+    """Add the default, unless the text speaks of it. argparse takes % for its own."""
     plain = text.replace("`", "").replace("%", "%%")
     if default is None or "default" in plain:
         return plain
-    shown = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
-    return f"{plain} (default: {shown})"
+    value = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
+    return f"{plain} (default: {value})"
 
 
 def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:

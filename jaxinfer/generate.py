@@ -89,9 +89,9 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 def _sampling(args: argparse.Namespace, llm: LLM) -> SamplingParams:
     names = (*_SAMPLING, "stop", "stop_token_ids", "bad_words")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return llm.default_sampling_params(
-        **given,
+        **values,
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
         include_stop_str_in_output=args.include_stop_str_in_output,
@@ -178,8 +178,8 @@ def _logprobs_json(positions: list[LogprobsDict | None] | None) -> list[list[dic
 
 def _print_logprobs(output: CompletionOutput) -> None:
     for token, candidates in zip(output.token_ids, output.logprobs or [], strict=True):
-        shown = ", ".join(f"{c.decoded_token!r} {c.logprob:.3f}" for c in candidates.values())
-        print(f"{token:7d} {candidates[token].logprob:8.3f}   {shown}")
+        texts = ", ".join(f"{c.decoded_token!r} {c.logprob:.3f}" for c in candidates.values())
+        print(f"{token:7d} {candidates[token].logprob:8.3f}   {texts}")
 
 
 def _print_stats(llm: LLM, clock: Clock, outputs: list[RequestOutput]) -> None:

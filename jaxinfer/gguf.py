@@ -151,7 +151,7 @@ class GgufError(ValueError):
 
 
 class _FormatError(ValueError):
-    """What is wrong with a file, without its name."""
+    """A fault of a file, without its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +203,13 @@ class Metadata(Mapping[str, Any]):
         return len(self._entries)
 
     def count(self, key: str) -> int | None:
-        """How many elements an array has, without reading it; None where there is no such array."""
+        """The number of an array's elements, without reading it; None where there is no such array."""
         entry = self._entries.get(key)
         return entry.count if isinstance(entry, _Array) else None
 
 
 class Header:
-    """What a mapped GGUF file says of itself, after every check.
+    """Header of a mapped GGUF file, after every check.
 
     The mapping lives as long as the object or any array made of it. The file must not shrink meanwhile.
 
@@ -274,7 +274,7 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Scalar | _Array], dict[str, GgufT
 
 @dataclasses.dataclass
 class _Cursor:
-    """Where the parser stands. Nothing is read beyond the end of the file."""
+    """The parser's place. Nothing is read beyond the end of the file."""
 
     data: mmap.mmap
     at: int = 0
@@ -396,13 +396,13 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
 
 def _alignment(value: object) -> int:
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        shown = "an array" if isinstance(value, _Array) else quoted(str(value))
-        raise _FormatError(f"general.alignment is {shown}, not a power of two up to {MAX_ALIGNMENT}")
+        text = "an array" if isinstance(value, _Array) else quoted(str(value))
+        raise _FormatError(f"general.alignment is {text}, not a power of two up to {MAX_ALIGNMENT}")
     return value
 
 
 def _tensor_entry(cursor: _Cursor) -> GgufTensor:
-    """As the file has it: ``start`` counts from the beginning of the data."""
+    """Read a tensor's entry, whose ``start`` counts from the beginning of the data."""
     name = cursor.name("a tensor's name")
     what = f"tensor {quoted(name)}"
     dimensions = cursor.uint32(what)

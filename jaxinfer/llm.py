@@ -44,7 +44,7 @@ class CompletionOutput:
 
 @dataclasses.dataclass
 class RequestOutput:
-    """What a prompt led to. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, nothing precedes it."""
+    """The outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, nothing precedes it."""
 
     request_id: str
     prompt: str | None
@@ -116,7 +116,7 @@ class LLM:
         return self.model.tokenizer
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, with ``changes`` on top."""
+        """Sampling as the checkpoint's generation_config.json recommends it, with ``changes`` on top."""
         return SamplingParams(**{**recommended_sampling(self.model.generation_config), **changes})
 
     def generate(
@@ -179,15 +179,15 @@ class LLM:
         return self.generate(prompts, sampling_params, on_delta=on_delta)
 
     def _params_for(
-        self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
-        if given is None:
-            given = self.default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * len(prompts)
-        if len(given) != len(prompts):
-            raise RequestError("sampling_params", f": {len(given)} given for {len(prompts)} prompts")
-        return list(given)
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError("sampling_params", f": {len(params)} given for {len(prompts)} prompts")
+        return list(params)
 
 
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
@@ -273,7 +273,7 @@ class _Run:
 
 
 def _add_all(engine: EngineCore, requests: Sequence[Request]) -> list[Request]:
-    """All or none."""
+    """Add all requests, or none."""
     added: list[Request] = []
     try:
         for request in requests:

@@ -1,4 +1,4 @@
-"""From a name to a model, and to an engine that serves it: the demo, a folder or a hub id."""
+"""Load a model by name, and start an engine that serves it: the demo, a folder or a hub id."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def model_folder(name: str) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class StartProgress:
-    """Who is told how far a start is; None: nobody.
+    """Callbacks for the progress of a start; None: none.
 
     Attributes:
         weights: called after each tensor, see `load_params`.
@@ -102,9 +102,9 @@ def start_engine(
     """
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
-    given = _as_dtype(model, dtype) if isinstance(model, Model) else None
-    plan, sized = _plan(given or abstract_model(str(model), dtype), config, mesh, group)
-    loaded = given or load_model(
+    in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
+    plan, sized = _plan(in_memory or abstract_model(str(model), dtype), config, mesh, group)
+    loaded = in_memory or load_model(
         str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     loaded = with_activations(loaded, config)  # what is served is what the caller gets
@@ -123,7 +123,7 @@ def start_follower(
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
 ) -> tuple[Model, ResolvedEngine, dict[int, LocalExecutor]]:
-    """What `start_engine` does, in a process that is not its group's first: it loads and compiles its devices' part.
+    """Do as `start_engine`, in a process that is not its group's first: load and compile its devices' part.
 
     The executors are for `jaxinfer.engine.distributed.leader.follow`. Arguments and errors are those of `start_engine`.
     """
@@ -187,8 +187,8 @@ def load_model(
     model = spread_model(model, mesh)
     tokenizer, template = load_tokenizer(files.path), load_template(files.path)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
-    with bar as told:
-        params = _load(files, model, told, check_finite, mesh)
+    with bar as on_tensor:
+        params = _load(files, model, on_tensor, check_finite, mesh)
     generation = files.path / "generation_config.json"
     return model.replace(
         params=params,
@@ -245,10 +245,10 @@ def _describe(name: str, dtype: str, families: Mapping[str, Family] = MappingPro
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
     files = open_model_files(model_folder(name))
-    own = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
-    model = describe(family_for(files.config_json, families), files.config_json, own, name)
+    resolved = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
+    model = describe(family_for(files.config_json, families), files.config_json, resolved, name)
     if files.quantized:
-        model = model.with_specs(files.stored(files.named(model.specs, model.family.prefix), own), own)
+        model = model.with_specs(files.stored(files.named(model.specs, model.family.prefix), resolved), resolved)
     return files, model
 
 
@@ -257,10 +257,10 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
 
     def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array | jax.ShapeDtypeStruct:
         owners = [stage for stage, names in zip(places, parts, strict=True) if path[0] in names]
-        here = [stage for stage in owners if own_devices(stage)]
-        if not here:  # other processes read it
+        local = [stage for stage in owners if own_devices(stage)]
+        if not local:  # other processes read it
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or str(model.dtype))
-        return on_devices(param_sharding(here[0], spec), spec, fill)
+        return on_devices(param_sharding(local[0], spec), spec, fill)
 
     return _filled(files, model, place, progress, check_finite)
 

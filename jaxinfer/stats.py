@@ -17,7 +17,7 @@ from jaxinfer.models.model import Model
 
 
 class Clock:
-    """When each output got its tokens, in seconds since the prompts were handed over."""
+    """Times at which each output got its tokens, in seconds since the prompts were handed over."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -89,7 +89,7 @@ def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwid
 
 
 def _engine_lines(stats: EngineStats) -> list[str]:
-    """What the engine did beside computing each token once; nothing is said of what did not happen."""
+    """Lines on the work beside computing each token once; nothing is said of what did not happen."""
     lines = []
     if stats.prefix_hits:
         lines.append(f"prefix cache       {stats.prefix_hits} of {stats.prefix_queries} prompt tokens found")

@@ -68,7 +68,7 @@ _MAX_CHARACTERS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Names and defaults are vLLM's.
+    """Parameters of sampling and stopping. Names and defaults are vLLM's.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the
     N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
@@ -202,7 +202,7 @@ def _bias(field: str, value: object) -> dict[int, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the engine is asked to do: token ids only, text is the front end's business.
+    """A request to the engine: token ids only, text is the front end's business.
 
     Attributes:
         request_id: unique among the requests in flight.
@@ -264,7 +264,7 @@ class PositionLogprobs(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class SequenceDelta:
-    """What one step added to one sequence. ``index`` counts the ``n`` samples of a request.
+    """Tokens that one step added to one sequence. ``index`` counts the ``n`` samples of a request.
 
     There is one of each running sequence a step: ``logprobs`` is no list of its own where none were asked for.
     ``cached_tokens`` and ``prompt_logprobs`` are in the first delta that has a token: prompt tokens that were found in
@@ -330,7 +330,7 @@ class ParamGroup(Protocol):
     """One parameter of several arrays: a quantised weight, with a `ParamSpec` for each."""
 
     def items(self) -> ItemsView[str, Any]:
-        """Its arrays by name."""
+        """The arrays by name."""
         ...
 
     def rebuilt(self, arrays: Mapping[str, Any]) -> ParamGroup:
@@ -361,7 +361,7 @@ def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What distinguishes one layer's attention from another's.
+    """Differences between one layer's attention and another's.
 
     Attributes:
         window: the sliding window in tokens (None: full).
@@ -422,13 +422,13 @@ class CacheSpec:
         return dataclasses.replace(self, layers=self.layers[layers], groups=self.windows)
 
     def pool_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
-        """Of a layer's pool, or of the part on each of the devices over which its heads are spread."""
+        """Shape of a layer's pool, or of its part on each of the devices over which its heads are spread."""
         if self.latent:
             return (pages, page_size, self.head_dim)
         return (pages, 2, self.kv_heads // devices, page_size, self.head_dim)
 
     def scales_shape(self, pages: int, page_size: int, devices: int = 1) -> tuple[int, ...]:
-        """Of the scales beside `pool_shape`. There are none, on 0 pages, where elements are of the model's dtype."""
+        """Shape of the scales beside `pool_shape`: 0 pages where elements are of the model's dtype and need none."""
         parts = (2,) if self.latent else ()
         return (pages if self.dtype else 0, *self.pool_shape(1, page_size, devices)[1:-1], *parts)
 

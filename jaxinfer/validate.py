@@ -1,4 +1,4 @@
-"""What a request must satisfy once the model is known: ids within the vocabulary, lengths, the device's fixed limits.
+"""Validate a request once the model is known: ids within the vocabulary, lengths, the device's fixed limits.
 
 Every door (Python, command line, servers) calls ``validate_request``, so all of them refuse the same requests with
 the same sentence. Nothing here imports jax.
@@ -114,9 +114,9 @@ def _check_bad_words(words: Sequence[Sequence[int]], vocab_size: int, limits: Sa
         check_token_ids("bad_words", word, vocab_size)
 
 
-def _check_logprobs(field: str, asked: int | None, most: int) -> None:
-    if asked is not None and asked > most:
-        raise RequestError(field, f"={asked} must be at most {most}")
+def _check_logprobs(field: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise RequestError(field, f"={value} must be at most {most}")
 
 
 def _check_something_is_left(params: SamplingParams, stops: set[int], bad_words: Sequence[Sequence[int]]) -> None:
@@ -126,5 +126,5 @@ def _check_something_is_left(params: SamplingParams, stops: set[int], bad_words:
     if params.min_tokens > 0:
         banned |= stops
     if banned.issuperset(params.allowed_token_ids):
-        given = list(params.allowed_token_ids)
-        raise RequestError("allowed_token_ids", f"={given} leaves no token: bad_words and min_tokens bar all")
+        allowed = list(params.allowed_token_ids)
+        raise RequestError("allowed_token_ids", f"={allowed} leaves no token: bad_words and min_tokens bar all")

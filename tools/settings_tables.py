@@ -58,14 +58,14 @@ def tables(kind: type) -> str:
 
 def table(kind: type, group: type, *, title: bool) -> str:
     """The settings that ``group`` declares, with the defaults that they have in ``kind``."""
-    told, declared = attribute_docs(kind), vars(group)["__annotations__"]
+    docs, declared = attribute_docs(kind), vars(group)["__annotations__"]
     fields = [field for field in dataclasses.fields(kind) if field.name in declared and field.name not in _NESTED]
-    rows = [f"| `{field.name}` | {_shown(field.default)} | {told[field.name].replace('``', '`')} |" for field in fields]
+    rows = [f"| `{field.name}` | {_cell(field.default)} | {docs[field.name].replace('``', '`')} |" for field in fields]
     head = [f"**{(group.__doc__ or '').partition(chr(10))[0].rstrip('.')}**\n"] if title else []
     return "\n".join([*head, "| setting | default | what it is |", "|---|---|---|", *rows, ""])
 
 
-def _shown(default: object) -> str:
+def _cell(default: object) -> str:
     if default is None or default is dataclasses.MISSING:
         return ""
     if isinstance(default, tuple):

@@ -1,4 +1,4 @@
-"""When requests are due: processes of arrival, as seconds since the run began."""
+"""Arrival processes: when requests are due, in seconds since the run began."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
-    """Without end, in order, the first one after a gap; gaps are gamma distributed with mean ``1 / rate``.
+    """Yield times without end, in order, the first one after a gap; gaps are gamma distributed, mean ``1 / rate``.
 
     Args:
         rate: requests a second; infinite: all are due at 0.

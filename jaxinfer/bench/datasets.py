@@ -1,4 +1,4 @@
-"""What is asked of a server: requests without end from a description, or those of a file."""
+"""Requests for a server: without end from a description, or those of a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEFAULT_LENGTHS = Lengths(128, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What the options say of the requests.
+    """The requests that the options ask for.
 
     Attributes:
         path: of the data set's file.
@@ -64,39 +64,39 @@ class Asked:
         return self.output or DEFAULT_LENGTHS
 
 
-def random(asked: Asked, seed: int) -> Iterator[Item]:
+def random(spec: Asked, seed: int) -> Iterator[Item]:
     """Prompts that share nothing."""
-    return shared_prefix(dataclasses.replace(asked, prefix_len=0, groups=1), seed)
+    return shared_prefix(dataclasses.replace(spec, prefix_len=0, groups=1), seed)
 
 
-def shared_prefix(asked: Asked, seed: int) -> Iterator[Item]:
-    """Each prompt begins with one of ``groups`` prefixes."""
-    rng, prompts = np.random.default_rng(seed), asked.prompts
+def shared_prefix(spec: Asked, seed: int) -> Iterator[Item]:
+    """Prompts that begin with one of ``groups`` prefixes each."""
+    rng, prompts = np.random.default_rng(seed), spec.prompts
     nothing = np.zeros(0, np.int32)
-    prefixes = [prompts.draw(asked.prefix_len, rng) if asked.prefix_len else nothing for _ in range(asked.groups)]
+    prefixes = [prompts.draw(spec.prefix_len, rng) if spec.prefix_len else nothing for _ in range(spec.groups)]
     while True:
-        prefix = prefixes[int(rng.integers(asked.groups))]
-        own = prompts.draw(asked.input.draw(rng), rng)
-        whole = np.concatenate([prefix, own])
-        yield Item(prompts.build(whole), prompts.length(whole), asked.outputs.draw(rng))
+        prefix = prefixes[int(rng.integers(spec.groups))]
+        suffix = prompts.draw(spec.input.draw(rng), rng)
+        whole = np.concatenate([prefix, suffix])
+        yield Item(prompts.build(whole), prompts.length(whole), spec.outputs.draw(rng))
 
 
-def sonnet(asked: Asked, seed: int) -> Iterator[Item]:
+def sonnet(spec: Asked, seed: int) -> Iterator[Item]:
     """Lines of a text: the first ones, up to ``prefix_len`` tokens, in each prompt, and random ones behind them.
 
     Without a file the lines are made of random words.
     """
     rng = np.random.default_rng(seed)
-    lines = _lines(asked.path) if asked.path is not None else _made_lines(np.random.default_rng((seed, 1)))
-    sizes = [len(line.split()) * asked.tokens_per_word for line in lines]
-    shared = int(np.searchsorted(np.cumsum(sizes), asked.prefix_len, side="right"))
+    lines = _lines(spec.path) if spec.path is not None else _made_lines(np.random.default_rng((seed, 1)))
+    sizes = [len(line.split()) * spec.tokens_per_word for line in lines]
+    shared = int(np.searchsorted(np.cumsum(sizes), spec.prefix_len, side="right"))
     while True:
         chosen, length = list(range(shared)), sum(sizes[:shared])
-        goal = asked.input.draw(rng)
+        goal = spec.input.draw(rng)
         while length < goal:
             chosen.append(int(rng.integers(len(lines))))
             length += sizes[chosen[-1]]
-        yield Item("\n".join(lines[number] for number in chosen), round(length), asked.outputs.draw(rng))
+        yield Item("\n".join(lines[number] for number in chosen), round(length), spec.outputs.draw(rng))
 
 
 def _made_lines(rng: np.random.Generator, count: int = 500) -> list[str]:
@@ -110,31 +110,31 @@ def _lines(path: pathlib.Path) -> list[str]:
     return lines
 
 
-def sharegpt(asked: Asked, seed: int) -> Iterator[Item]:
+def sharegpt(spec: Asked, seed: int) -> Iterator[Item]:
     """The first question of each conversation, in random order, again and again; the answer's length is the output's,
     if no other is asked for. Conversations that are too long are left out.
 
     The file is a list of ``{"conversations": [{"from": ..., "value": ...}, ...]}``, as ShareGPT's.
     """
     rng = np.random.default_rng(seed)
-    fitting = [item for item in _conversations(asked) if asked.max_len is None or _total(item) <= asked.max_len]
+    fitting = [item for item in _conversations(spec) if spec.max_len is None or _total(item) <= spec.max_len]
     if not fitting:
-        raise DatasetError(f"{asked.path} has no conversation that fits")
+        raise DatasetError(f"{spec.path} has no conversation that fits")
     while True:
         for number in rng.permutation(len(fitting)).tolist():
             item = fitting[number]
-            yield item if asked.output is None else item._replace(output_len=asked.output.draw(rng))
+            yield item if spec.output is None else item._replace(output_len=spec.output.draw(rng))
 
 
-def _conversations(asked: Asked) -> Iterator[Item]:
-    path = _needed(asked.path, "sharegpt")
+def _conversations(spec: Asked) -> Iterator[Item]:
+    path = _needed(spec.path, "sharegpt")
     try:
         rows = json.loads(_read(path))
         turns = [[turn["value"] for turn in row.get("conversations", [])[:2]] for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         raise DatasetError(f"{path} is not ShareGPT's format: {cause}") from cause
     for question, answer in (pair for pair in turns if len(pair) == 2 and all(pair)):
-        lengths = (max(1, round(len(text.split()) * asked.tokens_per_word)) for text in (question, answer))
+        lengths = (max(1, round(len(text.split()) * spec.tokens_per_word)) for text in (question, answer))
         yield Item(question, *lengths)
 
 
@@ -142,24 +142,24 @@ def _total(item: Item) -> int:
     return item.prompt_len + item.output_len
 
 
-def azure(asked: Asked, seed: int) -> Iterator[Item]:
+def azure(spec: Asked, seed: int) -> Iterator[Item]:
     """Azure's trace, scaled to what fits."""
-    requests = traces.read_azure(_needed(asked.path, "azure"))
-    return _trace(traces.scale_azure(requests, asked.max_len or _longest(requests), asked.scale), asked, seed)
+    requests = traces.read_azure(_needed(spec.path, "azure"))
+    return _trace(traces.scale_azure(requests, spec.max_len or _longest(requests), spec.scale), spec, seed)
 
 
-def mooncake(asked: Asked, seed: int) -> Iterator[Item]:
+def mooncake(spec: Asked, seed: int) -> Iterator[Item]:
     """A Mooncake trace: equal blocks are equal tokens."""
-    requests = traces.read_mooncake(_needed(asked.path, "mooncake"))
-    return _trace(traces.scale_mooncake(requests, asked.max_len or _longest(requests), asked.block_tokens), asked, seed)
+    requests = traces.read_mooncake(_needed(spec.path, "mooncake"))
+    return _trace(traces.scale_mooncake(requests, spec.max_len or _longest(requests), spec.block_tokens), spec, seed)
 
 
 def _longest(requests: Sequence[traces.TraceRequest]) -> int:
     return max(request.total for request in requests)
 
 
-def _trace(trace: traces.Trace, asked: Asked, seed: int) -> Iterator[Item]:
-    prompts = asked.prompts
+def _trace(trace: traces.Trace, spec: Asked, seed: int) -> Iterator[Item]:
+    prompts = spec.prompts
     for request in trace.requests:
         size = trace.block_tokens or request.prompt_len
         blocks = [prompts.draw(size, np.random.default_rng((seed, block))) for block in request.blocks]
@@ -189,7 +189,7 @@ class Dataset:
     """A way to make requests.
 
     Attributes:
-        make: ``(asked, seed) -> requests``; equal seeds make equal requests.
+        make: ``(spec, seed) -> requests``; equal seeds make equal requests.
         lengths_given: outputs are to have exactly the asked length, unless the options say otherwise.
         text: prompts are text, whatever the server takes.
     """
@@ -209,6 +209,6 @@ DATASETS: Mapping[str, Dataset] = {
 }
 
 
-def describe(asked: Asked) -> dict[str, Any]:
-    """For the record."""
-    return {"tokens_per_word": asked.tokens_per_word, "max_len": asked.max_len, "prompts": str(asked.prompts)}
+def describe(spec: Asked) -> dict[str, Any]:
+    """The options of the requests, for the record."""
+    return {"tokens_per_word": spec.tokens_per_word, "max_len": spec.max_len, "prompts": str(spec.prompts)}

@@ -69,7 +69,7 @@ def summary(records: Sequence[Record], goals: Goals) -> dict[str, Any]:
 
 
 def _span(records: Sequence[Record]) -> float:
-    """From the first request that was due to the last thing that came."""
+    """Seconds from the first request that was due to the last thing that came."""
     if not records:
         return 0.0
     return max(record.ended for record in records) - min(record.due for record in records)
@@ -132,7 +132,7 @@ def _peak(records: Sequence[Record]) -> int:
 
 
 def keeping_up(ended: Sequence[Record]) -> float | None:
-    """How fast requests ended over how fast they came: 1 if the server keeps up, less if a queue grows.
+    """The rate at which requests ended over that at which they came: 1 if the server keeps up, less if a queue grows.
 
     Both rates are those of the middle 80 %, so that neither the run's beginning nor its tail counts; None for fewer
     than ten requests.

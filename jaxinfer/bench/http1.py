@@ -31,7 +31,7 @@ class ResponseParser:
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the connection can be used again. Known when `done`."""
+        """Whether the connection can be used again; known when `done`."""
         return self._left is not None and self.headers.get("connection", "").lower() != "close"
 
     def feed(self, data: bytes) -> bytes:
@@ -58,7 +58,7 @@ class ResponseParser:
         self.done = True
 
     def _until(self, mark: bytes) -> bytes | None:
-        """What comes before ``mark``, which is swallowed too; None while it is not here."""
+        """The bytes before ``mark``, which is swallowed too; None while it has not come."""
         end = self._buffer.find(mark, self._at)
         if end < 0:
             if len(self._buffer) - self._at > MAX_HEAD:

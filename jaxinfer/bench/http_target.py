@@ -51,14 +51,14 @@ class HttpTarget:
             raise TargetError(f"{self._access.url} does not tell how many tokens a prompt has") from cause
 
     async def _ask(self, method: str, path: str, content: dict[str, Any] | None) -> tuple[ResponseParser, bytes]:
-        """One small request before the load."""
-        pieces: list[bytes] = []
+        """Make one small request before the load."""
+        chunks: list[bytes] = []
         message = self._message(method, path, b"" if content is None else json.dumps(content).encode())
         try:
-            response = await self._pool.exchange(message, lambda status, piece: pieces.append(piece))
+            response = await self._pool.exchange(message, lambda status, chunk: chunks.append(chunk))
         except (OSError, TimeoutError, HttpError) as cause:
             raise TargetError(f"no answer from {self._access.url}: {_reason(cause)}") from cause
-        body = b"".join(pieces)
+        body = b"".join(chunks)
         if response.status != 200:
             raise TargetError(f"{self._access.url} answers {response.status}: {_error_text(body)}")
         return response, body
@@ -106,7 +106,7 @@ class HttpTarget:
         except OSError as cause:
             raise SendFailed("connection lost", str(cause)) from cause
         except HttpError as cause:
-            raise SendFailed("truncated" if answer.pieces or answer.began else "bad HTTP", str(cause)) from cause
+            raise SendFailed("truncated" if answer.chunks or answer.began else "bad HTTP", str(cause)) from cause
         return answer.ending(response.status or 0)
 
     async def close(self) -> None:
@@ -118,20 +118,20 @@ class _Answer:
 
     def __init__(self, note: Callable[[int], None]) -> None:
         self.began = False
-        self.pieces: list[bytes] = []  # of a body that is no event stream
+        self.chunks: list[bytes] = []  # of a body that is no event stream
         self._note, self._events = note, EventParser()
         self._finish: str | None = None
         self._usage: dict[str, Any] = {}
         self._error: str | None = None
         self._done = False
 
-    def on_body(self, status: int, piece: bytes) -> None:
+    def on_body(self, status: int, chunk: bytes) -> None:
         if status != 200:
-            if sum(map(len, self.pieces)) < MAX_ERROR:
-                self.pieces.append(piece)
+            if sum(map(len, self.chunks)) < MAX_ERROR:
+                self.chunks.append(chunk)
             return
         self.began = True
-        tokens = sum(map(self._event, self._events.feed(piece)))
+        tokens = sum(map(self._event, self._events.feed(chunk)))
         if tokens:
             self._note(tokens)
 
@@ -163,7 +163,7 @@ class _Answer:
             SendFailed: it was refused, or did not end well.
         """
         if status != 200:
-            raise SendFailed(f"HTTP {status}", _error_text(b"".join(self.pieces)))
+            raise SendFailed(f"HTTP {status}", _error_text(b"".join(self.chunks)))
         if self._error is not None:
             raise SendFailed("error in stream", self._error)
         if not self._done:

@@ -34,7 +34,7 @@ class Script:
     itl: float = 0.0
 
     async def tokens(self, count: int) -> AsyncIterator[int]:
-        """Each at its own time since the request came: what is late does not make the next one late."""
+        """Yield each token at its time since the request came: one that is late does not make the next one late."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         for number in range(count):
@@ -45,7 +45,7 @@ class Script:
 
 
 class Inference(pb_grpc.InferenceServicer):
-    """What the load generator calls, over gRPC."""
+    """RPCs that the load generator calls."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -104,31 +104,31 @@ async def _one(script: Script, reader: asyncio.StreamReader, writer: asyncio.Str
     length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
     if length > MAX_BODY:
         return False
-    asked = json.loads(await reader.readexactly(length) or b"{}")
-    if asked.get("stream"):
-        await _stream(script, asked, writer)
+    request = json.loads(await reader.readexactly(length) or b"{}")
+    if request.get("stream"):
+        await _stream(script, request, writer)
     else:
-        choices = {"data": [{"id": MODEL, "max_model_len": MAX_LEN}], "choices": [], "usage": _usage(asked)}
+        choices = {"data": [{"id": MODEL, "max_model_len": MAX_LEN}], "choices": [], "usage": _usage(request)}
         body = json.dumps(choices).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
     return True
 
 
-async def _stream(script: Script, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+async def _stream(script: Script, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
     choice = {"index": 0, "text": " the", "delta": {"content": " the"}, "finish_reason": None}
     event = _chunk({"id": "cmpl-0", "model": MODEL, "choices": [choice]})
-    async for _ in script.tokens(asked["max_tokens"]):
+    async for _ in script.tokens(request["max_tokens"]):
         writer.write(event)
         await writer.drain()
-    writer.write(_chunk({"choices": [], "usage": _usage(asked)}) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+    writer.write(_chunk({"choices": [], "usage": _usage(request)}) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
     await writer.drain()
 
 
-def _usage(asked: dict[str, Any]) -> dict[str, int]:
-    prompt = asked.get("prompt") or " ".join(message["content"] for message in asked.get("messages", []))
+def _usage(request: dict[str, Any]) -> dict[str, int]:
+    prompt = request.get("prompt") or " ".join(message["content"] for message in request.get("messages", []))
     length = len(prompt.split() if isinstance(prompt, str) else prompt)
-    return {"prompt_tokens": length, "completion_tokens": asked.get("max_tokens", 0)}
+    return {"prompt_tokens": length, "completion_tokens": request.get("max_tokens", 0)}
 
 
 def _chunk(content: dict[str, Any]) -> bytes:

@@ -33,13 +33,13 @@ def draw(path: pathlib.Path, points: Sequence[Mapping[str, Any]], knee: Knee | N
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = sorted((point for point in points if point["completed"]), key=lambda p: p["rate"] or 0)
+    completed = sorted((point for point in points if point["completed"]), key=lambda p: p["rate"] or 0)
     figure = Figure(figsize=(8, 8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 1, sharex=True)
     for axis, name in zip(axes, ("ttft", "tpot"), strict=True):
-        _panel(axis, shown, name)
-        _mark(axis, shown, knee)
+        _panel(axis, completed, name)
+        _mark(axis, completed, knee)
         axis.legend()
     figure.suptitle(title)
     axes[-1].set_xlabel("output tokens / s")

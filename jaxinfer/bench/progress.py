@@ -1,4 +1,4 @@
-"""How far a run is, while it runs."""
+"""Progress of a run, while it runs."""
 
 from __future__ import annotations
 

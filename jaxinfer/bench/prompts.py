@@ -1,4 +1,4 @@
-"""What prompts are made of: token ids where a server takes them, else words."""
+"""Prompts: token ids where a server takes them, else words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Prompts(Protocol):
         ...
 
     def length(self, material: np.ndarray) -> int:
-        """Its tokens."""
+        """The tokens of a prompt."""
         ...
 
 

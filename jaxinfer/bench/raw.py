@@ -1,4 +1,4 @@
-"""What was measured, in full, as lines of JSON: one of settings, one of each request, one of each run's figures."""
+"""Measurements in full, as lines of JSON: one of settings, one of each request, one of each run's figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to one request."""
+"""Record of one request."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Record:
         return self.ended - self.sent
 
     def as_json(self) -> dict[str, Any]:
-        """For the raw file; to the microsecond."""
+        """Fields for the raw file; to the microsecond."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del found["times"], found["counts"]
         found |= {name: round(found[name], 6) for name in ("due", "sent", "ended")}

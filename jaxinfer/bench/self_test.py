@@ -1,4 +1,4 @@
-"""What the load generator can do on this machine: its own latency, and the tokens a second that it can receive."""
+"""Measure the load generator on this machine: its own latency, and the tokens a second that it can receive."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def null_server(protocol: str, script: Script) -> AsyncIterator[Target]:
 
 
 async def capability(target: Target) -> dict[str, Any]:
-    """With few users: what the generator adds to each latency. Then with ever more, until tokens are late."""
+    """Measure with few users what the generator adds to each latency; then with ever more, until tokens are late."""
     await _round(target, FLOOR_USERS)  # connections are made, code is warm
     floor = await _round(target, FLOOR_USERS)
     best, users = floor, 2 * FLOOR_USERS
@@ -80,8 +80,8 @@ async def _round(target: Target, users: int) -> dict[str, Any]:
     """``users`` requests at once."""
     loop = asyncio.get_running_loop()
     watch, driver = Watch(loop.time), Driver(target, loop.time, timeout=60.0)
-    asked = Asked(Ids(VOCAB), 1.0, input=Lengths(16, 16), output=Lengths(TOKENS, TOKENS))
-    items = itertools.islice(random(asked, 0), users)
+    spec = Asked(Ids(VOCAB), 1.0, input=Lengths(16, 16), output=Lengths(TOKENS, TOKENS))
+    items = itertools.islice(random(spec, 0), users)
     watch.start()
     await driver.closed_loop(items, users)
     await watch.stop()

@@ -37,7 +37,7 @@ WARMUP_ROUND = 1 << 20  # requests of the warm-up are none of any run
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How requests come: one of ``rate`` (requests a second), ``speed`` (of a trace) and ``users`` is not None."""
+    """Arrival of requests: one of ``rate`` (requests a second), ``speed`` (of a trace) and ``users`` is not None."""
 
     rate: float | None = None
     speed: float | None = None
@@ -123,7 +123,7 @@ class Session:
             self.interrupted = await _cut_short(driver.closed_loop(items, min(count, DEFAULT_USERS)))
 
     async def run(self, load: Load, raw: RawFile | None) -> dict[str, Any]:
-        """One run's figures."""
+        """Run once; its figures."""
         number, loop = len(self.runs), asyncio.get_running_loop()
         items = itertools.islice(self.items(number), load.requests)
         prepared = None if load.users else self._prepare(load, items, number)
@@ -187,10 +187,10 @@ def lowest_rate(duration: float | None) -> float:
 
 
 def known(runs: list[dict[str, Any]]) -> Knee:
-    """What runs at several rates tell."""
-    held = [run["rate"] for run in runs if run["breaks"] is None]
+    """The knee, as far as runs at several rates tell."""
+    holding = [run["rate"] for run in runs if run["breaks"] is None]
     broke = [run["rate"] for run in runs if run["breaks"] is not None]
-    return Knee(max(held, default=None), min(broke, default=None))
+    return Knee(max(holding, default=None), min(broke, default=None))
 
 
 async def _cut_short(work: Awaitable[None]) -> bool:

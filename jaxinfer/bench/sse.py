@@ -12,10 +12,10 @@ class EventParser:
         self._after_cr = False
         self._first = True
 
-    def feed(self, piece: bytes) -> list[bytes]:
+    def feed(self, chunk: bytes) -> list[bytes]:
         """The data of each event that ``piece`` completes."""
         events = []
-        for line in self._lines(piece):
+        for line in self._lines(chunk):
             if line:
                 self._field(line)
             elif self._data:
@@ -23,14 +23,14 @@ class EventParser:
                 self._data = []
         return events
 
-    def _lines(self, piece: bytes) -> list[bytes]:
-        if self._after_cr and piece:
-            piece = piece.removeprefix(b"\n")
+    def _lines(self, chunk: bytes) -> list[bytes]:
+        if self._after_cr and chunk:
+            chunk = chunk.removeprefix(b"\n")
             self._after_cr = False
-        if b"\r" in piece:
-            self._after_cr = piece.endswith(b"\r")
-            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if b"\r" in chunk:
+            self._after_cr = chunk.endswith(b"\r")
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
         if lines and self._first:
             lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
             self._first = False

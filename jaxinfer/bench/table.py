@@ -23,7 +23,7 @@ _LATENCIES = {
 
 
 def show(console: Console, figures: Mapping[str, Any]) -> None:
-    """One run."""
+    """Print one run."""
     console.print(_latencies(figures["latency"]))
     for line in _lines(figures):
         console.print(line, highlight=False)
@@ -97,7 +97,7 @@ def _generator(found: Mapping[str, Any]) -> list[str]:
 
 
 def show_sweep(console: Console, points: Sequence[Mapping[str, Any]], knee: Knee) -> None:
-    """All rates of a sweep, and the knee."""
+    """Print all rates of a sweep, and the knee."""
     table = Table()
     heads = ("rate", "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "keeps up", "good")
     for name in (*heads, "holds"):

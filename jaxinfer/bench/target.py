@@ -1,4 +1,4 @@
-"""What a server is to the load generator, whatever it speaks."""
+"""A server as the load generator sees it, whatever it speaks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Item(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What a stream said at its end; None: it did not."""
+    """Facts that a stream states at its end; None: not stated."""
 
     finish: str | None
     prompt_tokens: int | None
@@ -45,7 +45,7 @@ class Ending(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What a server tells of itself; None: it does not.
+    """Facts that a server tells of itself; None: it does not.
 
     Attributes:
         accepts_ids: whether prompts may be token ids.
@@ -60,7 +60,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """How to reach a server.
+    """The address of a server, and the way there.
 
     Attributes:
         url: grpc://, grpcs://, http:// or https:// with host and port.
@@ -79,7 +79,7 @@ class Access:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What all requests of a run have in common.
+    """Settings that all requests of a run have in common.
 
     Attributes:
         ignore_eos: outputs have exactly the length that was asked for, if the server knows how.

@@ -110,7 +110,7 @@ def _mooncake_request(row: dict) -> TraceRequest:
 
 
 def scale_azure(requests: Sequence[TraceRequest], max_len: int, scale: float | None = None) -> Trace:
-    """All lengths times ``scale``; what is longer than ``max_len`` then is left out.
+    """Scale all lengths; what is longer than ``max_len`` then is left out.
 
     Args:
         scale: None: as large as lets the longest request fit, and at most 1.

@@ -16,8 +16,8 @@ INTERVAL = 0.01  # seconds between looks at the event loop
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a run may have and still tell of the server rather than of the generator; seconds, at the 99th percentile,
-    and the share of one processor."""
+    """Limits within which a run tells of the server rather than of the generator: seconds, at the 99th percentile, and
+    the share of one processor."""
 
     lateness: float = 0.010
     lag: float = 0.010

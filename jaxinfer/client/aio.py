@@ -190,13 +190,13 @@ class AsyncClient:
         return [read_scored(item) for item in response.scored]
 
     async def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
-        """What is served, with its defaults and limits."""
+        """Describe the served model, with its defaults and limits."""
         request = pb.GetModelInfoRequest(model=model)
         with _translated():
             return read_model_info(await self._stub.GetModelInfo(request, **self._settings(timeout)))
 
     async def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
-        """How a service is; "" asks whether the server lives at all.
+        """The health of a service; "" asks whether the server lives at all.
 
         Raises:
             NotFound: the server does not know the service.

@@ -60,7 +60,7 @@ class Batch:
         return self._item(name, completion=answer.completion())
 
     def check(self) -> None:
-        """To be called when the stream has ended.
+        """Check that all was answered, when the stream has ended.
 
         Raises:
             Exception: what the caller's prompts raised.

@@ -1,4 +1,4 @@
-"""How the client reaches a server: credentials, retries, the channel's options."""
+"""Reach a server: credentials, retries, the channel's options."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TLS:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """When a call is made again: only where no answer has begun. The deadline of the call covers all attempts.
+    """When to make a call again: only where no answer has begun. The deadline of the call covers all attempts.
 
     That is where the server is unavailable, and where it cancels the call itself: gRPC's own answer, before ours, to
     calls that reach a server while it stops (grpc/grpc#41785). What the caller cancels is not made again.
@@ -82,7 +82,7 @@ DEFAULT_RETRY = RetryPolicy()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Connection:
-    """What a client was made with, in gRPC's words."""
+    """Settings of a client's channel, in gRPC's words."""
 
     credentials: grpc.ChannelCredentials | None
     options: Sequence[tuple[str, str | int]]
@@ -90,7 +90,7 @@ class Connection:
 
 
 def connection(api_key: str | None, tls: bool | TLS, retry: RetryPolicy | None, keepalive: float | None) -> Connection:
-    """What both clients are made of.
+    """Make the settings that both clients are made of.
 
     Raises:
         OSError: a file of ``tls`` cannot be read.

@@ -1,4 +1,4 @@
-"""What a call can end with instead of a result."""
+"""Errors that a call can end with instead of a result."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def from_call(call: grpc.Call) -> ServerError:
-    """What a call of the sync API ended with."""
+    """Return the error that a call of the sync API ended with."""
     return from_status(call.code(), call.details() or "", call.trailing_metadata() or ())
 
 

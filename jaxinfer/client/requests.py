@@ -1,4 +1,4 @@
-"""What the client's keyword arguments are called, and the messages made of them."""
+"""Keyword arguments of the client, and the messages made of them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class ModelOption(TypedDict, total=False):
-    """What every call takes. ``model``: default is the served one; another name is `NotFound`."""
+    """Option of every call. ``model``: default is the served one; another name is `NotFound`."""
 
     model: str | None
 
 
 class ChatOptions(TypedDict, total=False):
-    """For ``messages``: what the chat template gets besides. ``template``: one of the request's own."""
+    """Options beside ``messages``, for the chat template. ``template``: one of the request's own."""
 
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool | None
@@ -31,7 +31,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How to choose tokens and when to stop. None or not given: the server's default, see `Client.model_info`."""
+    """Options of sampling and stopping. None or not given: the server's default, see `Client.model_info`."""
 
     n: int | None
     temperature: float | None
@@ -92,23 +92,23 @@ def generate_request(
     messages: Sequence[ChatMessage] | None,
     options: Mapping[str, Any],
 ) -> pb.GenerateRequest:
-    """The message.
+    """Build the message.
 
     Raises:
         TypeError: not exactly one input, or an option that there is not.
         ValueError: a value that the message cannot carry; the sentence names it.
     """
-    given = _given(options, GenerateOptions)
+    values = _checked(options, GenerateOptions)
     request = pb.GenerateRequest()
-    _set_input(request, prompt, token_ids, messages, given)
-    for name in given.keys() & _SAMPLING:
-        _set_sampling(request.sampling, name, given.pop(name))
-    _set_fields(request, given)
+    _set_input(request, prompt, token_ids, messages, values)
+    for name in values.keys() & _SAMPLING:
+        _set_sampling(request.sampling, name, values.pop(name))
+    _set_fields(request, values)
     return request
 
 
 def batch_prefix(options: Mapping[str, Any]) -> str:
-    """What the ids of a batch's requests begin with."""
+    """The beginning of the ids of a batch's requests."""
     return options.get("request_id") or uuid.uuid4().hex
 
 
@@ -128,10 +128,10 @@ def batch_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequ
 def tokenize_request(
     text: str | None, messages: Sequence[ChatMessage] | None, options: Mapping[str, Any]
 ) -> pb.TokenizeRequest:
-    given = _given(options, TokenizeOptions)
+    values = _checked(options, TokenizeOptions)
     request = pb.TokenizeRequest()
-    _set_input(request, text, None, messages, given, text_field="text")
-    _set_fields(request, given)
+    _set_input(request, text, None, messages, values, text_field="text")
+    _set_fields(request, values)
     return request
 
 
@@ -152,9 +152,9 @@ def score_request(
     continuations: Sequence[str | Sequence[int]],
     options: Mapping[str, Any],
 ) -> pb.ScoreRequest:
-    given = _given(options, ScoreOptions)
+    values = _checked(options, ScoreOptions)
     request = pb.ScoreRequest()
-    _set_input(request, prompt, token_ids, messages, given)
+    _set_input(request, prompt, token_ids, messages, values)
     for continuation in continuations:
         item = request.continuations.add()
         if isinstance(continuation, str):
@@ -162,11 +162,11 @@ def score_request(
         else:
             item.token_ids.SetInParent()
             _extend("continuations", item.token_ids.ids, continuation)
-    _set_fields(request, given)
+    _set_fields(request, values)
     return request
 
 
-def _given(options: Mapping[str, Any], known: type) -> dict[str, Any]:
+def _checked(options: Mapping[str, Any], known: type) -> dict[str, Any]:
     """The options that have a value; what ``known`` has not is a TypeError, as for any keyword argument."""
     if unknown := options.keys() - known.__annotations__.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
@@ -178,12 +178,12 @@ def _set_input(
     text: str | None,
     token_ids: Sequence[int] | None,
     messages: Sequence[ChatMessage] | None,
-    given: dict[str, Any],
+    options: dict[str, Any],
     text_field: str = "prompt",
 ) -> None:
     if sum(value is not None for value in (text, token_ids, messages)) != 1:
         raise TypeError(f"give one of {text_field}, token_ids and messages")
-    chat = {name: given.pop(name) for name in given.keys() & _CHAT}
+    chat = {name: options.pop(name) for name in options.keys() & _CHAT}
     if messages is not None:
         _set_chat(request.chat, messages, chat)
     elif chat:
@@ -195,7 +195,7 @@ def _set_input(
         _extend("token_ids", request.token_ids.ids, token_ids)
 
 
-def _set_chat(chat: pb.Chat, messages: Sequence[ChatMessage], given: dict[str, Any]) -> None:
+def _set_chat(chat: pb.Chat, messages: Sequence[ChatMessage], options: dict[str, Any]) -> None:
     chat.SetInParent()
     for message in messages:
         fields = dict(message)
@@ -205,11 +205,11 @@ def _set_chat(chat: pb.Chat, messages: Sequence[ChatMessage], given: dict[str, A
             _set(item, "content", fields.pop("content"))
         if fields:
             _set_struct("messages", item.fields, fields)
-    for tool in given.pop("tools", ()):
+    for tool in options.pop("tools", ()):
         _set_struct("tools", chat.tools.add(), tool)
-    if "template_variables" in given:
-        _set_struct("template_variables", chat.template_variables, given.pop("template_variables"))
-    _set_fields(chat, given)
+    if "template_variables" in options:
+        _set_struct("template_variables", chat.template_variables, options.pop("template_variables"))
+    _set_fields(chat, options)
 
 
 def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
@@ -225,8 +225,8 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
         _set(sampling, name, value)
 
 
-def _set_fields(message: Any, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _set_fields(message: Any, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
         _set(message, name, value)
 
 
@@ -245,7 +245,7 @@ def _set_struct(name: str, field: Struct, value: Mapping[str, Any]) -> None:
 
 
 def _guarded(name: str, value: Any, function: Any, *arguments: Any) -> None:
-    """What protobuf says of a wrong value does not name the field."""
+    """Call ``function``, and name the field of a wrong value, as protobuf does not."""
     try:
         function(*arguments)
     except (TypeError, ValueError, json_format.ParseError) as error:

@@ -1,4 +1,4 @@
-"""What the client gives back: plain records, no messages."""
+"""Results of the client: plain records, no messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PositionLogprobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one output.
+    """New text and tokens of one output.
 
     Attributes:
         index: which output: 0 to n-1.
@@ -119,7 +119,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class BatchItem:
-    """How one prompt of a batch ended: with a completion or with an error.
+    """Result of one prompt of a batch: a completion or an error.
 
     Attributes:
         index: of the prompt, from 0, in the order in which the prompts were given.
@@ -151,7 +151,7 @@ class Scored:
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What the server serves.
+    """The served model.
 
     Attributes:
         defaults: what an unset sampling field means, by its name.

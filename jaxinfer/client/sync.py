@@ -198,14 +198,14 @@ class Client:
             return [read_scored(item) for item in self._stub.Score(request, **self._settings(timeout)).scored]
 
     def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
-        """What is served, with its defaults and limits."""
+        """Describe the served model, with its defaults and limits."""
         with _translated():
             return read_model_info(
                 self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model), **self._settings(timeout))
             )
 
     def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
-        """How a service is; "" asks whether the server lives at all.
+        """The health of a service; "" asks whether the server lives at all.
 
         Raises:
             NotFound: the server does not know the service.

@@ -55,10 +55,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _layers(args: argparse.Namespace) -> list[dict[str, Any]]:
-    given = given_settings(args, ServeConfig, skip=_NESTED)
-    given["limits"] = given_settings(args, ServeLimits, prefix=_LIMIT)
-    given["engine"] = given_settings(args, EngineConfig)
-    return [given] if args.config is None else [read_settings(args.config), given]
+    flags = given_settings(args, ServeConfig, skip=_NESTED)
+    flags["limits"] = given_settings(args, ServeLimits, prefix=_LIMIT)
+    flags["engine"] = given_settings(args, EngineConfig)
+    return [flags] if args.config is None else [read_settings(args.config), flags]
 
 
 async def serve(server: Server | Follower) -> int:
@@ -70,8 +70,8 @@ async def serve(server: Server | Follower) -> int:
     try:
         await server.start()
         tidying = asyncio.create_task(heap.tidy(lambda: server.active))
-        asked, failed = asyncio.create_task(signals.get()), asyncio.create_task(server.until_failed())
-        await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+        signalled, failed = asyncio.create_task(signals.get()), asyncio.create_task(server.until_failed())
+        await asyncio.wait({signalled, failed}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             logs.say(f"error: {failed.result()}")
             return 1
@@ -83,7 +83,7 @@ async def serve(server: Server | Follower) -> int:
 
 
 async def _until_drained(server: Server | Follower, signals: asyncio.Queue[int]) -> None:
-    """Or until a second signal."""
+    """Wait until requests have drained, or for a second signal."""
     draining, again = asyncio.create_task(server.drain()), asyncio.create_task(signals.get())
     await asyncio.wait({draining, again}, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, again):

@@ -1,4 +1,4 @@
-"""What a client asked for, checked and made a request of token ids: one validator for all doors. No jax.
+"""Check what a client asked for, and make it a request of token ids: one validator for all doors. No jax.
 
 Checks come in a fixed order, whatever the order of the fields: id, timeout, the sizes of lists, the sampling
 parameters one by one, limits, the prompt, and at last what needs the tokens.
@@ -37,7 +37,7 @@ def request_id_of(call: Call) -> str:
 
 
 def check_terms(call: Call) -> None:
-    """What is neither prompt nor sampling: timeout, priority, salt.
+    """Check timeout, priority and salt: what is neither prompt nor sampling.
 
     Raises:
         RequestError: one of them is no such thing.
@@ -63,9 +63,9 @@ def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingPar
     unknown = sorted(call.sampling.keys() - set(_NAMES))
     if unknown:
         raise RequestError(unknown[0], f"is no sampling parameter: they are {', '.join(_NAMES)}")
-    given = {name: value for name in _NAMES if (value := call.sampling.get(name)) is not None}
-    _check_sizes(given, card, limits)
-    params = SamplingParams(**{"max_tokens": None, **card.defaults, **given})
+    sampling = {name: value for name in _NAMES if (value := call.sampling.get(name)) is not None}
+    _check_sizes(sampling, card, limits)
+    params = SamplingParams(**{"max_tokens": None, **card.defaults, **sampling})
     for field, most in (("n", limits.n), ("logprobs", limits.logprobs), ("prompt_logprobs", limits.logprobs)):
         value = getattr(params, field)
         if value is not None and value > most:
@@ -74,7 +74,7 @@ def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingPar
 
 
 def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -> None:
-    """Its kind and its size, before it is worked on.
+    """Check a prompt's kind and size, before it is worked on.
 
     Raises:
         RequestError: it is no prompt, or too large.
@@ -99,8 +99,8 @@ def check_prompt(prompt: Input, limits: ServeLimits, *, allow_templates: bool) -
             raise RequestError("prompt", f"must be text, token ids or messages, not {type(prompt).__name__}")
 
 
-def _check_sizes(given: Mapping[str, Any], card: ModelCard, limits: ServeLimits) -> None:
-    """Before anything looks at the items. A lone ``stop`` string is a list of one."""
+def _check_sizes(sampling: Mapping[str, Any], card: ModelCard, limits: ServeLimits) -> None:
+    """Check sizes before anything looks at the items. A lone ``stop`` string is a list of one."""
     sizes = {
         "stop": limits.stop_strings,
         "stop_token_ids": limits.stop_token_ids,
@@ -109,11 +109,11 @@ def _check_sizes(given: Mapping[str, Any], card: ModelCard, limits: ServeLimits)
         "allowed_token_ids": card.vocab_size,
     }
     for field, most in sizes.items():
-        value = given.get(field)
+        value = sampling.get(field)
         if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
             raise RequestError(field, f"must hold at most {most} entries, not {len(value)}")
     for field in ("stop", "bad_words"):
-        value = given.get(field)
+        value = sampling.get(field)
         for text in (value,) if isinstance(value, str) else value if isinstance(value, Sequence) else ():
             if isinstance(text, str) and len(text) > limits.stop_characters:
                 raise RequestError(field, f"must have at most {limits.stop_characters} characters, not {len(text)}")

@@ -1,4 +1,4 @@
-"""Who may do what: API keys with scopes, kept as hashes in a file. No jax.
+"""Authorise callers: API keys with scopes, kept as hashes in a file. No jax.
 
 The file is a YAML list, `python -m jaxinfer.serve.keys` writes its entries:
 
@@ -116,8 +116,8 @@ class Authoriser:
             ServeError: UNAUTHENTICATED: there is no such key; FORBIDDEN: it lacks ``scope``.
         """
         if self._path is None:
-            shown = certificate()
-            return Caller("" if shown is None else tenant_of_certificate(shown), frozenset(SCOPES))
+            der = certificate()
+            return Caller("" if der is None else tenant_of_certificate(der), frozenset(SCOPES))
         if self._clock() - self._looked >= _LOOK_SECONDS:
             self.look()
         if not token:
@@ -130,16 +130,16 @@ class Authoriser:
         return caller
 
     def cache_group(self, name: str) -> str | None:
-        """That of the keys of this name, now."""
+        """The cache group of the keys of this name, now."""
         return self._tenants[name].cache_group if name in self._tenants else None
 
     def weight(self, name: str) -> float:
-        """That of the keys of this name, now."""
+        """The weight of the keys of this name, now."""
         return self._tenants[name].weight if name in self._tenants else 1.0
 
     @contextlib.contextmanager
     def during(self, caller: Caller, scope: str, cut: Callable[[ServeError], None]) -> Iterator[None]:
-        """While a call runs that was authorised: ``cut`` is called if its caller's key is taken away, or its scope."""
+        """Watch the key of an authorised call: ``cut`` is called if the key is taken away, or its scope."""
         call = _Open(caller.digest, scope, cut)
         self._open.add(call)
         try:
@@ -221,7 +221,7 @@ def new_key() -> str:
 def key_entry(
     key: str, name: str, scopes: Sequence[str], cache_group: str | None = None, weight: float | None = None
 ) -> str:
-    """What the file says of a key, as YAML.
+    """Return the entry of a key in the keys file, as YAML.
 
     Raises:
         KeysError: the name, a scope, the group or the weight is not allowed.
@@ -262,9 +262,9 @@ def _check_tenants(keys: Sequence[_Key], path: pathlib.Path) -> None:
     for caller in (key.caller for key in keys):
         first = tenants.setdefault(caller.name, caller)
         for field in ("cache_group", "weight"):
-            told, other = getattr(first, field), getattr(caller, field)
-            if told != other:
-                what = f"{field}={told!r} and {field}={other!r}"
+            value, other = getattr(first, field), getattr(caller, field)
+            if value != other:
+                what = f"{field}={value!r} and {field}={other!r}"
                 raise KeysError(f"{path}: API keys of the name {caller.name!r} have {what}")
 
 
@@ -273,7 +273,7 @@ def _digest(token: str) -> bytes:
 
 
 def _version(path: pathlib.Path) -> tuple[int, int, int] | None:
-    """What changes when the file is replaced or written; None while there is none."""
+    """The state of the file, which changes when it is replaced or written; None while there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the front end needs of an engine, wherever it runs. No jax.
+"""The engine as the front end sees it, wherever it runs. No jax.
 
 `jaxinfer.engine.async_engine.AsyncEngine` is one in this process; `jaxinfer.serve.core.link.CoreLink` is the face of
 one in another.
@@ -23,7 +23,7 @@ class BackendStream(Protocol):
         ...
 
     def __aiter__(self) -> AsyncIterator[SequenceDelta]:
-        """What a slow reader has not fetched is merged, one delta for each output: nothing is lost."""
+        """Deltas. Those that a slow reader has not fetched are merged, one for each output: nothing is lost."""
         ...
 
     @property

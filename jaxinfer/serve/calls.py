@@ -1,4 +1,4 @@
-"""What the doors hand to the front end, and what they get back. No jax, no wire format."""
+"""Calls that the doors hand to the front end, and deltas that they get back. No jax, no wire format."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class ServeLimits:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """What the front end knows of the model: it never sees the weights.
+    """The model as the front end knows it: without the weights.
 
     Attributes:
         name: what clients call it (``--served-model-name``, or the folder's name).

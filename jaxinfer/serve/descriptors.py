@@ -1,4 +1,4 @@
-"""How many files and sockets a server may have open, and who gets them. No jax."""
+"""Limits of open files and sockets, and who gets them. No jax."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import resource
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 RESERVE = 160
-"""For everything but clients: the engine's and the helpers' pipes, also of those that are started again, files that are
-read again, sockets of the doors, one connection to a collector of traces."""
+"""Descriptors for everything but clients: the engine's and the helpers' pipes, also of those that are started again,
+files that are read again, sockets of the doors, one connection to a collector of traces."""
 SPARE = 64
 """HTTP connections beyond those that are allowed which are still answered: with 503, but for /health and /ready."""
 OPERATORS = 32
@@ -48,6 +48,6 @@ def within(config: ServeConfig, limit: int) -> ServeConfig:
     if room < min(_FEWEST, config.max_connections):
         reason = f"of which {fixed} are for other things than clients: it must be {fixed + doors * _FEWEST} or more"
         raise ServeConfigError(f"max_connections = {config.max_connections}: {limit} files may be open, {reason}")
-    told = "max_connections = %d: %d for each door, as no more than %d files may be open (ulimit -n)"
-    _log.warning(told, config.max_connections, room, limit)
+    message = "max_connections = %d: %d for each door, as no more than %d files may be open (ulimit -n)"
+    _log.warning(message, config.max_connections, room, limit)
     return dataclasses.replace(config, max_connections=room)

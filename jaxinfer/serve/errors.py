@@ -1,4 +1,4 @@
-"""What a door can answer instead of a result, once for all doors. No jax."""
+"""Errors that a door answers with instead of a result, once for all doors. No jax."""
 
 from __future__ import annotations
 

@@ -59,11 +59,11 @@ class Loop(asyncio.SelectorEventLoop):
             super().add_reader(fd, callback, *args)
 
     def _woken(self, wakes: socket.socket, handle: Callable[[], Any]) -> None:
-        """What is taken here was written when its operation had ended, of which ``handle`` takes care: none is lost."""
+        """Read all wake-ups but one, which ``handle`` reads: it looks after every operation that has ended."""
         try:
-            there = len(wakes.recv(_MANY, socket.MSG_PEEK))
-            if there > 1:
-                wakes.recv(there - 1)  # ``handle`` wants one
+            waiting = len(wakes.recv(_MANY, socket.MSG_PEEK))
+            if waiting > 1:
+                wakes.recv(waiting - 1)  # ``handle`` wants one
         except BlockingIOError:  # another loop was faster
             pass
         handle()
@@ -81,7 +81,7 @@ class Holds:
         self._worst = self._before = self._since = 0.0
 
     def add(self, seconds: float, now: float) -> None:
-        """One has ended."""
+        """Note a hold that has ended."""
         if now - self._since > _MINUTE:
             self._before = self._worst if now - self._since < 2 * _MINUTE else 0.0
             self._worst, self._since = 0.0, now
@@ -89,7 +89,7 @@ class Holds:
         self.long += seconds > LONG_HOLD_SECONDS
 
     def longest(self) -> float:
-        """Of the last one to two minutes, in seconds: whoever asks once a minute misses none."""
+        """The longest hold of the last one to two minutes, in seconds: whoever asks once a minute misses none."""
         return max(self._worst, self._before)
 
 
@@ -102,14 +102,14 @@ class _Watched(selectors.DefaultSelector):
 
     @override
     def select(self, timeout: float | None = None) -> Any:
-        asked = _clock()
-        if asked - self._woke > _NOTED_SECONDS:
-            self._holds.add(asked - self._woke, asked)
+        start = _clock()
+        if start - self._woke > _NOTED_SECONDS:
+            self._holds.add(start - self._woke, start)
         found = _select(self, timeout)
         self._woke = woke = _clock()
         # It slept longer than it was told: something kept it from waking.
-        if not found and timeout is not None and woke - asked - timeout > _NOTED_SECONDS:
-            self._holds.add(woke - asked - max(timeout, 0.0), woke)
+        if not found and timeout is not None and woke - start - timeout > _NOTED_SECONDS:
+            self._holds.add(woke - start - max(timeout, 0.0), woke)
         return found
 
 

@@ -1,4 +1,4 @@
-"""From whatever went wrong to what the client is told. No jax."""
+"""Turn whatever went wrong into what the client is told. No jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.serve.errors import Kind, ServeError, refused
 from jaxinfer.types import RequestError
 
 RETRY_SECONDS = 1.0
-"""After which a client may try an engine again that does not run: most restarts begin sooner."""
+"""Seconds after which a client may try an engine again that does not run: most restarts begin sooner."""
 
 _MAX_MESSAGE = 500
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("jaxinfer.serve")
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """What is raised inside comes out as `ServeError`. Cancellation passes."""
+    """Raise every exception from inside as `ServeError`. Cancellation passes."""
     try:
         yield
     except ServeError:
@@ -58,7 +58,7 @@ def in_its_words(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def prompt_as(name: str) -> dict[str, str]:
-    """What the front end calls a prompt, as a text and as tokens, is the client's ``name``; see `in_its_words`."""
+    """Name a prompt, as a text and as tokens, by the client's ``name`` for it; see `in_its_words`."""
     return {"prompt": name, "prompt_token_ids": name}
 
 

@@ -27,7 +27,7 @@ class Follower:
         self._number = config.process_id
 
     async def start(self) -> None:
-        self._supervisor.subscribe(self._tell)
+        self._supervisor.subscribe(self._log_state)
         await self._supervisor.start()
 
     async def until_failed(self) -> str:
@@ -35,12 +35,12 @@ class Follower:
         return await self._supervisor.until_stopped() or "the process was stopped"
 
     async def drain(self) -> int:
-        """Nothing of its own is to be ended: requests are process 0's."""
+        """End nothing: requests are process 0's."""
         return 0
 
     async def stop(self) -> None:
         """End the core, and with it the group."""
         await self._supervisor.stop()
 
-    def _tell(self, state: str) -> None:
+    def _log_state(self, state: str) -> None:
         _log.info("process %d is %s", self._number, state)

@@ -1,4 +1,4 @@
-"""Between the doors and the engine: checks, tokens, text. Every door calls this and nothing below it. No jax."""
+"""Translate between the doors and the engine: checks, tokens, text. Doors call this and nothing below it. No jax."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TEXT_THREADS = 2
 
 
 class Frontend:
-    """What the doors serve, over a backend that may die and come back.
+    """The service behind the doors, over a backend that may die and come back.
 
     Every method raises `ServeError` and nothing else. All of them belong to one event loop.
 
@@ -281,7 +281,7 @@ class Frontend:
     # ---- the engine
 
     async def stats(self) -> EngineStats:
-        """What the engine does now."""
+        """Statistics of the engine, as of now."""
         with answered():
             return await self._backend.stats()
 
@@ -365,7 +365,7 @@ class Frontend:
         return continuation
 
     async def _check_prompt(self, prompt: Input) -> None:
-        """What a conversation holds is counted by a thread if it may be much."""
+        """Check a prompt, in a thread if it is a conversation that may hold much."""
         work = len(prompt.messages) + len(prompt.tools or ()) if isinstance(prompt, Conversation) else 0
         check = functools.partial(check_prompt, prompt, self.limits, allow_templates=self._allow_templates)
         await self._off_loop(work * _INLINE // _FEW_MESSAGES, check)
@@ -379,12 +379,12 @@ class Frontend:
 
     def _text_of(self, tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
         check_token_ids("token_ids", ids, self.card.vocab_size)
-        pieces, characters = [], 0
-        for piece in tokenizer.decoded(ids, skip_special_tokens):
-            pieces.append(piece)
-            characters += len(piece)
+        parts, characters = [], 0
+        for part in tokenizer.decoded(ids, skip_special_tokens):
+            parts.append(part)
+            characters += len(part)
             check_characters("token_ids: their text", characters, self.limits)
-        return "".join(pieces)
+        return "".join(parts)
 
     async def _off_loop[*A, T](self, work: int, function: Callable[[*A], T], *args: *A) -> T:
         """``function(*args)``, in a thread if there are more than a few characters or ids to ``work`` on."""
@@ -408,7 +408,7 @@ async def _within(seconds: float | None) -> AsyncIterator[None]:
 
 
 def _load(prompt: Input, n: int) -> Load:
-    """What a request brings, as far as it is known before any work: the tokens of a text are not."""
+    """The load of a request, as far as it is known before any work: the tokens of a text are not."""
     tokens = len(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray) else 0
     return Load(1, n, tokens)
 

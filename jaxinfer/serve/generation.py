@@ -72,7 +72,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Of what has come out so far."""
+        """Tokens so far, of the prompt and of what has come out."""
         return Usage(len(self.prompt_token_ids), self._completion, self._cached)
 
     def __aiter__(self) -> Generation:
@@ -89,11 +89,11 @@ class Generation:
         try:
             while self._running and self._cut is None:
                 delta = await self._deltas.__anext__()
-                piece = self._take(delta)
+                output = self._take(delta)
                 if not self._running:  # at once: a stop string ends what the engine would go on with
                     await self.aclose()
-                if piece is not None:
-                    return piece
+                if output is not None:
+                    return output
         except StopAsyncIteration:
             self._notice_truncation()
         except Exception as error:  # the border of the front end: every fault gets an answer
@@ -129,10 +129,10 @@ class Generation:
                 self._deadline.cancel()
             self._left(self._engine_id)
             self._place.leave()
-            self._tell()
+            self._trace_end()
             await self._stream.aclose()
 
-    def _tell(self) -> None:
+    def _trace_end(self) -> None:
         self.trace.accepted(self._stream.request)
         if self._running:
             self.trace.failed(self._failure or self._cut or gone())
@@ -151,7 +151,7 @@ class Generation:
             self._cut = answer_to(RuntimeError(f"the stream of request {self.request_id!r} ended before its outputs"))
 
     def _take(self, delta: SequenceDelta) -> OutputDelta | None:
-        """None: there is nothing to tell."""
+        """Turn a delta of tokens into one of text; None: there is nothing to tell."""
         index = delta.index
         output = self._outputs[index]
         if output.ended:  # by a stop string, of which the engine has not heard yet

@@ -15,7 +15,7 @@ _FEW = 1000  # container objects, whose collection is not worth it
 
 
 def settle() -> None:
-    """What there is now stays until the process ends: no collection looks at it again.
+    """Freeze all objects that there are until the process ends: no collection looks at them again.
 
     Modules and descriptors are some hundred thousand objects, and a collection of all of them stops every stream for
     70 to 90 ms. What a token makes is freed without the collector, so it need not look often either. Once a process,

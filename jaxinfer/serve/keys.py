@@ -22,10 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     new.add_argument("--scopes", default="infer", help=f"some of {','.join(SCOPES)} (default: infer)")
     new.add_argument("--cache-group", help="names of the same group share cached prefixes (default: with nobody)")
     new.add_argument("--weight", type=float, help="its share under the fair policy (default: 1)")
-    asked = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     key = new_key()
     try:
-        entry = key_entry(key, asked.name, asked.scopes.split(","), asked.cache_group, asked.weight)
+        entry = key_entry(key, args.name, args.scopes.split(","), args.cache_group, args.weight)
     except KeysError as error:
         parser.error(str(error))
     sys.stdout.write(entry)

@@ -1,4 +1,4 @@
-"""Between who logs and what is written: a bounded queue and a limit for each kind of line. No jax.
+"""Connect who logs and what is written: a bounded queue and a limit for each kind of line. No jax.
 
 Whoever reads a server's stderr may stop to, and a client may do what is worth a line a thousand times a second. Neither
 may hold up an event loop or the engine: lines wait here for a thread of their own that writes them, what is too much
@@ -20,16 +20,16 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, override, runtime_checkable
 
 QUEUE_BYTES = 1 << 20
-"""Of the lines that wait to be written."""
+"""Bytes of the lines that wait to be written."""
 BURST, PER_SECOND = 100, 10.0
 """Lines of one kind at once, and in the long run."""
 REPORT_SECONDS = 5.0
-"""Between two lines that say how many of a kind were left out."""
+"""Seconds between two lines that say how many of a kind were left out."""
 REASONS = ("rate", "queue", "write")
-"""Why a line is not in the log: too many of its kind, too many wait, or it could not be written."""
+"""Reasons why a line is not in the log: too many of its kind, too many wait, or it could not be written."""
 
 FLUSH_SECONDS = 1.0
-"""For which the end of a process waits for its log."""
+"""Seconds for which the end of a process waits for its log."""
 
 _KINDS = 256
 _TEMPLATE = 200  # characters of one that are told
@@ -39,7 +39,7 @@ _WRITE_BYTES = 4096  # what goes into a pipe in one piece, also where several pr
 
 @runtime_checkable
 class Sink(Protocol):
-    """What lines are written to."""
+    """The file that lines are written to."""
 
     def write(self, data: bytes, /) -> object:
         """Raises OSError: it is lost."""
@@ -84,19 +84,19 @@ class _Kind:
         return True
 
     def is_over(self, now: float) -> bool:
-        """Whether it is as if there had been no such line."""
+        """Whether the bucket is full again, as if there had been no such line."""
         return not self.left_out and self.room + PER_SECOND * (now - self.at) >= BURST
 
     def report(self, now: float) -> logging.LogRecord:
-        """What was left out, as a line of the same logger and level."""
+        """Say how many lines were left out, as a line of the same logger and level."""
         count, self.left_out, self.reported = self.left_out, 0, now
         logger, level, template = self.name
-        told = "%d more lines were left out that are like %r"
-        return logging.LogRecord(logger, level, __file__, 0, told, (count, template[:_TEMPLATE]), None)
+        message = "%d more lines were left out that are like %r"
+        return logging.LogRecord(logger, level, __file__, 0, message, (count, template[:_TEMPLATE]), None)
 
 
 class Limiter:
-    """Which lines are one too many of their kind: of one logger, with one template, at one level.
+    """Leaves out lines beyond the rate of their kind: of one logger, with one template, at one level.
 
     The number of kinds is bounded: where a template is a client's own, what is beyond it counts as its logger's.
     """
@@ -114,7 +114,7 @@ class Limiter:
         return self._kind(record, now).admit(now)
 
     def reports(self, at_once: bool = False) -> list[logging.LogRecord]:
-        """What was left out since the last report; ``at_once``: however short ago that was."""
+        """Report the lines left out since the last report; ``at_once``: however short ago that was."""
         now = self._clock()
         kinds = [kind for kind in self._kinds.values() if kind.left_out]
         return [kind.report(now) for kind in kinds if at_once or now - kind.reported >= REPORT_SECONDS]
@@ -128,7 +128,7 @@ class Limiter:
         return self._kinds[name]
 
     def _has_room(self, now: float) -> bool:
-        """For another kind; those that are over are forgotten, once a second at most."""
+        """Whether there is room for another kind. Kinds that are over are forgotten, once a second at most."""
         if len(self._kinds) >= _KINDS and now - self._swept >= 1.0:
             self._kinds = {name: kind for name, kind in self._kinds.items() if not kind.is_over(now)}
             self._swept = now
@@ -206,7 +206,7 @@ class QueueHandler(logging.Handler):
 
     @override
     def flush(self) -> None:
-        """At the end of the process, before which nobody waits longer."""
+        """Drain at the end of the process, before which nobody waits longer."""
         self.drain(FLUSH_SECONDS)
 
     @override
@@ -221,13 +221,13 @@ class QueueHandler(logging.Handler):
             self._enqueue(record)
         if self._untold and self._put - self._taken < QUEUE_BYTES // 2:
             count, self._untold = self._untold, 0
-            told = "%d lines were left out: those before them were not read in time"
-            self._enqueue(logging.LogRecord(__name__, logging.WARNING, __file__, 0, told, (count,), None))
+            message = "%d lines were left out: those before them were not read in time"
+            self._enqueue(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None))
 
     # ---- the thread
 
     def _run(self) -> None:
-        told = time.monotonic()
+        reported = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
                 item = self._lines.get(timeout=_TICK)
@@ -237,9 +237,9 @@ class QueueHandler(logging.Handler):
                     item.set()
                 else:
                     self._write(item)
-            if time.monotonic() - told >= _TICK:
+            if time.monotonic() - reported >= _TICK:
                 self._report_if_free()
-                told = time.monotonic()
+                reported = time.monotonic()
 
     def _report_if_free(self) -> None:
         """Whoever has the lock may wait for this thread."""

@@ -99,7 +99,7 @@ def _cut(message: str) -> str:
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """Its end says what was wrong."""
+    """Format a traceback from its end, which says what was wrong."""
     assert record.exc_info
     return formatter.formatException(record.exc_info)[-_MOST_TRACEBACK:]
 

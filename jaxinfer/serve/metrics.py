@@ -116,12 +116,12 @@ class _LifeCollector(Collector):
         yield _counter("engine_restarts", "Engines that were started again after one died or hung.", {}, _one(restarts))
 
     def describe(self) -> list[Metric]:
-        """Nothing: the engine's supervisor may not be there yet."""
+        """Return nothing: the engine's supervisor may not be there yet."""
         return []
 
 
 class _LoopCollector(Collector):
-    """Of the event loop in which it is asked, if that knows."""
+    """Figures of the event loop that runs, if it has them."""
 
     def collect(self) -> Iterator[Metric]:
         try:
@@ -136,7 +136,7 @@ class _LoopCollector(Collector):
             yield _counter("event_loop_long_holds", what, {}, _one(many))
 
     def describe(self) -> list[Metric]:
-        """Nothing: there may be no loop yet."""
+        """Return nothing: there may be no loop yet."""
         return []
 
 
@@ -158,7 +158,7 @@ class EngineCollector(Collector):
         yield from _histograms(stats, model)
 
     def describe(self) -> list[Metric]:
-        """Nothing: registering must not ask the engine, which may not run yet."""
+        """Return nothing: registering must not ask the engine, which may not run yet."""
         return []
 
 

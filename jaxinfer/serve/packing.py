@@ -22,7 +22,7 @@ _KINDS = ("i", "q")  # of `array`: 4 and 8 bytes
 
 
 class PackError(ValueError):
-    """What may not be packed: the message goes behind "it holds".
+    """A value may not be packed: the message goes behind "it holds".
 
     Attributes:
         field: of the value, in which it is.
@@ -52,7 +52,7 @@ def pack(value: Any, ids: Collection[str] = (), most: int | None = None) -> byte
 
 
 def unpack(frame: bytes | memoryview) -> Any:
-    """What was packed; lists of token ids are arrays."""
+    """Unpack a value; lists of token ids are arrays."""
     view = memoryview(frame)
     size = 4 + int.from_bytes(view[:4])
     head = json.loads(str(view[4:size], "utf-8", _ANY))

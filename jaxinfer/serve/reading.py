@@ -1,4 +1,4 @@
-"""What is long, read by helper processes: bodies of JSON, and texts that are to become tokens. No jax.
+"""Read long bodies of JSON, and long texts that are to become tokens, in helper processes. No jax.
 
 What takes a few milliseconds is read where it is, or by a thread. What may take seconds, and many times its own memory,
 is read by `jaxinfer.serve.text_helper`: processes that can be stopped, started when they are first needed.
@@ -39,7 +39,7 @@ class BodyReader:
         self._pool = _pool(None, limits.values)
 
     async def read(self, body: bytes, tenant: str) -> Any:
-        """As `jaxinfer.serve.http.bodies.parse`, but that lists of token ids are arrays.
+        """Parse as `jaxinfer.serve.http.bodies.parse`, but that lists of token ids are arrays.
 
         Raises:
             ServeError: INVALID: what is wrong; QUEUE_FULL.

@@ -1,4 +1,4 @@
-"""How much may wait for the engine, and whose: what is too much is refused before it costs anything. No jax.
+"""Bound what waits for the engine, by tenant: too much is refused before it costs anything. No jax.
 
 The engine bounds its queue too, and has the last word (`jaxinfer.engine.scheduling.queues.require_room`). Here it is
 known what comes together, so that all of it is taken or none, and whose it is. A tenant may have as much waiting as
@@ -17,7 +17,7 @@ from jaxinfer.types import QueueFullError, RequestError
 
 
 class Load(NamedTuple):
-    """What waits: requests, their outputs, the tokens of their prompts as far as they are known."""
+    """Load that waits: requests, their outputs, the tokens of their prompts as far as they are known."""
 
     requests: int = 0
     sequences: int = 0
@@ -25,14 +25,14 @@ class Load(NamedTuple):
 
 
 class Place:
-    """Of one request, from `Room.enter` until it has left. Each step may be told again, and is counted once."""
+    """Place of one request, from `Room.enter` until it has left. Each step may be told again, and is counted once."""
 
     def __init__(self, room: Room, tenant: str, load: Load) -> None:
         self._room, self._tenant, self._load = room, tenant, load
         self._waits, self._runs = True, 0
 
     def measure(self, tokens: int) -> None:
-        """Its prompt is known by now.
+        """Count the prompt's tokens, which are known by now.
 
         Raises:
             QueueFullError: with so many tokens it is too much.
@@ -46,7 +46,7 @@ class Place:
             self._room.count(self._tenant, load, 1)
 
     def begin(self) -> None:
-        """Its first token is there."""
+        """Stop waiting: the first token is there."""
         if self._waits:
             self._waits = False
             self._room.count(self._tenant, self._load, -1)
@@ -54,20 +54,20 @@ class Place:
             self._room.running += self._runs
 
     def ended(self) -> None:
-        """One of its outputs has, and its slot is free."""
+        """Free the slot of an output that has ended."""
         if self._runs:
             self._runs -= 1
             self._room.running -= 1
 
     def leave(self) -> None:
-        """It has ended, or was refused."""
+        """Leave: the request has ended, or was refused."""
         self.begin()
         self._room.running -= self._runs
         self._runs = 0
 
 
 class Room:
-    """What waits for one engine.
+    """Load that waits for one engine, by tenant.
 
     Args:
         engine: its settings: ``max_waiting_requests``, ``max_waiting_sequences``, ``max_waiting_tokens`` (None: no
@@ -87,7 +87,7 @@ class Room:
 
     @property
     def empty(self) -> bool:
-        """Nothing waits, and nothing runs."""
+        """Whether nothing waits, and nothing runs."""
         return not (any(self._all) or self._tenants or self.running)
 
     def enter(self, tenant: str, loads: Sequence[Load]) -> list[Place]:
@@ -108,9 +108,9 @@ class Room:
     def count(self, tenant: str, load: Load, sign: int) -> None:
         """Add what waits (``sign`` 1), or take it off (-1)."""
         self._all = _sum(self._all, load, sign)
-        own = _sum(self._tenants.get(tenant, Load()), load, sign)
-        if own.requests:
-            self._tenants[tenant] = own
+        waiting = _sum(self._tenants.get(tenant, Load()), load, sign)
+        if waiting.requests:
+            self._tenants[tenant] = waiting
         else:
             self._tenants.pop(tenant, None)
 
@@ -119,7 +119,7 @@ class Room:
         free = max(0, self._slots - self.running)
         if self._all.sequences + new.sequences <= free:  # nobody would wait
             return
-        own = self._tenants.get(tenant, Load())
+        waiting = self._tenants.get(tenant, Load())
         for name, most in self._most.items():
             if new.requests > 1:
                 self._require_possible(tenant, name, new)
@@ -127,15 +127,15 @@ class Room:
             before, more = getattr(self._all, name), getattr(new, name)
             if before + more > room and (self._all.requests or new.requests > 1):
                 raise QueueFullError(f"{before} {name} wait already, {more} more are too many: {_limit(name, most)}")
-            its = getattr(own, name)
-            if tenant and before + its + 2 * more > room and (own.requests or new.requests > 1):
+            its = getattr(waiting, name)
+            if tenant and before + its + 2 * more > room and (waiting.requests or new.requests > 1):
                 raise QueueFullError(
                     f"{its} {name} of {tenant!r} wait already, {more} more would leave others too little room: "
                     f"{_limit(name, most)}"
                 )
 
     def _require_possible(self, tenant: str, name: str, new: Load) -> None:
-        """Of what comes together: whether it could wait if it were alone."""
+        """Refuse what comes together and could not wait even if it were alone."""
         room = (self._most[name] + (self._slots if name != "tokens" else 0)) // (2 if tenant else 1)
         if getattr(new, name) > room:
             raise RequestError(
@@ -155,7 +155,7 @@ def _limit(name: str, most: int) -> str:
 
 
 def _slots(engine: Mapping[str, Any]) -> int:
-    """Of all replicas, or of all ranks."""
+    """Slots of all replicas, or of all ranks."""
     ranks = engine.get("expert_parallel_size", 1) if engine.get("enable_dp_attention") else 1
     return int(engine.get("max_num_seqs", 0) * engine.get("data_parallel_size", 1) * ranks)
 

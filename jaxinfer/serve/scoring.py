@@ -19,7 +19,7 @@ Generate = Callable[[Call], Awaitable[Generation]]
 
 
 def check_continuations(continuations: Sequence[str | Sequence[int]], limits: ServeLimits) -> None:
-    """How many there are, and of what kind.
+    """Check how many continuations there are, and of what kind.
 
     Raises:
         RequestError: none, too many, one that is empty or neither text nor ids.
@@ -34,7 +34,7 @@ def check_continuations(continuations: Sequence[str | Sequence[int]], limits: Se
 
 
 def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]], max_model_len: int) -> None:
-    """Whether each fits behind the context, with the one token that is generated.
+    """Check that each continuation fits behind the context, with the one token that is generated.
 
     Raises:
         RequestError: one does not, or the context leaves no room for any.
@@ -58,7 +58,7 @@ def check_lengths(context: Sequence[int], continuations: Sequence[Sequence[int]]
 async def score_all(
     generate: Generate, call: Call, context: Sequence[int], continuations: Sequence[Sequence[int]]
 ) -> list[Scored]:
-    """What each continuation scores behind ``context``, by requests like ``call``.
+    """Score each continuation behind ``context``, by requests like ``call``.
 
     Raises:
         ServeError: one of them is refused or fails; the others are aborted.
@@ -67,8 +67,8 @@ async def score_all(
 
     async def one(ids: Sequence[int]) -> Scored:
         async with places:
-            asked = dataclasses.replace(call, prompt=[*context, *ids], sampling=_SAMPLING)
-            return Scored((await _prompt_logprobs(generate, asked))[len(context) - 1 :])
+            request = dataclasses.replace(call, prompt=[*context, *ids], sampling=_SAMPLING)
+            return Scored((await _prompt_logprobs(generate, request))[len(context) - 1 :])
 
     tasks = [asyncio.ensure_future(one(ids)) for ids in continuations]
     try:
@@ -80,7 +80,7 @@ async def score_all(
 
 
 async def _prompt_logprobs(generate: Generate, call: Call) -> list[PositionLogprobs]:
-    """Of each token of the prompt but the first."""
+    """Log probabilities of each token of the prompt but the first."""
     found: Sequence[PositionLogprobs | None] = ()
     async with await generate(call) as generation:
         async for delta in generation:

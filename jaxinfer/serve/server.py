@@ -24,7 +24,7 @@ from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.load import load_template, load_tokenizer
 
 _CUT_SECONDS = 1.0
-"""For streams that were ended to tell their clients so."""
+"""Seconds for streams that were ended to tell their clients so."""
 
 _log = logging.getLogger("jaxinfer.serve")
 
@@ -151,7 +151,7 @@ class Server:
         for door, port in self._doors.items():
             if port is not None:
                 _log.info("%s listens on port %d", door, port)
-        self._supervisor.subscribe(self._tell)
+        self._supervisor.subscribe(self._log_state)
         await self._supervisor.start()
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
         self._tasks.append(asyncio.create_task(self._authoriser.run()))
@@ -228,19 +228,19 @@ class Server:
 
     @property
     def _parted(self) -> bool:
-        """There are tenants, and they shall not learn of each other."""
+        """Whether there are tenants, who shall not learn of each other."""
         config = self.config
         return config.prefix_cache_sharing != ALL and (config.api_keys or config.tls_client_ca) is not None
 
     def _scope(self, tenant: str) -> str:
-        """Who shares cached prefixes with it."""
+        """The scope of those who share cached prefixes with ``tenant``."""
         if self.config.prefix_cache_sharing == ALL:
             return ""
         return cache_scope(tenant, self._authoriser.cache_group(tenant))
 
     # ---- what the log is told
 
-    def _tell(self, state: str) -> None:
+    def _log_state(self, state: str) -> None:
         if self.frontend is not None:
             _log.log(logging.INFO if state in (READY, STOPPED) else logging.WARNING, "the engine is %s", state)
 

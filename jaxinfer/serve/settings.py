@@ -1,4 +1,4 @@
-"""What a user may say about a server. Flags and configs/deployments/*.yaml are made of these fields. No jax."""
+"""Settings of a server. Flags and configs/deployments/*.yaml are made of these fields. No jax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUEUE: Mapping[str, Any] = {
     "max_waiting_sequences": 4096,
     "max_waiting_tokens": 1 << 21,
 }
-"""What may wait for a server's engine unless its settings say otherwise: a program may queue what it likes."""
+"""Default bounds on what waits for a server's engine. An engine in a program has none: it may queue what it likes."""
 
 _MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 2_000_000  # 23 days: gRPC counts milliseconds in 31 bits
@@ -36,7 +36,7 @@ class ServeConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModelConfig:
-    """What is served.
+    """The model, and how it is loaded.
 
     Attributes:
         model: "demo", a folder, or a hub id.
@@ -55,7 +55,7 @@ class ServedModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoorConfig:
-    """Where the server listens.
+    """Addresses.
 
     Attributes:
         host: address to listen on. Anything but loopback needs api_keys or tls_client_ca, or insecure.
@@ -79,7 +79,7 @@ class DoorConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccessConfig:
-    """Who may come in, and what belongs to whom.
+    """Access, and what tenants share.
 
     Attributes:
         api_keys: file of hashed keys with their scopes (python -m jaxinfer.serve.keys makes them).
@@ -103,7 +103,7 @@ class AccessConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatienceConfig:
-    """How long something may take, and how much may be under way.
+    """Time limits, and bounds on what is under way.
 
     Attributes:
         template_seconds: a chat template that runs longer is stopped.
@@ -152,7 +152,7 @@ class GroupConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What the server tells of itself.
+    """Logs, traces and profiles.
 
     Attributes:
         log_format: "text" or "json".

@@ -38,16 +38,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     setup = unpack(read_frame(reader) or pack({}))
-    own = ChatTemplate(setup["sources"], setup["tokens"]) if setup.get("sources") else None
+    default = ChatTemplate(setup["sources"], setup["tokens"]) if setup.get("sources") else None
     write_frame(writer, GOOD)
     while (frame := read_frame(reader)) is not None:
         allow_cpu(setup["seconds"])
-        write_frame(writer, _answer(unpack(frame), own, setup))
+        write_frame(writer, _answer(unpack(frame), default, setup))
 
 
 def die_with(parent: int) -> None:
-    """Its input ends with it, but a template that loops reads none. Linux sends a signal; elsewhere it is the limit of
-    the processor's time that ends such a template."""
+    """End this process with its parent, which ends the input too, but a template that loops reads none. Linux sends a
+    signal; elsewhere it is the limit of the processor's time that ends such a template."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before
@@ -55,19 +55,19 @@ def die_with(parent: int) -> None:
 
 
 def allow_cpu(seconds: float) -> None:
-    """From now on; beyond that the kernel ends this process (SIGXCPU)."""
+    """Allow ``seconds`` of the processor from now on; beyond that the kernel ends this process (SIGXCPU)."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1  # it counts whole seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
-def _answer(asked: dict[str, Any], own: ChatTemplate | None, setup: dict[str, Any]) -> bytes:
+def _answer(question: dict[str, Any], default: ChatTemplate | None, setup: dict[str, Any]) -> bytes:
     try:
-        template = own if asked["template"] is None else ChatTemplate(asked["template"], setup["tokens"])
+        template = default if question["template"] is None else ChatTemplate(question["template"], setup["tokens"])
         if template is None:
             return BAD + b"there is no chat template"
         text = template.render(
-            asked["messages"], asked["add_generation_prompt"], asked["tools"], extra=asked["variables"]
+            question["messages"], question["add_generation_prompt"], question["tools"], extra=question["variables"]
         )
     except TemplateError as refusal:
         return BAD + str(refusal).encode(errors="surrogatepass")
@@ -75,7 +75,7 @@ def _answer(asked: dict[str, Any], own: ChatTemplate | None, setup: dict[str, An
 
 
 def read_frame(reader: IO[bytes]) -> bytes | None:
-    """None at the end of the input, also where it ends within a frame or announces one that is too large."""
+    """Read a frame; None at the end of the input, also within a frame or where one is announced that is too large."""
     head = reader.read(4)
     size = int.from_bytes(head)
     if len(head) < 4 or size > MAX_FRAME_BYTES:

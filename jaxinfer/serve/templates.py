@@ -37,7 +37,7 @@ _MODULE = "jaxinfer.serve.template_helper"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of a pool.
+    """Sizes of a pool.
 
     Attributes:
         share: the helpers of one tenant at once; those beyond are started for others only.
@@ -49,7 +49,7 @@ class Sizes:
     waiting: int
 
 
-_OWN, _REQUESTS = Sizes(4, 2, MAX_WAITING), Sizes(4, 1, MAX_WAITING_OWN)
+_DEFAULT, _REQUESTS = Sizes(4, 2, MAX_WAITING), Sizes(4, 1, MAX_WAITING_OWN)
 
 
 class Renderer:
@@ -64,12 +64,12 @@ class Renderer:
         sources, tokens = (template.sources, template.tokens) if template is not None else ({}, {})
         self.has_template = template is not None
         setup, what = pack({"sources": sources, "tokens": tokens, "seconds": seconds}), "conversations"
-        self._own, self._requests = (Pool(_MODULE, sizes, setup, seconds, what) for sizes in (_OWN, _REQUESTS))
+        self._default, self._requests = (Pool(_MODULE, sizes, setup, seconds, what) for sizes in (_DEFAULT, _REQUESTS))
 
     async def warm(self) -> None:
         """Start the helpers of the checkpoint's template, if it has one."""
         if self.has_template:
-            await self._own.warm()
+            await self._default.warm()
 
     async def render(self, conversation: Conversation, tenant: str = "") -> str:
         """The prompt's text.
@@ -81,7 +81,7 @@ class Renderer:
             RequestError: the template refuses the messages, fails on them, or takes too long.
             QueueFullError: too many wait.
         """
-        pool = self._own if conversation.template is None else self._requests
+        pool = self._default if conversation.template is None else self._requests
         answer = await pool.ask(tenant, _packed(conversation))
         if answer is None:
             stopped = f"it ran for {pool.seconds:g} s, or wanted too much memory"
@@ -93,7 +93,7 @@ class Renderer:
 
     def close(self) -> None:
         """End the helpers."""
-        self._own.close()
+        self._default.close()
         self._requests.close()
 
 
@@ -186,13 +186,13 @@ class _Helper:
             raise RuntimeError(f"{self._command[2]} does not start")
 
     def ask(self, question: bytes) -> bytes | None:
-        """None: it was killed, or died."""
+        """Ask the helper; None: it was killed, or died."""
         answer = self._exchange(question)
         self._killed = self._killed or answer is None
         return answer
 
     def kill(self) -> None:
-        """From any thread. Whoever waits for an answer gets none."""
+        """Kill the helper, from any thread. Whoever waits for an answer gets none."""
         self._killed = True
         if self._process is not None:
             self._process.kill()
@@ -220,12 +220,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _environment() -> dict[str, str]:
     """Templates have no business with the server's environment, but Python must find itself, and this package."""
     passed = ("PATH", "LD_LIBRARY_PATH", "HOME", "TZ", "LANG", "LC_ALL", "SYSTEMROOT")
-    own = {name: os.environ[name] for name in passed if name in os.environ}
-    return {**own, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    passed_on = {name: os.environ[name] for name in passed if name in os.environ}
+    return {**passed_on, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def _packed(conversation: Conversation) -> bytes:
-    asked: dict[str, Any] = {
+    question: dict[str, Any] = {
         "messages": list(conversation.messages),
         "tools": None if conversation.tools is None else list(conversation.tools),
         "add_generation_prompt": conversation.add_generation_prompt,
@@ -233,6 +233,6 @@ def _packed(conversation: Conversation) -> bytes:
         "template": conversation.template,
     }
     try:
-        return pack(asked)
+        return pack(question)
     except (TypeError, ValueError, RecursionError) as cause:
         raise RequestError("messages", f"must be JSON-like data: {cause}") from cause

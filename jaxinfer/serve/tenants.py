@@ -72,7 +72,7 @@ def _alternative_names(fields: list[tuple[int, bytes]]) -> bytes:
 
 
 def _first(data: bytes) -> bytes:
-    """What the first of some DER values holds."""
+    """Contents of the first of some DER values."""
     found = _items(data)
     if not found:
         raise ValueError("it is no certificate: a part is empty")

@@ -42,7 +42,7 @@ _LARGE_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Until the input ends. The argument is the process that starts this one."""
+    """Answer questions until the input ends. The argument is the process that starts this one."""
     die_with(int(sys.argv[1]))
     allow_cpu(START_CPU_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
@@ -64,9 +64,9 @@ def main() -> None:
 
 
 def _answer(frame: bytes, tokenizer: Tokenizer | None, values: int) -> bytes:
-    kind, asked = frame[:1], memoryview(frame)[1:]
+    kind, content = frame[:1], memoryview(frame)[1:]
     try:
-        found = _read(asked, values) if kind == BODY else _ids(asked, tokenizer, special=kind == TEXT)
+        found = _read(content, values) if kind == BODY else _ids(content, tokenizer, special=kind == TEXT)
     except (ServeError, TokenizerError) as error:
         return BAD + json.dumps([str(error), getattr(error, "field", None)]).encode()
     return GOOD + found

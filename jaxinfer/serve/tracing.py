@@ -31,7 +31,7 @@ _EXPECTED = (Kind.CANCELLED, Kind.INVALID, Kind.NOT_FOUND, Kind.EXISTS)
 
 @runtime_checkable
 class Trace(Protocol):
-    """What happens to one generation; each end is told once."""
+    """Events of one generation; each end is told once."""
 
     def accepted(self, request: Request) -> None: ...
     def token(self) -> None: ...

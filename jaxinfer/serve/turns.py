@@ -25,13 +25,13 @@ class Turns[T]:
     def __init__(self, things: Sequence[T], share: int, most: int, what: str) -> None:
         self._free, self._share, self._most, self._what = list(things), share, most, what
         self._waiting: dict[str, collections.deque[asyncio.Future[T]]] = {}  # by tenant, whose turn it is first
-        self._held: collections.Counter[str] = collections.Counter()
+        self._in_use: collections.Counter[str] = collections.Counter()
         self._count = 0
 
     @property
     def held(self) -> int:
-        """By all tenants."""
-        return self._held.total()
+        """Things that are in use, by all tenants."""
+        return self._in_use.total()
 
     async def take(self, tenant: str) -> T:
         """One of the things, when it is the tenant's turn; it must be given back.
@@ -55,10 +55,10 @@ class Turns[T]:
             raise
 
     def give(self, tenant: str, thing: T) -> None:
-        """Back."""
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
+        """Give a thing back."""
+        self._in_use[tenant] -= 1
+        if not self._in_use[tenant]:
+            del self._in_use[tenant]
         self._free.append(thing)
         self._hand_out()
 
@@ -85,7 +85,7 @@ class Turns[T]:
 
     def _hand_out(self) -> None:
         while self._free:
-            tenant = next((name for name in self._waiting if self._held[name] < self._share), None)
+            tenant = next((name for name in self._waiting if self._in_use[name] < self._share), None)
             if tenant is None:
                 return
             future = self._waiting[tenant][0]
@@ -93,5 +93,5 @@ class Turns[T]:
             self._waiting[tenant] = queue  # behind the others
             self._forget(tenant, future)
             if not future.done():  # else whoever waited was cancelled just now
-                self._held[tenant] += 1
+                self._in_use[tenant] += 1
                 future.set_result(self._free.pop())

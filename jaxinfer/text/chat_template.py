@@ -106,13 +106,13 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the messages, fails on them, or writes too much.
         """
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        named = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         taken = ARGUMENTS & (extra or {}).keys()
         if taken:
             raise TemplateError(f"chat template variable {min(taken)} is set by its own argument")
         template = self._choose(with_tools=tools is not None)
         try:
-            variables = _plain({"documents": None, **self.tokens, **(extra or {}), **given}, "chat template variables")
+            variables = _plain({"documents": None, **self.tokens, **(extra or {}), **named}, "chat template variables")
             return _bounded(template.generate(variables))
         except _FAULTS as cause:
             raise _refusal(cause) from cause
@@ -181,7 +181,7 @@ def _refusal(cause: BaseException) -> TemplateError:
 
 
 def _said(cause: BaseException) -> str:
-    """One line, with the kind of error where the message alone says too little (``KeyError: 'x'``)."""
+    """Describe a fault in one line, with its kind where the message alone says too little (``KeyError: 'x'``)."""
     message = " ".join(str(cause).split())
     return message if isinstance(cause, jinja2.TemplateError) and message else f"{type(cause).__name__}: {message}"
 
@@ -208,7 +208,7 @@ def _plain(value: Any, name: str) -> Any:
 
 
 class _Refused(jinja2.TemplateError):
-    """What ``raise_exception`` raises."""
+    """Error that ``raise_exception`` raises."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -240,10 +240,10 @@ class _Namespace(Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:
         # Like Jinja's: `namespace(self=1)` is allowed.
-        self, given = args[0], dict(*args[1:], **values)
-        for name in given:
+        self, attributes = args[0], dict(*args[1:], **values)
+        for name in attributes:
             _refuse_private(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_private(name)

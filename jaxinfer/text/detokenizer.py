@@ -35,7 +35,7 @@ class Detokenizer:
         return self._after_prompt(self._stream.feed(self._bytes(ids)))
 
     def finish(self) -> str:
-        """What is left at the end of the output: U+FFFD for a character that was never completed."""
+        """The text left at the end of the output: U+FFFD for a character that was never completed."""
         return self._after_prompt(self._stream.feed(b"", final=True))
 
     def _context(self, prompt_ids: Sequence[int]) -> tuple[Sequence[int], bool]:
@@ -46,16 +46,16 @@ class Detokenizer:
         """
         wanted = _LONGEST_CHARACTER * (1 + len(self._tokenizer.rule.strip))
         for start in range(len(prompt_ids) - 1, -1, -1):
-            shown = self._tokenizer.visible(prompt_ids[start : start + 1], self._skip)
-            wanted -= len(self._tokenizer.to_bytes(shown))
+            visible = self._tokenizer.visible(prompt_ids[start : start + 1], self._skip)
+            wanted -= len(self._tokenizer.to_bytes(visible))
             if wanted <= 0:
                 return prompt_ids[start:], False
         return prompt_ids, True
 
     def _bytes(self, ids: Sequence[int]) -> bytes:
-        shown = self._tokenizer.visible(ids, self._skip)
-        data = self._tokenizer.to_bytes(shown, self._at_start)
-        self._at_start = self._at_start and not shown
+        visible = self._tokenizer.visible(ids, self._skip)
+        data = self._tokenizer.to_bytes(visible, self._at_start)
+        self._at_start = self._at_start and not visible
         return data
 
     def _after_prompt(self, text: str) -> str:

@@ -129,7 +129,7 @@ class _Vocabulary:
         return cls(path, tokens, types, named, tuple(end for end in ends if end is not None))
 
     def ids(self) -> dict[str, int]:
-        """Of a token that stands twice, the first counts."""
+        """Ids by token; of a token that stands twice, the first counts."""
         found: dict[str, int] = {}
         for token_id, token in enumerate(self.tokens):
             found.setdefault(token, token_id)
@@ -247,7 +247,7 @@ def _pair(path: Path, merge: str) -> tuple[str, str]:
 
 
 def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[str, Any], with_bos: bool) -> None:
-    """What stands before and behind each text."""
+    """Add the special tokens before and behind each text."""
     wanted = {
         "bos_token": metadata.get("tokenizer.ggml.add_bos_token", with_bos) is True,
         "eos_token": metadata.get("tokenizer.ggml.add_eos_token", False) is True,
@@ -266,10 +266,10 @@ def _add_template(library: Library, vocabulary: _Vocabulary, metadata: Mapping[s
 
 
 def gguf_text_files(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """What `gguf_tokenizer` and `gguf_chat_template` make of a file, as the files of a model's folder, by name.
+    """The tokenizer and the chat template of a GGUF file, as the files of a model's folder, by name.
 
     Raises:
-        TokenizerError, TemplateError: see there.
+        TokenizerError, TemplateError: see `gguf_tokenizer`, `gguf_chat_template`.
     """
     library, vocabulary = _library(path, metadata)
     template, ids = gguf_chat_template(path, metadata), vocabulary.special_ids()

@@ -74,7 +74,7 @@ class PreTokenizer:
     composed: bool = False
 
     def rule(self) -> pre_tokenizers.PreTokenizer:
-        """For the tokenizers library: cut, then write bytes as characters."""
+        """Make the rule of the tokenizers library: cut, then write bytes as characters."""
         cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in self.expressions]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 

@@ -1,4 +1,4 @@
-"""From a prompt and sampling parameters to a validated request of token ids."""
+"""Make a validated request of token ids from a prompt and sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompt = str | Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class Intake:
-    """What a door needs to know of the model to accept requests. One validator serves every door."""
+    """The model as a door needs to know it to accept requests. One validator serves every door."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
@@ -57,7 +57,7 @@ class Intake:
         return Request(request_id, ids, params, stops, bad_words)
 
     def check_text(self, field: str, text: str) -> None:
-        """Whether a text can fit into the context, without looking for its tokens.
+        """Check whether a text can fit into the context, without looking for its tokens.
 
         Raises:
             RequestError: it cannot, however it is tokenised.
@@ -89,7 +89,7 @@ class Intake:
         return frozenset(self.tokenizer.eos_ids) if self.tokenizer is not None else frozenset()
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is spelt inside a text and, where that differs, at the beginning of one."""
+        """Token ids of each word as it is spelt inside a text and, where that differs, at the beginning of one."""
         if not params.bad_words:
             return ()
         spelt = (

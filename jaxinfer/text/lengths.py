@@ -1,4 +1,4 @@
-"""How few tokens a text can have, known without looking for them."""
+"""Bound the number of a text's tokens from below, without looking for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _flat(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _shrinks(normalizer: dict[str, Any] | None) -> int | None:
-    """By how much a text can become shorter; None: by any."""
+    """The factor by which a text can become shorter; None: any."""
     factor = 1
     for part in _flat(normalizer, "normalizers"):
         match part:

@@ -1,4 +1,4 @@
-"""From generated token ids to the text that a user sees, with stop strings taken into account."""
+"""Turn generated token ids into the text that a user sees, with stop strings taken into account."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Output:
 
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
         self._text = None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)
-        self._own_stops = request.params.stop_token_ids or ()
+        self._stop_token_ids = request.params.stop_token_ids or ()
         self.ended = False
 
     def take(self, delta: SequenceDelta) -> OutputDelta:
@@ -76,7 +76,7 @@ class Output:
                 made.stop_reason, reason = stop, FinishReason.STOP
         if reason is not None:
             self.ended, made.finish_reason = True, reason.value
-            if made.stop_reason is None and delta.stop_reason in self._own_stops:
+            if made.stop_reason is None and delta.stop_reason in self._stop_token_ids:
                 made.stop_reason = delta.stop_reason
         return made
 
@@ -92,19 +92,19 @@ class OutputText:
         stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
         self._matcher = StopMatcher(stops, params.include_stop_str_in_output) if stops else None
-        self._keep_stop_token = params.include_stop_str_in_output
+        self._include_stop_token = params.include_stop_str_in_output
         self._unchecked = params.min_tokens
 
     def push(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> TextDelta:
         """Take new tokens; ``ended_by_token`` says that the last of them is a stop token."""
-        shown = token_ids if self._keep_stop_token or not ended_by_token else token_ids[:-1]
+        visible = token_ids if self._include_stop_token or not ended_by_token else token_ids[:-1]
         if self._matcher is None:
-            return TextDelta(self._detokenizer.push(shown), None, len(token_ids))
-        early = shown[: self._unchecked]
+            return TextDelta(self._detokenizer.push(visible), None, len(token_ids))
+        early = visible[: self._unchecked]
         self._unchecked -= len(early)
         text = self._detokenizer.push(early)
         # One by one, so that it is known which of them completes a stop string.
-        for used, token in enumerate(shown[len(early) :], len(early) + 1):
+        for used, token in enumerate(visible[len(early) :], len(early) + 1):
             emitted = self._matcher.push(self._detokenizer.push((token,)))
             text += emitted.text
             if emitted.stop is not None:
@@ -112,7 +112,7 @@ class OutputText:
         return TextDelta(text, None, len(token_ids))
 
     def finish(self) -> TextDelta:
-        """What was held back: the rest of a character, or the beginning of a stop string that did not come."""
+        """The text held back: the rest of a character, or the beginning of a stop string that did not come."""
         rest = self._detokenizer.finish()
         if self._matcher is None:
             return TextDelta(rest)

@@ -1,4 +1,4 @@
-"""From tokens to text: what bytes a token stands for, and how a stream of bytes becomes text.
+"""Decode tokens: what bytes a token stands for, and how a stream of bytes becomes text.
 
 Every decoder that causal language models use is a concatenation: a token stands for some bytes, which depend on
 nothing but the token and whether it is the first. Knowing those bytes makes incremental detokenising exact at a
@@ -30,7 +30,7 @@ class TokenizerError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRule:
-    """How token strings become text.
+    """The rule by which token strings become text.
 
     Attributes:
         piece: ``piece(token, first)`` gives the bytes of a token; ``first`` is true for the first token of a text.
@@ -54,15 +54,15 @@ class TextStream:
 
     def feed(self, data: bytes, final: bool = False) -> str:
         """The text that ``data`` completes; with ``final`` an incomplete character becomes U+FFFD."""
-        text = self._shown(self._decoder.decode(data, final))
+        text = self._replaced(self._decoder.decode(data, final))
         return self._stripped(text) if self._strip and text else text
 
     def pending(self) -> str:
-        """What ``feed(b"", final=True)`` would return now, without ending the stream."""
+        """The text that ``feed(b"", final=True)`` would return now, without ending the stream."""
         # Not one U+FFFD always: half a surrogate (ED A0) is kept back as if more could complete it, and is two.
-        return self._shown(self._decoder.getstate()[0].decode(errors=self._errors))
+        return self._replaced(self._decoder.getstate()[0].decode(errors=self._errors))
 
-    def _shown(self, text: str) -> str:
+    def _replaced(self, text: str) -> str:
         return _ESCAPED_BYTE.sub(REPLACEMENT, text) if self._errors == "surrogateescape" else text
 
     def _stripped(self, text: str) -> str:
@@ -112,7 +112,7 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _strip_after_fuse(parts: list[dict[str, Any]]) -> str:
-    """What the decoders behind Fuse, which see the text as a whole, remove from its start."""
+    """Characters that the decoders behind Fuse, which see the text as a whole, remove from its start."""
     kinds = [part["type"] for part in parts]
     whole = parts[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
     strip = ""
@@ -138,7 +138,7 @@ def _probed(decode: Callable[[list[str]], str], has_bytes: bool, first_differs: 
 
 
 def _spaced(token: str, first: bool) -> bytes:
-    """Without a decoder the library joins tokens by spaces."""
+    """Decode without a decoder: the library joins tokens by spaces."""
     return (token if first else " " + token).encode()
 
 

@@ -37,7 +37,7 @@ class StopMatcher:
         # Longest first, so that the first one found at a character is the one that wins.
         self._automata = [_Automaton(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._include = include_stop_str_in_output
-        self._held = ""
+        self._pending = ""
         self._stop: str | None = None
 
     def push(self, text: str) -> Emitted:
@@ -49,25 +49,25 @@ class StopMatcher:
         for position, character in enumerate(text):
             self._stop = next((automaton.stop for automaton in self._automata if automaton.take(character)), None)
             if self._stop is not None:
-                return self._ended(self._held + text[: position + 1], self._stop)
-        return Emitted(self._release(self._held + text))
+                return self._ended(self._pending + text[: position + 1], self._stop)
+        return Emitted(self._release(self._pending + text))
 
     def finish(self) -> str:
-        """What is held back, at the end of a text in which no stop string was completed."""
-        rest, self._held = self._held, ""
+        """The text held back, at the end of an output in which no stop string was completed."""
+        rest, self._pending = self._pending, ""
         for automaton in self._automata:
             automaton.matched = 0
         return rest
 
     def _ended(self, text: str, stop: str) -> Emitted:
-        self._held = ""
+        self._pending = ""
         return Emitted(text if self._include else text.removesuffix(stop), stop)
 
     def _release(self, text: str) -> str:
-        keep = max(automaton.matched for automaton in self._automata)
-        shown = len(text) - keep
-        self._held = text[shown:]
-        return text[:shown]
+        pending = max(automaton.matched for automaton in self._automata)
+        end = len(text) - pending
+        self._pending = text[end:]
+        return text[:end]
 
 
 @dataclasses.dataclass
@@ -89,7 +89,7 @@ class _Automaton:
 
 
 def _borders(word: str) -> list[int]:
-    """For each beginning of ``word`` the length of its longest proper prefix that is also its suffix."""
+    """The length, for each beginning of ``word``, of its longest proper prefix that is also its suffix."""
     borders = [0]
     for character in word[1:]:
         length = borders[-1]

@@ -25,7 +25,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @runtime_checkable
 class Backend(Protocol):
-    """What a vocabulary offers: a tokenizers-library file or a sentencepiece model."""
+    """The vocabulary of a tokenizers-library file or a sentencepiece model."""
 
     special_ids: frozenset[int]
     vocab_size: int
@@ -125,7 +125,7 @@ class Tokenizer:
         second for 128,000 of them."""
         self._backend.forget()
         for token_id in range(self.vocab_size):
-            self._piece(token_id)
+            self._cached(token_id)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Ids outside the vocabulary stand for nothing."""
@@ -143,7 +143,7 @@ class Tokenizer:
     def visible(self, ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
         """The ids that are part of a text: known and, with ``skip_special_tokens``, not special."""
         hidden = self.special_ids if skip_special_tokens else frozenset()
-        return [token_id for token_id in ids if token_id not in hidden and self._piece(token_id) is not None]
+        return [token_id for token_id in ids if token_id not in hidden and self._cached(token_id) is not None]
 
     def to_bytes(self, visible_ids: Sequence[int], at_start: bool = False) -> bytes:
         """The bytes that ids which are all :meth:`visible` stand for, ``at_start`` of a text or within one."""
@@ -157,7 +157,7 @@ class Tokenizer:
 
         They may be part of a character; a leading space of a word is included.
         """
-        return self._piece(token_id) or b""
+        return self._cached(token_id) or b""
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it (``Ġthe``, ``▁the``, ``<0x0A>``), or None."""
@@ -167,8 +167,8 @@ class Tokenizer:
         """The id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
 
-    def _piece(self, token_id: int) -> bytes | None:
-        """Remembered for each id: the decoder is asked once, and there are at most ``vocab_size`` of them."""
+    def _cached(self, token_id: int) -> bytes | None:
+        """The bytes of a token, remembered: the decoder is asked once an id, and there are at most ``vocab_size``."""
         if token_id not in self._bytes:
             token = self.id_to_token(token_id)
             if token is None:
@@ -244,16 +244,16 @@ class LibraryBackend:
 def _redefine_added_tokens(library: Library, entries: Mapping[int, Mapping[str, Any]], named: Iterable[str]) -> None:
     """Applies what the folder's configuration says of tokens that the library knows; it makes no new ids."""
     flags = {token.content: _flags(token) for token in library.get_added_tokens_decoder().values()}
-    before = {content: dict(own) for content, own in flags.items()}
+    before = {content: dict(state) for content, state in flags.items()}
     for token_id, entry in entries.items():
         if library.token_to_id(entry["content"]) == token_id:
             flags[entry["content"]] = {flag: bool(entry.get(flag)) for flag in _FLAGS}
     for content in named:
         if library.token_to_id(content) is not None:
             flags.setdefault(content, dict.fromkeys(_FLAGS, False))["special"] = True
-    for own in flags.values():
-        own["normalized"] = own["normalized"] and not own["special"]
-    changed = [AddedToken(content, **own) for content, own in flags.items() if before.get(content) != own]
+    for state in flags.values():
+        state["normalized"] = state["normalized"] and not state["special"]
+    changed = [AddedToken(content, **state) for content, state in flags.items() if before.get(content) != state]
     library.add_tokens(changed)
 
 
@@ -262,7 +262,7 @@ def _flags(token: AddedToken) -> dict[str, bool]:
 
 
 def _special_ids(folder: Path, backend: Backend, texts: dict[str, str]) -> SpecialIds:
-    """What the tokenizer's files name goes first for BOS and padding, what the model's files name for EOS."""
+    """Ids by the tokenizer's files first for BOS and padding, by the model's files first for EOS."""
     named = {name: backend.token_to_id(text) for name, text in texts.items()}
     configured = [read_object(folder / file, TokenizerError) for file in ("generation_config.json", "config.json")]
 
@@ -270,8 +270,8 @@ def _special_ids(folder: Path, backend: Backend, texts: dict[str, str]) -> Speci
         return [_ids(config.get(f"{name}_token_id"), f"{name}_token_id in {folder}") for config in configured]
 
     def tokenizer_first(name: str) -> int | None:
-        own = named.get(f"{name}_token")
-        return own if own is not None else next((found[0] for found in ids(name) if found), None)
+        token_id = named.get(f"{name}_token")
+        return token_id if token_id is not None else next((found[0] for found in ids(name) if found), None)
 
     eos = named.get("eos_token")
     eos_ids = next((found for found in ids("eos") if found), () if eos is None else (eos,))

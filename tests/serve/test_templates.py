@@ -107,7 +107,7 @@ def test_the_memory_of_a_helper_is_bounded():
 
 
 def test_too_many_may_not_wait(monkeypatch):
-    monkeypatch.setattr(templates, "_OWN", templates.Sizes(4, 2, waiting=2))
+    monkeypatch.setattr(templates, "_DEFAULT", templates.Sizes(4, 2, waiting=2))
     answers = asyncio.run(rendered(Renderer(fake_template(), 9.0), *[Conversation(HELLO)] * 20))
     assert sum(isinstance(answer, QueueFullError) for answer in answers) >= 10
     assert answers.count(fake_template().render(HELLO)) >= 2
@@ -179,7 +179,7 @@ def test_helpers_end_with_the_renderer():
     async def run() -> list[int]:
         renderer = Renderer(fake_template(), 9.0)
         await renderer.warm()
-        processes = [helper._process for helper in renderer._own._helpers if helper._process is not None]
+        processes = [helper._process for helper in renderer._default._helpers if helper._process is not None]
         renderer.close()
         return [process.wait(10) for process in processes]
 

@@ -1,4 +1,4 @@
-"""What a stage's programs should consist of, from nothing but the declarations of its parameters.
+"""Derive what a stage's programs should consist of from nothing but the declarations of its parameters.
 
 This is arithmetic of its own: it shares `ParamSpec` and the table of axes with the engine, and none of its functions.
 """
@@ -50,7 +50,7 @@ class Expected:
     norms: bool = False
 
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
-        """Of each layer that is needed whole, and besides."""
+        """Matrices of each layer that is needed whole, and those besides."""
         if self._cut(program):
             return self.layers[:-1], 1
         return self.layers, self.head
@@ -107,13 +107,13 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
 
 
 def weight_bytes(specs: ParamTree, sizes: Mapping[str, int], itemsize: int) -> int:
-    """Of one device."""
-    return sum(math.prod(own_shape(spec, sizes)) * _bits(spec, itemsize) for _, spec in walk_specs(specs)) // 8
+    """Bytes of the weights on one device."""
+    return sum(math.prod(local_shape(spec, sizes)) * _bits(spec, itemsize) for _, spec in walk_specs(specs)) // 8
 
 
-def own_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Of the part of a parameter that one device has."""
-    return tuple(_own(axis, size, spread_over(axis, sizes)) for axis, size in zip(spec.axes, spec.shape, strict=True))
+def local_shape(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of the shard of a parameter on one device."""
+    return tuple(_part(axis, size, spread_over(axis, sizes)) for axis, size in zip(spec.axes, spec.shape, strict=True))
 
 
 def spread_over(axis: str | None, sizes: Mapping[str, int]) -> int:
@@ -127,7 +127,7 @@ def _matrices(tree: Any) -> int:
     return int(_is_matrix(tree)) if isinstance(tree, ParamSpec) else sum(_matrices(node) for _, node in tree.items())
 
 
-def _own(axis: str | None, size: int, ways: int) -> int:
+def _part(axis: str | None, size: int, ways: int) -> int:
     return size if axis in REPLICABLE and size % ways else size // ways
 
 
@@ -145,9 +145,9 @@ def _width(spec: ParamSpec) -> int:
 
 
 def _widest(spec: ParamSpec, sizes: Mapping[str, int]) -> int:
-    """Of what goes into a matrix and what comes out: a stack of experts takes and gives as many."""
+    """The wider of a matrix's inputs and outputs: a stack of experts takes and gives as many."""
     if not _is_matrix(spec) or "embed" not in spec.axes:
         return 0
-    own, d = own_shape(spec, sizes), _width(spec)
-    experts = own[spec.axes.index("expert")] if "expert" in spec.axes else 1
-    return max(math.prod(own) // d, experts * d)
+    shape, d = local_shape(spec, sizes), _width(spec)
+    experts = shape[spec.axes.index("expert")] if "expert" in spec.axes else 1
+    return max(math.prod(shape) // d, experts * d)

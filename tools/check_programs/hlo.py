@@ -75,7 +75,7 @@ class Module:
         return [one for one in self.parameters().values() if 'op_name="params' in one.line]
 
     def source(self, name: str, computation: str = "") -> str:
-        """What an operand of a computation, the entry's unless named, is a view of."""
+        """The array that an operand of a computation, the entry's unless named, is a view of."""
         body = {one.name: one for one in self.computations[computation or self.entry]}
         while name in body and body[name].opcode == "bitcast":
             name = body[name].operands[0]
@@ -84,8 +84,8 @@ class Module:
     def reads_argument(self, one: Instruction, sizes: set[int]) -> bool:
         """Whether an operand may be an argument of these sizes: in a loop or a branch, whatever that was given."""
         place = next(name for name, body in self.computations.items() if one in body)
-        given = [each for each in self.computations[place] if each.opcode in ("parameter", "get-tuple-element")]
-        large = {each.name for each in given if each.size in sizes}
+        arguments = [each for each in self.computations[place] if each.opcode in ("parameter", "get-tuple-element")]
+        large = {each.name for each in arguments if each.size in sizes}
         return any(self.source(name, place) in large for name in one.operands)
 
     def loops(self, repeats: bool = False) -> bool:
@@ -102,7 +102,7 @@ class Module:
         return [one for one in every if one.opcode == "sort" or "cub_sort" in one.line]
 
     def root_opcode(self, fusion: Instruction) -> str:
-        """What a fusion does last, its views aside."""
+        """The last operation of a fusion, its views aside."""
         body = {one.name: one for one in self.computations[fusion.called("calls")[0]]}
         root = next(one for one in body.values() if one.root)
         while root.opcode == "bitcast" and root.operands[0] in body:

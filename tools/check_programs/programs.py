@@ -56,7 +56,7 @@ def settings_of(work: Work) -> EngineConfig:
 
 
 def model_of(work: Work) -> Model:
-    """Its parameters are abstract."""
+    """The model of abstract parameters."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
@@ -79,11 +79,11 @@ class Planned:
 
     @property
     def microbatch(self) -> int:
-        """What the sampler keeps of the slots that decode together."""
+        """Bytes that the sampler keeps of the slots that decode together."""
         return self.needs.sampler // self.engine.microbatches
 
     def tokens(self, program: str) -> int:
-        """That one call computes."""
+        """Tokens that one call computes."""
         if program.startswith("decode"):
             return self.engine.rows // self.engine.microbatches
         chunk = self.engine.prefill_sizes[-1]
@@ -102,12 +102,14 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Plann
     settings = settings_of(work)
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
     model, engine, limits = prepare(model_of(work), settings, "gpu", mesh)
-    own = stages(mesh)[number]
+    place = stages(mesh)[number]
     if devices is None:
-        TARGETS[HOPPER].tell(own)
+        TARGETS[HOPPER].tell(place)
     stage = cut(model, work.stages)[number]
-    arrays = abstract_arrays(stage, engine, limits, own)
-    return Planned(stage, engine, arrays, stage_needs(stage, engine, arrays), expected(stage, _sizes(own), work.norms))
+    arrays = abstract_arrays(stage, engine, limits, place)
+    return Planned(
+        stage, engine, arrays, stage_needs(stage, engine, arrays), expected(stage, _sizes(place), work.norms)
+    )
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
@@ -124,17 +126,17 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
     # A decode step's arguments are all that the stage has, but for the samplers of the other microbatches.
     (decode,) = (step for step in steps if step.name == "decode")
-    held = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.microbatch
+    peak = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.microbatch
     total = needs.fixed + planned.pool
     return Part(
         number=number,
         weights=needs.weights,
         pool=planned.pool,
         planned=total,
-        compiled=held,
+        compiled=peak,
         seconds=seconds,
         programs={step.name: _program(step) for step in steps},
-        findings=tuple(of_stage(planned=total, compiled=held, weights=needs.weights, declared=planned.should.weights)),
+        findings=tuple(of_stage(planned=total, compiled=peak, weights=needs.weights, declared=planned.should.weights)),
     )
 
 

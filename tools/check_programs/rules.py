@@ -1,4 +1,4 @@
-"""What must hold of a compiled step. Each rule gives what it found and the limit.
+"""Rules that must hold of a compiled step. Each gives what it found and the limit.
 
 Those on launches are asked only where attention is a kernel: XLA's own path gathers pages in loops, of many small
 kernels, and orders sequences by sorting. Of a program of several steps they ask the loop's body, and no more of the
@@ -153,7 +153,7 @@ def _command_buffers(step: Step) -> str:
 
 
 def of_stage(*, planned: int, compiled: int, weights: int, declared: int) -> Iterator[Finding]:
-    """Of a whole pipeline stage, in bytes of a device.
+    """Check a whole pipeline stage, in bytes of a device.
 
     Args:
         planned, compiled: see `tools.check_programs.work.Part`.
@@ -215,7 +215,7 @@ def collectives(step: Step, kind: str) -> int:
 
 
 def gathered_arrays(step: Step) -> list[Instruction]:
-    """What all-gathers make, logits aside, and hidden states where they are spread over tokens."""
+    """Arrays that all-gathers make, logits aside, and hidden states where they are spread over tokens."""
     gathers = ("all-gather", "all-gather-done")
     every = [one for body in step.module.computations.values() for one in body if one.opcode in gathers]
     return [one for one in every if one.size not in (step.tokens * step.logits, step.tokens * step.gathered)]

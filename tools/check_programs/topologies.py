@@ -36,12 +36,12 @@ _COLUMNS = (
 
 
 def header() -> str:
-    """Of a table in Markdown, a line for each pipeline stage. Bytes are those of one device, in GB of 10^9."""
+    """The head of a table in Markdown, of a line a pipeline stage. Bytes are those of one device, in GB of 10^9."""
     return f"{_row(_COLUMNS)}\n{_row(['---'] * len(_COLUMNS))}"
 
 
 def lines(work: Work, parts: Sequence[Part]) -> str:
-    """Of a deployment."""
+    """The table's lines of a deployment."""
     return "\n".join(_row(_line(work, part)) for part in parts)
 
 

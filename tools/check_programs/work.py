@@ -1,4 +1,4 @@
-"""What is compiled, and what came of it: passed between the process that compiles and the one that reports."""
+"""Work to compile, and its outcome: passed between the process that compiles and the one that reports."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Part:
 
     @staticmethod
     def read(plain: dict[str, Any]) -> Part:
-        """What `dataclasses.asdict` and JSON made of one."""
+        """Read a part that `dataclasses.asdict` and JSON have written."""
         programs = {name: Program(**{**one, **_findings(one)}) for name, one in plain["programs"].items()}
         return Part(**{**plain, **_findings(plain), "programs": programs})
 

@@ -1,1 +1,1 @@
-"""What a GPU does with jaxinfer, measured in one command: ``python -m tools.gpu_check``. See docs/gpu.md."""
+"""Measure what a GPU does with jaxinfer, in one command: ``python -m tools.gpu_check``. See docs/gpu.md."""

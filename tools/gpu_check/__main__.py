@@ -91,12 +91,12 @@ class Results:
             path.unlink()
 
     def part(self, name: str) -> pathlib.Path:
-        """Where a section writes while it runs."""
+        """The file that a section writes while it runs."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.with_name(f"{self.path.stem}.{name}.part")
 
     def autotuned(self, name: str) -> pathlib.Path | None:
-        """Where XLA leaves what it found out about its own kernels in a section; None where it tunes nothing."""
+        """The file of what XLA found out about its own kernels in a section; None where it tunes nothing."""
         if self.content["device"]["platform"] == "cpu":
             return None
         folder = self.path.with_name(f"{self.path.stem}-autotune")
@@ -113,7 +113,7 @@ class Results:
         _rewrite(self.path.with_suffix(".md"), markdown(self.content))
 
     def limits(self) -> dict[str, dict[str, float]]:
-        """What this device can do at most, measured and by its datasheet, see `Report.limits`."""
+        """Limits of this device, measured and by its datasheet, see `Report.limits`."""
         sections, kind = self.content["sections"], self.content["device"]["kind"]
         known: dict[str, dict[str, float]] = {"gb_s": {}, "tflop_s": {}}
         for section, unit in (("copy", "gb_s"), ("gemm", "tflop_s")):
@@ -128,7 +128,7 @@ class Results:
 
 
 def _rewrite(path: pathlib.Path, text: str) -> None:
-    """So that the file is never half written."""
+    """Replace a file, so that it is never half written."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)

@@ -29,9 +29,9 @@ def run(report: Report) -> None:
         with report.attempt("float32"):
             report.put("float32", **_finish(_start("float32", QUICK_TOKENS), report.left()))
         return
-    here, on_cpu = _start("float32", TOKENS), _start("float32", TOKENS, JAX_PLATFORMS="cpu")
+    on_device, on_cpu = _start("float32", TOKENS), _start("float32", TOKENS, JAX_PLATFORMS="cpu")
     with report.attempt("float32"):
-        ours = _finish(here, report.left())
+        ours = _finish(on_device, report.left())
         report.put("float32", **ours)
         theirs = _finish(on_cpu, report.left())
         report.put("float32, CPU", **theirs)
@@ -59,5 +59,5 @@ def _finish(process: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens agree before the first that differs."""
+    """Count the tokens that agree before the first that differs."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

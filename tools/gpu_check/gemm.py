@@ -27,7 +27,7 @@ KINDS = (
 
 
 def run(report: Report) -> None:
-    """What other sections call `share_of_gemm` is of the best rate in bfloat16."""
+    """Measure the rates. `share_of_gemm` in other sections is the share of the best one in bfloat16."""
     best = 0.0
     for size in QUICK_SIZES if report.quick else SIZES:
         for name, dtype, result, precision, transposed in KINDS:

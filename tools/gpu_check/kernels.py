@@ -103,7 +103,7 @@ def _measure(report: Report, job: Job, program: Callable[..., Any]) -> None:
 
 
 def limits(report: Report, shape: Workload, ms: float) -> dict[str, float]:
-    """What the shape is bound by: operations for prefill, bytes for all others."""
+    """Rates of what bounds the shape: operations for prefill, bytes for all others."""
     return report.rate(shape.operations, ms) if isinstance(shape, Prefill) else report.bandwidth(shape.bytes, ms)
 
 

@@ -44,7 +44,7 @@ TINY = {
 
 
 def random_model(config_json: dict[str, Any]) -> Model:
-    """In bfloat16, on the device when this returns."""
+    """Make a model of random weights in bfloat16, which is on the device when this returns."""
     model, mesh = abstract(config_json, "bfloat16"), make_mesh()
     leaves, tree = jax.tree.flatten(model.specs)
     params = [
@@ -67,7 +67,7 @@ def weight_bytes(model: Model) -> tuple[int, int]:
 
 
 def bytes_per_token(model: Model, page: int) -> int:
-    """Of its keys and values in all layers, 16 bits a number."""
+    """Bytes of a token's keys and values in all layers, 16 bits a number."""
     return model.cache_spec.bytes_per_page(page, 2) // page
 
 

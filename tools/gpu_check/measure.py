@@ -85,7 +85,7 @@ class Inside(NamedTuple):
 
 
 def looped(function: Callable[..., Any], repeats: int, *, changes: bool) -> Callable[..., Any]:
-    """What `Inside` times: ``loop(results, first operands, other operands)``, one of each for every variant."""
+    """The loop that `Inside` times: ``loop(results, first operands, other operands)``, one of each a variant."""
     once = jax.jit(function)  # traced and lowered once, not once a variant
 
     def loop(carried: list[Any], heads: list[Any], rest: list[tuple[Any, ...]]) -> list[Any]:
@@ -130,7 +130,7 @@ def relative_error(out: Any, exact: Any) -> float:
 
 
 def deviation(got: Any, exact: Any, bound: float) -> dict[str, Any]:
-    """How far ``got`` is from the float64 result, the rounding of the result to its own dtype aside.
+    """The distance of ``got`` from the float64 result, the rounding of the result to its own dtype aside.
 
     Infinite and undefined numbers must stand where they stand in ``exact``.
 

@@ -33,7 +33,7 @@ def run(report: Report) -> None:
 
 
 def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...]) -> None:
-    """One path of all problems after the other."""
+    """Check one path of all problems after the other."""
     operands: dict[str, Operands] = {}
     # Compiling takes most of the time. The interpreter of kernels is one for all threads.
     with concurrent.futures.ThreadPoolExecutor(_THREADS if jax.default_backend() == "gpu" else 1) as threads:
@@ -43,7 +43,7 @@ def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...]) -
 
 
 def _check(report: Report, operands: dict[str, Operands], path: str, problem: Problem) -> None:
-    """One path of a problem, whose operands are made at the first."""
+    """Check one path of a problem, whose operands are made at the first."""
     key = f"{problem} ({path})"
     if not report.time_for(key, _RESERVE_S):
         return
@@ -65,19 +65,19 @@ class _Run:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
-        given = jax.tree.map(jnp.asarray, arrays)
+        operands = jax.tree.map(jnp.asarray, arrays)
         if self.interpret:
-            out = compat.interpreted(lambda: self._function(**given))
+            out = compat.interpreted(lambda: self._function(**operands))
         else:
-            out = self._program(given)(**given)
+            out = self._program(operands)(**operands)
         by_row, whole = self.problem.result(out)
         return host(by_row), host(whole)
 
-    def _program(self, given: dict[str, Any]) -> Callable[..., Any]:
-        shapes = tuple(x.shape for x in jax.tree.leaves(given))
+    def _program(self, operands: dict[str, Any]) -> Callable[..., Any]:
+        shapes = tuple(x.shape for x in jax.tree.leaves(operands))
         if shapes not in self._programs:
             with _TRACING:
-                lowered = jax.jit(self._function).lower(**given)
+                lowered = jax.jit(self._function).lower(**operands)
             self._programs[shapes] = lowered.compile()
         return self._programs[shapes]
 

@@ -132,7 +132,7 @@ def _torch_calls(backend: str | None) -> Callable[[Any, Decode | Prefill, int], 
 
 
 def _flashinfer_calls(torch: Any, shape: Decode | Prefill, sets: int) -> list[Callable[[], Any]]:
-    """Its page layout "HND" is ours: [pages, 2, kv_heads, page, head_dim]."""
+    """Calls of flashinfer, whose page layout "HND" is ours: [pages, 2, kv_heads, page, head_dim]."""
     flashinfer = importlib.import_module("flashinfer")
     decode, rows = isinstance(shape, Decode), shape.rows if isinstance(shape, Decode) else shape.sequences
     queries = 1 if isinstance(shape, Decode) else shape.chunk

@@ -1,4 +1,4 @@
-"""What section parity asks of each op: operands with poison, the exact result, and the paths that must give it.
+"""Problems of section parity for each op: operands with poison, the exact result, the paths that must give it.
 
 A further op, or a further shape of one, is one entry of `PROBLEMS`. Results are pairs: what belongs to the rows of a
 batch, one after the other, and what belongs to all of them (a pool); either may be None.
@@ -25,7 +25,7 @@ MOSAIC, XLA = "mosaic", "xla"
 
 
 class Operands(NamedTuple):
-    """Of one call, on the host, by the names of the op's arguments.
+    """Operands of one call, on the host, by the names of the op's arguments.
 
     Attributes:
         arrays: arrays, and trees of them.
@@ -71,14 +71,14 @@ class Problem(NamedTuple):
         return self.call(_named(self.paths[path]))
 
     def interpreted_tiles(self) -> dict[str, Any]:
-        """What the kernel is given beside its operands where it is interpreted."""
+        """Arguments of the kernel beside its operands where it is interpreted."""
         if self.tiles is None:
             return {}
         return {"tiles": _named(self.paths[MOSAIC].split(":")[0] + ":Tiles")(**self.tiles)}
 
 
 def _named(name: str) -> Any:
-    """What "module:attribute" names, imported when it is needed: an op that is broken does not stop the others."""
+    """Import "module:attribute" when it is needed: an op that is broken does not stop the others."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -174,9 +174,9 @@ def _mla(quick: bool, *, page: int, heads: int, chunk: int, dtype: Any) -> Opera
     tables = rng.permutation(len(lengths) * width).astype(np.int32).reshape(len(lengths), width)
     pool = np.full((tables.size, page, rank + rope), np.nan, np.float32)
     for table, length in zip(tables, lengths, strict=True):
-        own = rng.normal(size=(width * page, rank + rope))
-        own[length:] = np.nan
-        pool[table] = own.reshape(width, page, -1)
+        latents = rng.normal(size=(width * page, rank + rope))
+        latents[length:] = np.nan
+        pool[table] = latents.reshape(width, page, -1)
         table[-(-int(length) // page) :] = rng.choice([-7, 10**6])
     counts = np.minimum(lengths, chunk)
     queries = (len(lengths), heads) if chunk == 1 else (len(lengths), chunk, heads)
@@ -324,8 +324,8 @@ def _experts(quick: bool, *, rows: int, dtype: Any) -> Operands:
     arrays = {"x": x, "weights": weights, "experts": owners.astype(np.int32)}
     exact = np.zeros((rows, channels))
     for expert in range(1, count):
-        own = owners == expert
-        exact[own] = x[own].astype(np.float64) @ weights[expert].astype(np.float64).T
+        routed = owners == expert
+        exact[routed] = x[routed].astype(np.float64) @ weights[expert].astype(np.float64).T
     return Operands(arrays, {}, (exact, None))
 
 

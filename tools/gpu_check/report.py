@@ -1,4 +1,4 @@
-"""What a section writes while it runs: one JSON line per record, so that a killed section loses only the last one."""
+"""Records that a section writes while it runs, one JSON line each: a killed section loses only the last one."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _RESERVE_S = 12.0  # what one wave of one projection may still need
 
 
 class Result(NamedTuple):
-    """Of one row count: a digest of the bits of row 0, whether an equal last row came out equal, and the time."""
+    """Findings at one row count: a digest of row 0's bits, whether an equal last row came out equal, and the time."""
 
     bits: str
     slot_free: bool

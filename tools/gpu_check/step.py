@@ -148,7 +148,7 @@ def _compiled(function: Callable[..., Any], donated: int, *arguments: Any) -> tu
 
 
 def _decode_batch(tables: np.ndarray, context: int) -> DecodeBatch:
-    """Every row stands at the last position of its context and feeds what it sampled last."""
+    """A batch in which every row stands at the last position of its context and feeds what it sampled last."""
     tokens, positions, generated = (np.full((tables.shape[0],), value, np.int32) for value in (-1, context - 1, 1))
     return DecodeBatch(tokens, positions, generated, tables[None])
 
@@ -160,7 +160,7 @@ def _prefill_batch(tables: np.ndarray, start: int, chunk: int) -> PrefillBatch:
 
 
 def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any]) -> tuple[dict[str, Any], Any]:
-    """Of a call for each of the batches. What is donated goes from call to call: a decode step's state (a second
+    """Time a call for each of the batches. What is donated goes from call to call: a decode step's state (a second
     result is what was sampled), a prefill's pools."""
     current = [carried]
 
@@ -171,7 +171,7 @@ def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any
         return out
 
     def wait(_: Any) -> None:
-        """For what the last call gave: earlier ones are donated by then."""
+        """Wait for what the last call gave: earlier results are donated by then."""
         jax.block_until_ready(current[0])
 
     timing = time_calls(once, rounds=5, round_ms=100, most=50, wait=wait)
@@ -179,7 +179,7 @@ def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any
 
 
 def _look_at_program(program: Any, pools: list[LayerPool]) -> dict[str, Any]:
-    """What `docs/gpu.md` says to look for: how many GEMMs, whether pools are copied, how large temporaries are."""
+    """Look for what `docs/gpu.md` names: how many GEMMs, whether pools are copied, how large temporaries are."""
     text, memory = program.as_text(), program.memory_analysis()
     pool = re.escape(f"bf16[{','.join(map(str, pools[0].data.shape))}]")
     return {

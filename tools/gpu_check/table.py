@@ -23,7 +23,7 @@ _FIGURES = ("ok", "same_bits", "kernels_of", "pool_copies", "equal_tokens", "cla
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Of the content of a results file."""
+    """Write the content of a results file in Markdown."""
     device, on_gpu = content["device"], content["device"]["platform"] != "cpu"
     lines = [f"# {device['kind']}, {content['date']}", ""]
     if not on_gpu:
@@ -64,19 +64,19 @@ def _table(name: str, records: Sequence[Mapping[str, Any]], *, figures: bool) ->
     columns = [each for each in COLUMNS[name] if figures or each.startswith(_FIGURES)]
     used = [column for column in columns if any(column in record for record in records)]
     rows = [
-        [record["key"], *(_cell(record.get(column)) for column in used)] for record in records if _told(record, used)
+        [record["key"], *(_cell(record.get(column)) for column in used)] for record in records if _any(record, used)
     ]
     notes = [f"- {record['key']}: {_note(record)}" for record in records if _note(record)]
     grid = [*_grid(["", *used], rows), ""] if rows else []
     return [f"## {name}", "", *grid, *notes, *([""] if notes else [])] if grid or notes else []
 
 
-def _told(record: Mapping[str, Any], columns: Sequence[str]) -> bool:
+def _any(record: Mapping[str, Any], columns: Sequence[str]) -> bool:
     return any(column in record for column in columns)
 
 
 def _note(record: Mapping[str, Any]) -> str:
-    """Why there is no figure, in one line."""
+    """The reason why there is no figure, in one line."""
     text = next((str(record[name]) for name in ("error", "skipped", "reason") if name in record), "")
     return text.strip().splitlines()[0][:200] if text.strip() else ""
 

@@ -179,16 +179,16 @@ QUICK_OTHERS: tuple[Workload, ...] = (
 
 
 def attention(*, quick: bool) -> tuple[Decode | Prefill, ...]:
-    """What peers are timed at, too; the longest decode and prefill first."""
+    """Shapes that peers are timed at, too; the longest decode and prefill first."""
     decodes, prefills = (QUICK_DECODES, QUICK_PREFILLS) if quick else (DECODES, PREFILLS)
     return (*decodes[:1], *prefills[:1], *decodes[1:], *prefills[1:])
 
 
 def others(*, quick: bool) -> tuple[Workload, ...]:
-    """What has no peer here."""
+    """Shapes that have no peer here."""
     return QUICK_OTHERS if quick else OTHERS
 
 
 def variants(moved: int) -> int:
-    """How many sets of operands make every call read from memory: four times the L2 cache, at most 16 sets."""
+    """Sets of operands with which every call reads from memory: four times the L2 cache, at most 16 sets."""
     return max(1, min(16, -(-4 * L2_BYTES // moved)))

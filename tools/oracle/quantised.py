@@ -1,4 +1,4 @@
-"""What other people's readers make of quantised folders: their weights, and their logits.
+"""Weights and logits that other people's readers make of quantised folders.
 
     python -m tools.oracle.quantised IDS.npy OUT FOLDER...     writes OUT/<folder's name>.npz
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def answers(folder: pathlib.Path, ids: torch.Tensor) -> Tensors:
-    """Of one folder.
+    """Weights and logits of one folder.
 
     Raises:
         ValueError: transformers misses tensors, or does not know what to do with some.
@@ -80,7 +80,7 @@ def _of(model: transformers.PreTrainedModel, ids: torch.Tensor) -> Tensors:
 
 
 def _of_read(folder: pathlib.Path, ids: torch.Tensor, read: Callable[[Tensors, str, Mapping], np.ndarray]) -> Tensors:
-    """By way of a folder of plain weights."""
+    """Weights and logits by way of a folder of plain weights."""
     config = json.loads((folder / "config.json").read_text())
     described = config.pop("quantization_config")
     packed: Tensors = {}

@@ -57,7 +57,7 @@ def _widen(leaf: object) -> object:
 
 
 def config_json(case: Case) -> dict:
-    """What config.json of ``case`` says, in its style."""
+    """The content of ``case``'s config.json, in its style."""
     config = {"architectures": [ARCHITECTURES[case.model_type]], "model_type": case.model_type, **case.config}
     config = COMMON.get(case.model_type, {"max_position_embeddings": 256, "hidden_act": "silu"}) | config
     if case.style == "hub":

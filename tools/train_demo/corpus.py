@@ -28,7 +28,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Speech:
-    """What one character says: the words, as token ids, and who says them."""
+    """Speech of one character: the words, as token ids, and who says them."""
 
     speaker: str
     ids: list[int]

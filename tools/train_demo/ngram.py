@@ -74,7 +74,7 @@ def _numbers(ids: Int[np.ndarray, " n"], length: int, base: int) -> Int[np.ndarr
 
 
 def _discounts(counts: Int[np.ndarray, " grams"]) -> Float[np.ndarray, "4"]:
-    """What counts of 0, 1, 2 and 3 or more lose."""
+    """Discounts of counts of 0, 1, 2 and 3 or more."""
     ones, twos, threes, fours = (max(int((counts == value).sum()), 1) for value in (1, 2, 3, 4))
     share = ones / (ones + 2 * twos)
     raw = np.array([0.0, 1 - 2 * share * twos / ones, 2 - 3 * share * threes / twos, 3 - 4 * share * fours / threes])
@@ -99,6 +99,6 @@ def _interpolated(
 
 
 def _find(table: Int[np.ndarray, " size"], values: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """Where each value stands in the sorted table, -1 where it does not."""
+    """Places of the values in the sorted table, -1 where there is none."""
     at = np.minimum(np.searchsorted(table, values), len(table) - 1)
     return np.where(table[at] == values, at, -1)

@@ -1,4 +1,4 @@
-"""What is trained, and for how long."""
+"""Models of the demo: what is trained, and for how long."""
 
 from __future__ import annotations
 

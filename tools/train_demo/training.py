@@ -118,7 +118,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 @dataclasses.dataclass
 class Progress:
-    """What a resumed run needs: the step, the parameters, the optimizer's state and the best parameters so far."""
+    """State that a resumed run needs: step, parameters, the optimizer's state and the best parameters so far."""
 
     step: int
     params: Tree

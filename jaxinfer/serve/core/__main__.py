@@ -24,7 +24,7 @@ from jaxinfer.weights.open import open_model_files
 
 
 def build(settings: CoreSettings, report: Report) -> Built:
-    """As `jaxinfer.LLM` does it.
+    """Load the model and build its engine, as `jaxinfer.LLM` does.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: see `start_engine`.
@@ -75,14 +75,14 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
 
 
 def folder_name(model: str, folder: pathlib.Path) -> str:
-    """What clients call a model that was given no name: as it was asked for, or a path's last part."""
+    """The default name of a model for clients: as it was asked for, or a path's last part."""
     if not pathlib.Path(model).exists():
         return model
     return folder.stem if folder.is_file() else folder.name
 
 
 def describe(model: Model, config: ResolvedEngine, settings: CoreSettings, folder: pathlib.Path) -> ModelCard:
-    """What the front end needs to know of a model and its engine."""
+    """Describe a model and its engine to the front end."""
     named = open_model_files(folder).config_json.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else type(model.module).__name__
     return ModelCard(

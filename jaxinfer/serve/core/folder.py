@@ -91,7 +91,7 @@ def _lock(path: pathlib.Path, how: int) -> int:
 
 
 def _is_left(folder: int) -> bool:
-    """Whether it is one that `SocketFolder.make` made, for this user."""
+    """Whether the folder is one that `SocketFolder.make` made, for this user."""
     found, names = os.fstat(folder), os.listdir(folder)
     private = found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == stat.S_IRWXU
     sockets = (stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode) for name in names)
@@ -99,7 +99,7 @@ def _is_left(folder: int) -> bool:
 
 
 def _remove(path: pathlib.Path) -> bool:
-    """Whether it is gone. There is nothing in it but the socket, so nothing else can be lost."""
+    """Remove a folder; whether it is gone. It holds nothing but the socket, so nothing else can be lost."""
     with contextlib.suppress(OSError):
         (path / _SOCKET).unlink(missing_ok=True)
         path.rmdir()

@@ -1,4 +1,4 @@
-"""How a core becomes one of a group: settings that all must share, the key, and the devices of all processes."""
+"""Make a core a process of a group: settings that all must share, the key, and the devices of all processes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _key(path: str | None) -> bytes:
 
 
 def _config(path: pathlib.Path) -> bytes:
-    """What says which model it is: config.json; of a GGUF file, its beginning."""
+    """The bytes that identify a model: config.json; of a GGUF file, its beginning."""
     if path.is_dir():
         return (path / "config.json").read_bytes()
     with path.open("rb") as file:
@@ -86,7 +86,7 @@ def _config(path: pathlib.Path) -> bytes:
 
 
 def _shared(settings: CoreSettings, folder: pathlib.Path) -> dict[str, Any]:
-    """What decides which programs run. A folder may have another path on another host."""
+    """Settings that decide which programs run. A folder may have another path on another host."""
     engine = {name: value for name, value in dataclasses.asdict(settings.engine).items() if name not in _OWN}
     versions = {f"the version of {name}": importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib")}
     digest = hashlib.sha256(_config(folder)).hexdigest()

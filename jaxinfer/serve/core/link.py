@@ -39,9 +39,9 @@ def require_descriptors() -> None:
     """Raises:
     OSError: there are too few for another core. gRPC's runtime would end this process where it finds none.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as descriptors:
         for _ in range(_DESCRIPTORS):
-            held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            descriptors.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 class RefusedError(RuntimeError):

@@ -34,7 +34,7 @@ class Outbox[T]:
         return len(self._messages)
 
     def close(self) -> None:
-        """Nothing will follow: `run` returns when everything is written."""
+        """Close: nothing will follow, and `run` returns when everything is written."""
         self._closed = True
         self._news.set()
 

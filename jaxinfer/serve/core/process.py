@@ -22,7 +22,7 @@ MAX_SETTINGS_BYTES = 1 << 20
 ORPHAN = 3
 """The exit code of a core whose front end died."""
 GROUP = 4
-"""That of a core whose group is over: another process of it is gone or hangs."""
+"""Exit code of a core whose group is over: another process of it is gone or hangs."""
 
 _DUMP_SECONDS = 1.0
 
@@ -72,7 +72,7 @@ def _die_with_parent(stdin: BinaryIO) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """At once: threads may still compile, or hang in a device's driver."""
+    """Exit at once: threads may still compile, or hang in a device's driver."""
     logs.drain()
     os._exit(code)
 

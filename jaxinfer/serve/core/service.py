@@ -27,7 +27,7 @@ from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.types import QueueFullError, Request, RequestError, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
-"""What `serve` returns, and a core exits with: asked to, by a fault, or because the start can only fail."""
+"""Results of `serve`, and exit codes of a core: asked to, by a fault, or because the start can only fail."""
 
 BEAT_SECONDS = 0.1
 _IDLE_SECONDS = 2.0  # without work, after which a full garbage collection disturbs nobody
@@ -98,7 +98,7 @@ class _Feed:
     outlet: Outlet
     running: set[int]
     apart: bool = False
-    held: dict[int, SequenceDelta] = dataclasses.field(default_factory=dict)
+    deferred: dict[int, SequenceDelta] = dataclasses.field(default_factory=dict)
 
 
 class _Core(CoreServicer):
@@ -229,7 +229,7 @@ class _Core(CoreServicer):
         engine.attach(feed).add_done_callback(functools.partial(self._answered, feed))
 
     def _answered(self, feed: _Feed, future: concurrent.futures.Future[None]) -> None:
-        """In the thread that settled the future, mostly the engine's."""
+        """Answer a request, in the thread that settled the future, mostly the engine's."""
         error = future.exception()
         if error is None:
             accepted = pb.Accepted(number=feed.number, **wire.seed_fields(feed.request.params.seed))
@@ -285,7 +285,7 @@ class _Core(CoreServicer):
     # ---- from other threads
 
     def deliver(self, news: Sequence[tuple[_Feed, SequenceDelta | Closed]]) -> bool:
-        """What a step brought, from the engine's thread: one message."""
+        """Send what a step brought, as one message; called in the engine's thread."""
         numbered: list[tuple[int, SequenceDelta]] = []
         apart: list[tuple[_Feed, SequenceDelta]] = []
         for feed, item in news:
@@ -306,28 +306,28 @@ class _Core(CoreServicer):
         if message is not None:
             self._outbox.put(message)
         for feed, delta in apart:
-            self._hold(feed, delta)
+            self._defer(feed, delta)
         for number in ended:
             self._feeds.pop(number, None)
 
-    def _hold(self, feed: _Feed, delta: SequenceDelta) -> None:
-        """Until its stream's large delta has gone out; what is held is merged."""
+    def _defer(self, feed: _Feed, delta: SequenceDelta) -> None:
+        """Defer a delta until its stream's large one has gone out; what is deferred is merged."""
         if not feed.apart:  # it has, since the engine's thread looked
             self._outbox.put(pb.FromCore(deltas=wire.deltas_message([(feed.number, delta)])))
             return
-        before = feed.held.get(delta.index)
-        feed.held[delta.index] = delta if before is None else merged(before, delta)
+        before = feed.deferred.get(delta.index)
+        feed.deferred[delta.index] = delta if before is None else merged(before, delta)
         if feed.number not in self._sending:
             self._sending[feed.number] = self._spawn(self._send_apart(feed))
 
     async def _send_apart(self, feed: _Feed) -> None:
-        """In parts, between which others' deltas go out: a long prompt's log probabilities take seconds."""
-        while (large := next(filter(wire.is_large, feed.held.values()), None)) is not None:
+        """Send a large delta in parts, between which others' go out: a long prompt's log probabilities take seconds."""
+        while (large := next(filter(wire.is_large, feed.deferred.values()), None)) is not None:
             for part in wire.parts(feed.number, large):
                 await self._outbox.put_last(pb.FromCore(deltas=part))
-        held = [(feed.number, delta) for delta in feed.held.values()]
-        self._outbox.put(pb.FromCore(deltas=wire.deltas_message(held)))
-        feed.held.clear()
+        deferred = [(feed.number, delta) for delta in feed.deferred.values()]
+        self._outbox.put(pb.FromCore(deltas=wire.deltas_message(deferred)))
+        feed.deferred.clear()
         feed.apart = False
         del self._sending[feed.number]
 
@@ -371,7 +371,7 @@ def _settle[T](future: asyncio.Future[T], value: T) -> None:
 
 
 def _in_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
-    """Its result on the loop; a daemon, so that a process that shall end need not wait for it."""
+    """Await a function's result on the loop; the thread is a daemon, so that a process that shall end need not wait."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a core is told when it starts: one line of JSON on its stdin. No jax."""
+"""Settings that a core is started with: one line of JSON on its stdin. No jax."""
 
 from __future__ import annotations
 

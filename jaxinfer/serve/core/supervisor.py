@@ -1,4 +1,4 @@
-"""Who starts the engine core, watches over it, and starts it again. No jax."""
+"""Start the engine core, watch over it, and start it again. No jax."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ FAILED = "failed"
 
 _LAST_WORDS_SECONDS = 0.5
 LEAST_STEP_TIMEOUT, STEPS = 10.0, 20.0
-"""Where no ``step_timeout`` is set: seconds, and how many times the 99th percentile of the steps."""
+"""Default of ``step_timeout``: at least so many seconds, and so many times the 99th percentile of the steps."""
 LONGEST_DOUBT = 60.0
 """Seconds up to which a limit that may have been too short is doubled, and which taking a profile may take."""
 _STARTING = "the engine is starting"
 _ENOUGH_STEPS = 1000  # of one core, to forget what those of the one before took
 
 _PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EINTR})
-"""Why a process may fail to start now and not a second later: the machine, or this process, is short of something."""
+"""Errors of a start that may succeed a second later: the machine, or this process, is short of something."""
 
 _log = logging.getLogger("jaxinfer.serve.supervisor")
 
 
 @dataclasses.dataclass(frozen=True)
 class StartupEvent:
-    """How far a start is. ``phase``: "starting", "loading_weights", "compiling", "checking", "ready" or "failed".
+    """Progress of a start. ``phase``: "starting", "loading_weights", "compiling", "checking", "ready" or "failed".
 
     Attributes:
         message: under "failed", one sentence.
@@ -58,7 +58,7 @@ class StartupEvent:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """How the engine is, for everybody who asks for health: without paths, addresses or what a fault said.
+    """Health of the engine, for everybody who asks: without paths, addresses or what a fault said.
 
     Attributes:
         state: see `Supervisor`.
@@ -119,7 +119,7 @@ class Supervisor:
         self.backend: Backend = _Backend(self._link)
         self._ready: tuple[ModelCard, str] | None = None  # of the last core that was
         self._ready_since: float | None = None
-        self._reason = self._told = _STARTING
+        self._reason = self._public = _STARTING
         self._begun = self._took = 0.0  # when a start begins, or began, and how long the last one took that succeeded
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
@@ -144,14 +144,14 @@ class Supervisor:
 
     @property
     def folder(self) -> str:
-        """Where tokenizer and chat template are; raises as `card`."""
+        """The folder of tokenizer and chat template; raises as `card`."""
         return self._known()[1]
 
     @property
     def condition(self) -> Condition:
-        """To be asked on the loop."""
+        """The engine's health; to be asked on the loop."""
         due = self._begun + self._took - asyncio.get_running_loop().time()
-        return Condition(self.state, self._told, max(1.0, due))
+        return Condition(self.state, self._public, max(1.0, due))
 
     def subscribe(self, listener: Callable[[str], None]) -> Callable[[], None]:
         """Call ``listener`` with each new state; returns how to leave off."""
@@ -206,8 +206,8 @@ class Supervisor:
         """Raises:
         ServeError: there is no folder for traces, one is being taken, or no core is READY.
         """
-        with self._held_up():
-            await _asked(lambda: self._link().start_profile())
+        with self._during_profile():
+            await _answered(lambda: self._link().start_profile())
 
     async def stop_profile(self) -> str:
         """The folder with the trace.
@@ -215,11 +215,11 @@ class Supervisor:
         Raises:
             ServeError: none is being taken, or no core is READY.
         """
-        with self._held_up():
-            return await _asked(lambda: self._link().stop_profile())
+        with self._during_profile():
+            return await _answered(lambda: self._link().stop_profile())
 
     @contextlib.contextmanager
-    def _held_up(self) -> Iterator[None]:
+    def _during_profile(self) -> Iterator[None]:
         self._profiling += 1
         try:
             yield
@@ -283,7 +283,7 @@ class Supervisor:
         return f"{self._reason} (it {how})"
 
     def _not_started(self, error: OSError) -> str:
-        """There is no process; why, with a path, and for everybody without."""
+        """Note that there is no process, and why: with a path, and for everybody without."""
         reason = f"the engine core cannot be started: {error}"
         if self._ready is None and error.errno not in _PASSING:
             self.failure = reason
@@ -327,7 +327,7 @@ class Supervisor:
         match message.WhichOneof("kind"):
             case "startup":
                 self._progress += 1
-                self._tell(_startup_event(message.startup))
+                self._announce(_startup_event(message.startup))
             case "ready":
                 self._ready = wire.card_of(message.ready.card), message.ready.folder
                 self._ready_since = asyncio.get_running_loop().time()
@@ -345,26 +345,26 @@ class Supervisor:
                 self._died(message.fault.message, "the engine ended by a fault")
 
     def _beat(self, beat: pb.Beat) -> None:
-        """Before READY it says no more than that the process lives."""
+        """Note a beat; before READY it says no more than that the process lives."""
         self._p99 = max(beat.p99_step_seconds, self._p99 if beat.steps < _ENOUGH_STEPS else 0.0)
         if self.state == READY and (not beat.busy_seconds or beat.steps != self._steps):
             self._progress, self._steps = self._progress + 1, beat.steps
 
-    def _died(self, reason: str, told: str | None = None) -> None:
-        """At once, whatever the process still does. The first reason counts; ``told``: what everybody may know."""
+    def _died(self, reason: str, public: str | None = None) -> None:
+        """Enter DEAD at once, whatever the process does. The first reason counts; ``public``: what all may know."""
         if self._child is not None:
             self._child.link.close(reason)
         if self.state != DEAD and not self._stopping:
             self._startup = StartupEvent(FAILED, message=reason)
-            self._enter(DEAD, reason, told)
+            self._enter(DEAD, reason, public)
 
-    def _enter(self, state: str, reason: str, told: str | None = None) -> None:
-        self.state, self._reason, self._told = state, reason, reason if told is None else told
-        self._tell(self._startup)
+    def _enter(self, state: str, reason: str, public: str | None = None) -> None:
+        self.state, self._reason, self._public = state, reason, reason if public is None else public
+        self._announce(self._startup)
         for listener in list(self._listeners):
             listener(state)
 
-    def _tell(self, event: StartupEvent) -> None:
+    def _announce(self, event: StartupEvent) -> None:
         self._startup = event
         self._changed.set()
         self._changed = asyncio.Event()
@@ -403,7 +403,7 @@ class _Backend:
         return await self._link().reset_prefix_cache()
 
 
-async def _asked[T](question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _answered[T](question: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         return await question()
     except RefusedError as error:

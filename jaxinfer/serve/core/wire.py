@@ -23,7 +23,7 @@ from jaxinfer.types import (
 )
 
 MOST_CANDIDATES = 4096
-"""Of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""
+"""Candidates of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""
 
 _LARGE = 2**63
 _SAME = (  # fields of `SamplingParams` that are plain in the message too
@@ -204,7 +204,7 @@ def _delta_message(number: int, delta: SequenceDelta) -> pb.Delta:
 
 
 def is_large(delta: SequenceDelta) -> bool:
-    """Its prompt's log probabilities are too many for one message."""
+    """Whether the prompt's log probabilities are too many for one message."""
     known = delta.prompt_logprobs
     return known is not None and len(known) > _positions_at_once(known)
 

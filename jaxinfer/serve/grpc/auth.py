@@ -1,4 +1,4 @@
-"""Which scope each RPC needs, and where a caller's key is. No RPC is served that is not in the table."""
+"""Scopes that RPCs need, and where a caller's key is. No RPC is served that is not in the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxinfer.serve.errors import Kind, ServeError
 
 OPEN = None
-"""In place of a scope: no key is asked for."""
+"""Value in place of a scope: no key is asked for."""
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Authoriser(Protocol):
         ...
 
     def during(self, caller: Any, scope: str, cut: Callable[[ServeError], None]) -> AbstractContextManager[None]:
-        """While a call of ``caller`` runs: ``cut`` is called if its key is taken away."""
+        """Watch the key of ``caller`` while a call runs: ``cut`` is called if the key is taken away."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How much clients may hold of a server before anybody works for them, most of all those without a key.
+"""Bound what clients may hold of a server before anybody works for them, most of all those without a key.
 
 A message that is under way is memory that the client has and does not pay for: gRPC makes room for the whole of it as
 soon as it is asked for the message. So it is asked for few at a time.
@@ -31,7 +31,7 @@ _TICKS = 3
 
 @runtime_checkable
 class Call(Protocol):
-    """What of a `jaxinfer.serve.grpc.rpc.Rpc` is of interest here."""
+    """The part of a `jaxinfer.serve.grpc.rpc.Rpc` that is of interest here."""
 
     caller: Caller
     reading_since: float | None
@@ -105,14 +105,14 @@ class Turns:
             self._pass_on()
 
     async def _turn(self, address: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(address, collections.deque()).append(turn)
+        ready = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(address, collections.deque()).append(ready)
         if not self._ticking:
             self._tick()
         try:
-            await turn
+            await ready
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it had come at the same time
+            if not ready.cancelled():  # it had come at the same time
                 self._pass_on()
             raise
 
@@ -121,11 +121,11 @@ class Turns:
         while self._free and self._waiting:
             address = next(iter(self._waiting))
             turns = self._waiting.pop(address)
-            turn = turns.popleft()
+            ready = turns.popleft()
             if turns:
                 self._waiting[address] = turns
-            if not turn.done():
-                turn.set_result(None)
+            if not ready.done():
+                ready.set_result(None)
                 self._free -= 1
 
     def _tick(self) -> None:
@@ -141,14 +141,14 @@ class Turns:
 
 
 class _Places:
-    """Of one client, for messages that are under way: first come, first served."""
+    """Places of one client for messages that are under way: first come, first served."""
 
     def __init__(self, most: int) -> None:
         self.users, self._most = 0, most
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
 
     async def read(self, call: Call) -> Message:
-        """Its request, when there is a place."""
+        """Read a call's request when there is a place."""
         self.users += 1
         if self.users > self._most:
             await self._place()
@@ -178,7 +178,7 @@ class _Places:
 
 
 class Bounds:
-    """Those of one server.
+    """Bounds of one server.
 
     Args:
         message_bytes: of one message at most.

@@ -26,7 +26,7 @@ _LOOK_SECONDS = 1.0
 _CLOSE_LOOK_SECONDS = 0.25  # where half of the places of a port are taken
 _BUSY_SECONDS = 0.02  # after a look that had to shut some down
 _FREE = 4  # one of so many places is kept free for those who come
-_TELL_SECONDS = 10.0  # between two lines of the log
+_WARN_SECONDS = 10.0  # between two lines of the log
 _FOLDER = next((path for path in ("/proc/self/fd", "/dev/fd") if os.path.isdir(path)), None)
 
 _Socket = tuple[int, int]
@@ -35,7 +35,7 @@ _Socket = tuple[int, int]
 
 @dataclasses.dataclass(eq=False)
 class Peer:
-    """What calls tell of a connection.
+    """Calls over one connection.
 
     Attributes:
         running: calls over it now.
@@ -63,7 +63,7 @@ class _Connection:
 
 
 class Connections:
-    """Those of some ports.
+    """Connections of some ports.
 
     Args:
         most: of each port; gRPC itself is to take no more. May change until `run`.
@@ -75,7 +75,7 @@ class Connections:
         self._cut = cut
         self._peers: dict[str, Peer] = {}
         self._known: dict[_Socket, _Connection] = {}
-        self._told = -_TELL_SECONDS
+        self._warned = -_WARN_SECONDS
 
     def begin(self, peer: str, *, known: bool) -> Peer:
         """A call comes over ``peer``'s connection; ``known``: from somebody who may. What `end` must be told."""
@@ -104,16 +104,16 @@ class Connections:
             await asyncio.sleep(max(_BUSY_SECONDS, 10 * took) if busy else max(self._pause(), 100 * took))
 
     def _pause(self) -> float:
-        """Until the next look: it costs some microseconds for each socket of the process."""
+        """Seconds until the next look: it costs some microseconds for each socket of the process."""
         taken = collections.Counter(each.port for each in self._known.values() if each.peer is not None)
         return _CLOSE_LOOK_SECONDS if any(2 * taken[port] > most for port, most in self.most.items()) else _LOOK_SECONDS
 
     async def look(self) -> bool:
         """Shut down what is too much; whether anything was."""
         peers = {name: dataclasses.replace(peer) for name, peer in self._peers.items()}
-        here, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
+        present, cut = await asyncio.to_thread(self._look, {plain(name): peer for name, peer in peers.items()})
         for name in peers:
-            if plain(name) not in here and not self._peers[name].running:
+            if plain(name) not in present and not self._peers[name].running:
                 del self._peers[name]
         for _ in range(cut):
             self._cut()
@@ -122,8 +122,8 @@ class Connections:
     def _look(self, peers: Mapping[str, Peer]) -> tuple[set[str | None], int]:
         """The peers that there are, and how many were shut down."""
         self._known = self._listed(time.monotonic())
-        here = {each.peer for each in self._known.values()}
-        return here, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
+        present = {each.peer for each in self._known.values()}
+        return present, sum(self._relieve(port, most - most // _FREE, peers) for port, most in self.most.items())
 
     def _listed(self, now: float) -> dict[_Socket, _Connection]:
         """Every socket of the process."""
@@ -143,25 +143,25 @@ class Connections:
             return 0
         ranked = sorted((_rank(each, peers.get(each.peer or "")), name) for name, each in ours.items())
         idle = [name for (serves, _, _), name in ranked[: len(ours) - enough] if not serves]
-        given = sum(self._shut(name) for name in idle)
-        if given and time.monotonic() - self._told > _TELL_SECONDS:
-            self._told = time.monotonic()
-            _log.warning("port %d: %d of %d connections were idle longest and gave way", port, given, len(ours))
-        return given
+        cut = sum(self._shut(name) for name in idle)
+        if cut and time.monotonic() - self._warned > _WARN_SECONDS:
+            self._warned = time.monotonic()
+            _log.warning("port %d: %d of %d connections were idle longest and gave way", port, cut, len(ours))
+        return cut
 
     def _shut(self, name: _Socket) -> bool:
-        """What has the descriptor's number may be another one by now: it is looked at once more, by one of our own."""
+        """Shut a socket down, through a duplicate that is looked at once more: its number may be another's by now."""
         wanted = self._known.pop(name)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(name[0])) as own:
-            if _ends_of(own) == (wanted.port, wanted.peer):
-                own.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(name[0])) as copy:
+            if _ends_of(copy) == (wanted.port, wanted.peer):
+                copy.shutdown(socket.SHUT_RDWR)
                 return True
         return False
 
 
 def _rank(connection: _Connection, peer: Peer | None) -> tuple[bool, int, float]:
-    """Who gives way first: strangers before those who were served, and the idle before those who have calls; of each
-    kind who has waited longest."""
+    """Rank who gives way first: strangers before those who were served, and the idle before those who have calls; of
+    each kind who has waited longest."""
     if peer is None:
         return False, 0, connection.seen
     kind = 2 if peer.last is not None else int(peer.running > 0)
@@ -169,19 +169,19 @@ def _rank(connection: _Connection, peer: Peer | None) -> tuple[bool, int, float]
 
 
 def _ends(number: int) -> tuple[int, str | None]:
-    with socket.socket(fileno=os.dup(number)) as own:
-        return _ends_of(own)
+    with socket.socket(fileno=os.dup(number)) as copy:
+        return _ends_of(copy)
 
 
-def _ends_of(own: socket.socket) -> tuple[int, str | None]:
-    """Our port, and the peer if there is one."""
-    if own.family not in (socket.AF_INET, socket.AF_INET6):
+def _ends_of(copy: socket.socket) -> tuple[int, str | None]:
+    """Return our port, and the peer if there is one."""
+    if copy.family not in (socket.AF_INET, socket.AF_INET6):
         return 0, None
     try:
-        host, port, *_ = own.getpeername()
+        host, port, *_ = copy.getpeername()
     except OSError:  # a listener
-        return own.getsockname()[1], None
-    return own.getsockname()[1], f"{_ip(host)} {port}"
+        return copy.getsockname()[1], None
+    return copy.getsockname()[1], f"{_ip(host)} {port}"
 
 
 def plain(peer: str) -> str:
@@ -191,7 +191,7 @@ def plain(peer: str) -> str:
 
 
 def address_of(peer: str) -> str:
-    """Who is counted as one: an IPv4 address, or the network of an IPv6 one that a single customer has."""
+    """Name who counts as one client: an IPv4 address, or the network of an IPv6 one that a single customer has."""
     if peer.startswith("ipv4:"):
         return peer[5:].rpartition(":")[0]
     if not peer.startswith("ipv6:"):

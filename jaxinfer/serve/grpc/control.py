@@ -17,7 +17,7 @@ _MAX_DRAIN_SECONDS = 24 * 3600.0
 
 @runtime_checkable
 class Startup(Protocol):
-    """How far the engine's start is. ``phase`` is a name of `control_pb2.StartupEvent.Phase`, in any case."""
+    """Progress of the engine's start. ``phase`` is a name of `control_pb2.StartupEvent.Phase`, in any case."""
 
     @property
     def phase(self) -> str: ...
@@ -35,7 +35,7 @@ class Startup(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the doors need to know of the engine's life; see `jaxinfer.serve.core.supervisor.Supervisor`."""
+    """The engine's life, as the doors need to know it; see `jaxinfer.serve.core.supervisor.Supervisor`."""
 
     @property
     def state(self) -> str:

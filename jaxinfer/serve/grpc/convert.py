@@ -42,7 +42,7 @@ _REASONS = {
 # Candidates in one message: log probabilities of a long prompt would else make one that no client takes (4 MiB).
 _MAX_CANDIDATES = 16384
 _FEW, _SHORT_BYTES = 64, 16 << 10
-_PIECE = 4096
+_CHUNK = 4096
 _EXACT = 2**53  # whole numbers up to here are exact in a Struct
 
 
@@ -56,7 +56,7 @@ def call_of(
     tenant: str = "",
     trace: Mapping[str, str] | None = None,
 ) -> Call:
-    """What the client asked for.
+    """Convert a client's request to a call.
 
     Raises:
         ServeError: it has no input, or a part of it is no JSON.
@@ -95,12 +95,12 @@ def input_of(message: Any, oneof: str) -> Input:
 
 
 def names_of(message: Any, oneof: str) -> dict[str, str]:
-    """What the front end's fields are called in a message with this ``oneof``, see `in_its_words`."""
+    """Map the front end's fields to their names in a message with this ``oneof``, see `in_its_words`."""
     field = message.WhichOneof(oneof)
     if field != "chat":
         return prompt_as(field or oneof)
-    own = {name: f"chat.{name}" for name in ("messages", "template")}
-    return {**prompt_as("chat.messages"), **own, "variables": "chat.template_variables"}
+    fields = {name: f"chat.{name}" for name in ("messages", "template")}
+    return {**prompt_as("chat.messages"), **fields, "variables": "chat.template_variables"}
 
 
 def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _bare(value: Any) -> Any:
     if isinstance(value, bool | int | float):
         return value
     items = value.ids if isinstance(value, pb.TokenIds) else value
-    if len(items) > _PIECE:  # it is counted before it is copied
+    if len(items) > _CHUNK:  # it is counted before it is copied
         return items
     return dict(items) if isinstance(items, Mapping) else list(items)
 
@@ -151,13 +151,13 @@ def conversation_of(chat: pb.Chat) -> Conversation:
 
 
 def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
-    own = {"role": message.role}
+    plain = {"role": message.role}
     if message.HasField("content"):
-        own["content"] = message.content
+        plain["content"] = message.content
     fields = _object(message.fields, f"{path}.fields")
-    if twice := own.keys() & fields.keys():
+    if twice := plain.keys() & fields.keys():
         raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
-    return {**own, **fields}
+    return {**plain, **fields}
 
 
 def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:
@@ -213,20 +213,20 @@ def finished(request_id: str, usage: Usage) -> pb.GenerateResponse:
 
 def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
     """One message, or several where its log probabilities are too many for one."""
-    for piece in (delta,) if not (delta.logprobs or delta.prompt_logprobs) else _pieces(delta):
+    for part in (delta,) if not (delta.logprobs or delta.prompt_logprobs) else _parts(delta):
         response = pb.GenerateResponse(request_id=request_id)
         message = response.delta
         message.SetInParent()
-        message.output_index = piece.index
-        message.text = piece.text
-        message.token_ids.extend(piece.token_ids)
-        if piece.logprobs:
-            message.logprobs.extend(_position(position, token_text) for position in piece.logprobs)
-        if piece.prompt_logprobs:
-            message.prompt_logprobs.extend(_position(p, token_text) for p in piece.prompt_logprobs if p is not None)
-        if piece.finish_reason is not None:
-            message.finish_reason = _REASONS[piece.finish_reason]
-            _set_stop_reason(message, piece.stop_reason)
+        message.output_index = part.index
+        message.text = part.text
+        message.token_ids.extend(part.token_ids)
+        if part.logprobs:
+            message.logprobs.extend(_position(position, token_text) for position in part.logprobs)
+        if part.prompt_logprobs:
+            message.prompt_logprobs.extend(_position(p, token_text) for p in part.prompt_logprobs if p is not None)
+        if part.finish_reason is not None:
+            message.finish_reason = _REASONS[part.finish_reason]
+            _set_stop_reason(message, part.stop_reason)
         yield response
 
 
@@ -237,9 +237,9 @@ def _set_stop_reason(message: pb.Delta, reason: int | str | None) -> None:
         message.stop_token_id = reason
 
 
-def _pieces(delta: OutputDelta) -> Iterator[OutputDelta]:
-    """Its log probabilities, so many at a time: those of the prompt, then those of the tokens. The text, and how it
-    ends, is in the last piece."""
+def _parts(delta: OutputDelta) -> Iterator[OutputDelta]:
+    """Cut a delta by its log probabilities: those of the prompt, then those of the tokens. The text, and how it ends,
+    is in the last part."""
     prompt = [position for position in delta.prompt_logprobs or () if position is not None]
     for first, end in _ranges(prompt):
         yield OutputDelta(delta.index, "", [], prompt_logprobs=[*prompt[first:end]])
@@ -272,7 +272,7 @@ def _candidate(candidate: TokenLogprob, token_text: TokenText) -> pb.TokenLogpro
 async def tokenized(ids: Sequence[int], max_model_len: int) -> pb.TokenizeResponse:
     """Many ids are copied by a thread, some at a time."""
     response = pb.TokenizeResponse(max_model_len=max_model_len)
-    if len(ids) <= _PIECE:
+    if len(ids) <= _CHUNK:
         response.token_ids.extend(ids)
     else:
         await asyncio.to_thread(_extend, response, ids)
@@ -280,8 +280,8 @@ async def tokenized(ids: Sequence[int], max_model_len: int) -> pb.TokenizeRespon
 
 
 def _extend(response: pb.TokenizeResponse, ids: Sequence[int]) -> None:
-    for first in range(0, len(ids), _PIECE):
-        response.token_ids.extend(ids[first : first + _PIECE])
+    for first in range(0, len(ids), _CHUNK):
+        response.token_ids.extend(ids[first : first + _CHUNK])
 
 
 def scored(results: Sequence[Scored], token_text: TokenText) -> pb.ScoreResponse:
@@ -316,7 +316,7 @@ def model_info(card: ModelCard, limits: ServeLimits, *, has_tokenizer: bool, has
 
 
 def _defaults(card: ModelCard) -> pb.SamplingParams:
-    """What has no default (seed, log probabilities), or one that depends on the prompt (max_tokens), is not set."""
+    """Defaults of sampling. Seed and log probabilities have none, max_tokens depends on the prompt: all are unset."""
     params = SamplingParams(**{**card.defaults, "max_tokens": None})
     values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})

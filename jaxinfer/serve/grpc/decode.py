@@ -15,11 +15,11 @@ from google.protobuf.message import DecodeError, Message
 from jaxinfer.serve.errors import Kind, ServeError
 
 MAX_NUMBERS = 4 << 20
-"""In lists of numbers, of one message."""
+"""Numbers in lists of numbers, of one message."""
 
 _SHORT_BYTES = 64 << 10
 _FIELDS = 4
-"""Of one value: as an entry of a Struct it has a name, a value, and that a kind."""
+"""Fields of one value: as an entry of a Struct it has a name, a value, and that a kind."""
 _MAX_DEPTH = 100  # protobuf's own bound
 _SLICE = 1 << 18
 _ENDS = bytes(range(128, 256))  # bytes of a number that are not its last
@@ -59,7 +59,7 @@ def _no(kind: type[Message]) -> ServeError:
 
 
 class _Count:
-    """What is left of the fields and numbers that a message may hold."""
+    """Count down the fields and numbers that a message may hold."""
 
     def __init__(self, raw: bytes, values: int) -> None:
         self._raw, self._values = raw, values
@@ -115,9 +115,9 @@ class _Count:
 
     def _count(self, at: int, end: int) -> None:
         while at < end:  # numbers, packed: slice by slice
-            piece = self._raw[at : min(at + _SLICE, end)]
-            self._numbers -= len(piece.translate(None, _ENDS))
-            at += len(piece)
+            chunk = self._raw[at : min(at + _SLICE, end)]
+            self._numbers -= len(chunk.translate(None, _ENDS))
+            at += len(chunk)
         if self._numbers < 0:
             raise self._refusal(f"more than {MAX_NUMBERS} numbers")
 

@@ -14,7 +14,7 @@ from jaxinfer.serve.grpc.rpc import Rpc
 
 LIVENESS = ""
 POLL_SECONDS = 0.1
-"""Between two looks at readiness: watchers hear of a change within this time."""
+"""Seconds between two looks at readiness: watchers hear of a change within this time."""
 
 _SERVING = pb.HealthCheckResponse.SERVING
 _NOT_SERVING = pb.HealthCheckResponse.NOT_SERVING

@@ -91,26 +91,26 @@ class _Requests(ManyRequests[pb.ModelInferRequest, pb.ModelStreamInferResponse])
         ask = _ask(self.frontend, request, self.rpc)
         async with await _generate(self.frontend, ask) as generation:
             if not ask.stream:
-                await self._piece(request, ask, await _whole(ask, generation), final=True)
+                await self._write_delta(request, ask, await _whole(ask, generation), final=True)
                 return
             running = generation.n
             async for delta in generation:
                 running -= delta.finish_reason is not None
-                await self._piece(request, ask, _Outputs(generation, [delta]), final=not running)
+                await self._write_delta(request, ask, _Outputs(generation, [delta]), final=not running)
 
     @override
     def failure(self, request: pb.ModelInferRequest, error: ServeError) -> pb.ModelStreamInferResponse:
         named = pb.ModelInferResponse(model_name=request.model_name, id=request.id)
         return pb.ModelStreamInferResponse(error_message=status.message_of(error), infer_response=named)
 
-    async def _piece(self, request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs, *, final: bool) -> None:
+    async def _write_delta(self, request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs, *, final: bool) -> None:
         response = _response(request, ask, outputs)
         response.parameters[FINAL].bool_param = final
         await self.write(pb.ModelStreamInferResponse(infer_response=response))
 
 
 class _Outputs:
-    """What deltas say of the ``n`` outputs of a request, by the names of `OUTPUTS`."""
+    """The ``n`` outputs of a request, made of deltas, by the names of `OUTPUTS`."""
 
     def __init__(self, generation: Generation, deltas: Sequence[OutputDelta], before: str = "") -> None:
         texts = [[before] for _ in range(generation.n)]

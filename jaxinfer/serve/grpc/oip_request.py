@@ -1,4 +1,4 @@
-"""What a ModelInferRequest asks for: tensors and parameters as the LLM backends of Triton name them.
+"""Read a ModelInferRequest: tensors and parameters as the LLM backends of Triton name them.
 
 Sampling parameters come as request parameters, or in the input ``sampling_parameters``, a JSON object, where numbers
 may be written as strings. What is given in both is refused, as is everything that is not known.
@@ -112,7 +112,7 @@ def _inputs(request: pb.ModelInferRequest) -> dict[str, bytes | bool]:
 
 
 def _outputs(request: pb.ModelInferRequest, inputs: Mapping[str, bytes | bool]) -> tuple[str, ...]:
-    """Those that are named, or the text and what ``return_*`` asks for."""
+    """Outputs that the request names, or the text and what ``return_*`` asks for."""
     if len(request.outputs) > _MAX_PARAMETERS:
         raise refuse("outputs", f"there must be at most {_MAX_PARAMETERS}, not {len(request.outputs)}")
     for output in request.outputs:
@@ -131,20 +131,20 @@ def _sampling(parameters: dict[str, Any], encoded: bytes | bool | None) -> dict[
     parameters.pop("triton_enable_empty_final_response", None)
     for name in sorted(parameters.keys() - _SAMPLING):
         raise refuse(name[:100], f"there is no such parameter: they are {', '.join(sorted(_SAMPLING))}")
-    given = {} if encoded is None else _decoded(encoded)
-    for name in sorted(given.keys() & parameters.keys()):
+    encoded_fields = {} if encoded is None else _decoded(encoded)
+    for name in sorted(encoded_fields.keys() & parameters.keys()):
         raise refuse(name, "it is in sampling_parameters and in the request's parameters")
-    return {name: _typed(name, value) for name, value in {**given, **parameters}.items()}
+    return {name: _typed(name, value) for name, value in {**encoded_fields, **parameters}.items()}
 
 
 def _decoded(encoded: bytes | bool) -> dict[str, Any]:
     assert isinstance(encoded, bytes)
     if not is_short(encoded, _MAX_VALUES):
         raise refuse("sampling_parameters", f"its {len(encoded)} bytes hold too much")
-    given = parse(encoded, "sampling_parameters", "sampling_parameters")
-    if not isinstance(given, dict):
+    encoded_fields = parse(encoded, "sampling_parameters", "sampling_parameters")
+    if not isinstance(encoded_fields, dict):
         raise ServeError(Kind.INVALID, "sampling_parameters must be a JSON object", "sampling_parameters")
-    return given
+    return encoded_fields
 
 
 def _typed(name: str, value: Any) -> Any:

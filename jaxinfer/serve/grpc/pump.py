@@ -1,4 +1,4 @@
-"""From a generation to a stream of gRPC, for a little less than a task would cost."""
+"""Write a generation to a stream of gRPC, for a little less than a task would cost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Pump:
             self._task = asyncio.Task(self._write_all(), loop=self._loop, eager_start=True)
 
     async def _write_all(self) -> None:
-        """What there is now, and what comes meanwhile."""
+        """Write the deltas that are there now, and those that come meanwhile."""
         try:
             while not self._generation.idle:
                 await self._write(await self._generation.__anext__())

@@ -1,4 +1,4 @@
-"""Between grpc.aio and the servicers, once for all RPCs: keys, parsing, errors, readers that stop reading.
+"""Connect grpc.aio and the servicers, once for all RPCs: keys, parsing, errors, readers that stop reading.
 
 Servicers are written as for `grpc.aio`: methods ``(request, context)`` that return a message, write to the context, or
 yield messages, and for streams of requests ``(requests, context)`` with an asynchronous iterator. The context is an
@@ -90,7 +90,7 @@ class Rpc:
         return {n: v for n, v in self.invocation_metadata() if n in _TRACE and isinstance(v, str)}
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> None:
-        """For servicers of other packages; ours raise `ServeError`."""
+        """End the RPC, for servicers of other packages; ours raise `ServeError`."""
         await self._context.abort(code, details)
 
     # ---- messages

@@ -26,16 +26,16 @@ from jaxinfer.serve.grpc.tls import credentials_of
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 METADATA_BYTES = 16 << 10
-"""Of a request; gRPC refuses more by chance, and twice as much always."""
+"""Bytes of a request's metadata; gRPC refuses more by chance, and twice as much always."""
 CONCURRENT_STREAMS = 1024
-"""Of one connection; a client that wants more waits, or opens another one."""
+"""Streams of one connection; a client that wants more waits, or opens another one."""
 IDLE_SECONDS = 600.0
-"""After which a connection without calls is asked to go. Clients of gRPC come back by themselves when they have one."""
+"""Seconds without calls until a connection is asked to go. Clients of gRPC reconnect when they have a call."""
 _KEEPALIVE_TIMEOUT_SECONDS = 20.0
 _WINDOW_BYTES = 65535
 _PENDING_CALLS = (1 << 31) - 1
-"""That nobody has looked at: streams and connections bound them. gRPC's own bound, of 1000, cancels calls of a burst
-without a word; ours are told why, and when to come back."""
+"""Calls that nobody has looked at: streams and connections bound them. gRPC's own bound, of 1000, cancels calls of a
+burst without a word; ours are told why, and when to come back."""
 
 Service = tuple[ServiceDescriptor, object]
 """A service and its servicer, for `jaxinfer.serve.grpc.rpc.Registrar`."""
@@ -166,7 +166,7 @@ def options_of(config: ServeConfig, connections: int) -> list[tuple[str, Any]]:
 
 
 class _Pools:
-    """Where reflection finds descriptors: in the pools of services that have one of their own, where other packages
+    """Find descriptors for reflection: in the pools of services that have one of their own, where other packages
     cannot have put the same names, then in the default one."""
 
     def __init__(self, files: Sequence[FileDescriptor]) -> None:

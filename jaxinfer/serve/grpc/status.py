@@ -18,7 +18,7 @@ from jaxinfer.protos.v1 import inference_pb2
 from jaxinfer.serve.errors import Kind, ServeError
 
 DOMAIN = "jaxinfer"
-"""Of ErrorInfo: who gives the reasons their names."""
+"""Domain of ErrorInfo: who gives the reasons their names."""
 
 _DETAILS = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"

@@ -45,7 +45,7 @@ class Certificates:
         )
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """What the files hold; what they held before, if they cannot be read now."""
+        """Certificates from the files; those of before, if the files cannot be read now."""
         with self._lock:
             try:
                 if self._stamps() != self._stamp:
@@ -66,7 +66,7 @@ class Certificates:
 
 
 def credentials_of(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """Of a server's settings; None: it speaks plain text.
+    """Make credentials from a server's settings; None: it speaks plain text.
 
     Raises:
         ServeConfigError: a file cannot be read.

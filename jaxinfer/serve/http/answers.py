@@ -34,7 +34,7 @@ STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-con
 
 @dataclasses.dataclass(frozen=True)
 class Envelope:
-    """What an answer has around its choices. ``extra``: further fields of the whole."""
+    """Fields of an answer around its choices. ``extra``: further fields of the whole."""
 
     id: str
     object: str
@@ -72,21 +72,21 @@ class Reply:
     choices: Sequence[Choice]
     echoes_logprobs: bool = False
     shown: int = 1
-    _held: list[OutputDelta] = dataclasses.field(default_factory=list)
+    _waiting: list[OutputDelta] = dataclasses.field(default_factory=list)
 
     def ready(self, delta: OutputDelta) -> Sequence[OutputDelta]:
-        """What can be shown now that ``delta`` has come."""
+        """Deltas that can be shown now that ``delta`` has come."""
         if not self.echoes_logprobs:
             return (delta,)
-        self._held.append(delta)
+        self._waiting.append(delta)
         if delta.index != 0 or (delta.prompt_logprobs is None and delta.finish_reason is None):
             return ()
         self.echoes_logprobs = False
         for choice in self.choices:
             if isinstance(choice, TextChoice) and choice.echo is not None:
                 choice.echo = dataclasses.replace(choice.echo, logprobs=delta.prompt_logprobs or ())
-        held, self._held = self._held, []
-        return held
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     async def collect(self) -> None:
         async for delta in self.generation:
@@ -95,7 +95,7 @@ class Reply:
 
 
 async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mapping[str, str]]) -> list[Generation]:
-    """All or none.
+    """Start all generations, or none.
 
     Args:
         names: for each call, what its client calls the fields.
@@ -131,7 +131,7 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
 
 
 async def while_connected[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns. It is cancelled when the client goes.
+    """Return the result of ``work``, which is cancelled when the client goes.
 
     Raises:
         ServeError: CANCELLED: it went.
@@ -170,7 +170,7 @@ async def whole(envelope: Envelope, replies: Sequence[Reply]) -> str:
 
 
 async def in_turn[T](items: Iterable[T]) -> AsyncIterator[T]:
-    """Each of ``items``, but that others get on after a few of them."""
+    """Yield each of ``items``, and let others get on after a few of them."""
     for rank, item in enumerate(items):
         if rank % _AT_ONCE == _AT_ONCE - 1:
             await asyncio.sleep(0)
@@ -314,7 +314,7 @@ async def _pump(
 
 
 def _total(replies: Sequence[Reply]) -> Usage:
-    """Of what the client sees."""
+    """Usage of all replies, as the client sees them."""
     usages = [(reply.generation.usage, reply.shown) for reply in replies]
     return Usage(
         prompt=sum(usage.prompt for usage, _ in usages),

@@ -109,16 +109,16 @@ def _answered(handler: _Handler) -> _Handler:
 
 
 async def _health(request: Request) -> Response:
-    return _told(_door(request).condition)
+    return _condition(_door(request).condition)
 
 
 async def _ready(request: Request) -> Response:
     condition = _door(request).condition
-    return _told(condition, 200 if condition.state == READY else 503)
+    return _condition(condition, 200 if condition.state == READY else 503)
 
 
-def _told(condition: Condition, status: int = 200) -> Response:
-    """How the engine is, and where it does not run, when to come back."""
+def _condition(condition: Condition, status: int = 200) -> Response:
+    """Answer with the engine's condition and, where it does not run, when to come back."""
     answer: dict[str, Any] = {"state": condition.state}
     if condition.state == READY:
         return _json(answer)
@@ -205,12 +205,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method."""
+    """Answer where there is no such route, or not with this method."""
     assert isinstance(error, HTTPException)
     kind = Kind.NOT_FOUND if error.status_code == 404 else Kind.INVALID
-    told = ServeError(kind, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    _door(request).failed(told)
-    body = error_body(told, code="route_not_found")
+    refusal = ServeError(kind, f"{request.method} {request.url.path[:200]}: {error.detail}")
+    _door(request).failed(refusal)
+    body = error_body(refusal, code="route_not_found")
     return Response(json.dumps(body), error.status_code, dict(error.headers or {}), "application/json")
 
 

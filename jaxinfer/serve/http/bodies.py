@@ -33,7 +33,7 @@ _TIMES = 8
 _MAX_NUMBERS = 4 << 20  # of one body: as many as a text may have characters
 
 type Reader = Callable[[bytes, str], Awaitable[Any]]
-"""What a long body holds, as `parse` reads it, but that lists of token ids may be arrays."""
+"""Reads a long body as `parse` does, but that lists of token ids may be arrays."""
 
 
 async def read_json(request: Request, limits: ServeLimits, read_long: Reader) -> dict[str, Any]:
@@ -54,7 +54,7 @@ async def read_json(request: Request, limits: ServeLimits, read_long: Reader) ->
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """At most ``limit`` bytes, however they are sent.
+    """Read at most ``limit`` bytes, however they are sent.
 
     Raises:
         ServeError: TOO_LARGE, as soon as it is known; CANCELLED if the client goes.
@@ -74,12 +74,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def is_short(body: bytes, values: int) -> bool:
-    """Whether it can be read at once: few bytes, few values (what looks like one within a text counts, too)."""
+    """Whether a body can be read at once: few bytes, few values (what looks like one in a text counts, too)."""
     return len(body) <= _SHORT_BYTES and sum(map(body.count, b"[{,\\")) <= min(values, _FEW)
 
 
 def check_count(body: bytes, values: int) -> None:
-    """Before anything is made of them: an empty list has 2 bytes here and 64 as an object.
+    """Check the count before anything is made of the values: an empty list has 2 bytes here and 64 as an object.
 
     Raises:
         ServeError: INVALID: there are many times as many values, or more than four million numbers. What is less is
@@ -93,7 +93,7 @@ def check_count(body: bytes, values: int) -> None:
 
 
 def gone_away() -> ServeError:
-    """For the figures: nobody is there to read it."""
+    """Make an error for the figures: nobody is there to read it."""
     return ServeError(Kind.CANCELLED, "the client has gone")
 
 
@@ -135,7 +135,7 @@ def _parse(data: bytes) -> Any:
 
 
 def _check_depth(text: str) -> None:
-    """Before parsing: the parser recurses."""
+    """Check the depth before parsing: the parser recurses."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     depth = 0

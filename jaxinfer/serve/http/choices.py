@@ -28,7 +28,7 @@ class Words(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a choice shows besides its text.
+    """Parts that a choice shows besides its text.
 
     Attributes:
         logprobs, prompt_logprobs, token_ids: asked for.
@@ -77,7 +77,7 @@ class Choice(Protocol):
 
 @dataclasses.dataclass
 class _Parts:
-    """What the deltas of an output add up to."""
+    """The sum of an output's deltas."""
 
     text: list[str] = dataclasses.field(default_factory=list)
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -106,7 +106,7 @@ class _Parts:
 
 
 class TextChoice:
-    """Of ``/v1/completions``. ``index``: of the choice; ``echo``: goes in front of the first delta."""
+    """Choice of ``/v1/completions``. ``index``: of the choice; ``echo``: goes in front of the first delta."""
 
     def __init__(
         self, index: int, words: Words, wanted: Wanted, prompt: Sequence[int], echo: Echo | None = None
@@ -166,7 +166,7 @@ class TextChoice:
         }
 
     def _best(self, position: PositionLogprobs) -> dict[str, float]:
-        """By text: of two tokens with the same one, the likelier stays."""
+        """Log probabilities by text: of two tokens with the same one, the likelier stays."""
         found: dict[str, float] = {}
         for candidate in (*position.top, position.chosen):
             found.setdefault(self._words.token_text(candidate.token_id), _finite(candidate.logprob))
@@ -174,7 +174,7 @@ class TextChoice:
 
 
 class ChatChoice:
-    """Of ``/v1/chat/completions``."""
+    """Choice of ``/v1/chat/completions``."""
 
     def __init__(self, index: int, words: Words, wanted: Wanted) -> None:
         self._index, self._words, self._wanted = index, words, wanted
@@ -225,7 +225,7 @@ class ChatChoice:
 
 
 class Offsets:
-    """Where each token begins in a text, in characters: a token within a character begins where that one does.
+    """Offsets of tokens in a text, in characters: a token within a character begins where that one does.
 
     Args:
         spell: the bytes of a token.

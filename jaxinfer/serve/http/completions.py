@@ -27,19 +27,19 @@ async def complete(request: Request) -> Response:
     """Texts or token ids in, one choice for each of them and each of ``n`` outputs."""
     door: Door = request.app.state.door
     body = checked(CompletionRequest, await read_json(request, door.limits, door.long.read))
-    frontend, asked = door.serving(), prompts.prompts_of(body, door.limits)
+    frontend, texts = door.serving(), prompts.prompts_of(body, door.limits)
     sampling = prompts.sampling_of_completion(body, door.limits)
     name = _id(request, body)
-    names = [name] if len(asked) == 1 else [f"{name}-{i}" for i in range(len(asked))]
+    names = [name] if len(texts) == 1 else [f"{name}-{i}" for i in range(len(texts))]
     special = body.add_special_tokens is not False
     calls = [
         _call(request, body, prompt, sampling, each, add_special_tokens=special)
-        async for prompt, each in answers.in_turn(zip(asked, names, strict=True))
+        async for prompt, each in answers.in_turn(zip(texts, names, strict=True))
     ]
     generations = await answers.start(frontend, calls, prompts.names_in_prompts(body))
     try:
         replies = []
-        async for place, (prompt, each) in answers.in_turn(enumerate(zip(asked, generations, strict=True))):
+        async for place, (prompt, each) in answers.in_turn(enumerate(zip(texts, generations, strict=True))):
             echo = await _echo(frontend, body, prompt, each)
             replies.append(_text_reply(frontend, body, each, place, echo))
     except BaseException:

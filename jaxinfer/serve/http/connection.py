@@ -28,12 +28,12 @@ from jaxinfer.serve.http import framing, idle
 from jaxinfer.serve.http.gate import ALLOWED, CERTIFICATE, CROWDED
 
 _CHUNK_BYTES = 24
-"""Of what frames a chunk without extensions: its size, and line ends; as long as a size of 64 bits may be."""
+"""Bytes that frame a chunk without extensions: its size, and line ends; as long as a size of 64 bits may be."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Of one connection, but for ``connections``.
+    """Bounds of one connection, but for ``connections``.
 
     Attributes:
         connections: at once.
@@ -137,7 +137,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(message)
 
     def _fed(self, data: bytes) -> bytes | None:
-        """What is to be parsed from the beginning."""
+        """Feed the parser. Returns what a new parser is to read from its beginning; None: nothing."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -268,8 +268,8 @@ class Connection(HttpToolsProtocol):
         cycle.keep_alive = True  # uvicorn would close at once
 
     def _linger(self) -> None:
-        """Nothing more is said. What the client goes on to send is read for a while and thrown away: closing at once
-        would reset the connection, and the client would never see the answer."""
+        """Say nothing more. What the client goes on to send is read for a while and thrown away: closing at once would
+        reset the connection, and the client would never see the answer."""
         self._ending, self._in_head, self._in_body, self._waste = True, False, True, 0
         try:
             if self.transport.can_write_eof():
@@ -299,7 +299,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _watch_reader(self, now: float) -> None:
-        """Nothing is written meanwhile, so what is left can only become less."""
+        """Close on a client that reads nothing. Nothing is written meanwhile, so what is left can only become less."""
         left = self.transport.get_write_buffer_size()
         if self._stalled is None or left < self._stalled[0]:
             self._stalled = left, now
@@ -310,7 +310,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        """No request is being answered, and none waits for that."""
+        """Whether no request is being answered, and none waits for that."""
         return not self.pipeline and (self._active is None or self._active.response_complete)
 
     def _expect(self) -> float:
@@ -334,7 +334,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _count_framing(self, size: int) -> None:
-        """Of a body that has neither begun nor ended in what came: its contents are taken off by `on_body`."""
+        """Count bytes of a body that neither begins nor ends in them: its contents are taken off by `on_body`."""
         self._framing += size
         if self._framing > self._bounds.head_bytes:
             self._refusal = 431, f"the body has more than {self._bounds.head_bytes} bytes beside its contents"
@@ -347,7 +347,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _version_refusal(self) -> tuple[int, str] | None:
-        """For what the parser has refused by itself."""
+        """Status and sentence for a version that the parser has refused by itself."""
         version = self.parser.get_http_version() if self._in_head else framing.VERSIONS[0]
         known = version in ("0.0", *framing.VERSIONS)  # 0.0: it has not come so far
         return None if known else (505, f"HTTP/{version} is not served")

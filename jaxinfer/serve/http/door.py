@@ -1,4 +1,4 @@
-"""What the routes share, and who may use which."""
+"""State that the routes share, and the table of who may use which."""
 
 from __future__ import annotations
 

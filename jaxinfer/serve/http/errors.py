@@ -39,12 +39,12 @@ def error_json(error: ServeError) -> bytes:
 
 
 def error_event(error: ServeError) -> bytes:
-    """What ends a stream of server-sent events that has begun."""
+    """Encode the event that ends a stream of server-sent events that has begun."""
     return b"event: error\ndata: " + error_json(error) + b"\n\n"
 
 
 def error_headers(error: ServeError) -> dict[str, str]:
-    """When to come back, for those who read seconds and for those who read milliseconds; how to log in."""
+    """Headers that say when to come back, in seconds and in milliseconds, and how to log in."""
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))

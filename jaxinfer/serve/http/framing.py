@@ -1,4 +1,4 @@
-"""What the head of a request must be before anybody acts on it (RFC 9112).
+"""Check the head of a request before anybody acts on it (RFC 9112).
 
 Where two servers that read the same bytes disagree where a request ends, one client can put words into another's mouth.
 The parser is strict about characters, line ends and lengths; what it leaves open is decided here, by refusing.
@@ -62,4 +62,4 @@ def _of_body(version: str, headers: Headers) -> tuple[int, str] | None:
 
 
 def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
-    return [value for given, value in headers if given == name]
+    return [value for field, value in headers if field == name]

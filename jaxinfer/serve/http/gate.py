@@ -1,4 +1,4 @@
-"""What every request passes: its id, its key, its figures, and the last word on what goes wrong."""
+"""Middleware that every request passes: its id, its key, its figures, and the last word on what goes wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALLOWED = "jaxinfer.allowed"
 """Set in the scope of requests whose caller may make them; not of those that anybody may make."""
 
 CERTIFICATE = "jaxinfer.certificate"
-"""In the scope of requests on connections whose client has shown a certificate, which was verified: as DER."""
+"""Set in the scope of requests on connections whose client has shown a certificate, which was verified: as DER."""
 
 _UNKNOWN = "other"  # paths are the client's own: as labels they would have no bound
 _MAX_ID = 128
@@ -61,7 +61,7 @@ class Gate:
     def _enter(
         self, scope: Scope, route: str | None, request_id: str, leash: _Leash
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it the request's key is watched. Raises `ServeError` for those who may not."""
+        """Authorise a request, and watch its key within the context. Raises `ServeError` for those who may not."""
         state = scope.setdefault("state", {})
         state["request_id"], state["tenant"] = request_id, ""
         if route in OPEN:
@@ -76,7 +76,7 @@ class Gate:
         return self._door.authoriser.during(caller, needed, leash.cut)
 
     async def _end_revoked(self, error: ServeError, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        """Its key is gone: a stream of events ends by an error, as any other does that fails."""
+        """End a request whose key is gone: a stream of events by an error, as any other that fails."""
         if not answer.streams:
             await self._refuse(error, scope, receive, answer)
             return
@@ -96,7 +96,7 @@ class Gate:
 
 
 class _Leash:
-    """Of the task that answers a request: ends it when the request's key is taken away."""
+    """Ends the task that answers a request when the request's key is taken away."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
@@ -108,7 +108,7 @@ class _Leash:
             self._task.cancel()
 
     def taken(self) -> ServeError:
-        """Why it was ended, which is no reason to end anything else. Raises CancelledError: by somebody else."""
+        """Return why the task was ended, which ends nothing else. Raises CancelledError: by somebody else."""
         if self._error is None or self._task is None:
             raise asyncio.CancelledError
         self._task.uncancel()
@@ -138,19 +138,19 @@ def error_response(error: ServeError) -> Response:
 
 def request_id(headers: Headers) -> str:
     """The header X-Request-Id, where it can be used as it is, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if usable_id(given) else uuid.uuid4().hex
+    sent = headers.get("x-request-id", "")
+    return sent if usable_id(sent) else uuid.uuid4().hex
 
 
 def usable_id(text: str) -> bool:
-    """Whether it can be both an id and a header."""
+    """Whether ``text`` can be both an id and a header."""
     return 0 < len(text) <= _MAX_ID and text.isascii() and text.isprintable()
 
 
 def bearer(headers: Headers) -> str | None:
     """The key of ``Authorization: Bearer``. Of several such headers none counts."""
-    given: Iterable[str] = headers.getlist("authorization")
-    kinds = [text.strip().partition(" ") for text in given]
+    values: Iterable[str] = headers.getlist("authorization")
+    kinds = [text.strip().partition(" ") for text in values]
     if len(kinds) != 1 or kinds[0][0].lower() != "bearer":
         return None
     return kinds[0][2].strip() or None

@@ -1,11 +1,11 @@
-"""Which connection gives way to one that comes when there is no room: who waits longest and is of least account."""
+"""Choose the connection that gives way where there is no room: the one of least account that waits longest."""
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
 CROWDED, STRANGER, KNOWN = range(3)
-"""Beyond those that are allowed; never had a request that anybody was allowed to make; had one."""
+"""Accounts: beyond those that are allowed; never had a request that anybody was allowed to make; had one."""
 
 
 @runtime_checkable
@@ -25,12 +25,12 @@ class Idle:
         self._waiting: tuple[dict[Waiting, None], ...] = ({}, {}, {})
 
     def add(self, connection: Waiting, account: int) -> None:
-        """It begins to wait. ``account``: one of the three above."""
+        """Enter a connection that begins to wait. ``account``: one of the three above."""
         self.discard(connection)
         self._waiting[account][connection] = None
 
     def discard(self, connection: Waiting) -> None:
-        """It waits no more, or has ended."""
+        """Remove a connection that waits no more, or has ended."""
         for waiting in self._waiting:
             waiting.pop(connection, None)
 

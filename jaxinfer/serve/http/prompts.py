@@ -1,4 +1,4 @@
-"""From bodies to what the front end is asked."""
+"""Convert bodies to prompts and sampling parameters for the front end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.serve.http.errors import short
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
 MAX_PROMPTS = 1024
-"""Of one request for completions."""
+"""Prompts of one request for completions."""
 _FEW = 256
 
 
@@ -25,20 +25,20 @@ def prompts_of(body: CompletionRequest, limits: ServeLimits) -> list[str | Seque
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    given = body.prompt
-    if isinstance(given, str | array):
-        return [given]
-    if not isinstance(given, list) or not given:
-        _refuse("prompt", given, "must be text, token ids, or a list of either")
-    if not isinstance(given[0], str | list | array):
-        return [ids_of("prompt", given)]
-    if len(given) > MAX_PROMPTS:
-        raise ServeError(Kind.INVALID, f"prompt must hold at most {MAX_PROMPTS} prompts, not {len(given)}", "prompt")
-    characters = sum(len(item) for item in given if isinstance(item, str))
+    prompt = body.prompt
+    if isinstance(prompt, str | array):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        _refuse("prompt", prompt, "must be text, token ids, or a list of either")
+    if not isinstance(prompt[0], str | list | array):
+        return [ids_of("prompt", prompt)]
+    if len(prompt) > MAX_PROMPTS:
+        raise ServeError(Kind.INVALID, f"prompt must hold at most {MAX_PROMPTS} prompts, not {len(prompt)}", "prompt")
+    characters = sum(len(item) for item in prompt if isinstance(item, str))
     if characters > limits.prompt_characters:
         most = f"must have at most {limits.prompt_characters} characters"
         raise ServeError(Kind.INVALID, f"prompt {most}, not {characters}", "prompt")
-    return [item if isinstance(item, str) else ids_of(f"prompt[{i}]", item) for i, item in enumerate(given)]
+    return [item if isinstance(item, str) else ids_of(f"prompt[{i}]", item) for i, item in enumerate(prompt)]
 
 
 def sampling_of_completion(body: CompletionRequest, limits: ServeLimits) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def sampling_of_completion(body: CompletionRequest, limits: ServeLimits) -> dict
 
 
 def scores_only(body: CompletionRequest) -> bool:
-    """Nothing is to be generated."""
+    """Whether nothing is to be generated."""
     return bool(body.echo) and body.max_tokens == 0 and not isinstance(body.max_tokens, bool)
 
 
@@ -86,7 +86,7 @@ def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[s
 
 
 def names_in_chat(body: ChatCompletionRequest) -> Mapping[str, str]:
-    """What the validator's fields are called in ``body``, where that differs."""
+    """Map the validator's fields to their names in ``body``, where these differ."""
     names = {**names_in_messages(), "logprobs": "top_logprobs"}
     return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 

@@ -77,14 +77,14 @@ class Body(pydantic.BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides: ``include_usage`` adds a last chunk with the usage."""
+    """Options of a stream: ``include_usage`` adds a last chunk with the usage."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[bool | None, Field(description="Has no effect.")] = None
 
 
 class Sampling(Body):
-    """What both kinds of completion share."""
+    """Fields that both kinds of completion share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -194,22 +194,22 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = False
 
 
-def checked[B: Body](kind: type[B], given: Mapping[str, Any]) -> B:
+def checked[B: Body](kind: type[B], fields: Mapping[str, Any]) -> B:
     """A body of this kind.
 
     Raises:
         ServeError: INVALID, naming field and value.
     """
     for name, harmless in kind.unserved.items():
-        value = given.get(name)
+        value = fields.get(name)
         if not any(value == other and type(value) is type(other) for other in harmless):
             raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
-    kept = {name: value for name, value in given.items() if name not in kind.unserved and name not in kind.ignored}
-    for name in kept:
+    known = {name: value for name, value in fields.items() if name not in kind.unserved and name not in kind.ignored}
+    for name in known:
         if name not in kind.model_fields:  # before pydantic makes an error of each of them
             raise ServeError(Kind.INVALID, f"{name[:100]} is not a field of this request", field=name[:100])
     try:
-        return kind.model_validate(kept)
+        return kind.model_validate(known)
     except pydantic.ValidationError as error:
         raise from_pydantic(error) from error
 

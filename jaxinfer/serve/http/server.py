@@ -21,7 +21,7 @@ from jaxinfer.serve.http.tls import ReloadingContext
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 KEEP_ALIVE_SECONDS = 75
-"""For which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
+"""Seconds for which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
 
 _BACKLOG = 2048
 _WASTE = 4  # times the limit of a body: whoever sends no more than that learns why it was refused
@@ -45,8 +45,8 @@ class HttpServer:
         self._config, self._door = config, door
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
         self._metrics = metrics
-        own = build_metrics_app if metrics else build_app
-        self._server = _Server(self._settings(own(door) if app is None else app))
+        build = build_metrics_app if metrics else build_app
+        self._server = _Server(self._settings(build(door) if app is None else app))
         self._tasks: list[asyncio.Task[None]] = []
         self._port: int | None = None
 

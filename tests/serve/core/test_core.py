@@ -287,7 +287,7 @@ def test_a_hanging_engine_is_shown_killed_and_started_again(tmp_path):
 
     run(main())
     assert "fake_engine.py" in log.read_text()
-    assert "in _read" in log.read_text()  # where it stood
+    assert "in read" in log.read_text()  # where it stood
 
 
 def test_a_core_that_stands_still_altogether_hangs_too():
