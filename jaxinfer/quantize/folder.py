@@ -16,7 +16,7 @@ import numpy as np
 from jaxinfer.loading import write_companions
 from jaxinfer.quantize.layer import tensors
 from jaxinfer.quantize.work import Work, layer_name
-from jaxinfer.weights.memory import Held, as_loaded
+from jaxinfer.weights.memory import InMemoryCheckpoint, as_loaded
 from jaxinfer.weights.native.layouts import describe
 from jaxinfer.weights.native.writer import Unfinished, complete_folder, leaves_of
 from jaxinfer.weights.safetensors.checkpoint import INDEX_FILE
@@ -101,7 +101,9 @@ class Converted:
     def write(self, index: int, made: Mapping[str, np.ndarray]) -> None:
         specs, name = self.work.specs, layer_name(index)
         config = self.work.config_json if self.work.taken(index) else {}
-        stored, params = as_loaded(Held(self.started.folder, made), {name: specs[name]}, config, self.work.dtype)
+        stored, params = as_loaded(
+            InMemoryCheckpoint(self.started.folder, made), {name: specs[name]}, config, self.work.dtype
+        )
         self.started.describe(describe(stored))
         self.started.write(leaves_of(stored, params))
 

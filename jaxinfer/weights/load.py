@@ -1,4 +1,4 @@
-"""From a model folder to parameters, one tensor at a time."""
+"""Load the parameters of a model folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _wait(placed: Any) -> None:
 
 
 def checkpoint_dtype(folder: str | pathlib.Path | Tensors) -> str:
-    """What "auto" means for a folder: the dtype in config.json, else that of the first floating-point tensor.
+    """Dtype that "auto" means for a folder: that of config.json, else that of the first floating-point tensor.
 
     float64 is read as "float32".
 

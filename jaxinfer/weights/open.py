@@ -47,7 +47,7 @@ class GgufFiles(ModelFiles):
 
     @property
     def tensors(self) -> Tensors:
-        """Those that are plain numbers."""
+        """Tensors of plain numbers: all of them."""
         return self.opened
 
     @property
@@ -99,6 +99,6 @@ class ConvertedFiles(ModelFiles):
         return described(specs, self.manifest.storages, dtype)
 
     def checkpoint(self, specs: ParamTree) -> ConvertedCheckpoint:
-        """What `load_params` restores them from."""
+        """Source from which `load_params` restores the parameters."""
         del specs
         return ConvertedCheckpoint(self.path, self.manifest)
