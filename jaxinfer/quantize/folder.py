@@ -1,4 +1,4 @@
-"""Where what is made goes: into files of safetensors, or into an Orbax checkpoint for each layer.
+"""Folders of quantised weights: files of safetensors, or an Orbax checkpoint for each layer.
 
 Both are written under a temporary name, layer by layer, and get theirs when they are complete; see `unfinished`.
 """
@@ -64,9 +64,9 @@ class HuggingFace:
         work, folder = self.work, self.started.folder
         rest: dict[str, np.ndarray] = {}
         for path, spec in walk(work.rest):
-            kept = dtype_of(spec, target_dtype(work.dtype))
-            own = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
-            rest |= {name: tensor.astype(kept) for name, (tensor, _) in own.items()}
+            dtype = dtype_of(spec, target_dtype(work.dtype))
+            named = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
+            rest |= {name: tensor.astype(dtype) for name, (tensor, _) in named.items()}
         write_tensors(folder / self._shard(work.layers), rest)
         write_companions(work.files.path, folder)
         self._write_index()
@@ -80,10 +80,10 @@ class HuggingFace:
 
     def _write_index(self) -> None:
         folder, names = self.started.folder, [self._shard(index) for index in range(self.work.layers + 1)]
-        held = {name: SafetensorsFile(folder / name).tensors for name in names}
+        shards = {name: SafetensorsFile(folder / name).tensors for name in names}
         index = {
-            "metadata": {"total_size": sum(info.nbytes for shard in held.values() for info in shard.values())},
-            "weight_map": {name: file for file, shard in held.items() for name in shard},
+            "metadata": {"total_size": sum(info.nbytes for shard in shards.values() for info in shard.values())},
+            "weight_map": {name: file for file, shard in shards.items() for name in shard},
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
