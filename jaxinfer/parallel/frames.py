@@ -45,7 +45,7 @@ class Frame:
     arrays: tuple[np.ndarray, ...] = ()
 
     def parts(self) -> list[bytes | memoryview]:
-        """What is sent, one after another.
+        """Encode the frame as buffers that are sent one after another.
 
         Raises:
             ValueError: it is larger than a frame may be, or an array is of another dtype.
@@ -119,7 +119,7 @@ class Channel:
 
 
 def _exactly(connected: socket.socket, count: int, deadline: float | None = None) -> bytearray:
-    """So many bytes; ``deadline`` on the monotonic clock bounds all of them, however slowly they drip."""
+    """Read ``count`` bytes; ``deadline`` on the monotonic clock bounds all of them, however slowly they drip."""
     found = bytearray(count)
     view, at = memoryview(found), 0
     while at < count:
