@@ -1,4 +1,4 @@
-"""What a client of an engine reads, wherever the engine runs: deltas, merged while nobody fetches them. No jax."""
+"""Streams that clients of an engine read, wherever it runs: deltas, merged while nobody fetches them. No jax."""
 
 from __future__ import annotations
 

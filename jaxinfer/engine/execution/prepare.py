@@ -19,7 +19,7 @@ from jaxinfer.sampling import SamplingLimits
 def prepare(
     model: Model, config: EngineConfig, platform: str, mesh: Mesh
 ) -> tuple[Model, ResolvedEngine, SamplingLimits]:
-    """What an `Executor` is made of: the model as it is spread, as far as it is served.
+    """Prepare what an `Executor` is made of: the model as it is spread, as far as it is served.
 
     Raises:
         EngineConfigError: a setting cannot be served.

@@ -147,7 +147,7 @@ class SequencePages:
         return sequence.keys
 
     def _codes(self, sequence: Sequence) -> list[int]:
-        """Of every page of the known tokens, which programs compute it."""
+        """Codes of the programs that compute each page of the known tokens."""
         pages = self._kv.pages_for(len(sequence.tokens))
         if self._relaxed:
             return [0] * pages

@@ -1,4 +1,4 @@
-"""Who is served next, who has waited too long, and who may not wait at all. No jax.
+"""Queues: who is served next, who has waited too long, and who may not wait at all. No jax.
 
 A queue hands out one sequence at a time: `peek` until it fits, then `pop`. Looking costs nothing however many wait;
 coming, going and giving up are O(log n).
@@ -91,7 +91,7 @@ def make_queue(policy: str, slots: int, *, quantum: int = 512) -> Queue:
 
 
 class Queued(NamedTuple):
-    """What waits: requests whose prompt does, their and others' samples, tokens of prompts."""
+    """Counts of what waits: requests whose prompt does, their and others' samples, tokens of prompts."""
 
     requests: int
     sequences: int
@@ -99,8 +99,8 @@ class Queued(NamedTuple):
 
 
 def require_room(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
-    """Whether ``request`` may wait behind those that do, and behind ``ahead`` more. One that is alone always may: no
-    time would ever come at which a greater one is taken.
+    """Refuse a request that may not wait behind those that do, and behind ``ahead`` more. One that is alone always may:
+    no time would ever come at which a greater one is taken.
 
     Raises:
         QueueFullError: too much is waiting.
@@ -191,7 +191,7 @@ class RankQueue:
 
 
 class Deadlines:
-    """When requests end if they are not done by then."""
+    """Deadlines at which requests end if they are not done by then."""
 
     def __init__(self) -> None:
         self._heap: Heap[str, str] = Heap()

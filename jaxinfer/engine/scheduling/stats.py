@@ -1,4 +1,4 @@
-"""What the engine counts and times. No jax.
+"""Counters and timers of the engine. No jax.
 
 The scheduler and the engine tell a `StatsRecorder` what happens; a `snapshot` of it is what benchmarks print and what
 `jaxinfer.serve.metrics` shows to Prometheus.
@@ -25,7 +25,7 @@ PREEMPTIONS = ("recompute", "swap")
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """When things happened to one sequence, in seconds of the recorder's clock; ``tokens``: those timed so far."""
+    """Times of one sequence's events, in seconds of the recorder's clock; ``tokens``: those timed so far."""
 
     arrival: float | None = None
     first_scheduled: float | None = None
@@ -36,7 +36,7 @@ class Times:
 
 @runtime_checkable
 class Timed(Protocol):
-    """What the recorder looks at of a sequence."""
+    """Protocol of a sequence, as far as the recorder looks at it."""
 
     @property
     def request(self) -> Request: ...
@@ -192,7 +192,7 @@ class StatsRecorder:
             sequence.times.arrival = self._clock()
 
     def scheduled(self, sequence: Timed) -> None:
-        """It was given a slot. The time it queued is that before the first one."""
+        """Note that a sequence got a slot. The time it queued is that before the first one."""
         times = sequence.times
         if times.first_scheduled is not None:
             return
@@ -204,7 +204,7 @@ class StatsRecorder:
             self._counters.prompt_tokens += len(sequence.request.prompt_token_ids)
 
     def emitted(self, sequences: Iterable[Timed]) -> None:
-        """Each of these has tokens it did not have at the last call.
+        """Note the tokens that sequences have got since the last call.
 
         Several tokens of one sequence count as evenly spread over the time since its last one, and those beside its
         first token as 0 seconds after it: so the latencies of a sequence add up to the time from its first to its
@@ -231,7 +231,7 @@ class StatsRecorder:
             self._gaps.observe_many(np.array(gaps) / np.maximum(times_each, 1), times_each)
 
     def finished(self, sequence: Timed) -> None:
-        """It ended, with its ``finish_reason``, wherever it was."""
+        """Note that a sequence ended, with its ``finish_reason``, wherever it was."""
         assert sequence.finish_reason is not None
         self._finished[sequence.finish_reason] += 1
         self.queued(sequence)
