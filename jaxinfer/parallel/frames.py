@@ -85,7 +85,7 @@ class Channel:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Frame) -> None:
-        """Returns when the system has it, which is not before the other side has read most of what was sent before.
+        """Send a frame. Returns when the system has it: not before the other side has read most of the earlier ones.
 
         Raises:
             ChannelError: the connection is over.

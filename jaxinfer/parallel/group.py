@@ -336,7 +336,7 @@ def join(membership: Membership, end: End, waiting: Waiting) -> Group:
 
 
 def _until_begun(peer: _Peer, timeout: float, waiting: Waiting) -> Frame | None:
-    """None: process 0 is gone, or says nothing."""
+    """Wait for process 0 to have all; None: it is gone, or says nothing."""
     heard, quiet = peer.heard, 0.0
     while peer.lost is None and quiet <= timeout:
         peer.send(_beat())

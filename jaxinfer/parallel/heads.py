@@ -70,7 +70,7 @@ def _dimensions(spec: ParamSpec) -> tuple[int, int]:
 
 
 def _sources(source: Source, heads: int, group: int, copies: int) -> list[Source]:
-    """Queries are dealt out among the copies; a key or value is named once for each of them."""
+    """Deal queries out among the copies; a key or value is named once for each of them."""
     before, found, after = source.where[: heads + 1], source.where[heads + 1 : heads + 2], source.where[heads + 2 :]
     queries, form = slice(0, group), list(source.reshape or ())
     if not form or found not in ((queries,), (group,), (group + 1,)):

@@ -57,7 +57,7 @@ class ModelFiles:
 
     @property
     def quantized(self) -> bool:
-        """The checkpoint says that it holds quantised weights."""
+        """Whether the checkpoint says that it holds quantised weights."""
         return bool(self.config_json.get("quantization_config") or self.config_json.get("compression_config"))
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:

@@ -127,7 +127,7 @@ def _part_bytes(checkpoint: Tensors, source: Source) -> int:
 
 
 def _wait(placed: Any) -> None:
-    """Until the device has its copy: transfers in flight would keep several host buffers alive."""
+    """Wait until the device has its copy: transfers in flight would keep several host buffers alive."""
     for leaf in jax.tree.leaves(placed):
         if isinstance(leaf, jax.Array):
             leaf.block_until_ready()
@@ -241,7 +241,7 @@ def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
-    """``part[...] = tensor``; a transposed source is copied in blocks, which is two to three times as fast."""
+    """Copy a tensor into a part; a transposed one in blocks, which is two to three times as fast."""
     if tensor.ndim < 2 or tensor.flags.c_contiguous:
         part[...] = tensor
         return

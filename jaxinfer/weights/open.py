@@ -52,7 +52,7 @@ class GgufFiles(ModelFiles):
 
     @property
     def quantized(self) -> bool:
-        """Some weights are in blocks."""
+        """Whether some weights are in blocks."""
         return bool(self.opened.weights)
 
     @property
@@ -81,12 +81,12 @@ class ConvertedFiles(ModelFiles):
 
     @functools.cached_property
     def tensors(self) -> Tensors:
-        """None: what there is has the engine's form."""
+        """Tensors of other forms than the engine's: none."""
         return Checkpoint(self.path, {})
 
     @property
     def quantized(self) -> bool:
-        """Some weights are stored quantised."""
+        """Whether some weights are stored quantised."""
         return bool(self.manifest.storages)
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:

@@ -281,7 +281,7 @@ class _Fused:
         return ParamSpec(shape, axes, sources=sources, dtype=part.dtype)
 
     def _array(self, pieces: list[_Piece], out: tuple[int, ...]) -> ParamSpec:
-        """Plain numbers beside stored ones: they lie as ``[*out, in]``, too."""
+        """Spec of plain numbers beside stored ones: they lie as ``[*out, in]``, too."""
         sources = tuple(
             Source(
                 piece.source.name,
@@ -301,7 +301,7 @@ class _Fused:
         return (self._axes[-1] if part.along else None, *(None,) * (len(part.shape) - 1))
 
     def _split(self, pieces: list[_Piece]) -> Split:
-        """Neighbours along one dimension of the outputs, each kind a storage of its own."""
+        """Split a weight along one dimension of the outputs, neighbours of one kind in one storage."""
         axis = self._axis(pieces)
         runs: list[list[_Piece]] = []
         for piece in sorted(pieces, key=lambda piece: _begin(piece.where[axis])):

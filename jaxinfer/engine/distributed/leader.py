@@ -208,6 +208,6 @@ def _command(frame: Frame) -> Command[Any]:
 
 
 def _digests(pages: UInt8[np.ndarray, "pages slots bytes"]) -> Int32[np.ndarray, "pages slots 4"]:
-    """16 bytes for each slot, which differ where its own do."""
+    """Digests of 16 bytes for each slot, which differ where the slots' bytes do."""
     digests = [hashlib.blake2b(slot.tobytes(), digest_size=16).digest() for page in pages for slot in page]
     return np.frombuffer(b"".join(digests), np.int32).reshape(*pages.shape[:2], 4)

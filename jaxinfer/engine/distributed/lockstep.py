@@ -194,7 +194,7 @@ class Lockstep:
         return made
 
     def _idle_operands(self) -> _IdleOperands:
-        """Rows without a position, pages and slots beyond the last."""
+        """Make operands that do nothing: rows without a position, pages and slots beyond the last."""
         engine, groups, vocab = self._engine, len(self._model.cache_spec.windows), self._model.config.vocab_size
         pages = np.full((groups, max(COPIES, TRANSFER_PAGES)), engine.num_pages, np.int32)
         rows = np.zeros(vocab, np.bool_), np.zeros(vocab, np.float32)

@@ -59,7 +59,7 @@ class Replicas:
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
-        """``config`` is that of all."""
+        """Begin to serve; ``config`` is that of all engines together."""
         self._engines = engines
         self.config: ResolvedEngine = dataclasses.replace(
             engines[0].config,

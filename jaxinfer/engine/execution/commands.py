@@ -213,7 +213,7 @@ class ReadLastTokens(Command[Int32[np.ndarray, " rows"]]):
 
 
 COMMANDS: Mapping[str, type[Command[Any]]] = {kind.__name__: kind for kind in Command.__subclasses__()}
-"""All there are, by name: nothing else is run for another process."""
+"""Commands by name: nothing else is run for another process."""
 
 
 @runtime_checkable

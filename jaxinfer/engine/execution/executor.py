@@ -191,7 +191,7 @@ class LocalExecutor:
         return self._run_with_state(command) if self.microbatches else _NONE
 
     def _run_with_state(self, command: Command[Any]) -> Any:
-        """Commands about what the last stage alone keeps."""
+        """Run a command on the state that the last stage alone has."""
         match command:
             case commands.SaveSlot(slot, snapshot):
                 return self._save_slot(slot, snapshot)

@@ -74,7 +74,7 @@ class Probe:
         return rounds <= _ROUNDS
 
     def _wide_probes(self, size: int, count: int) -> list[PrefillBatch]:
-        """Random tokens in every chunk, each of another length and with pages of its own."""
+        """Batches of random tokens, each chunk of another length and with pages of its own."""
         width = self._engine.table_width
         tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
         lengths = (min(size, self._room) - np.arange(count) % size).clip(1).astype(np.int32)

@@ -155,7 +155,7 @@ class Runner:
         return self._slots[microbatch], row
 
     def _set_slots(self, microbatch: int) -> None:
-        """Most fields are the same in most requests: what did not change is on the device already."""
+        """Send the fields that have changed: most are the same in most requests, and on the device already."""
         before, current = self._device_slots[microbatch]._asdict(), self._slots[microbatch].snapshot()
         self._device_slots[microbatch] = current
         fields = {name: new for name, new in current._asdict().items() if new is not before[name]}

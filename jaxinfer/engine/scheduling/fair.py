@@ -15,7 +15,7 @@ OUTPUT_TOKEN = 2
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """One that has sequences here.
+    """Tenant that has sequences here.
 
     Attributes:
         used: tokens computed for it, divided by its weight.

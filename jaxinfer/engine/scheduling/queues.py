@@ -35,7 +35,7 @@ class Queue(Protocol):
         ...
 
     def push(self, sequence: Sequence) -> None:
-        """Raises ValueError if the sequence waits already."""
+        """Add a sequence. Raises ValueError if it waits already."""
         ...
 
     def peek(self) -> Sequence | None:
@@ -47,11 +47,11 @@ class Queue(Protocol):
         ...
 
     def left(self, sequence: Sequence) -> None:
-        """A sequence that ran has given up its slot."""
+        """Note that a sequence that ran has given up its slot."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises KeyError if the sequence does not wait."""
+        """Remove a sequence. Raises KeyError if it does not wait."""
         ...
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
@@ -67,7 +67,7 @@ class Queue(Protocol):
         ...
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Tokens were computed for a sequence that runs."""
+        """Note that tokens were computed for a sequence that runs."""
         ...
 
 
@@ -187,7 +187,7 @@ class RankQueue:
         return False
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Ranks do not depend on what was used."""
+        """Do nothing: ranks do not depend on what was used."""
 
 
 class Deadlines:
@@ -200,11 +200,11 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, deadline: float, request_id: str) -> None:
-        """``deadline`` in seconds of the clock that `pop_expired` is given. An id that is known gets a new one."""
+        """Set a deadline, in seconds of the clock that `pop_expired` is given. An id that is known gets a new one."""
         self._heap.put(request_id, deadline, request_id)
 
     def discard(self, request_id: str) -> None:
-        """The request is done, or never had a deadline."""
+        """Forget a request that is done, or never had a deadline."""
         self._heap.discard(request_id)
 
     def pop_expired(self, clock: Callable[[], float]) -> list[str]:

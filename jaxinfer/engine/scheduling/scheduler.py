@@ -226,7 +226,7 @@ class Scheduler:
                     )
 
     def _grow(self) -> list[Preempted]:
-        """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
+        """Give a page to each decoding sequence that needs one; where there is none, another sequence gives way."""
         preempted: list[Preempted] = []
         short = [
             s for s in self._decode.members(self._running).values() if s.capacity <= s.scheduled and not s.prefilling
@@ -264,7 +264,7 @@ class Scheduler:
             preempted.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
 
     def _charge_prompt(self, sequence: Sequence) -> None:
-        """Once for each token: what is computed again after a preemption was paid for."""
+        """Charge each token once: what is computed again after a preemption was paid for."""
         self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
         sequence.charged = max(sequence.charged, sequence.scheduled)
 
@@ -400,7 +400,7 @@ class Scheduler:
 def _added(
     sequence: Sequence, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]
 ) -> SequenceDelta:
-    """``delta`` with what the sequence has just taken."""
+    """Extend ``delta`` by what the sequence has just taken."""
     if delta is not None:
         delta.token_ids += tokens
         delta.logprobs = [*delta.logprobs, *logprobs]

@@ -65,7 +65,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """NaN if nothing was observed."""
+        """Mean of the observations; NaN if there are none."""
         return self.sum / self.count if self.count else float("nan")
 
 
@@ -83,7 +83,7 @@ class HistogramRecorder:
         self._sum += value * times
 
     def observe_many(self, values: Float64[np.ndarray, " n"], times: Int64[np.ndarray, " n"]) -> None:
-        """``values[i]`` is observed ``times[i]`` times."""
+        """Observe ``values[i]`` ``times[i]`` times."""
         places = self._edges.searchsorted(values)
         self._counts += np.bincount(places, times, len(self._counts)).astype(np.int64)
         self._sum += float(values @ times)
@@ -187,7 +187,7 @@ class StatsRecorder:
         self._queued, self._steps = HistogramRecorder(), HistogramRecorder()
 
     def queued(self, sequence: Timed) -> None:
-        """A sequence arrived. Times are taken from the first call."""
+        """Note that a sequence arrived. Times are taken from the first call."""
         if sequence.times.arrival is None:
             sequence.times.arrival = self._clock()
 
@@ -239,11 +239,11 @@ class StatsRecorder:
         self._whole.observe(self._clock() - sequence.times.arrival)
 
     def preempted(self, kind: str) -> None:
-        """``kind``: one of `PREEMPTIONS`."""
+        """Count a preemption; ``kind``: one of `PREEMPTIONS`."""
         self._preemptions[kind] += 1
 
     def prefix(self, queries: int, hits: int) -> None:
-        """Tokens that a sequence could have found in the prefix cache, and those it found."""
+        """Count tokens that a sequence could have found in the prefix cache, and those it found."""
         self._counters.prefix_queries += queries
         self._counters.prefix_hits += hits
 
@@ -251,16 +251,16 @@ class StatsRecorder:
         self._counters.draft_tokens += tokens
 
     def accepted(self, tokens: int = 1) -> None:
-        """Draft tokens turned out to be what the model says."""
+        """Count draft tokens that turned out to be what the model says."""
         self._counters.draft_accepted += tokens
 
     def replayed(self, same: bool) -> None:
-        """A known token was computed again."""
+        """Count a known token that was computed again."""
         self._counters.replayed_tokens += 1
         self._counters.replay_mismatches += not same
 
     def step(self, seconds: float) -> None:
-        """A plan was run and its results were taken, ``seconds`` after those of the plan before."""
+        """Note that a plan's results were taken, ``seconds`` after those of the plan before."""
         self._counters.steps += 1
         self._steps.observe(seconds)
 

@@ -39,7 +39,7 @@ class Fields:
         raise self.refused(name, known)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; anything else raises CheckpointError."""
+        """Boolean of a field; anything else raises CheckpointError."""
         value = self.values.get(name, default)
         if value is None:
             return default

@@ -161,7 +161,7 @@ class GgufCheckpoint:
                 self._plain[target.name] = plain
 
     def _join_latents(self, homes: Mapping[str, GgufFile]) -> None:
-        """DeepSeek's ``kv_b_proj``, which newer files hold in two parts, one of them transposed."""
+        """Join DeepSeek's ``kv_b_proj``, which newer files hold in two parts, one of them transposed."""
         for keys in [name for name in self._plain if name.endswith(".attn_k_b.weight")]:
             values = keys.replace(".attn_k_b.", ".attn_v_b.")
             layer = keys.split(".")[1]

@@ -64,7 +64,7 @@ class Described:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Floats are stored as float32: the shortest decimal that is the same float32 is what config.json had."""
+        """Number that config.json had: the shortest decimal that is the same float32 as the stored one."""
         value = self.get(key)
         if value is None:
             value = default

@@ -113,7 +113,7 @@ class _Names:
 
 
 def _turned(model: Described, heads: int) -> Callable[[int], np.ndarray]:
-    """Rows of heads whose pairs were set side by side: back to one half behind the other."""
+    """Order that puts rows of heads, whose pairs lie side by side, back to one half behind the other."""
 
     def order(rows: int) -> np.ndarray:
         if rows % (2 * heads):
@@ -132,7 +132,7 @@ def _turned_keys(model: Described) -> Callable[[int], np.ndarray]:
 
 
 def _grouped(model: Described) -> Callable[[int], np.ndarray]:
-    """Falcon's queries, keys and values, one behind the other: back to the groups of each KV head."""
+    """Order that puts Falcon's queries, keys and values, one behind the other, back to groups of each KV head."""
     heads, kv_heads = model.heads, model.kv_heads
 
     def order(rows: int) -> np.ndarray:

@@ -79,7 +79,7 @@ class StoredArray:
 
     @property
     def paired(self) -> bool:
-        """Two values are in a byte."""
+        """Whether two values are in a byte."""
         return self.dtype in NIBBLES and bool(self.shape) and self.shape[-1] % 2 == 0
 
     @property

@@ -304,7 +304,7 @@ def _nested(tree: Mapping[str, Leaf]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax speaks of every step; a warning would be lost among the lines of a progress bar."""
+    """Silence Orbax, which speaks of every step; a warning would be lost among the lines of a progress bar."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -394,7 +394,7 @@ class Saving:
         return self._result.done()
 
     def wait(self) -> None:
-        """Until the folder is complete and has its name; raises what went wrong."""
+        """Wait until the folder is complete and has its name; raises what went wrong."""
         self._result.result()
 
 
