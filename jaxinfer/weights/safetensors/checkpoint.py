@@ -131,7 +131,7 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Map tensor names to shard names. A shard is a plain file name, so that an index cannot point out of its folder."""
+    """Map tensor names to shards. A shard is a plain file name, so that an index cannot point out of its folder."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
