@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start(python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
-    """Both sides. Raises `PeerDied` where one does not start."""
+    """Start both sides. Raises `PeerDied` where one does not start."""
     commands = {"ours": (sys.executable, "xla_peer"), "torch": (str(python.absolute()), "sdpa_peer")}
     peers: dict[str, Worker] = {}
     try:
@@ -92,11 +92,11 @@ def start(python: pathlib.Path, logs: pathlib.Path) -> dict[str, Worker]:
 
 def measure(peers: dict[str, Worker], shape: Shape, dtype: str, options: argparse.Namespace) -> dict[str, Any]:
     """Medians of the turns' medians, in microseconds; the ratio above 1 means that ours is the faster."""
-    asked = {"shape": dataclasses.asdict(shape), "dtype": dtype, "seconds": options.seconds}
+    problem = {"shape": dataclasses.asdict(shape), "dtype": dtype, "seconds": options.seconds}
     turns: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(options.rounds):
         for name, peer in peers.items():
-            turns[name].append(peer.ask("attend", **asked)["median"])
+            turns[name].append(peer.ask("attend", **problem)["median"])
     micros = {name: statistics.median(times) * 1e6 for name, times in turns.items()}
     ratio = statistics.median(theirs / ours for ours, theirs in zip(turns["ours"], turns["torch"], strict=True))
     row = {"shape": shape.name, "dtype": dtype, **{f"{name}_us": round(us, 1) for name, us in micros.items()}}

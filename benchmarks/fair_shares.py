@@ -1,4 +1,4 @@
-"""What a tenant that uses little waits for its first token while others flood the engine, and who gets how much.
+"""Time to first token of a tenant that uses little while others flood the engine, and who gets how much.
 
     python benchmarks/fair_shares.py                          floods of one, ten and a hundred tenants; some minutes
     python benchmarks/fair_shares.py --policy fcfs            the same without fair shares
@@ -37,13 +37,13 @@ class Flood:
     def __init__(self, engine: Any, tenants: int, depth: int) -> None:
         self._engine, self._numbers = engine, itertools.count()
         self.weights = {f"flood{number}": 1.0 + number % 2 for number in range(tenants)}
-        self._depth, self._here = depth, dict.fromkeys(self.weights, 0)
+        self._depth, self._outstanding = depth, dict.fromkeys(self.weights, 0)
         self.got = dict.fromkeys(self.weights, 0)
 
     def fill(self) -> None:
         for tenant, weight in self.weights.items():
-            while self._here[tenant] < self._depth:
-                self._here[tenant] += 1
+            while self._outstanding[tenant] < self._depth:
+                self._outstanding[tenant] += 1
                 number = next(self._numbers)
                 self._engine.add(request(f"{tenant}/{number}", tenant, LONG, number, weight))
 
@@ -52,7 +52,7 @@ class Flood:
             tenant = delta.request_id.partition("/")[0]
             if tenant in self.got:
                 self.got[tenant] += len(delta.token_ids)
-                self._here[tenant] -= delta.finish_reason is not None
+                self._outstanding[tenant] -= delta.finish_reason is not None
 
     def end(self) -> None:
         """Abort all of it."""

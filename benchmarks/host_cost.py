@@ -1,4 +1,4 @@
-"""What a step costs the host: the scheduler and the pages, with a device that answers at once.
+"""Cost of a step on the host: the scheduler and the pages, with a device that answers at once.
 
     python benchmarks/host_cost.py              32 to 512 running sequences, none and 10,000 waiting: about a minute
     python benchmarks/host_cost.py --profile    where the time goes, at 256

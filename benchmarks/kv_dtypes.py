@@ -1,4 +1,4 @@
-"""What KV caches of 8 bits cost a step on this machine, beside those of the model's dtype.
+"""Cost of a step with KV caches of 8 bits on this machine, beside those of the model's dtype.
 
     python benchmarks/kv_dtypes.py                                  a random Llama of 125M parameters
     python benchmarks/kv_dtypes.py --model demo --text unseen.txt   also how likely a text is, as the engine says
@@ -83,10 +83,10 @@ def costs(model: Model, rows: int, contexts: Sequence[int], rounds: int) -> list
     for context in contexts:
         for name, call in (("decode", decode(tables, context)), ("prefill 256", prefill(tables, context))):
             times = in_turns(executors, call, rounds)
-            shown = "  ".join(
+            cells = "  ".join(
                 f"{kind} {time * 1e3:.2f} ms ({time / times[0]:.2f})" for kind, time in zip(KINDS, times, strict=True)
             )
-            lines.append(f"{name}, {rows} rows, {context} keys: {shown}")
+            lines.append(f"{name}, {rows} rows, {context} keys: {cells}")
     return lines
 
 
@@ -105,20 +105,20 @@ def executor(model: Model, rows: int, width: int, kind: str) -> LocalExecutor:
 
 
 def decode(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
-    """One token for each row, the last of its context."""
+    """Decode one token of each row, the last of its context."""
     rows = tables.shape[1]
 
     def call(executor: LocalExecutor) -> None:
         few = executor.microbatches[0].last_tokens.shape[0]  # a CPU may have more rows than were asked for
-        own = np.resize(tables, (1, few, tables.shape[2]))
+        row_tables = np.resize(tables, (1, few, tables.shape[2]))
         positions = np.where(np.arange(few) < rows, context - 1, -1).astype(np.int32)
-        executor.run(Decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), own)))
+        executor.run(Decode(0, DecodeBatch(np.ones(few, np.int32), positions, np.zeros(few, np.int32), row_tables)))
 
     return call
 
 
 def prefill(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
-    """The last chunk of a prompt of as many tokens."""
+    """Prefill the last chunk of a prompt of ``context`` tokens."""
     start, length = np.array([context - CHUNK], np.int32), np.array([CHUNK], np.int32)
     batch = PrefillBatch(np.ones((1, CHUNK), np.int32), start, length, tables[:, :1].copy())
     return lambda executor: executor.run(Prefill(batch))
@@ -127,13 +127,13 @@ def prefill(tables: np.ndarray, context: int) -> Callable[[LocalExecutor], Any]:
 def in_turns(executors: Sequence[LocalExecutor], call: Callable[[LocalExecutor], Any], rounds: int) -> list[float]:
     """Median seconds of a call, for each executor."""
     times: list[list[float]] = [[] for _ in executors]
-    for turn in range(rounds + 1):
-        for own, executor in zip(times, executors, strict=True):
+    for round_number in range(rounds + 1):
+        for seconds, executor in zip(times, executors, strict=True):
             begin = time.perf_counter()
             call(executor)
             executor.wait()
-            own += [time.perf_counter() - begin] if turn else []
-    return [statistics.median(own) for own in times]
+            seconds += [time.perf_counter() - begin] if round_number else []
+    return [statistics.median(seconds) for seconds in times]
 
 
 # ---- texts
@@ -149,8 +149,8 @@ def likelihoods(model: Model, text: str, windows: int) -> list[str]:
     for kind in KINDS:
         llm = LLM(model, kv_cache_dtype=kind, show_progress=False, **settings)
         found = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-        told = [zip((output.prompt_logprobs or [])[1:], output.prompt_token_ids[1:], strict=True) for output in found]
-        logprobs = np.array([where[token].logprob for each in told for where, token in each if where is not None])
+        pairs = [zip((output.prompt_logprobs or [])[1:], output.prompt_token_ids[1:], strict=True) for output in found]
+        logprobs = np.array([where[token].logprob for each in pairs for where, token in each if where is not None])
         exact = exact if exact.size else logprobs
         off = logprobs - exact
         lines.append(

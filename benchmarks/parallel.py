@@ -1,4 +1,4 @@
-"""What it costs to be more than one: idle pipeline stages, bytes between devices, experts beside a dense layer.
+"""Costs of several devices: idle pipeline stages, bytes between devices, experts beside a dense layer.
 
     python benchmarks/parallel.py               # all; on a CPU with devices that share its cores
     python benchmarks/parallel.py bubble --stages 2

@@ -1,4 +1,4 @@
-"""What quantisation costs in quality: perplexity on text that nobody was calibrated on, and bits a weight.
+"""Cost of quantisation in quality: perplexity on text that nobody was calibrated on, and bits a weight.
 
     python benchmarks/quality.py                    the demo model and stories260K, every kind that can be had
     python benchmarks/quality.py --models demo --only GPTQ --json quality.json
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows[row.model, row.kind] = row
             record["rows"] = [dataclasses.asdict(row) for row in rows.values()]
             path.write_text(json.dumps(record) + "\n", encoding="utf-8")
-            print(shown(row, rows), flush=True)
+            print(table_row(row, rows), flush=True)
     print(f"wrote {path}")
     return 0
 
@@ -122,7 +122,7 @@ def default_path() -> pathlib.Path:
     return REPO / "benchmarks" / "results" / name
 
 
-def shown(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
+def table_row(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
     """A line of the table; differences of perplexity with the standard error over the windows."""
     against = rows.get((row.model, row.kind.replace("GPTQ", "RTN").replace("AWQ", "RTN")), row)
     cells = (
@@ -138,7 +138,7 @@ def shown(row: Row, rows: Mapping[tuple[str, str], Row]) -> str:
 
 
 def difference(row: Row, other: Row) -> str:
-    """Of two perplexities, in percent, and its standard error: of the mean of the windows' differences."""
+    """Difference of two perplexities in percent, and its standard error: of the mean of the windows' differences."""
     if row is other:
         return ""
     apart = np.subtract(row.losses, other.losses)
@@ -149,10 +149,10 @@ def difference(row: Row, other: Row) -> str:
 def subjects(options: argparse.Namespace) -> list[Subject]:
     shakespeare = (options.data / "text/tinyshakespeare/input.txt").read_text(encoding="utf-8")
     stories = json.loads((options.data / "text/tinystories/tinystories_100.json").read_text(encoding="utf-8"))
-    told = "\n".join(story if isinstance(story, str) else story["story"] for story in stories)
+    tales = "\n".join(story if isinstance(story, str) else story["story"] for story in stories)
     known = [
         Subject("demo", "demo", shakespeare, 0.1, 512),  # its own split: docs/demo_model.md
-        Subject("stories260K", str(options.data / "models/stories260K/hf"), told, 0.5, 256),
+        Subject("stories260K", str(options.data / "models/stories260K/hf"), tales, 0.5, 256),
     ]
     return [subject for subject in known if subject.name in options.models]
 
@@ -194,7 +194,7 @@ def measured(subject: Subject, options: argparse.Namespace, known: Mapping[tuple
 
 
 class Exact:
-    """What the float32 model says of the windows, kept for all comparisons.
+    """Log probabilities of the windows in the float32 model, for all comparisons.
 
     Attributes:
         losses: [windows], nats a token.
@@ -208,8 +208,8 @@ class Exact:
         """Another model's losses, and the divergence of its next tokens from these."""
         losses, logprobs = said(model, self.windows)
         apart = [
-            (np.exp(own) * (own - other)).sum(axis=-1).mean()
-            for own, other in zip(self._logprobs, logprobs, strict=True)
+            (np.exp(exact) * (exact - other)).sum(axis=-1).mean()
+            for exact, other in zip(self._logprobs, logprobs, strict=True)
         ]
         return losses, float(np.mean(apart))
 
@@ -238,7 +238,7 @@ Quality = tuple[np.ndarray, float | None]  # losses [windows], and the divergenc
 def kinds(
     subject: Subject, exact: Exact, calibration: Calibration, options: argparse.Namespace
 ) -> Iterator[tuple[str, Callable[[], tuple[float, Quality]]]]:
-    """Each kind's name, and what measures its bits a weight and its quality."""
+    """Yield each kind's name, and a function that measures its bits a weight and its quality."""
 
     def loaded(source: str, dtype: str) -> Quality:
         return exact.compared(load_model(source, dtype, show_progress=False))
@@ -304,7 +304,7 @@ def split(subject: Subject, model: Model, options: argparse.Namespace) -> tuple[
 
 
 def bits_of(weights: Any, folder: pathlib.Path) -> float:
-    """Of all linear weights of the layers, those that stayed as they are among them."""
+    """Bits a weight over all linear weights of the layers, those that stayed as they are among them."""
     values = sum(math.prod(weight.shape) for weight in weights.values())
     size = sum(weight.nbytes for weight in weights.values())
     for name, info in open_checkpoint(folder).tensors.items():
@@ -314,7 +314,7 @@ def bits_of(weights: Any, folder: pathlib.Path) -> float:
 
 
 def bits_of_gguf(path: pathlib.Path) -> float:
-    """The same of a GGUF file."""
+    """Bits a weight over all linear weights of the layers of a GGUF file."""
     checkpoint = open_gguf(path)
     layers = [(weight.shape, weight.nbytes) for name, weight in checkpoint.weights.items() if ".layers." in name]
     for name, info in checkpoint.tensors.items():
@@ -330,8 +330,8 @@ def of_engine(model: Model, windows: np.ndarray, cache: str) -> np.ndarray:
     found = llm.generate(windows.tolist(), SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
     losses = []
     for output, window in zip(found, windows.tolist(), strict=True):
-        told = [places or {} for places in output.prompt_logprobs or ()]
-        losses.append(np.mean([-places[token].logprob for places, token in zip(told[1:], window[1:], strict=True)]))
+        rows = [places or {} for places in output.prompt_logprobs or ()]
+        losses.append(np.mean([-places[token].logprob for places, token in zip(rows[1:], window[1:], strict=True)]))
     return np.array(losses)
 
 

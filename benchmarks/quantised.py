@@ -102,20 +102,20 @@ def measure(rows: Sequence[Row], batch: int, options: argparse.Namespace) -> lis
         for row in rows:
             workers[row.name] = start(row, batch, options)
         rates: dict[str, list[float]] = {row.name: [] for row in rows}
-        for turn in range(options.rounds + 1):
-            prompts = random_prompts(f"{batch} {turn}", batch, options.prompt_len, VOCAB)
+        for round_number in range(options.rounds + 1):
+            prompts = random_prompts(f"{batch} {round_number}", batch, options.prompt_len, VOCAB)
             for name, worker in workers.items():
                 rate = decode_rate(worker.ask("generate", prompts=prompts, new_tokens=options.new_tokens))
-                if turn:  # the first warms caches
+                if round_number:  # the first warms caches
                     rates[name].append(rate)
     finally:
         for worker in workers.values():
             worker.close()
     found = []
-    for name, own in rates.items():
-        ratio = ratios(own, rates[rows[0].name])
-        print(f"batch {batch:3d}  {name:34s} {statistics.median(own):8.1f} tokens/s  x{ratio.median:.2f}", flush=True)
-        found.append({"batch": batch, "row": name, "tokens_per_second": own, "ratio": dataclasses.asdict(ratio)})
+    for name, runs in rates.items():
+        ratio = ratios(runs, rates[rows[0].name])
+        print(f"batch {batch:3d}  {name:34s} {statistics.median(runs):8.1f} tokens/s  x{ratio.median:.2f}", flush=True)
+        found.append({"batch": batch, "row": name, "tokens_per_second": runs, "ratio": dataclasses.asdict(ratio)})
     return found
 
 

@@ -1,4 +1,4 @@
-"""How long weights take from a disk to the device: a converted folder against the safetensors that it was made of.
+"""Time that weights take from a disk to the device: a converted folder against the safetensors it was made of.
 
     python benchmarks/restore.py                     a layer of Llama-3.1-8B and a small vocabulary: some 570 MB
     python benchmarks/restore.py --layers 4 --out benchmarks/results/restore.json
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make(options: argparse.Namespace, place: pathlib.Path) -> ParamTree:
-    """Both folders, of random weights; their specs."""
+    """Write both folders, of random weights; return their specs."""
     config_json = json.loads((CONFIGS / f"{options.model}.json").read_text(encoding="utf-8"))
     config_json |= {"num_hidden_layers": options.layers, "vocab_size": options.vocab}
     family = family_for(config_json)
@@ -80,7 +80,7 @@ def make(options: argparse.Namespace, place: pathlib.Path) -> ParamTree:
 
 
 def ways(place: pathlib.Path, specs: ParamTree) -> dict[str, Callable[[], Any]]:
-    """What is measured, by name."""
+    """Functions to be measured, by name."""
     converted, buffer = place / "converted", bytearray(1 << 24)
 
     def restore() -> Any:
@@ -88,8 +88,8 @@ def ways(place: pathlib.Path, specs: ParamTree) -> dict[str, Callable[[], Any]]:
 
     def plain() -> Any:
         checkpointer = ocp.PyTreeCheckpointer()
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        as_jax = ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=here)
+        on_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        as_jax = ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=on_device)
         return {
             part.name: checkpointer.restore(
                 part, restore_args=jax.tree.map(lambda _: as_jax, checkpointer.metadata(part).item_metadata.tree)
@@ -147,15 +147,15 @@ def remember(path: pathlib.Path) -> None:
 
 
 def table(size: int, runs: dict[str, Any]) -> str:
-    """In Markdown; ratios are to safetensors in the same state, of the medians."""
+    """Table in Markdown; ratios are to safetensors in the same state, of the medians."""
     head = "| way | clock: best, median | times as fast | processor: best, median | times as little |"
     lines = [f"{size / 1e6:.0f} MB", "", head, "|---|---|---|---|---|"]
     for name, taken in runs.items():
         cells = [name]
         for kind in ("clock", "processor"):
-            own, other = taken[kind], runs[f"safetensors, {name.rpartition(', ')[2]}"][kind]
-            median = statistics.median(own)
-            cells += [f"{min(own):.2f} s, {median:.2f} s", f"{statistics.median(other) / median:.2f}"]
+            seconds, other = taken[kind], runs[f"safetensors, {name.rpartition(', ')[2]}"][kind]
+            median = statistics.median(seconds)
+            cells += [f"{min(seconds):.2f} s, {median:.2f} s", f"{statistics.median(other) / median:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What the front end costs: 500 streams at 5,000 tokens a second, twice and ten times the requests that can be served,
+"""Cost of the front end: 500 streams at 5,000 tokens a second, twice and ten times the requests that can be served,
 and refusals by a full queue, one at a time and in bursts.
 
     python benchmarks/serve_load.py                   both doors: two minutes and a half
@@ -66,18 +66,18 @@ def _doors(text: str) -> tuple[str, ...]:
 
 
 def header(options: argparse.Namespace) -> dict[str, Any]:
-    """When, on what and with what."""
-    asked = {name: value for name, value in vars(options).items() if not isinstance(value, pathlib.Path)}
+    """Describe a run: date, machine, versions and options."""
+    plain = {name: value for name, value in vars(options).items() if not isinstance(value, pathlib.Path)}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(machine.usable_cores()[-1] + 1),
         "versions": {name: importlib.metadata.version(name) for name in ("jaxinfer", "grpcio", "protobuf", "uvicorn")},
-        "options": asked,
+        "options": plain,
     }
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All runs, one after the other, each with a server of its own."""
+    """Make all runs, one after the other, each with a server of its own."""
     runs: dict[str, Any] = {}
     for door in options.doors:
         runs[f"{door} even"] = await load.deliver(delivery(options, door, options.groups))

@@ -1,4 +1,4 @@
-"""What the front end costs here and in another checkout, both at once, so that a machine whose speed drifts, as shared
+"""Cost of the front end here and in another checkout, both at once, so that a machine whose speed drifts, as shared
 ones do by more than what is asked for, drifts for both.
 
     git worktree add /tmp/before f9f49f7
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for door in options.doors:
         pairs = [pair(options, door, turn) for turn in range(options.pairs)]
         result["pairs"][door] = pairs
-        print(f"{door}: {told(pairs)}", flush=True)
+        print(f"{door}: {summary(pairs)}", flush=True)
     if options.out is not None:
         record.keep(result, options.out)
     return 0
@@ -87,7 +87,7 @@ def cost(running: subprocess.Popen[str]) -> float:
     return 1e6 * json.loads(out.splitlines()[-1])["cpu_per_token"]["front"]
 
 
-def told(pairs: Sequence[dict[str, float]]) -> str:
+def summary(pairs: Sequence[dict[str, float]]) -> str:
     """Medians, and the ratio with its standard error."""
     ratios = np.array([one["here"] / one["there"] for one in pairs])
     here, there = (np.median([one[name] for one in pairs]) for name in ("here", "there"))

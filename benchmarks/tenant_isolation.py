@@ -1,4 +1,4 @@
-"""Whether a tenant can tell what another one has asked: an attack on a server of the demo model, with two keys.
+"""Test whether a tenant can tell what another one has asked: an attack on a server of the demo model, with two keys.
 
     python benchmarks/tenant_isolation.py                            400 probes: some minutes on two cores
     python benchmarks/tenant_isolation.py --sharing all              what can be told where tenants share prefixes
@@ -45,23 +45,23 @@ _ENGINE = ("--max-num-seqs", "4", "--max-model-len", "1024", "--page-size", "16"
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What one probe showed; each figure is larger where a prompt looks more primed."""
+    """Figures of one probe; each is larger where a prompt looks more primed."""
 
     ttft: float
     cached_tokens: float
     tokenize: float
 
 
-Told = Mapping[bool, Sequence[Seen]]
-"""What was seen of prompts that the victim had asked (true) and of others."""
+Probes = Mapping[bool, Sequence[Seen]]
+"""Probes of prompts that the victim had asked (true) and of others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     options = parse(arguments)
     with served(options.sharing) as (target, victim, attacker):
-        told = attack(Tenant(target, victim), Tenant(target, attacker), options.probes, options.characters)
-    result = {"sharing": options.sharing, "probes": options.probes, **figures(told)}
+        seen = attack(Tenant(target, victim), Tenant(target, attacker), options.probes, options.characters)
+    result = {"sharing": options.sharing, "probes": options.probes, **figures(seen)}
     print(table(result))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Tenant:
-    """Who asks with a key of its own, on a connection of its own."""
+    """Client with a key and a connection of its own."""
 
     def __init__(self, target: str, key: str) -> None:
         options = (("grpc.use_local_subchannel_pool", 1),)
@@ -101,15 +101,15 @@ class Tenant:
         return first, cached
 
     def tokenize(self, text: str) -> float:
-        """Seconds that it takes."""
+        """Seconds that Tokenize takes."""
         begun = time.perf_counter()
         self._stub.Tokenize(pb.TokenizeRequest(text=text), metadata=self._metadata)
         return time.perf_counter() - begun
 
 
-def attack(victim: Tenant, attacker: Tenant, probes: int, characters: int, seed: int = 0) -> Told:
-    """``probes`` of pairs: the victim asks one prompt of each, the attacker both."""
-    chance, told = random.Random(seed), {True: list[Seen](), False: list[Seen]()}
+def attack(victim: Tenant, attacker: Tenant, probes: int, characters: int, seed: int = 0) -> Probes:
+    """Probe pairs of prompts: the victim asks one of each, the attacker both."""
+    chance, seen = random.Random(seed), {True: list[Seen](), False: list[Seen]()}
     for tenant in (victim, attacker):  # connections are made, and helpers warm
         for _ in range(5):
             tenant.ask(_prompt(chance, characters))
@@ -118,8 +118,8 @@ def attack(victim: Tenant, attacker: Tenant, probes: int, characters: int, seed:
         victim.ask(pair[0][0])
         chance.shuffle(pair)
         for prompt, primed in pair:
-            told[primed].append(_probe(attacker, prompt))
-    return told
+            seen[primed].append(_probe(attacker, prompt))
+    return seen
 
 
 def _probe(attacker: Tenant, prompt: str) -> Seen:
@@ -137,11 +137,11 @@ def _prompt(chance: random.Random, characters: int) -> str:
 # ---- what it tells
 
 
-def figures(told: Told) -> dict[str, dict[str, float]]:
-    """For each thing seen the AUC, its standard error where nothing can be told, and medians."""
+def figures(seen: Probes) -> dict[str, dict[str, float]]:
+    """AUC of each figure of the probes, its standard error where nothing can be told, and medians."""
     found = {}
     for field in dataclasses.fields(Seen):
-        primed, fresh = ([getattr(each, field.name) for each in told[kind]] for kind in (True, False))
+        primed, fresh = ([getattr(each, field.name) for each in seen[kind]] for kind in (True, False))
         medians = {"primed": abs(sorted(primed)[len(primed) // 2]), "fresh": abs(sorted(fresh)[len(fresh) // 2])}
         found[field.name] = {"auc": auc(primed, fresh), "error": null_error(len(primed), len(fresh)), **medians}
     return found

@@ -91,8 +91,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _folder() -> pathlib.Path:
-    asked = os.environ.get("JAXINFER_TEST_DATA")
-    return (pathlib.Path(asked) if asked else REPO.parent / "shared" / "data") / "traces"
+    folder = os.environ.get("JAXINFER_TEST_DATA")
+    return (pathlib.Path(folder) if folder else REPO.parent / "shared" / "data") / "traces"
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -108,7 +108,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options ask for, as one record.
+    """Measure what the options ask for, as one record.
 
     Raises:
         TraceError: the trace is absent, or nothing of it fits.

@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command: 0, or 2 and a sentence when it cannot measure."""
     options = parse(arguments)
     machine.keep_to_cores(options.threads)
-    given = options.oracle_python
-    python, absent = (str(given.absolute()), {}) if given else make_oracle(options.peers)
+    oracle = options.oracle_python
+    python, absent = (str(oracle.absolute()), {}) if oracle else make_oracle(options.peers)
     try:
         result = measure(options, Programs.of(python), absent)
     except (CannotRun, PeerDied, TooShort) as cause:
@@ -195,17 +195,17 @@ def _best(a: dict[str, report.Limits], b: dict[str, report.Limits]) -> dict[str,
 
 
 class _Others:
-    """How much of the machine others use from now on."""
+    """Measure the share of the machine that others use from now on."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._start, self._busy, self._own = time.monotonic(), machine.busy_seconds(), session.cpu_seconds()
+        self._start, self._busy, self._own_busy = time.monotonic(), machine.busy_seconds(), session.cpu_seconds()
 
     def seconds(self) -> float:
         return time.monotonic() - self._start
 
     def share(self, cores: int) -> float:
-        used = (machine.busy_seconds() - self._busy) - (self._session.cpu_seconds() - self._own)
+        used = (machine.busy_seconds() - self._busy) - (self._session.cpu_seconds() - self._own_busy)
         return max(0.0, used / self.seconds() / cores)
 
 

@@ -1,4 +1,4 @@
-"""What both sides compute, and how each times it. Runs on Python 3.11, without jax and torch."""
+"""Shapes that both sides compute, and how each times them. Runs on Python 3.11, without jax and torch."""
 
 from __future__ import annotations
 

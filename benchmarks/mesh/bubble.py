@@ -1,4 +1,4 @@
-"""How long pipeline stages wait: the part of their time in which they compute nothing."""
+"""Bubble of pipeline stages: the part of their time in which they compute nothing."""
 
 from __future__ import annotations
 
@@ -96,6 +96,6 @@ def _arrivals(executor: LocalExecutor, microbatch: int, batch: DecodeBatch) -> l
 def _all_stages(executor: LocalExecutor, microbatch: int, batch: DecodeBatch, arrivals: list[Any]) -> None:
     for part, arriving in zip(executor.runtimes[:-1], arrivals, strict=False):
         part.pass_decode(batch, arriving)
-    last, own = executor.runtimes[-1], executor.microbatches[microbatch]
-    state, _ = last.run.decode(last.params, own.slots, executor._state(own), batch, arrivals[-1])
-    last.pools, own.last_tokens, own.sampler = state
+    last, chosen = executor.runtimes[-1], executor.microbatches[microbatch]
+    state, _ = last.run.decode(last.params, chosen.slots, executor._state(chosen), batch, arrivals[-1])
+    last.pools, chosen.last_tokens, chosen.sampler = state

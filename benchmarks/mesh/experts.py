@@ -58,11 +58,11 @@ def _seconds(call: Callable[[], None], limit: float) -> float:
     return (time.perf_counter() - start) / count
 
 
-def _decode(own: Model, rows: int) -> Callable[[], None]:
-    executor = _executor(own, rows)
+def _decode(model: Model, rows: int) -> Callable[[], None]:
+    executor = _executor(model, rows)
     rng = np.random.default_rng(0)
     tables = np.arange(rows * 4, dtype=np.int32).reshape(1, rows, 4)
-    tokens = rng.integers(own.config.vocab_size, size=rows, dtype=np.int32)
+    tokens = rng.integers(model.config.vocab_size, size=rows, dtype=np.int32)
     batch = DecodeBatch(tokens, np.full(rows, 100, np.int32), np.zeros(rows, np.int32), tables)
 
     def call() -> None:
@@ -72,9 +72,9 @@ def _decode(own: Model, rows: int) -> Callable[[], None]:
     return call
 
 
-def _prefill(own: Model) -> Callable[[], None]:
-    executor = _executor(own, 1)
-    tokens = np.random.default_rng(0).integers(own.config.vocab_size, size=(1, _CHUNK), dtype=np.int32)
+def _prefill(model: Model) -> Callable[[], None]:
+    executor = _executor(model, 1)
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(1, _CHUNK), dtype=np.int32)
     tables = np.arange(4, dtype=np.int32).reshape(1, 1, 4)
     batch = PrefillBatch(tokens, np.zeros(1, np.int32), np.full(1, _CHUNK, np.int32), tables)
 
@@ -85,7 +85,7 @@ def _prefill(own: Model) -> Callable[[], None]:
     return call
 
 
-def _executor(own: Model, rows: int) -> LocalExecutor:
+def _executor(model: Model, rows: int) -> LocalExecutor:
     config = EngineConfig(max_num_seqs=rows, max_model_len=256, num_pages=_PAGES, prefill_sizes=(_CHUNK,))
-    engine = resolve(config, own.cache_spec, max_position=own.config.max_position, itemsize=own.dtype.itemsize)
-    return LocalExecutor(own, engine, SamplingLimits(max_logprobs=engine.max_logprobs), make_mesh())
+    engine = resolve(config, model.cache_spec, max_position=model.config.max_position, itemsize=model.dtype.itemsize)
+    return LocalExecutor(model, engine, SamplingLimits(max_logprobs=engine.max_logprobs), make_mesh())

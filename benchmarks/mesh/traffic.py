@@ -31,7 +31,7 @@ _SIZES: tuple[dict[str, int], ...] = (
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each mesh, the bytes of the arrays that a step's collectives make on a device, and what stages hand over.
+    """Count the bytes of the arrays that a step's collectives make on a device, and of what stages hand over, by mesh.
 
     A token's hidden state is ``hand_over`` bytes. Ranks of data-parallel attention have as many rows together
     as the other meshes, each its own; a share of one in ``dp_attn`` of what they exchange is a device's own and
@@ -57,16 +57,16 @@ def _arrays(result: str) -> Iterator[int]:
 
 def _row(sizes: dict[str, int]) -> dict[str, Any]:
     mixture = {"expert", "dp_attn"} & sizes.keys()
-    own = model(num_hidden_layers=_LAYERS, **(EXPERTS if mixture else {}))
+    cut = model(num_hidden_layers=_LAYERS, **(EXPERTS if mixture else {}))
     ranks = sizes.get("dp_attn", 1)
     settings: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items() if name != "dp_attn"}
     if ranks > 1:
         settings |= {"expert_parallel_size": ranks, "enable_dp_attention": True}
-    engine = LLM(own, compilation_cache_dir="", max_num_seqs=_ROWS // ranks, **_SETTINGS, **settings).engine
+    engine = LLM(cut, compilation_cache_dir="", max_num_seqs=_ROWS // ranks, **_SETTINGS, **settings).engine
     found: collections.Counter[str] = collections.Counter()
     for program in _decode_programs(engine):
         found.update(collective_bytes(program.as_text()))
-    rows, state = engine.config.rows // engine.config.microbatches, own.config.hidden_size * own.dtype.itemsize
+    rows, state = engine.config.rows // engine.config.microbatches, cut.config.hidden_size * cut.dtype.itemsize
     row: dict[str, Any] = {"mesh": sizes, "rows": rows, "layers": _LAYERS, "bytes": dict(found)}
     row["hand_over"] = rows * state * (sizes.get("pipeline", 1) - 1)
     print(f"{sizes}: {row['bytes']}, handed over {row['hand_over']}")

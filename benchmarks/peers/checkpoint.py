@@ -19,7 +19,7 @@ _STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies: ``begin`` and ``end`` are offsets in its file."""
+    """Place of one tensor: ``begin`` and ``end`` are offsets in its file."""
 
     file: pathlib.Path
     kind: str

@@ -1,4 +1,4 @@
-"""How llama.cpp names and arranges the tensors of a Llama. Without the `gguf` package, so that a test can check it."""
+"""Names and layouts of a Llama's tensors in llama.cpp. Without the `gguf` package, so that a test can check them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the project has set itself against its peers, and whether a row reaches it."""
+"""Goals that the project has set itself against its peers, and whether a row reaches them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the times at which tokens arrived to rates: one definition for every peer."""
+"""Rates from the times at which tokens arrived: one definition for every peer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ratios(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How far two peers' greedy tokens agree: equal sequences, all sequences, fewest equal tokens before a difference
+    """Agreement of two peers' greedy tokens: equal sequences, all sequences, fewest equal tokens before a difference
     (None: there is none)."""
 
     equal: int

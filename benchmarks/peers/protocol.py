@@ -1,4 +1,4 @@
-"""What a peer's process speaks: one JSON object a line, requests on stdin, replies on stdout. Runs on Python 3.11.
+"""Protocol of a peer's process: one JSON object a line, requests on stdin, replies on stdout. Runs on Python 3.11.
 
 The first line of a peer tells its versions. Then each request has a reply: `load` prepares a model, `generate` runs
 prompts, `limits` measures what the machine can do. A peer that cannot go on dies; its last words are on stderr.
@@ -50,7 +50,7 @@ class Stopwatch:
         self.times[sequence].extend([time.perf_counter() - self._start] * len(tokens))
 
     def add_step(self, tokens: list[int]) -> None:
-        """One token for each sequence, all at this moment."""
+        """Note one token for each sequence, all at this moment."""
         now = time.perf_counter() - self._start
         for sequence, token in enumerate(tokens):
             self.tokens[sequence].append(token)

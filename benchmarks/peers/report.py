@@ -26,7 +26,7 @@ _ME = "jaxinfer"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the machine can do in one dtype: bytes/s read from memory, flop/s of a matrix product."""
+    """Limits of the machine in one dtype: bytes/s read from memory, flop/s of a matrix product."""
 
     bandwidth: float
     gemm: float
@@ -117,7 +117,7 @@ def _versus(item: Mapping[str, Any], peer: str) -> list[str]:
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many comparisons there were, and each that misses its floor or its goal."""
+    """Number of comparisons, and each that misses its floor or its goal."""
     compared = [(item, peer, ratio) for item in rows for peer, ratio in item["ratio"].items() if ratio["verdict"]]
     lines = [
         f"{ratio['verdict'].upper()}: {item['model']} {item['dtype']} batch {item['batch']} {item['phase']}: "

@@ -21,7 +21,7 @@ _FIRST_ID = 3  # below are, in most vocabularies, the special tokens
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is loaded together: one model in one dtype for one batch size."""
+    """Configuration that is loaded at once: one model in one dtype for one batch size."""
 
     model: str
     folder: pathlib.Path
@@ -44,8 +44,8 @@ class Phase:
 
 @dataclasses.dataclass
 class Samples:
-    """What one peer did in one phase of one cell: a rate (tokens/s) and the seconds of the whole call for each round,
-    and the tokens of the first round."""
+    """Samples of one peer in one phase of one cell: a rate (tokens/s) and the seconds of the whole call for each
+    round, and the tokens of the first round."""
 
     rates: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -65,7 +65,7 @@ def random_prompts(seed: str, batch: int, length: int, vocab: int) -> Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class Taken:
-    """What each peer did in one phase of one cell; who was absent, and why."""
+    """Samples of all peers in one phase of one cell; who was absent, and why."""
 
     phase: Phase
     samples: dict[str, Samples]
@@ -103,7 +103,7 @@ class Session:
             self._drop(name)
 
     def load(self, cell: Cell, max_len: int) -> dict[str, str]:
-        """Every peer loads the cell's model. Returns the reasons of those that cannot."""
+        """Load the cell's model in every peer. Returns the reasons of those that cannot."""
         missing = dict(self.absent)
         for name in self._peers:
             if name not in missing:
@@ -198,14 +198,14 @@ def run_cell(session: Session, cell: Cell, phases: Sequence[Phase], rounds: int)
 
 
 def _turn(session: Session, name: str, cell: Cell, prompts: Prompts, new_tokens: int) -> Reply:
-    """One peer's turn. A short run before it wakes its threads and brings its own data back into the caches."""
+    """Run one peer. A short run before wakes its threads and brings its own data back into the caches."""
     settle = random_prompts("settle", cell.batch, _SETTLE_PROMPT, cell.vocab)
     session.ask(name, "generate", prompts=settle, new_tokens=_SETTLE_TOKENS)
     return session.ask(name, "generate", prompts=prompts, new_tokens=new_tokens)
 
 
 def check_agreement(session: Session, cell: Cell, length: int, new_tokens: int) -> dict[str, Agreement]:
-    """How far each peer's greedy tokens agree with jaxinfer's on the cell's model."""
+    """Compare each peer's greedy tokens with jaxinfer's on the cell's model."""
     absent = session.load(cell, max(length + new_tokens, 16))
     prompts = random_prompts("check", cell.batch, length, cell.vocab)
     names = [name for name in session.running if name not in absent]

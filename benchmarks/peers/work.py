@@ -1,4 +1,4 @@
-"""What a checkpoint asks of a machine: bytes that a decode step must read, operations that a prefill must do."""
+"""Work that a checkpoint needs: bytes that a decode step must read, operations that a prefill must do."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ class HttpClient:
 
 
 def _http_request(row: int, tokens: int) -> bytes:
-    asked = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "seed": 0, "temperature": 0.0}
-    body = json.dumps({"model": "paced", "stream": True, "request_id": id_of(row), **asked}).encode()
+    fields = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "seed": 0, "temperature": 0.0}
+    body = json.dumps({"model": "paced", "stream": True, "request_id": id_of(row), **fields}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 

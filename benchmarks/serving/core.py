@@ -20,13 +20,13 @@ FOLDER = pathlib.Path(jaxinfer.__file__).parent / "demo" / "target"
 """A real tokenizer and template; the weights are not read."""
 CONTEXT, VOCAB, EOS = 8192, 2048, 1
 TOKEN, TEXT = 271, " the"
-"""What every output consists of."""
+"""Token and text that every output consists of."""
 REPO = pathlib.Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Where the stamps are, and how many."""
+    """Place and size of the table of stamps."""
 
     path: str
     rows: int
@@ -34,14 +34,14 @@ class Table:
 
 
 def command(table: Table, pace: Pace) -> list[str]:
-    """For `jaxinfer.serve.server.Server`."""
+    """Command line of the core, for `jaxinfer.serve.server.Server`."""
     settings = json.dumps({"table": dataclasses.asdict(table), "pace": dataclasses.asdict(pace)})
     return ["env", f"PYTHONPATH={REPO}", sys.executable, "-m", "benchmarks.serving.core", settings]
 
 
 def main() -> None:
-    asked: dict[str, Any] = json.loads(sys.argv[1])
-    table, pace = Table(**asked["table"]), Pace(**asked["pace"])
+    settings_json: dict[str, Any] = json.loads(sys.argv[1])
+    table, pace = Table(**settings_json["table"]), Pace(**settings_json["pace"])
 
     def build(settings: CoreSettings, report: Report) -> Built:
         del report  # nothing takes long

@@ -19,11 +19,11 @@ from benchmarks.peers import machine
 from benchmarks.serving import core
 from benchmarks.serving.clients import Client, GrpcClient, Heard, HttpClient
 from benchmarks.serving.paced import Pace, Stamps
-from benchmarks.serving.server import Asked, Running, running
+from benchmarks.serving.server import Running, ServerSettings, running
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 30.0
-_HELD_STEP_SECONDS, _HELD_TOKENS = 0.25, 1500  # of what keeps a queue full: longer than any run
+_FILLER_STEP_SECONDS, _FILLER_TOKENS = 0.25, 1500  # of what keeps a queue full: longer than any run
 _QUIET_SECONDS = 1.0  # between the last stream's start and the first figure
 
 
@@ -44,7 +44,7 @@ class Delivery:
 
     @property
     def tokens(self) -> int:
-        """Of each stream: before, while and after figures are taken."""
+        """Tokens of each stream: before, while and after figures are taken."""
         return int((self.seconds + 4 * _QUIET_SECONDS) / self.pace.step_seconds)
 
 
@@ -97,8 +97,8 @@ class Cpu:
 
     @classmethod
     def now(cls, server: Running) -> Cpu:
-        own = cpu_seconds(server.front), cpu_seconds(server.engine), time.process_time()
-        return cls(*own, machine.busy_seconds() - sum(own))
+        used = cpu_seconds(server.front), cpu_seconds(server.engine), time.process_time()
+        return cls(*used, machine.busy_seconds() - sum(used))
 
     def since(self, then: Cpu) -> Cpu:
         return Cpu(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(then), strict=True)))
@@ -107,7 +107,7 @@ class Cpu:
         return {name: getattr(self, name) / max(1, count) for name in ("front", "engine", "client")}
 
     def share_of_others(self, seconds: float) -> float:
-        """Of all cores."""
+        """Share of all cores that others used."""
         return max(0.0, self.others) / seconds / (os.cpu_count() or 1)
 
 
@@ -118,7 +118,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def deliver(load: Delivery, profile: str | None = None) -> dict[str, Any]:
-    """All streams start, and when all run figures are taken for a while; then they end."""
+    """Start all streams, take figures for a while when all run, and end them."""
     async with _served(load.pace, load.streams, load.tokens, load.streams, None, profile) as (server, stamps):
         client = _client(load.door, server, load.connections)
         with _no_collections():
@@ -168,7 +168,7 @@ def delays(heards: Sequence[Heard], stamps: np.ndarray, window: tuple[float, flo
 
 
 def errors(heards: Sequence[Heard], tokens: int) -> list[str]:
-    """One sentence for each stream that did not bring what it should."""
+    """Sentences about the streams that did not bring what they should."""
     found = []
     for heard in heards:
         if heard.error is not None or heard.refused:
@@ -196,17 +196,17 @@ async def overload(load: Overload) -> dict[str, Any]:
 
 
 async def refuse(load: Refusals) -> dict[str, Any]:
-    """One request has the only slot, another the only place in the queue; both outlast the run."""
-    async with _served(Pace(_HELD_STEP_SECONDS, 1, core.TOKEN), load.count + 2, _HELD_TOKENS, 1, 1, None) as (
+    """Measure refusals: one request has the only slot, another the only place in the queue; both outlast the run."""
+    async with _served(Pace(_FILLER_STEP_SECONDS, 1, core.TOKEN), load.count + 2, _FILLER_TOKENS, 1, 1, None) as (
         server,
         _,
     ):
         client = _client(load.door, server, load.connections)
-        held: list[asyncio.Future[Heard]] = []
+        fillers: list[asyncio.Future[Heard]] = []
         for row in range(2):  # the second one when the first has its slot: there is one place to wait
-            held.append(asyncio.ensure_future(client.generate(row, _HELD_TOKENS)))
-            await asyncio.sleep(4 * _HELD_STEP_SECONDS)
-        assert not any(task.done() for task in held), held
+            fillers.append(asyncio.ensure_future(client.generate(row, _FILLER_TOKENS)))
+            await asyncio.sleep(4 * _FILLER_STEP_SECONDS)
+        assert not any(task.done() for task in fillers), fillers
         heards: list[Heard] = []
         with _no_collections():
             before, start = Cpu.now(server), time.monotonic()
@@ -214,9 +214,9 @@ async def refuse(load: Refusals) -> dict[str, Any]:
                 rows = range(first, min(first + load.at_once, load.count + 2))
                 heards += await asyncio.gather(*(client.generate(row, 1) for row in rows))
             used, seconds = Cpu.now(server).since(before), time.monotonic() - start
-        for task in held:
+        for task in fillers:
             task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
+        await asyncio.gather(*fillers, return_exceptions=True)
         await client.close()
     return {
         "load": dataclasses.asdict(load),
@@ -270,8 +270,8 @@ async def _served(
     with tempfile.TemporaryDirectory(prefix="jaxinfer-load-") as folder:
         path = pathlib.Path(folder) / "stamps"
         stamps = Stamps(path, rows, tokens)
-        asked = Asked(core.Table(str(path), rows, tokens), pace, slots, waiting, profile)
-        async with running(asked) as server:
+        settings = ServerSettings(core.Table(str(path), rows, tokens), pace, slots, waiting, profile)
+        async with running(settings) as server:
             yield server, stamps
 
 
@@ -281,7 +281,7 @@ def _client(door: str, server: Running, connections: int) -> Client:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """In the load generator: its pauses would be taken for the server's."""
+    """Stop garbage collection in the load generator: its pauses would be taken for the server's."""
     gc.collect()
     gc.disable()
     try:

@@ -23,7 +23,7 @@ from jaxinfer.types import SequenceDelta
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How tokens come.
+    """Pace at which tokens come.
 
     Attributes:
         step_seconds: in which each running sequence gets a token.
@@ -38,7 +38,7 @@ class Pace:
 
 
 class Stamps:
-    """When tokens left the engine: a file that two processes map. The clock is CLOCK_MONOTONIC, which they share.
+    """Times at which tokens left the engine: a file that two processes map. They share the clock, CLOCK_MONOTONIC.
 
     Args:
         rows, tokens: the table's size; a request's row is the number at the end of its id ("load-7").

@@ -1,4 +1,4 @@
-"""What the figures of a run say: goals, verdicts, and the lines that are printed."""
+"""Report of a run's figures: goals, verdicts, and the lines that are printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Mapping[str, Any]
 
 
 def verdicts(runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
-    """Each goal that these runs can speak to. The goals of delivery are those of tokens that come evenly."""
+    """Verdicts on the goals of these runs. The goals of delivery are those of tokens that come evenly."""
     found: dict[str, tuple[float, float]] = {}
     for name, run in runs.items():
         found[f"{name}: errors"] = len(run["errors"]), 0

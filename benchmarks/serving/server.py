@@ -25,8 +25,8 @@ _STOP_SECONDS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What is to be served.
+class ServerSettings:
+    """Settings of the server that is to be started.
 
     Attributes:
         slots: sequences that run at once.
@@ -44,7 +44,7 @@ class Asked:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Asked:
+    def from_json(cls, text: str) -> ServerSettings:
         fields: dict[str, Any] = json.loads(text)
         return cls(**{**fields, "table": core.Table(**fields["table"]), "pace": Pace(**fields["pace"])})
 
@@ -60,22 +60,22 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(asked: Asked) -> AsyncIterator[Running]:
-    """Start one and wait for it.
+async def running(settings: ServerSettings) -> AsyncIterator[Running]:
+    """Start a server and wait for it.
 
     Raises:
         RuntimeError: it did not get ready; its log is on stderr.
     """
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "benchmarks.serving.server", asked.to_json()]
+    command = [sys.executable, "-m", "benchmarks.serving.server", settings.to_json()]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, cwd=core.REPO)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        told = await process.stdout.readline()
-        if not told:
+        ports = await process.stdout.readline()
+        if not ports:
             raise RuntimeError("the server did not start")
-        yield Running(**json.loads(told), front=process.pid, engine=_child(process.pid))
+        yield Running(**json.loads(ports), front=process.pid, engine=_child(process.pid))
     finally:
         process.stdin.close()
         try:
@@ -92,18 +92,18 @@ def _child(pid: int) -> int:
     return cores[0]
 
 
-async def serve(asked: Asked) -> None:
+async def serve(settings: ServerSettings) -> None:
     """Be the server until stdin ends."""
     engine = EngineConfig(
-        max_num_seqs=asked.slots,
+        max_num_seqs=settings.slots,
         max_model_len=core.CONTEXT,
         num_pages=1 << 15,
-        max_waiting_requests=asked.waiting,
+        max_waiting_requests=settings.waiting,
         swap_space_gib=0.0,
         enable_prefix_caching=False,
     )
     config = ServeConfig(model="paced", grpc_port=0, http_port=0, log_level="warning", engine=engine)
-    server = Server(config, core.command(asked.table, asked.pace), opened=heap.settle)
+    server = Server(config, core.command(settings.table, settings.pace), opened=heap.settle)
     try:
         await server.start()
         await server.until_ready()
@@ -114,13 +114,13 @@ async def serve(asked: Asked) -> None:
 
 
 def main() -> None:
-    asked = Asked.from_json(sys.argv[1])
-    if asked.profile is None:
-        event_loop.run(serve(asked))
+    settings = ServerSettings.from_json(sys.argv[1])
+    if settings.profile is None:
+        event_loop.run(serve(settings))
         return
     profiler = cProfile.Profile()
-    profiler.runcall(event_loop.run, serve(asked))
-    with open(asked.profile, "w", encoding="utf-8") as file:
+    profiler.runcall(event_loop.run, serve(settings))
+    with open(settings.profile, "w", encoding="utf-8") as file:
         pstats.Stats(profiler, stream=file).sort_stats("tottime").print_stats(60)
 
 

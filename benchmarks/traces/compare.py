@@ -19,7 +19,7 @@ from jaxinfer.types import Request, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all comparisons need.
+    """Setup that all comparisons need.
 
     Attributes:
         open: makes a server, ready to serve.
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What a figure must reach: at least ``value``, or at most."""
+    """Goal of a figure: at least ``value``, or at most."""
 
     value: float
     at_least: bool = True
@@ -114,7 +114,7 @@ def in_turns(
 
 
 class Way(NamedTuple):
-    """What takes its turn in each round: a server, and what it serves."""
+    """Way that takes its turn in each round: a server, and what it serves."""
 
     server: Server
     trace: Trace

@@ -52,7 +52,7 @@ class Requests:
 
 
 class Schedules(Protocol):
-    """What can be put under a load."""
+    """Protocol of an engine that can be put under a load."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -171,7 +171,7 @@ def _line(item: Mapping[str, Any]) -> list[str]:
 
 
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each goal that these rows can speak to."""
+    """Verdicts on the goals that these rows can speak to."""
     found: dict[str, tuple[float, float]] = {}
     medians = {(item["sequences"], item["waiting"]): item["step"]["median"] for item in rows}
     for item in rows:

@@ -32,7 +32,7 @@ _CACHE = CacheSpec((LayerSpec(),) * 32, kv_heads=8, head_dim=128)
 
 
 def resolved(config: EngineConfig, max_position: int) -> ResolvedEngine:
-    """What ``config`` means without a device: the pool is as large as asked, or has room for every slot."""
+    """Resolve ``config`` without a device: the pool is as large as asked, or has room for every slot."""
     config = dataclasses.replace(config, kv_cache_bytes=1 << 60)
     return resolve(config, _CACHE, max_position=max_position, itemsize=2)
 

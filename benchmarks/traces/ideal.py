@@ -1,4 +1,4 @@
-"""What a trace allows: the gain of continuous over static batching, and the hits of an LRU prefix cache."""
+"""Bounds of a trace: the gain of continuous over static batching, and the hits of an LRU prefix cache."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def lru_hits(trace: Trace, page_size: int, pages: int) -> LRUHits:
     """Serve one prompt after the other from a cache of ``pages`` pages that evicts the leaf that was not used for
     longest. Only full pages are kept, and the last token of a prompt is always computed."""
     names, cached = PageNames(trace, page_size), OrderedDict[tuple[int, int], None]()
-    asked = hits = 0
+    queries = hits = 0
     for request in trace.requests:
         path = names.of(request, request.prompt_len)
-        asked += request.prompt_len - 1
+        queries += request.prompt_len - 1
         usable = (request.prompt_len - 1) // page_size
         hits += page_size * next((i for i, page in enumerate(path[:usable]) if page not in cached), usable)
         for page in reversed(path):  # the beginning is used last, so that a leaf is always older than what leads to it
@@ -100,7 +100,7 @@ def lru_hits(trace: Trace, page_size: int, pages: int) -> LRUHits:
             cached.move_to_end(page)
         while len(cached) > pages:
             cached.popitem(last=False)
-    return LRUHits(asked, hits)
+    return LRUHits(queries, hits)
 
 
 def unique_pages(trace: Trace, page_size: int) -> int:

@@ -1,4 +1,4 @@
-"""What an engine has counted and what its pages hold. The one place that looks into a scheduler."""
+"""Counters of an engine, and what its pages hold. The one place that looks into a scheduler."""
 
 from __future__ import annotations
 

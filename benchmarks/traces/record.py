@@ -26,24 +26,24 @@ METHOD = {
 
 
 class Quiet:
-    """How much of the machine others use from now on."""
+    """Measure the share of the machine that others use from now on."""
 
     def __init__(self) -> None:
-        self._start, self._busy, self._own = time.monotonic(), machine.busy_seconds(), time.process_time()
+        self._start, self._busy, self._own_busy = time.monotonic(), machine.busy_seconds(), time.process_time()
 
     def others(self, cores: int) -> float:
-        used = (machine.busy_seconds() - self._busy) - (time.process_time() - self._own)
+        used = (machine.busy_seconds() - self._busy) - (time.process_time() - self._own_busy)
         return max(0.0, used / (time.monotonic() - self._start) / cores)
 
 
 def base(options: argparse.Namespace, threads: int, others: float) -> dict[str, Any]:
-    """When, on what and with what."""
-    asked = {name: value for name, value in vars(options).items() if not isinstance(value, pathlib.Path)}
+    """Describe a run: date, machine, versions and options."""
+    plain = {name: value for name, value in vars(options).items() if not isinstance(value, pathlib.Path)}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine.describe(threads) | {"used_by_others": others},
         "versions": {name: importlib.metadata.version(name) for name in ("jaxinfer", "jax", "jaxlib", "numpy")},
-        "options": asked,
+        "options": plain,
     }
 
 
@@ -74,7 +74,7 @@ def doubts(result: Mapping[str, Any]) -> list[str]:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-    """What is printed."""
+    """Text that is printed of a result."""
     trace = result["trace"]
     lines = [
         f"{trace['name']}: {trace['requests']} requests of at most {trace['longest']} tokens, lengths times "
@@ -119,7 +119,7 @@ def _comparison(result: Mapping[str, Any]) -> list[str]:
 
 
 def default_path(result: Mapping[str, Any], folder: pathlib.Path) -> pathlib.Path | None:
-    """Where a record goes if no file is named: nowhere if it should not be believed, or is of a part of the trace."""
+    """File of a record if none is named; None if it should not be believed, or is of a part of the trace."""
     options = result["options"]
     if doubts(result) or options["requests"] is not None:
         return None

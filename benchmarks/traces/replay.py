@@ -12,7 +12,7 @@ from jaxinfer.types import Request, SamplingParams, SequenceDelta
 
 
 class Counters(NamedTuple):
-    """What an engine has counted since it began: prompt tokens looked up in the prefix cache and found there,
+    """Counters of an engine since it began: prompt tokens looked up in the prefix cache and found there,
     sequences preempted."""
 
     queries: int
@@ -28,7 +28,7 @@ class Occupancy(NamedTuple):
 
 
 class Server(Protocol):
-    """What `replay` needs of an engine; `real.RealServer` and `fake.FakeServer` are two."""
+    """Protocol of an engine that `replay` drives; `real.RealServer` and `fake.FakeServer` are two."""
 
     @property
     def has_work(self) -> bool: ...
@@ -50,7 +50,7 @@ class Server(Protocol):
 
 @dataclasses.dataclass
 class Times:
-    """When a request was due, and when its first and its latest token came; seconds since the replay began."""
+    """Times at which a request was due, and its first and latest token came; seconds since the replay began."""
 
     due: float
     prompt_len: int
@@ -88,7 +88,7 @@ class Replayed:
         return self.output_tokens / self.seconds
 
     def figures(self) -> dict[str, Any]:
-        """What is reported; times in seconds, shares from 0 to 1."""
+        """Figures that are reported; times in seconds, shares from 0 to 1."""
         prompts = sum(times.prompt_len for times in self.times)
         tpots = [times.tpot for times in self.times if times.tpot is not None]
         return {

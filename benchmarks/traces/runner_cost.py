@@ -62,7 +62,7 @@ class TimedRunner:
         return result
 
     def without_device(self) -> None:
-        """From now on programs do nothing and rows get what the last real step sampled."""
+        """Replace programs by ones that do nothing: rows get what the last real step sampled."""
         run, sampled = self._stage.run, jax.block_until_ready(self.sampled)
 
         def leave(*arguments: Any) -> Any:

@@ -25,10 +25,10 @@ __all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Stream"
 
 @runtime_checkable
 class Outlet(Protocol):
-    """Where the deltas of some requests go; compared by ``==`` and hashed, to find what goes to the same one."""
+    """Sink of the deltas of some requests; compared by ``==`` and hashed, to find what goes to the same one."""
 
     def deliver(self, news: Sequence[tuple[Any, SequenceDelta | Closed]]) -> bool:
-        """What one step brought to its feeds, called by the engine's thread; false: nobody is there any more."""
+        """Take what one step brought to its feeds, on the engine's thread; false: nobody is there any more."""
         ...
 
 
@@ -66,7 +66,7 @@ _BOUNDS = tuple(0.01 * 1.1**power for power in range(120))
 
 
 class _StepTimes:
-    """How long steps take, at the cost of one search for each. One thread adds, any may ask."""
+    """Histogram of the steps' durations, at the cost of one search for each. One thread adds, any may ask."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_BOUNDS) + 1)
@@ -75,7 +75,7 @@ class _StepTimes:
         self._counts[bisect.bisect_left(_BOUNDS, seconds)] += 1
 
     def p99(self) -> float:
-        """At most a tenth more than it is, 0 before the first step."""
+        """99th percentile in seconds, at most a tenth too large; 0 before the first step."""
         counts = list(self._counts)
         beyond = sum(counts) // 100
         for place in range(len(counts) - 1, -1, -1):
@@ -210,7 +210,7 @@ class AsyncEngine:
     # ---- questions
 
     async def stats(self) -> EngineStats:
-        """What the engine does, as it is between two steps."""
+        """Statistics of the engine, as they are between two steps."""
         return await self._ask(self._engine.stats)
 
     def stats_now(self, timeout: float | None = None) -> EngineStats:

@@ -52,7 +52,7 @@ class EngineCore(Protocol):
         ...
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """What `add` would say of the queue; see `Scheduler.check_room`. From any thread, also while a step runs.
+        """Check the queue as `add` would; see `Scheduler.check_room`. From any thread, also while a step runs.
 
         Raises:
             QueueFullError: too much is waiting.
@@ -68,7 +68,7 @@ class EngineCore(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """What runs, waits and is in use now, and what was counted since the start."""
+        """Statistics: what runs, waits and is in use now, and what was counted since the start."""
         ...
 
     def temporaries(self) -> int:
@@ -151,7 +151,7 @@ class EngineLoop:
 
     @property
     def queued(self) -> Queued:
-        """What waits. From any thread."""
+        """Counts of what waits. From any thread."""
         return self._scheduler.queued
 
     def cached(self, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""What a client of an engine reads, wherever the engine runs: deltas, merged while nobody fetches them. No jax."""
+"""Streams that clients of an engine read, wherever it runs: deltas, merged while nobody fetches them. No jax."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DeltaStream:
 
     @property
     def idle(self) -> bool:
-        """The next delta must be waited for."""
+        """Whether the next delta must be waited for."""
         return not self._news and bool(self._open) and self._closed is None
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class DeltaStream:
 
     @property
     def ended(self) -> bool:
-        """Every sample has; what came last may not be read yet."""
+        """Whether every sample has ended; the last deltas may not be read yet."""
         return not self._open
 
     def take(self, news: SequenceDelta | Closed) -> None:

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_OWN = PartitionSpec("dp_attn")
+_PER_RANK = PartitionSpec("dp_attn")
 
 
 def rank_sharding(mesh: Mesh) -> NamedSharding:
-    """Where an array of all ranks lies: each has its own part of the first axis."""
-    return NamedSharding(mesh, _OWN)
+    """Sharding of an array of all ranks, along the first axis."""
+    return NamedSharding(mesh, _PER_RANK)
 
 
 def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared: int = 0) -> Callable[..., Any]:
@@ -32,18 +32,19 @@ def over_ranks(function: Callable[..., Any], arguments: tuple[Any, ...], shared:
         shared: so many of them, the first ones, are the ranks' together, and lie as they say: parameters.
     """
     numbers = [
-        jax.tree.map(lambda x, own=place >= shared: own and x.ndim == 0, tree) for place, tree in enumerate(arguments)
+        jax.tree.map(lambda x, ranked=place >= shared: ranked and x.ndim == 0, tree)
+        for place, tree in enumerate(arguments)
     ]
     specs = [
-        jax.tree.map(lambda x, own=place >= shared: _OWN if own else x.sharding.spec, tree)
+        jax.tree.map(lambda x, ranked=place >= shared: _PER_RANK if ranked else x.sharding.spec, tree)
         for place, tree in enumerate(arguments)
     ]
 
     @functools.wraps(function)
-    def own(*given: Any) -> Any:
-        return function(*jax.tree.map(lambda x, number: x[0] if number else x, list(given), numbers))
+    def of_one(*operands: Any) -> Any:
+        return function(*jax.tree.map(lambda x, number: x[0] if number else x, list(operands), numbers))
 
-    return jax.shard_map(own, in_specs=tuple(specs), out_specs=_OWN, check_vma=False)
+    return jax.shard_map(of_one, in_specs=tuple(specs), out_specs=_PER_RANK, check_vma=False)
 
 
 def of_ranks(arguments: tuple[Any, ...], mesh: Mesh, shared: int = 0) -> tuple[Any, ...]:

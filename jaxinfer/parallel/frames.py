@@ -45,7 +45,7 @@ class Frame:
     arrays: tuple[np.ndarray, ...] = ()
 
     def parts(self) -> list[bytes | memoryview]:
-        """What is sent, one after another.
+        """Encode the frame as buffers that are sent one after another.
 
         Raises:
             ValueError: it is larger than a frame may be, or an array is of another dtype.
@@ -85,7 +85,7 @@ class Channel:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: Frame) -> None:
-        """Returns when the system has it, which is not before the other side has read most of what was sent before.
+        """Send a frame. Returns when the system has it: not before the other side has read most of the earlier ones.
 
         Raises:
             ChannelError: the connection is over.
@@ -119,7 +119,7 @@ class Channel:
 
 
 def _exactly(connected: socket.socket, count: int, deadline: float | None = None) -> bytearray:
-    """So many bytes; ``deadline`` on the monotonic clock bounds all of them, however slowly they drip."""
+    """Read ``count`` bytes; ``deadline`` on the monotonic clock bounds all of them, however slowly they drip."""
     found = bytearray(count)
     view, at = memoryview(found), 0
     while at < count:

@@ -42,7 +42,7 @@ class GroupError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What a process knows of its group.
+    """Settings by which a process joins its group.
 
     Attributes:
         num_processes, process_id: 0 leads.
@@ -71,20 +71,20 @@ class _Peer:
 
     Attributes:
         heard: frames so far.
-        told: calls that it was told of.
-        called, done: those that have returned there, and those whose results are there.
+        calls: those that it was sent.
+        called, done: of these, those that have returned there, and those whose results are there.
         lost: why the connection is over.
     """
 
     def __init__(self, number: int, channel: Channel) -> None:
         self.number, self.channel = number, channel
-        self.heard = self.told = self.called = self.done = 0
+        self.heard = self.calls = self.called = self.done = 0
         self.lost: str | None = None
         self.inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         _thread(self._read, f"jaxinfer-from-{number}")
 
     def _read(self) -> None:
-        """Also while the process is busy with what came before: an end must be seen."""
+        """Receive frames, also while the process is busy with earlier ones: an end must be seen."""
         try:
             while True:
                 frame = self.channel.receive()
@@ -97,13 +97,13 @@ class _Peer:
             self.lost = str(error)
 
     def send(self, frame: Frame) -> None:
-        """What cannot be sent is left to the watch, which sees the reader's end, too."""
+        """Send a frame; a failure is left to the watch, which sees the reader's end, too."""
         with contextlib.suppress(ChannelError):
             self.channel.send(frame)
 
 
 class Ledger:
-    """Which calls have returned in this process, and which are ``done``: their results are there, on its devices.
+    """Counts of the calls that returned in this process, and of those ``done``: their results are on its devices.
 
     Args:
         answer: given the results that process 0 waits for, on the host.
@@ -149,7 +149,7 @@ class Group:
         self.membership, self.coordinator, self.sent = membership, coordinator, 0
         self._peers, self._end, self._ended = list(peers), end, threading.Lock()
         self._ledger = Ledger(self._answer, self.over)
-        self._last, self._own, self._ready = "", 0, False
+        self._last, self._local_calls, self._ready = "", 0, False
         _thread(self._beat, "jaxinfer-beat")
         _thread(self._watch, "jaxinfer-watch")
 
@@ -163,15 +163,15 @@ class Group:
         """The least of the numbers that the processes have. All must ask, in the same order."""
         if self.leads:
             found = min([number, *(int(self._next(peer, "number").values["number"]) for peer in self._peers)])
-            self._tell(Frame("number", {"number": found}))
+            self._broadcast(Frame("number", {"number": found}))
             return found
-        self._tell(Frame("number", {"number": number}))
+        self._broadcast(Frame("number", {"number": number}))
         return int(self._next(self._peers[0], "number").values["number"])
 
     def ready(self) -> None:
-        """This process has compiled all. Process 0 waits for the others, once."""
+        """Say that this process has compiled all; process 0 waits for the others, once."""
         if not self.leads:
-            self._tell(Frame("ready"))
+            self._broadcast(Frame("ready"))
         elif not self._ready:
             for peer in self._peers:
                 self._next(peer, "ready")
@@ -201,25 +201,25 @@ class Group:
         frame = Frame(name, values, tuple(arrays))
         for peer in self._peers:
             if processes is None or peer.number in processes:
-                peer.told += 1
+                peer.calls += 1
                 peer.send(frame)
-        self._own += processes is None or 0 in processes
+        self._local_calls += processes is None or 0 in processes
         self._last = name
         self.sent += 1
 
     def calls(self) -> Iterable[Frame]:
-        """What process 0 calls, for another one; waits for each, without end."""
+        """Yield the calls of process 0 in another process; waits for each, without end."""
         while True:
             frame = self._peers[0].inbox.get()
             self.sent += 1
             yield frame
 
     def launched(self, results: Any = None, wanted: bool = False) -> None:
-        """To be called after each call; see `Ledger.launched`."""
+        """Note that a call was launched: after each one, see `Ledger.launched`."""
         self._ledger.launched(results, wanted)
 
     def _answer(self, arrays: list[np.ndarray]) -> None:
-        self._tell(Frame("answer", arrays=tuple(arrays)))
+        self._broadcast(Frame("answer", arrays=tuple(arrays)))
 
     def answer(self, process: int) -> tuple[np.ndarray, ...]:
         """The next results that process 0 waits for and another one has. Waits."""
@@ -227,17 +227,17 @@ class Group:
 
     # ---- watching
 
-    def _tell(self, frame: Frame) -> None:
+    def _broadcast(self, frame: Frame) -> None:
         for peer in self._peers:
             peer.send(frame)
 
     def _beat(self) -> None:
         while not self._ended.locked():
-            self._tell(_beat(self._ledger.called, self._ledger.done))
+            self._broadcast(_beat(self._ledger.called, self._ledger.done))
             time.sleep(BEAT_SECONDS)
 
     def _watch(self) -> None:
-        """Time is counted in ticks: were this process itself held up, the others would look as if they were."""
+        """End the group when a process is gone or hangs. Time is ticks: while this process hangs, none pass."""
         limit = self.membership.timeout
         heard, quiet = [-1] * len(self._peers), [0.0] * len(self._peers)
         counts, still = list[tuple[int, int]](), 0.0
@@ -263,15 +263,15 @@ class Group:
         return [(self._ledger.called, self._ledger.done), *((peer.called, peer.done) for peer in self._peers)]
 
     def _missing(self, counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """How many calls have not returned and are not done, of those that each process was told of."""
-        told = self._own, *(peer.told for peer in self._peers)
-        return [(calls - called, calls - done) for calls, (called, done) in zip(told, counts, strict=bool(counts))]
+        """Count the calls to each process that have not returned, and those that are not done."""
+        sent = self._local_calls, *(peer.calls for peer in self._peers)
+        return [(calls - called, calls - done) for calls, (called, done) in zip(sent, counts, strict=bool(counts))]
 
     def _outstanding(self, counts: list[tuple[int, int]]) -> bool:
         return any(done > 0 for _, done in self._missing(counts))
 
     def _slow(self, counts: list[tuple[int, int]]) -> str:
-        """No call is done anywhere before all have made it: who has most to make keeps the others waiting."""
+        """Name the processes with most calls to make: no call is done anywhere before all have made it."""
         numbers, missing = [0, *(peer.number for peer in self._peers)], self._missing(counts)
         slow = [str(number) for number, most in zip(numbers, missing, strict=True) if most == max(missing)]
         return f"process {' and '.join(slow)} hangs" if len(slow) < len(numbers) else "all processes hang"
@@ -295,11 +295,11 @@ def lead(membership: Membership, end: End, waiting: Waiting) -> Group:
     """
     gathering = _Gathering(membership)
     try:
-        told: list[int] = []
+        reported: list[int] = []
         while missing := gathering.missing():
-            if missing != told:
+            if missing != reported:
                 _log.info("waiting on %s for process %s", membership.address, ", ".join(map(str, missing)))
-            told = missing
+            reported = missing
             waiting()
             time.sleep(TICK_SECONDS)
     finally:
@@ -336,7 +336,7 @@ def join(membership: Membership, end: End, waiting: Waiting) -> Group:
 
 
 def _until_begun(peer: _Peer, timeout: float, waiting: Waiting) -> Frame | None:
-    """None: process 0 is gone, or says nothing."""
+    """Wait for process 0 to have all; None: it is gone, or says nothing."""
     heard, quiet = peer.heard, 0.0
     while peer.lost is None and quiet <= timeout:
         peer.send(_beat())
@@ -370,7 +370,7 @@ class _Gathering:
         _thread(self._accept, "jaxinfer-gathering")
 
     def missing(self) -> list[int]:
-        """Who is not there; those who are hear that they are not forgotten."""
+        """Numbers of the processes that are not connected; the others are sent a beat."""
         with self._lock:
             for number, peer in list(self._peers.items()):
                 peer.send(_beat())

@@ -1,4 +1,4 @@
-"""How heads are spread over devices: evenly, or, where KV heads are fewer than devices, copied first.
+"""Spread heads over devices: evenly, or, where KV heads are fewer than devices, copied first.
 
 With ``copies`` a model of K KV heads becomes the same function with ``K * copies`` of them: each stands beside its
 own part of the queries that share it. Only the form of the parameters changes, so the family knows nothing of it.
@@ -21,7 +21,7 @@ _KV, _KEY_AND_VALUE = "kv_heads", 2
 
 
 def kv_copies(cache: CacheSpec, sizes: Mapping[str, int]) -> int:
-    """On how many devices each KV head lies, on a mesh of these sizes.
+    """Number of devices that each KV head lies on, on a mesh of these sizes.
 
     Raises:
         EngineConfigError: neither do the devices divide the KV heads nor the KV heads the devices.
@@ -70,7 +70,7 @@ def _dimensions(spec: ParamSpec) -> tuple[int, int]:
 
 
 def _sources(source: Source, heads: int, group: int, copies: int) -> list[Source]:
-    """Queries are dealt out among the copies; a key or value is named once for each of them."""
+    """Deal queries out among the copies; a key or value is named once for each of them."""
     before, found, after = source.where[: heads + 1], source.where[heads + 1 : heads + 2], source.where[heads + 2 :]
     queries, form = slice(0, group), list(source.reshape or ())
     if not form or found not in ((queries,), (group,), (group + 1,)):
@@ -125,7 +125,7 @@ def require_experts(tree: ParamTree, sizes: Mapping[str, int]) -> None:
 def parts_of_copies(
     spec: ParamSpec, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]] | None:
-    """Where a part of a parameter comes from, of the same parameter without copies.
+    """Map a part of a parameter to the same parameter without copies.
 
     Args:
         spec: in the form of `with_copies`.
@@ -140,11 +140,11 @@ def parts_of_copies(
         return None
     heads, members = _dimensions(spec)
     ends = [part.indices(size)[:2] for part, size in zip(index or (slice(None),) * len(shape), spec.shape, strict=True)]
-    own, group = spec.shape[members] - _KEY_AND_VALUE, shape[members] - _KEY_AND_VALUE
+    queries, group = spec.shape[members] - _KEY_AND_VALUE, shape[members] - _KEY_AND_VALUE
     found = []
     for place in range(*ends[heads]):
         head, copy = divmod(place, copies)
-        for to, of in ((slice(own), copy * own), (slice(own, own + _KEY_AND_VALUE), group)):
+        for to, of in ((slice(queries), copy * queries), (slice(queries, queries + _KEY_AND_VALUE), group)):
             where, part = [slice(None)] * len(shape), [slice(*each) for each in ends]
             at = place - ends[heads][0]
             where[heads : members + 1] = slice(at, at + 1), to
@@ -154,7 +154,7 @@ def parts_of_copies(
 
 
 def _copies_between(spec: ParamSpec, shape: tuple[int, ...]) -> int | None:
-    """How many copies of each KV head a spec has more than a shape; None: they are not of one parameter."""
+    """Number of copies in a spec of each KV head in a shape; None: they are not of one parameter."""
     if _KV not in spec.axes or len(shape) != len(spec.shape):
         return None
     heads, members = _dimensions(spec)

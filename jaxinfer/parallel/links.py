@@ -1,4 +1,4 @@
-"""What a pipeline stage gives, on its way to the devices of the next one, which may belong to another process."""
+"""Links that carry a pipeline stage's hidden states to the devices of the next, which may be another process's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDS, _PLACES = "ends", "places"
 
 
 class Link:
-    """From one stage to the next: each device gives what it has to the one in the same place.
+    """Link from one stage to the next: each device sends its shard to the one in the same place.
 
     Within a process that is a copy from device to device. Between processes it is a program that all of both stages'
     devices run: one collective, which waits for both ends, on the devices alone. Every process that has devices of
@@ -53,20 +53,20 @@ class Link:
             return jax.lax.ppermute(x, _ENDS, [(0, 1)])
 
         program = jax.shard_map(forward, mesh=mesh, in_specs=PartitionSpec(_ENDS), out_specs=PartitionSpec(_ENDS))
-        given = jax.ShapeDtypeStruct((2 * rows, self._width), dtype, sharding=self._both)
-        return jax.jit(program, out_shardings=self._both).lower(given).compile()
+        operand = jax.ShapeDtypeStruct((2 * rows, self._width), dtype, sharding=self._both)
+        return jax.jit(program, out_shardings=self._both).lower(operand).compile()
 
     def carry(self, rows: int, x: Float[Array, "rows width"] | None) -> Float[Array, "rows width"] | None:
-        """What arrives at the devices of this process. Nobody waits.
+        """Send hidden states and return those that arrive at this process's devices (None: it has none). Does not wait.
 
         Args:
-            x: what the stage before gave, on its devices; None where this process has none of them.
+            x: hidden states of the stage before, on its devices; None where this process has none of them.
         """
         if not self.crosses:
             return None if x is None else jax.device_put(x, self._arriving)
-        given = self._nothing[rows] if x is None else x
+        operand = self._nothing[rows] if x is None else x
         shape = (2 * rows, self._width)
-        sent = self._programs[rows](jax.make_array_from_single_device_arrays(shape, self._both, _shards(given)))
+        sent = self._programs[rows](jax.make_array_from_single_device_arrays(shape, self._both, _shards(operand)))
         if not self._takes:
             return None
         return jax.make_array_from_single_device_arrays((rows, self._width), self._arriving, _shards(sent))

@@ -113,15 +113,15 @@ def asked(sizes: Mapping[str, int]) -> str:
 
 
 def devices_along(sizes: Mapping[str, int], axis: str | None) -> int:
-    """Over how many devices a logical axis is spread, on a mesh of these sizes."""
+    """Number of devices that a logical axis is spread over, on a mesh of these sizes."""
     return math.prod(sizes.get(name, 1) for name in RULES.get(axis or "", ()))
 
 
 def _too_few(needed: int, devices: Sequence[jax.Device]) -> str:
     platform = devices[0].platform
-    there = f"needs {needed} devices, and there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({platform})"
+    needs = f"needs {needed} devices, and there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({platform})"
     hint = f"; to try it on a CPU, start with XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-    return there + (hint if platform == "cpu" else "")
+    return needs + (hint if platform == "cpu" else "")
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -129,7 +129,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_sharding(mesh: Mesh, spec: ParamSpec) -> NamedSharding:
-    """Where a parameter lies: each of its logical axes on the mesh axis of `RULES`."""
+    """Sharding of a parameter: each of its logical axes on the mesh axis of `RULES`."""
     axes = (_mesh_axis(mesh.shape, axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True))
     return NamedSharding(mesh, PartitionSpec(*axes))
 
@@ -146,7 +146,7 @@ def _mesh_axis(sizes: Mapping[str, int], axis: str | None, size: int) -> tuple[s
 
 
 def pool_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
-    """Where a layer's pool lies: KV heads where those of the parameters are, latents (they serve all) everywhere."""
+    """Sharding of a layer's pool: KV heads where those of the parameters are, latents (for all heads) replicated."""
     return NamedSharding(mesh, pool_spec(cache.latent))
 
 
@@ -155,7 +155,7 @@ def pool_spec(latent: bool) -> PartitionSpec:
 
 
 def page_sharding(mesh: Mesh, cache: CacheSpec) -> NamedSharding:
-    """Where pages of all layers lie on their way to the host, ``[pages, layers, *page]``: as in the pools."""
+    """Sharding of all layers' pages on their way to the host, ``[pages, layers, *page]``: as in the pools."""
     return NamedSharding(mesh, PartitionSpec(None, None, *tuple(pool_spec(cache.latent))[1:]))
 
 
@@ -168,17 +168,17 @@ def gathered_logits(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batc
     if jax.sharding.get_abstract_mesh().size <= 1 or traced_dp_ranks() > 1:
         return logits
     if logits.shape[-1] % traced_size("vocab") == 0:
-        own = PartitionSpec(*(None,) * (logits.ndim - 1), RULES["vocab"])
-        logits = jax.lax.with_sharding_constraint(logits, own)
+        split = PartitionSpec(*(None,) * (logits.ndim - 1), RULES["vocab"])
+        logits = jax.lax.with_sharding_constraint(logits, split)
     return jax.lax.with_sharding_constraint(logits, PartitionSpec())
 
 
 def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """While it lasts, what is traced is for this mesh: see `traced_size`."""
+    """Trace for this mesh while the context lasts: see `traced_size`."""
     abstract = mesh.abstract_mesh
     # A device that is only described (pallas_kernels.check) knows more of itself than the mesh does.
-    told = jax.sharding.get_abstract_mesh().abstract_device or abstract.abstract_device
-    return jax.sharding.use_abstract_mesh(abstract.update(abstract_device=told))
+    device = jax.sharding.get_abstract_mesh().abstract_device or abstract.abstract_device
+    return jax.sharding.use_abstract_mesh(abstract.update(abstract_device=device))
 
 
 def traced_size(axis: str) -> int:

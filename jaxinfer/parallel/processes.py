@@ -47,8 +47,8 @@ def require_processes(mesh: Mesh) -> None:
         raise EngineConfigError(f"enable_dp_attention = True {both} one process plans the steps of all its devices")
     local = jax.local_device_count()
     if mesh.size != jax.device_count():
-        there = f"{count} processes x {local} = {jax.device_count()}"
-        raise EngineConfigError(f"{asked(mesh.shape)} must be all devices of the group: {there}")
+        total = f"{count} processes x {local} = {jax.device_count()}"
+        raise EngineConfigError(f"{asked(mesh.shape)} must be all devices of the group: {total}")
     require_whole(mesh.shape, count, local)
 
 
@@ -74,21 +74,21 @@ def own_devices(mesh: Mesh) -> list[jax.Device]:
 
 
 def put_whole(tree: Any, sharding: Sharding) -> Any:
-    """Arrays that every process has whole, where they belong. Unlike `jax.device_put`, no process asks another one
+    """Put arrays that every process has whole on their devices. Unlike `jax.device_put`, no process asks another one
     whether it was given the same."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
-    return jax.tree.map(lambda x: _put_own(np.asarray(x), sharding), tree)
+    return jax.tree.map(lambda x: _put_shards(np.asarray(x), sharding), tree)
 
 
-def _put_own(value: np.ndarray, sharding: Sharding) -> jax.Array:
+def _put_shards(value: np.ndarray, sharding: Sharding) -> jax.Array:
     places = sharding.addressable_devices_indices_map(value.shape)
     parts = [jax.device_put(value[index], device) for device, index in places.items()]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)
 
 
 def own_part(array: Array) -> Shaped[np.ndarray, "..."]:
-    """What this process has of an array, on the host; all of it where it has all. Waits.
+    """Copy this process's part of an array to the host; all of it where it has all. Waits.
 
     The array is spread along one of its axes at most, and the devices of a process follow one another along it.
     """

@@ -24,7 +24,7 @@ _AXIS = "tokens"
 
 @contextlib.contextmanager
 def tokens_spread(wanted: bool = True) -> Iterator[None]:
-    """While it lasts, what this thread traces has hidden states spread over tokens, if that is ``wanted``.
+    """Spread hidden states over tokens in what this thread traces while the context lasts, if that is ``wanted``.
 
     The devices must divide the tokens (`jaxinfer.config.resolve` sees to it).
     """
@@ -34,16 +34,16 @@ def tokens_spread(wanted: bool = True) -> Iterator[None]:
 
 
 def own_tokens(x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
-    """Between the parts of a layer: each device has some of the tokens, whole."""
+    """Spread tokens between the parts of a layer: each device has some of them, whole."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec(RULES[_AXIS])) if _traced_spread() else x
 
 
 def all_tokens(x: Float[Array, "*tokens d"]) -> Float[Array, "*tokens d"]:
-    """Where a matrix meets them: every device has all tokens."""
+    """Replicate tokens for a product with a matrix: every device has all of them."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec()) if _traced_spread() else x
 
 
 def _traced_spread() -> bool:
-    """What one device computes for itself (in `jax.shard_map`) is its own business."""
+    """Whether the traced program spreads tokens: not within `jax.shard_map`, where a device computes for itself."""
     mesh, wanted = jax.sharding.get_abstract_mesh(), _AXIS in dict(nn.get_logical_axis_rules())
     return wanted and mesh.size > 1 and not set(mesh.manual_axes) & set(RULES[_AXIS])

@@ -29,7 +29,7 @@ class Rounded(NamedTuple):
     group: int
 
     def plain(self) -> Float[Array, "rows k"]:
-        """What they stand for, in float32."""
+        """Dequantise to float32."""
         numbers = self.codes.astype(jnp.float32)
         if self.scales.shape[-1] == 1:
             return numbers * self.scales

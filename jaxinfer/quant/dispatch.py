@@ -49,7 +49,7 @@ def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:
 
 
 def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
-    """Each head's vector times a matrix of its own."""
+    """Multiply each head's vector by that head's matrix."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     out = lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((x.ndim - 2,), (0,))), precision=precision)
     return jnp.moveaxis(out, 0, -2)
@@ -61,7 +61,7 @@ def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
 
 
 def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:
-    """Each tile's rows times the weights of the tile's expert, which lie as [experts, *n, k]."""
+    """Multiply each tile's rows by the weights of the tile's expert, which lie as [experts, *n, k]."""
     if isinstance(w, Quantized | Split):
         return grouped_product(x, w, groups, _stored)
     if isinstance(w, Observed):

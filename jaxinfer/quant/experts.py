@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul import Groups
 def grouped_product(
     x: Float[Array, "tiles rows k"], weights: Any, groups: Groups, product: Callable[[Any, Any], jax.Array]
 ) -> Float[Array, "tiles rows *n"]:
-    """Each tile's rows times the weights of the tile's expert, which are dequantised a piece at a time.
+    """Multiply each tile's rows by the weights of the tile's expert, which are dequantised in chunks.
 
     On a CPU only tiles that hold something cost anything.
 

@@ -19,10 +19,10 @@ from jaxinfer.quant import ggml_indexed
 from jaxinfer.quant.ggml_fields import above, affine, half, less, looked_up, neighbours, planes, scaled, signed
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the codes of IQ4_NL and IQ4_XS."""
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Those of MXFP4 and NVFP4 (OCP Microscaling Formats 1.0). ggml has them doubled, and scales halved."""
+"""Values of the codes of MXFP4 and NVFP4 (OCP Microscaling Formats 1.0). ggml doubles them and halves scales."""
 
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -153,7 +153,7 @@ def _mxfp4(blocks: UInt8[Array, "*blocks 17"]) -> Float[Array, "*blocks 32"]:
 
 
 def _halved_e4m3(codes: UInt8[Array, "*blocks n"]) -> Float[Array, "*blocks n"]:
-    """Without a sign; ggml takes what would be a NaN for 0."""
+    """Halve E4M3 without a sign, in float32; ggml takes what would be a NaN for 0."""
     exponent, mantissa = (codes >> jnp.uint8(3)) & jnp.uint8(15), (codes & 7).astype(jnp.float32)
     power = lax.bitcast_convert_type((exponent.astype(jnp.uint32) + 120) << 23, jnp.float32)
     value = jnp.where(exponent == 0, mantissa * 2.0**-9, (1.0 + mantissa / 8.0) * power)

@@ -1,4 +1,4 @@
-"""How numbers lie in the bytes of ggml's blocks: the steps that kinds of blocks share.
+"""Unpack numbers from the bytes of ggml's blocks: the steps that kinds of blocks share.
 
 "Planes" are what ggml's shifts give: the fields of one byte do not lie side by side, but as many bytes apart as a plane
 has. "Neighbours" do lie side by side.

@@ -16,7 +16,7 @@ from jaxinfer.quant.ggml_fields import half, neighbours, scaled, words
 
 
 def _entries(kind: str, low: UInt[Array, "*blocks n"], high: UInt[Array, "*blocks n"] | None = None) -> Array:
-    """Those of indices of 8 bits and more, float32 [*blocks, weights]."""
+    """Codebook entries of indices of 8 bits and more, float32 [*blocks, weights]."""
     index = low.astype(jnp.int32)
     if high is not None:
         index = index | (high.astype(jnp.int32) << 8)

@@ -1,4 +1,4 @@
-"""How a weight ``[*out, in]`` lies in memory when it is not an array of floats: which arrays, and what they mean.
+"""Layouts of a weight ``[*out, in]`` that is not an array of floats: which arrays store it, and what they mean.
 
 A layout is static: it is a part of a compiled program. Its arrays are of two kinds. *Parts* begin with the weight's own
 ``out`` dimensions, so that they are spread over devices, stacked and cut as the weight is; *input parts* are the same
@@ -202,5 +202,5 @@ def _groups(inputs: int, group: int) -> int:
 
 
 def _repeated(values: Array, like: Array) -> Array:
-    """Each value as often as there are entries of ``like`` that share it; one for all is left to broadcasting."""
+    """Repeat each value for the entries of ``like`` that share it; one for all is left to broadcasting."""
     return values if values.shape[-1] == 1 else jnp.repeat(values, like.shape[-1] // values.shape[-1], axis=-1)

@@ -22,10 +22,10 @@ Orientation = Literal["in first", "in last", "experts"]
 
 
 class InputStatistics(NamedTuple):
-    """Of the vectors that were multiplied with a weight; with experts, of each one's own. All are float32.
+    """Statistics of the vectors that were multiplied with a weight, float32; with experts, of each one's.
 
     Attributes:
-        rows: how many there were.
+        rows: number of vectors.
         gram: the sum of x x^T.
         largest: the largest absolute value of each input.
         total: the sum of the absolute values of each input.
@@ -37,7 +37,7 @@ class InputStatistics(NamedTuple):
     total: Float[Array, "*experts k"]
 
     def merged(self, other: InputStatistics) -> InputStatistics:
-        """Those of both together."""
+        """Statistics of the vectors of both."""
         largest = jnp.maximum(self.largest, other.largest)
         return InputStatistics(self.rows + other.rows, self.gram + other.gram, largest, self.total + other.total)
 
@@ -74,7 +74,7 @@ def of_rows(x: Float[Array, "rows k"]) -> InputStatistics:
 
 
 def of_tiles(x: Float[Array, "tiles rows k"], groups: Groups, experts: int) -> InputStatistics:
-    """Each expert's: rows that hold nothing are zeros, and only not counted."""
+    """Statistics of each expert's rows: empty rows are zeros, and only not counted."""
     tiles, _, k = x.shape
     x = x.astype(jnp.float32)
     owners = jnp.arange(tiles) if groups.experts is None else groups.experts

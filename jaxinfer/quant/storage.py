@@ -50,7 +50,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight, ``[*out, in]``."""
+        """Shape of the weight, ``[*out, in]``."""
         name = next(iter(self._parts))
         return (*self.arrays[name].shape[: len(self.axes) - 1], self.inputs)
 
@@ -97,7 +97,7 @@ class Quantized:
         return jnp.take(x, self.arrays["order"], axis=-1), dataclasses.replace(self, arrays=arrays, layout=layout)
 
     def _spread(self, x: Float[Array, "rows k"]) -> Float[Array, "rows *out"]:
-        """Each device multiplies its own part of the weight; parts along the inputs are added up."""
+        """Multiply by each device's shard of the weight; products of shards along the inputs are added up."""
         *outs, along = spread_over(self.axes, self.shape)
 
         def own(x: jax.Array, weight: Quantized) -> jax.Array:
@@ -110,7 +110,7 @@ class Quantized:
         return result
 
     def partition(self) -> Any:
-        """How the arrays lie on the mesh that a program is traced for: a `PartitionSpec` in the place of each."""
+        """Replace each array by its `PartitionSpec` on the mesh that a program is traced for."""
         *outs, along = spread_over(self.axes, self.shape)
         own = {name: _partition(part, outs, along) for name, part in self._parts.items()}
         shared = {
@@ -179,7 +179,7 @@ class Split:
 
 
 def partition(weight: Any, plain: PartitionSpec) -> Any:
-    """How a weight lies on the mesh that a program is traced for: ``plain``, or for each of a stored one's arrays."""
+    """Partition of a weight on the mesh that a program is traced for: ``plain``, or one for each stored array."""
     if isinstance(weight, Split):
         return dataclasses.replace(weight, pieces=tuple(partition(piece, plain) for piece in weight.pieces))
     return weight.partition() if isinstance(weight, Quantized) else plain
@@ -239,7 +239,7 @@ def _for_kernels(weight: Quantized) -> Quantized:
 
 
 def _groups_first(array: Any) -> Any:
-    """Of an array, or of what stands for one."""
+    """Move the last axis of an array, a `ParamSpec` or a `jax.ShapeDtypeStruct` to the front."""
     if isinstance(array, ParamSpec):
         shape, axes = (array.shape[-1], *array.shape[:-1]), (array.axes[-1], *array.axes[:-1])
         return dataclasses.replace(array, shape=shape, axes=axes, sources=())
@@ -272,13 +272,13 @@ def dense(weight: Any) -> Float[Array, "*out k"]:
 
 
 def _is_spread() -> bool:
-    """Whether what is traced runs on several devices, and is not already one device's part."""
+    """Whether the traced program runs on several devices, and is not already one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
 
 def _product(x: Float[Array, "rows k"], weight: Quantized) -> Float[Array, "rows *out"]:
-    """Of the arrays that are here: a whole weight or a device's part of one."""
+    """Multiply by the local shard of a weight (the whole weight on one device)."""
     layout, arrays = weight.layout, weight.arrays
     if isinstance(layout, Grouped):
         # a device's part of the inputs shares its scales with the others
@@ -303,7 +303,7 @@ def _grouped_product(x: Array, layout: Grouped, arrays: Mapping[str, Any], along
 
 
 def _by_channels(x: Array, layout: Layout, parts: Mapping[str, Any], outs: tuple[int, ...]) -> Array:
-    """So few outputs at a time that their plain numbers stay in the cache."""
+    """Multiply by so few outputs at a time that their dequantised weights stay in the cache."""
     flat = {name: array.reshape(-1, *array.shape[len(outs) :]) for name, array in parts.items()}
     channels = math.prod(outs)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT

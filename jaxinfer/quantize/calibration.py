@@ -46,7 +46,7 @@ class Calibration:
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What is needed of a tokenizer."""
+    """Protocol of the tokenizer that calibration needs."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -99,7 +99,7 @@ def embedded(module: Decoder, params: Any, calibration: Calibration, dtype: str)
 
 
 def context(module: Decoder, samples: int, length: int) -> Any:
-    """What every layer is told of so many sequences beside its input."""
+    """Make what every layer gets beside its input (angles of rotary embeddings), for samples of ``length`` tokens."""
     positions = jnp.broadcast_to(jnp.arange(length), (samples, length))
     run: Any = module.apply
     return run({"params": {}}, positions, method="context")
@@ -123,7 +123,7 @@ def observed(
     for batch in calibration.batches():
         x = jnp.asarray(hidden[batch])
         found = _observe(block, paths, gram, params, x, context(module, *x.shape[:2]))
-        total = {path: total[path].merged(own) if path in total else own for path, own in found.items()}
+        total = {path: total[path].merged(seen) if path in total else seen for path, seen in found.items()}
     return total
 
 
@@ -152,26 +152,26 @@ def _nested(values: Mapping[Path, np.ndarray]) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("block",))
-def _run(block: Layer, params: Any, x: Array, told: Any) -> Array:
-    return block.apply({"params": params}, x, told, causal_attend, None)[0]
+def _run(block: Layer, params: Any, x: Array, extra: Any) -> Array:
+    return block.apply({"params": params}, x, extra, causal_attend, None)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("block", "paths", "gram"))
 def _observe(
-    block: Layer, paths: tuple[Path, ...], gram: bool, params: Any, x: Array, told: Any
+    block: Layer, paths: tuple[Path, ...], gram: bool, params: Any, x: Array, extra: Any
 ) -> dict[Path, InputStatistics]:
     notes: dict[Path, InputStatistics] = {}
 
     def observer(path: Path) -> Any:
         def note(lies: Orientation, seen: InputStatistics) -> None:
             del lies
-            kept = seen if gram else seen._replace(gram=jnp.zeros(()))
-            notes[path] = notes[path].merged(kept) if path in notes else kept
+            statistics = seen if gram else seen._replace(gram=jnp.zeros(()))
+            notes[path] = notes[path].merged(statistics) if path in notes else statistics
 
         return note
 
     tree = _with(params, {path: observer(path) for path in paths})
-    block.apply({"params": tree}, x, told, causal_attend, None)
+    block.apply({"params": tree}, x, extra, causal_attend, None)
     return notes
 
 

@@ -20,8 +20,8 @@ _FLAGS = {field.name for field in dataclasses.fields(Recipe)} - {"method"}
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quantisation (docs/quantisation.md)")
     group.add_argument("--quantize", choices=tuple(METHODS), help="how weights are quantised")
-    given = "sample text, or .jsonl with texts (default: a built-in one)"
-    group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help=given)
+    text = "sample text, or .jsonl with texts (default: a built-in one)"
+    group.add_argument("--calibration", type=pathlib.Path, metavar="FILE", help=text)
     group.add_argument("--samples", type=int, default=128, help="of the calibration (default: %(default)s)")
     group.add_argument("--sequence-length", type=int, default=512, help="of a sample (default: %(default)s)")
     group.add_argument("--bits", type=int, help="of int4, gptq and awq (default: 4)")
@@ -40,17 +40,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe | None:
-    """What the flags of `add_flags` say; None: nothing is to be quantised.
+    """Make a recipe of the flags of `add_flags`; None: nothing is to be quantised.
 
     Raises:
         RecipeError: flags do not go together.
     """
-    given = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
+    settings = {name: getattr(args, name) for name in _FLAGS if getattr(args, name) is not None}
     if args.quantize is None:
-        if given or args.calibration is not None:
+        if settings or args.calibration is not None:
             raise RecipeError("flags of quantisation need --quantize")
         return None
-    return Recipe(args.quantize, **given)
+    return Recipe(args.quantize, **settings)
 
 
 def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, recipe: Recipe, progress: Progress | None) -> 
         _calibration(args) if recipe.calibrated else None,
         args.dtype,
         progress,
-        _tell,
+        _report,
         check_finite=args.check_finite,
         output_format=args.output_format,
     )
@@ -80,12 +80,12 @@ def _calibration(args: argparse.Namespace) -> Calibration:
     read = read_calibration(args.calibration or BUILT_IN, tokenizer, args.samples, args.sequence_length)
     if args.calibration is None:
         samples, length = read.tokens.shape
-        _tell(
+        _report(
             f"calibrated on {samples} samples of {length} tokens of the built-in text: "
             "--calibration FILE with text like that which will be served is better"
         )
     return read
 
 
-def _tell(sentence: str) -> None:
+def _report(sentence: str) -> None:
     sys.stderr.write(f"{sentence}\n")

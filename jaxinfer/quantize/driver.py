@@ -55,7 +55,7 @@ def quantize(
         calibration: what the model is run on; needed where the recipe is ``calibrated``.
         dtype: of what is not quantised; "auto": the source's own.
         progress: called with layers done, layers in all, and a name.
-        tell: told what stays as it is and why, a sentence at a time.
+        tell: called with a sentence for each weight that stays as it is, and why.
         check_finite: refuse NaN and infinite weights.
         output_format: "safetensors": a Hugging Face folder in the recipe's format, which others read as well; "orbax":
             the folder that converting that one would give.
@@ -89,7 +89,7 @@ def _require_foldable(work: Work) -> None:
 
 
 def _identity(work: Work, output_format: str, check_finite: bool) -> dict[str, Any]:
-    """What must be the same for one run to go on where another was interrupted."""
+    """Identity of a run: equal ones may resume one another where they were interrupted."""
     calibration = work.calibration
     return {
         "source": str(work.files.path.resolve()),
@@ -113,13 +113,13 @@ def _write_layers(work: Work, started: Unfinished, target: Target, progress: Pro
         target.write(index, _quantized(work, layer, hidden))
         if hidden is not None and work.calibration is not None:
             passed(work.module, layer.block, layer.values, hidden, work.calibration)
-            _keep(started, index + 1, hidden)
+            _save_hidden(started, index + 1, hidden)
         if progress is not None:
             progress(index + 1, work.layers, f"layer {index}")
 
 
-def _keep(started: Unfinished, layers: int, hidden: np.ndarray) -> None:
-    """Hidden states behind so many layers: from here on these count as finished."""
+def _save_hidden(started: Unfinished, layers: int, hidden: np.ndarray) -> None:
+    """Save the hidden states behind ``layers`` layers: from here on these count as finished."""
     name = _HIDDEN.format(layers)
     write_tensors(started.folder / name, {"hidden": hidden})
     started.keep(name)
@@ -131,9 +131,9 @@ def _start(work: Work, started: Unfinished, target: Target) -> tuple[int, np.nda
     if work.calibration is None:
         return next((index for index in range(work.layers) if not target.has(index)), work.layers), None
     for index in range(work.layers, 0, -1):
-        kept = started.folder / _HIDDEN.format(index)
-        if kept.exists():
-            return index, np.array(SafetensorsFile(kept).read("hidden"))
+        saved = started.folder / _HIDDEN.format(index)
+        if saved.exists():
+            return index, np.array(SafetensorsFile(saved).read("hidden"))
     names = work.module.embeddings
     params = jax.tree.map(jnp.asarray, {name: _arrays(work.model.params[name]) for name in names})
     return 0, embedded(work.module, params, work.calibration, work.dtype)
@@ -161,9 +161,9 @@ def _quantized(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> di
             continue
         made |= _make(work, layer, linear, statistics)
         done.add(linear.name)
-    for name, (value, own) in tensors(layer.specs, layer.values).items():
+    for name, (value, dtype) in tensors(layer.specs, layer.values).items():
         if name not in done:
-            made[name] = value.astype(target_dtype(own or work.dtype))
+            made[name] = value.astype(target_dtype(dtype or work.dtype))
     return made
 
 
@@ -175,7 +175,7 @@ def _make(work: Work, layer: LayerWeights, linear: Linear, statistics: Statistic
 
 
 def _gram(work: Work, linear: Linear, statistics: Statistics) -> jax.Array | None:
-    """None where it is not needed, or where too few tokens came by: those of an expert that was hardly chosen."""
+    """Gram matrix of a weight's inputs; None where it is not needed or too few tokens came by (a rare expert's)."""
     seen = statistics.get(linear.path)
     if seen is None or not work.recipe.gram:
         return None

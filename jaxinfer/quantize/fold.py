@@ -56,7 +56,7 @@ def can_fold(block: Layer) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """Changes a layer's weights, and the statistics of their inputs with them."""
+    """Change a layer's weights, and the statistics of their inputs with them."""
 
     layer: LayerWeights
     statistics: Statistics
@@ -64,7 +64,7 @@ class Folder:
     grid: IntegerGrid
 
     def fold(self) -> None:
-        """Statistics come to the host: what is left of the work there is little, and there for one expert at a time."""
+        """Fold scales on the host, where statistics are copied first: little work is left, one expert at a time."""
         for path, seen in self.statistics.items():
             self.statistics[path] = jax.tree.map(np.asarray, seen)
         for norm, readers in _NORMS:
@@ -80,7 +80,7 @@ class Folder:
                     self._fold_pair(up, down)
 
     def _smoothing(self, readers: tuple[Path, ...]) -> Vector:
-        """Of weights that are quantised alone: routers are not."""
+        """Scales of SmoothQuant over the weights that are quantised: routers are not."""
         read = [path for path in readers if path in self.statistics and path[-1] != "router"]
         inputs = np.max(
             [np.asarray(self.statistics[path].largest).reshape(-1, self._width(path)).max(0) for path in read], 0
@@ -89,7 +89,7 @@ class Folder:
         return np.asarray(smoothing(jnp.asarray(inputs), jnp.asarray(weights), self.recipe.alpha))
 
     def _search(self, readers: tuple[Path, ...]) -> Vector:
-        """One scale for all inputs of a norm's readers."""
+        """Search AWQ's scale for the inputs that all readers of a norm share."""
         every = next((path for path in readers if path[-1] == "router"), readers[0])
         magnitude = _means(self.statistics[every])
         read = [path for path in readers if path[-1] not in ("router", "shared_gate")]
@@ -113,7 +113,7 @@ class Folder:
         return scales[int(np.argmin(losses))]
 
     def _fold_values(self) -> None:
-        """Values scaled down, the output projection up; all queries of a group share the value's channels."""
+        """Scale values down, the output projection up; all queries of a group share the value's channels."""
         qkv, out = self.layer.values["attention", "qkv"], ("attention", "out")
         kv_heads, group, dim = qkv.shape[1], qkv.shape[2] - 2, qkv.shape[3]
         mean = _means(self.statistics[out]).reshape(kv_heads, group, dim).mean(1)
@@ -123,14 +123,14 @@ class Folder:
             return np.broadcast_to(each, (len(each), kv_heads, group, dim)).reshape(len(each), -1)
 
         scale = self._best(mean.reshape(-1), list(self._matrices(out)), spread)
-        own = scale.reshape(kv_heads, dim)
-        qkv[:, :, -1, :] /= own
+        per_head = scale.reshape(kv_heads, dim)
+        qkv[:, :, -1, :] /= per_head
         if ("attention", "qkv_bias") in self.layer.values:
-            self.layer.values["attention", "qkv_bias"][:, -1, :] /= own
+            self.layer.values["attention", "qkv_bias"][:, -1, :] /= per_head
         self._multiply(out, spread(scale[None])[0])
 
     def _fold_pair(self, up: Path, down: Path) -> None:
-        """What comes out of ``up`` is a factor of the inputs of ``down``: scaled there, of each expert."""
+        """Scale the outputs of ``up``, which are a factor of the inputs of ``down``, of each expert."""
         for index, (matrix, seen) in enumerate(self._matrices(down)):
             if not enough_tokens(float(seen.rows), matrix.shape[1]):
                 continue
@@ -147,7 +147,7 @@ class Folder:
         return int(self.statistics[path].largest.shape[-1])
 
     def _matrices(self, path: Path) -> Iterator[tuple[Float[np.ndarray, "_ _"], InputStatistics]]:
-        """The weight as [out, in]: of each expert where there are several."""
+        """Yield the weight as [out, in] with its statistics, of each expert where there are several."""
         value, seen = self.layer.values[path], self.statistics[path]
         if self._inputs_first(path):
             yield np.ascontiguousarray(value.reshape(value.shape[0], -1).T), seen
@@ -161,7 +161,7 @@ class Folder:
         return self.layer.specs[path].inputs == 0
 
     def _multiply(self, path: Path, scale: Vector, expert: int | None = None) -> None:
-        """Columns of a weight by ``scale``, so that its inputs are divided by it."""
+        """Multiply the columns of a weight by ``scale``, and divide the statistics of its inputs by it."""
         value = self.layer.values[path] if expert is None else self.layer.values[path][expert]
         value *= scale.reshape(-1, *(1,) * (value.ndim - 1)) if self._inputs_first(path) else scale
         if path in self.statistics:
@@ -171,9 +171,9 @@ class Folder:
 def _divided(seen: InputStatistics, scale: Vector, expert: int | None) -> InputStatistics:
     """The statistics of inputs (of one expert) after their division."""
     if expert is not None:
-        own = _divided(_of_expert(seen, expert), scale, None)
+        divided = _divided(_of_expert(seen, expert), scale, None)
         parts = [part.copy() for part in seen]
-        for part, new in zip(parts, own, strict=True):
+        for part, new in zip(parts, divided, strict=True):
             part[expert] = new
         return InputStatistics(*parts)
     gram = seen.gram / np.outer(scale, scale) if np.ndim(seen.gram) else seen.gram

@@ -1,4 +1,4 @@
-"""Where what is made goes: into files of safetensors, or into an Orbax checkpoint for each layer.
+"""Folders of quantised weights: files of safetensors, or an Orbax checkpoint for each layer.
 
 Both are written under a temporary name, layer by layer, and get theirs when they are complete; see `unfinished`.
 """
@@ -17,7 +17,7 @@ from jaxinfer.loading import write_companions
 from jaxinfer.quantize.layer import tensors
 from jaxinfer.quantize.work import Work, layer_name
 from jaxinfer.types import walk_specs
-from jaxinfer.weights.memory import Held, as_loaded
+from jaxinfer.weights.memory import InMemoryCheckpoint, as_loaded
 from jaxinfer.weights.native.layouts import describe
 from jaxinfer.weights.native.writer import Unfinished, complete_folder, leaves_of
 from jaxinfer.weights.safetensors.checkpoint import INDEX_FILE
@@ -65,9 +65,9 @@ class HuggingFace:
         work, folder = self.work, self.started.folder
         rest: dict[str, np.ndarray] = {}
         for path, spec in walk_specs(work.rest):
-            kept = dtype_of(spec, target_dtype(work.dtype))
-            own = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
-            rest |= {name: tensor.astype(kept) for name, (tensor, _) in own.items()}
+            dtype = dtype_of(spec, target_dtype(work.dtype))
+            named = tensors({path: spec}, {path: np.asarray(work.value(path)).astype(np.float32)})
+            rest |= {name: tensor.astype(dtype) for name, (tensor, _) in named.items()}
         write_tensors(folder / self._shard(work.layers), rest)
         write_companions(work.files.path, folder)
         self._write_index()
@@ -81,10 +81,10 @@ class HuggingFace:
 
     def _write_index(self) -> None:
         folder, names = self.started.folder, [self._shard(index) for index in range(self.work.layers + 1)]
-        held = {name: SafetensorsFile(folder / name).tensors for name in names}
+        shards = {name: SafetensorsFile(folder / name).tensors for name in names}
         index = {
-            "metadata": {"total_size": sum(info.nbytes for shard in held.values() for info in shard.values())},
-            "weight_map": {name: file for file, shard in held.items() for name in shard},
+            "metadata": {"total_size": sum(info.nbytes for shard in shards.values() for info in shard.values())},
+            "weight_map": {name: file for file, shard in shards.items() for name in shard},
         }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -102,7 +102,9 @@ class Converted:
     def write(self, index: int, made: Mapping[str, np.ndarray]) -> None:
         specs, name = self.work.specs, layer_name(index)
         config = self.work.config_json if self.work.taken(index) else {}
-        stored, params = as_loaded(Held(self.started.folder, made), {name: specs[name]}, config, self.work.dtype)
+        stored, params = as_loaded(
+            InMemoryCheckpoint(self.started.folder, made), {name: specs[name]}, config, self.work.dtype
+        )
         self.started.describe(describe(stored))
         self.started.write(leaves_of(stored, params))
 

@@ -1,4 +1,4 @@
-"""One layer of a model as its checkpoint's tensors see it: which of them are linear weights, and where they lie."""
+"""Layer of a model in terms of its checkpoint's tensors: which are linear weights, and where they lie."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def linears(specs: Specs) -> list[Linear]:
     for path, spec in specs.items():
         for source in spec.sources:
             places.setdefault(source.name, []).append((path, source))
-    return [found for name, own in places.items() if (found := _linear(specs, name, own)) is not None]
+    return [found for name, where in places.items() if (found := _linear(specs, name, where)) is not None]
 
 
 def _linear(specs: Specs, name: str, places: list[tuple[Path, Source]]) -> Linear | None:
@@ -95,7 +95,7 @@ class LayerWeights:
     values: Values
 
     def weight(self, linear: Linear) -> Float[np.ndarray, "out k"]:
-        """As the checkpoint has it."""
+        """Gather a linear weight as the checkpoint has it."""
         whole = np.empty(linear.shape, np.float32)
         for path, source in linear.places:
             whole[source.part or ...] = as_stored(self.values[path][source.where], source)

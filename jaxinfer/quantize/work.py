@@ -1,4 +1,4 @@
-"""What there is to do: a model, a recipe, and which of the model's weights the recipe can take."""
+"""Work of a run: a model, a recipe, and which of the model's weights the recipe can take."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Tell = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What all layers share.
+    """Inputs of a run that all layers share.
 
     Attributes:
         calibration: None where the recipe needs none.
-        tell: told what stays as it is and why, a sentence at a time.
+        tell: called with a sentence for each weight that stays as it is, and why.
     """
 
     files: ModelFiles
@@ -74,7 +74,7 @@ class Work:
         return LayerWeights(self.block(index), specs, values)
 
     def block(self, index: int) -> Layer:
-        """What a layer computes."""
+        """Flax module of a layer."""
         block: Layer = self.module.block(index, dict(self.module.overrides).get(index))
         return block
 
@@ -122,7 +122,7 @@ class Work:
 
 
 def layer_name(index: int) -> str:
-    """Of a layer's parameters."""
+    """Name of a layer's parameters."""
     return f"layers_{index}"
 
 

@@ -27,7 +27,7 @@ class Logprobs(NamedTuple):
 
 
 def token_logprobs(logits: Logits, tokens: Int32[Array, " rows"], top: int) -> Logprobs:
-    """Of ``tokens``, one in each row, and of the ``top`` most likely ones."""
+    """Log probabilities of ``tokens``, one in each row, and of the ``top`` most likely ones."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     values = to_lanes(logits, -jnp.inf)
     peak = jnp.max(logits, axis=-1, keepdims=True)
@@ -61,5 +61,5 @@ def wanted_logprobs(logits: Logits, tokens: Int32[Array, " rows"], wanted: Bool[
 
 
 def prompt_logprobs(logits: Float[Array, "rows vocab"], next_tokens: Int32[Array, " rows"], top: int) -> Logprobs:
-    """Of the token that follows each position of a prompt, and of the ``top`` most likely ones there."""
+    """Log probabilities of the token after each position of a prompt, and of the ``top`` most likely ones there."""
     return token_logprobs(logits.astype(jnp.float32), next_tokens, top)

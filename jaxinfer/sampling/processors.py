@@ -56,7 +56,7 @@ def _completing(
 
 
 def _penalise(logits: Logits, slots: SlotParams, state: SlotState) -> Logits:
-    """Repetition counts prompt and output (Keskar et al. 2019, CTRL); frequency and presence count the output."""
+    """Penalise repetition in prompt and output (Keskar et al. 2019, CTRL), frequency and presence in the output."""
     generated = state.counts > 0
     repetition = jnp.where(state.prompt | generated, slots.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)

@@ -28,7 +28,7 @@ def total(values: Lanes) -> Float32[Array, " rows"]:
 
 
 def count(mask: Bool[Array, "rows blocks lanes"]) -> Float32[Array, " rows"]:
-    """How many are true, exact up to 2**24. Float sums vectorise better than integer ones."""
+    """Count true values, exactly up to 2**24. Float sums vectorise better than integer ones."""
     return total(mask.astype(jnp.float32))
 
 

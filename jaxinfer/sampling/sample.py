@@ -28,7 +28,7 @@ def sample(
     generated: Int32[Array, " rows"],
     active: Bool[Array, " rows"],
     max_logprobs: int,
-    own: Bool[Array, " rows"] | None = None,
+    advancing: Bool[Array, " rows"] | None = None,
 ) -> tuple[Sampled, SlotState]:
     """Choose the next token of every row.
 
@@ -40,14 +40,14 @@ def sample(
         generated: how many tokens the slot has generated before this one.
         active: rows that decode in this step; others leave their state as it is and have no meaningful token.
         max_logprobs: static width of the reported most likely tokens.
-        own: active rows that use the parameters of their own slot, whose state advances (default: all active ones).
+        advancing: active rows that use the parameters of their own slot, whose state advances (default: all active).
             The others must use no feature that reads the state: see `jaxinfer.types.needs_sampler_state`.
     """
     raw = logits.astype(jnp.float32)
     processed = process(raw, slots, state, generated, active)
     tokens = select(processed, slots, positions, active)
     logprobs = wanted_logprobs(raw, tokens, active & slots.logprobs, max_logprobs)
-    return Sampled(tokens, logprobs), _advance(state, tokens, active if own is None else own)
+    return Sampled(tokens, logprobs), _advance(state, tokens, active if advancing is None else advancing)
 
 
 def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:

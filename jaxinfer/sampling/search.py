@@ -70,7 +70,7 @@ def nucleus_floor(weights: Lanes, top_p: Row, on: Bool[Array, " rows"]) -> Row:
     rounding = (weights.shape[1] + LANES) * 2.0**-24
 
     def one_left(now: _Bounds) -> Bool[Array, " rows"]:
-        """What lies between the bounds weighs less than two of the smallest weights that could be there."""
+        """Whether the mass between the bounds is below twice the smallest weight that could be there."""
         between = now.at_low - now.at_high + 2 * rounding * now.at_low
         return ~on | (between < 2 * _float(now.low))
 

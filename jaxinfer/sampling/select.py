@@ -1,4 +1,4 @@
-"""From processed logits to one token a row: greedy, or temperature, min_p, top_k, top_p and a draw."""
+"""Select one token a row from processed logits: greedy, or temperature, min_p, top_k, top_p and a draw."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _weights(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, r
     )
     temperature = jnp.where(random, slots.temperature, 1)
     scaled = (values - peak[:, None, None]) / temperature[:, None, None]
-    kept = (values >= smallest[:, None, None]) & (scaled >= jnp.log(slots.min_p)[:, None, None])
-    weights = jnp.where(kept, jnp.exp(scaled), 0)
+    likely = (values >= smallest[:, None, None]) & (scaled >= jnp.log(slots.min_p)[:, None, None])
+    weights = jnp.where(likely, jnp.exp(scaled), 0)
     nucleus = random & (slots.top_p < 1)
     floor = lax.cond(
         jnp.any(nucleus),
@@ -78,7 +78,7 @@ def random_words(
 
 
 def _inverse_cdf(weights: Lanes, words: UInt32[Array, "rows 2"]) -> Int32[Array, " rows"]:
-    """A lane by the sums of the lanes, then a block inside it; a random word for each keeps rare tokens exact."""
+    """Draw a lane by the sums of the lanes, then a block inside it; a random word for each keeps rare tokens exact."""
     lane = _pick(jnp.sum(weights, axis=1), words[:, 0])
     block = _pick(jnp.take_along_axis(weights, lane[:, None, None], axis=2)[:, :, 0], words[:, 1])
     return block * LANES + lane

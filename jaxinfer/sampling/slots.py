@@ -1,4 +1,4 @@
-"""What the sampler knows of each slot: parameters set at admission, and state that changes with every token."""
+"""Parameters of each slot, set at admission, and the sampler's state, which changes with every token."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def keep_slot(state: SlotState, slot: Int[Array, ""]) -> SlotState:
     return SlotState(*(lax.dynamic_slice_in_dim(x, slot, 1) for x in state))
 
 
-def resume_slot(state: SlotState, slot: Int[Array, ""], kept: SlotState) -> SlotState:
+def resume_slot(state: SlotState, slot: Int[Array, ""], saved: SlotState) -> SlotState:
     """The state with one slot as it was when `keep_slot` copied it, there or in another slot. There is nothing to do
     for a slot beyond the last one."""
-    return SlotState(*(x.at[slot].set(row[0], mode="drop") for x, row in zip(state, kept, strict=True)))
+    return SlotState(*(x.at[slot].set(row[0], mode="drop") for x, row in zip(state, saved, strict=True)))
 
 
 class HostSlots:

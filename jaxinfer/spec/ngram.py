@@ -21,7 +21,7 @@ class Drafter(Protocol):
     """Guesses the continuation of a sequence."""
 
     def propose(self, history: Int32[np.ndarray, " tokens"], limit: int) -> Int32[np.ndarray, " drafts"]:
-        """At most ``limit`` token ids, none if there is no good guess, to follow the tokens of ``history``."""
+        """Propose at most ``limit`` token ids to follow those of ``history``; none if there is no good guess."""
         ...
 
 

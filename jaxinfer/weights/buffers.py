@@ -20,6 +20,6 @@ def new_buffer(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def all_finite(part: np.ndarray) -> bool:
-    """Whether no value is NaN or infinite. In pieces, so that the intermediate booleans stay small."""
+    """Whether no value is NaN or infinite. Checks chunks, so that the intermediate booleans stay small."""
     pieces = max(1, math.ceil(part.size / _CHECKED_AT_ONCE))
     return all(bool(np.isfinite(piece).all()) for piece in np.array_split(np.atleast_1d(part), pieces))

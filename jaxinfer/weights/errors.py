@@ -16,5 +16,5 @@ def quoted(name: str) -> str:
 
 def listed(names: list[str], most: int = 5) -> str:
     """The first ``most`` names, quoted, and how many more there are."""
-    shown = ", ".join(quoted(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    first = ", ".join(quoted(name) for name in names[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"

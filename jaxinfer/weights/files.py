@@ -1,4 +1,4 @@
-"""What lies behind a model's path: its config, its tensors, and how weights are stored, whatever the format."""
+"""Files of a model: its config, its tensors, and the layouts of its weights, whatever the format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelFiles:
 
     @property
     def state(self) -> dict[str, list[int]]:
-        """Of each file beside one another its size and time in nanoseconds: what shows that one was changed."""
+        """Size in bytes and time in nanoseconds of each file of the folder, by name, to see that one was changed."""
         folder = self.path.parent if self.path.is_file() else self.path
         found = {path.name: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
         return {name: [status.st_size, status.st_mtime_ns] for name, status in found.items()}
@@ -57,7 +57,7 @@ class ModelFiles:
 
     @property
     def quantized(self) -> bool:
-        """The checkpoint says that it holds quantised weights."""
+        """Whether the checkpoint says that it holds quantised weights."""
         return bool(self.config_json.get("quantization_config") or self.config_json.get("compression_config"))
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
@@ -79,7 +79,7 @@ class ModelFiles:
         return storages(specs, self._stored[0], dtype) if self.quantized else specs
 
     def checkpoint(self, specs: ParamTree) -> Tensors | ConvertedCheckpoint:
-        """What fills the parameters of `stored`."""
+        """Source of the parameters of `stored`."""
         return StoredCheckpoint(self.tensors, *self._stored, specs) if self.quantized else self.tensors
 
 

@@ -1,4 +1,4 @@
-"""From a model folder to parameters, one tensor at a time."""
+"""Load the parameters of a model folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -125,14 +125,14 @@ def _part_bytes(checkpoint: Tensors, source: Source) -> int:
 
 
 def _wait(placed: Any) -> None:
-    """Until the device has its copy: transfers in flight would keep several host buffers alive."""
+    """Wait until the device has its copy: transfers in flight would keep several host buffers alive."""
     for leaf in jax.tree.leaves(placed):
         if isinstance(leaf, jax.Array):
             leaf.block_until_ready()
 
 
 def checkpoint_dtype(folder: str | pathlib.Path | Tensors) -> str:
-    """What "auto" means for a folder: the dtype in config.json, else that of the first floating-point tensor.
+    """Dtype that "auto" means for a folder: that of config.json, else that of the first floating-point tensor.
 
     float64 is read as "float32".
 
@@ -239,7 +239,7 @@ def _shape_of(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
 
 
 def _copy(part: np.ndarray, tensor: np.ndarray) -> None:
-    """``part[...] = tensor``; a transposed source is copied in blocks, which is two to three times as fast."""
+    """Copy a tensor into a part; a transposed one in blocks, which is two to three times as fast."""
     if tensor.ndim < 2 or tensor.flags.c_contiguous:
         part[...] = tensor
         return

@@ -21,38 +21,38 @@ from jaxinfer.weights.tree import target_dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """A checkpoint that was never written.
+class InMemoryCheckpoint:
+    """A checkpoint of tensors in memory that was never written.
 
     Attributes:
         folder: what messages name.
-        held: the tensors by name, of dtypes that safetensors has.
+        arrays: the tensors by name, of dtypes that safetensors has.
     """
 
     folder: pathlib.Path
-    held: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray]
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
             name: TensorInfo(name, CODES[tensor.dtype], tensor.shape, 0, tensor.nbytes)
-            for name, tensor in self.held.items()
+            for name, tensor in self.arrays.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        return self.held[name]
+        return self.arrays[name]
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """It is there."""
+        """Do nothing: tensors are in memory."""
 
     def release(self, name: str) -> None:
-        """It stays as long as its checkpoint."""
+        """Do nothing: a tensor stays as long as its checkpoint."""
 
 
 def as_loaded(
-    checkpoint: Held, specs: ParamTree, config_json: Mapping[str, Any], dtype: str
+    checkpoint: InMemoryCheckpoint, specs: ParamTree, config_json: Mapping[str, Any], dtype: str
 ) -> tuple[ParamTree, dict[str, Any]]:
-    """What a folder of these tensors and this config.json would be loaded as.
+    """Load tensors as a folder of them and of this config.json would be loaded.
 
     Args:
         specs: the parameters that the tensors fill, all of them.

@@ -47,12 +47,12 @@ class GgufFiles(ModelFiles):
 
     @property
     def tensors(self) -> Tensors:
-        """Those that are plain numbers."""
+        """Tensors of plain numbers: all of them."""
         return self.opened
 
     @property
     def quantized(self) -> bool:
-        """Some weights are in blocks."""
+        """Whether some weights are in blocks."""
         return bool(self.opened.weights)
 
     @property
@@ -81,12 +81,12 @@ class ConvertedFiles(ModelFiles):
 
     @functools.cached_property
     def tensors(self) -> Tensors:
-        """None: what there is has the engine's form."""
+        """Tensors of other forms than the engine's: none."""
         return Checkpoint(self.path, {})
 
     @property
     def quantized(self) -> bool:
-        """Some weights are stored quantised."""
+        """Whether some weights are stored quantised."""
         return bool(self.manifest.storages)
 
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
@@ -99,6 +99,6 @@ class ConvertedFiles(ModelFiles):
         return described(specs, self.manifest.storages, dtype)
 
     def checkpoint(self, specs: ParamTree) -> ConvertedCheckpoint:
-        """What `load_params` restores them from."""
+        """Source from which `load_params` restores the parameters."""
         del specs
         return ConvertedCheckpoint(self.path, self.manifest)

@@ -76,19 +76,19 @@ class StoredCheckpoint:
         self.folder = plain.folder
         self._plain = plain
         self._reads: dict[str, Callable[[], np.ndarray]] = {}
-        own = {name: info for name, info in plain.tensors.items() if name not in consumed}
-        wanted = _asked(specs)
+        infos = {name: info for name, info in plain.tensors.items() if name not in consumed}
+        wanted = _required(specs)
         for name, weight in weights.items():
             for part, form in {**weight.parts, **weight.input_parts}.items():
                 label = name + _BETWEEN + part
                 if label in wanted:
-                    self._add(own, label, form.dtype, wanted[label][0], _Part(weight, part))
-            if name in wanted or not any(label.startswith(name + _BETWEEN) for label in own):
+                    self._add(infos, label, form.dtype, wanted[label][0], _Part(weight, part))
+            if name in wanted or not any(label.startswith(name + _BETWEEN) for label in infos):
                 shape, upright = wanted.get(name, (weight.shape, True))
-                self._add(own, name, "F32", shape, _Dense(weight, upright))
-        for name in [name for name in own if name not in wanted and self._adds_nothing(name, weights)]:
-            del own[name]
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(own)
+                self._add(infos, name, "F32", shape, _Dense(weight, upright))
+        for name in [name for name in infos if name not in wanted and self._adds_nothing(name, weights)]:
+            del infos[name]
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(infos)
 
     def _adds_nothing(self, name: str, weights: Mapping[str, StoredWeight]) -> bool:
         """A bias of zeros beside a stored weight: some tools write one for layers that have none."""
@@ -96,9 +96,14 @@ class StoredCheckpoint:
         return bool(bias) and not rest and f"{module}.weight" in weights and not self._plain.read(name).any()
 
     def _add(
-        self, own: dict[str, TensorInfo], name: str, dtype: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]
+        self,
+        infos: dict[str, TensorInfo],
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        read: Callable[[], np.ndarray],
     ) -> None:
-        own[name] = TensorInfo(name, dtype, shape, 0, 4 * math.prod(shape))
+        infos[name] = TensorInfo(name, dtype, shape, 0, 4 * math.prod(shape))
         self._reads[name] = read
 
     def read(self, name: str) -> np.ndarray:
@@ -135,7 +140,7 @@ class _Dense:
         return numbers if self.upright else np.swapaxes(numbers, -1, -2)
 
 
-def _asked(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:
+def _required(specs: ParamTree) -> dict[str, tuple[tuple[int, ...], bool]]:
     """The tensors that parameters are made of, with the shape that each is to have, and whether it is [out, in]."""
     sources = ((spec, source) for _, spec in walk_specs(specs) for source in spec.sources)
     return {source.name: (source.shape, is_upright(spec, source)) for spec, source in sources}
@@ -270,7 +275,7 @@ class _Fused:
         return ParamSpec(shape, axes, sources=sources, dtype=part.dtype)
 
     def _array(self, pieces: list[_Piece], out: tuple[int, ...]) -> ParamSpec:
-        """Plain numbers beside stored ones: they lie as ``[*out, in]``, too."""
+        """Spec of plain numbers beside stored ones: they lie as ``[*out, in]``, too."""
         sources = tuple(
             Source(
                 piece.source.name,
@@ -290,7 +295,7 @@ class _Fused:
         return (self._axes[-1] if part.along else None, *(None,) * (len(part.shape) - 1))
 
     def _split(self, pieces: list[_Piece]) -> Split:
-        """Neighbours along one dimension of the outputs, each kind a storage of its own."""
+        """Split a weight along one dimension of the outputs, neighbours of one kind in one storage."""
         axis = self._axis(pieces)
         runs: list[list[_Piece]] = []
         for piece in sorted(pieces, key=lambda piece: _begin(piece.where[axis])):

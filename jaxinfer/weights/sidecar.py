@@ -1,4 +1,4 @@
-"""What goes with a model's weights: tokenizer, templates, settings, licences."""
+"""Files that go with a model's weights: tokenizer, templates, settings, licences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user typed after ``--model`` to a folder on this disk."""
+"""Resolve what a user typed after ``--model`` to a folder on this disk."""
 
 from __future__ import annotations
 

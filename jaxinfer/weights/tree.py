@@ -83,10 +83,10 @@ def as_stored(part: np.ndarray, source: Source) -> np.ndarray:
 def overlap(
     shape: tuple[int, ...], index: Index, where: tuple[slice | int, ...]
 ) -> tuple[tuple[slice | int, ...], Index] | None:
-    """Where the part of a parameter at ``index`` meets the place ``where`` of a source; None: nowhere.
+    """Intersect the part of a parameter at ``index`` with the place ``where`` of a source; None: they are disjoint.
 
     Returns:
-        the meeting in the part, and the same in what the source brings (`as_placed`).
+        the intersection in the part, and the same in what the source brings (`as_placed`).
     """
     in_part: list[slice | int] = []
     in_source: list[slice] = []
@@ -109,7 +109,7 @@ def overlap(
 
 
 def placed_size(source: Source) -> int:
-    """How many values a source brings."""
+    """Number of values that a source brings."""
     return _shape_only(source.shape)[(*source.part, ...)].size
 
 

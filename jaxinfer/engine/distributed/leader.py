@@ -33,16 +33,16 @@ class Answers:
         self._due: collections.deque[list[Answer]] = collections.deque()
 
     def of(self, results: Any) -> Any:
-        """What numpy can read in place of each of a tree's leaves, which are None."""
+        """Put an `Answer`, which numpy can read, in place of each of a tree's leaves, which are None."""
         leaves, form = jax.tree.flatten(results, is_leaf=lambda leaf: leaf is None)
         due = [Answer(self) for _ in leaves]
         self._due.append(due)
         return jax.tree.unflatten(form, due)
 
     def take(self) -> None:
-        """The oldest ones that are due. Waits."""
-        for own, array in zip(self._due.popleft(), self._group.answer(self.process), strict=True):
-            own.array = array
+        """Receive the oldest answers that are due. Waits."""
+        for answer, array in zip(self._due.popleft(), self._group.answer(self.process), strict=True):
+            answer.array = array
 
 
 class Answer:
@@ -53,7 +53,7 @@ class Answer:
         self.array: np.ndarray | None = None
 
     def copy_to_host_async(self) -> None:
-        """It is on its way."""
+        """Do nothing: the array is on its way."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         while self.array is None:
@@ -69,24 +69,24 @@ class HostInputTokens:
         self._newest: collections.deque[tuple[np.ndarray, Any]] = collections.deque()
 
     def with_tokens(self, batch: DecodeBatch) -> DecodeBatch:
-        """With a token in each row. Waits for the microbatch's last step where one was sampled there."""
+        """Fill in a token for each row. Waits for the microbatch's last step where one was sampled there."""
         missing = batch.tokens < 0
         if (missing & (batch.positions >= 0)).any():
             self._settle(0)
         return batch._replace(tokens=np.where(missing, self._tokens, batch.tokens))
 
     def sampled(self, batch: DecodeBatch, tokens: Any) -> None:
-        """``tokens`` will be those that the rows of a batch sample: a slot's own row tells (see `DecodeBatch`)."""
-        own = batch.positions >= 0
+        """Note ``tokens``, which the rows of a batch will sample: a slot's own row counts (see `DecodeBatch`)."""
+        slot_rows = batch.positions >= 0
         if batch.owners is not None:
-            own &= batch.owners == np.arange(len(own))
-        self._newest.append((own, tokens))
+            slot_rows &= batch.owners == np.arange(len(slot_rows))
+        self._newest.append((slot_rows, tokens))
         self._settle(2)  # those before were read
 
     def _settle(self, left: int) -> None:
         while len(self._newest) > left:
-            own, tokens = self._newest.popleft()
-            self._tokens[own] = np.asarray(tokens)[own]
+            slot_rows, tokens = self._newest.popleft()
+            self._tokens[slot_rows] = np.asarray(tokens)[slot_rows]
 
 
 class LeaderExecutor:
@@ -153,8 +153,8 @@ class LeaderExecutor:
         return sampled
 
     def _read_pages(self, command: ReadPages) -> UInt8[np.ndarray, "pages slots bytes"]:
-        """Whether two programs give the same bits is asked of them. Of heads those on this process's devices do, as the
-        others' programs are the same; of other stages, whose programs are others, a digest of each slot is added."""
+        """Read pages of this process's heads, for comparing the bits of two programs: other processes' heads have the
+        same programs. Other stages have programs of their own: a digest of each slot is added for them."""
         others = [number for number in self._processes if number != 0] if self._staged else []
         found = self._run(command, others)
         digests = [self._group.answer(number)[0].view(np.uint8) for number in others]
@@ -208,6 +208,6 @@ def _command(frame: Frame) -> Command[Any]:
 
 
 def _digests(pages: UInt8[np.ndarray, "pages slots bytes"]) -> Int32[np.ndarray, "pages slots 4"]:
-    """16 bytes for each slot, which differ where its own do."""
+    """Digests of 16 bytes for each slot, which differ where the slots' bytes do."""
     digests = [hashlib.blake2b(slot.tobytes(), digest_size=16).digest() for page in pages for slot in page]
     return np.frombuffer(b"".join(digests), np.int32).reshape(*pages.shape[:2], 4)

@@ -40,13 +40,13 @@ class Awaited:
         self._to_host = False
 
     def arrive(self, array: Array, part: slice = slice(None)) -> None:
-        """``part`` of the array's rows is the rank's."""
+        """Take the rank's ``part`` of the array's rows."""
         self.array, self._part = array, part
         if self._to_host:
             array.copy_to_host_async()
 
     def copy_to_host_async(self) -> None:
-        """It is copied as soon as it is there."""
+        """Copy the array to the host as soon as it arrives."""
         self._to_host = True
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -132,8 +132,8 @@ class RankExecutor:
         return str(self._all.mesh.devices.flat[0].platform)
 
 
-class _Nothing(NamedTuple):
-    """What a call is given for a rank that did not ask for it."""
+class _IdleOperands(NamedTuple):
+    """Operands of a call for a rank that did not ask for it."""
 
     decode: DecodeBatch
     pages: np.ndarray
@@ -165,11 +165,11 @@ class Lockstep:
         progress: CompileProgress | None = None,
     ) -> None:
         self._engine, self._model, self.mesh = engine, model, mesh
-        self._own, count = rank_sharding(mesh), mesh.shape["dp_attn"]
+        self._sharding, count = rank_sharding(mesh), mesh.shape["dp_attn"]
         self.size_classes: Mapping[int, int] = {size: size for size in engine.prefill_sizes}
         self.params = place_params(model, mesh)
         spec, page = model.cache_spec, engine.page_size
-        self.pools = new_pools(spec, count * engine.num_pages, page, model.dtype, self._own)
+        self.pools = new_pools(spec, count * engine.num_pages, page, model.dtype, self._sharding)
         self._device_slots = [HostSlots(engine.rows, limits).snapshot()._asdict() for _ in range(count)]
         self._slots = self._placed(HostSlots(count * engine.rows, limits).snapshot())
         self.last_tokens, self.sampler = self._new_slots(count * engine.rows, limits)
@@ -178,27 +178,27 @@ class Lockstep:
         stage = Stage(model)
         arrays = abstract_arrays(stage, engine, limits, mesh)
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
-        self._nothing = self._asks_nothing()
+        self._idle = self._idle_operands()
 
     def _placed(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._own)
+        return jax.device_put(tree, self._sharding)
 
     def _new_slots(self, rows: int, limits: SamplingLimits) -> tuple[Array, SlotState]:
-        """What all slots sampled last, and what the sampler keeps of them, made where it stays."""
+        """Make the slots' last tokens and the sampler's state, on the devices where they stay."""
         vocab = self._model.config.vocab_size
 
         def new() -> tuple[Array, SlotState]:
             return jnp.zeros(rows, jnp.int32), new_state(rows, vocab, limits)
 
-        made: tuple[Array, SlotState] = jax.jit(new, out_shardings=self._own)()
+        made: tuple[Array, SlotState] = jax.jit(new, out_shardings=self._sharding)()
         return made
 
-    def _asks_nothing(self) -> _Nothing:
-        """Rows without a position, pages and slots beyond the last."""
+    def _idle_operands(self) -> _IdleOperands:
+        """Make operands that do nothing: rows without a position, pages and slots beyond the last."""
         engine, groups, vocab = self._engine, len(self._model.cache_spec.windows), self._model.config.vocab_size
         pages = np.full((groups, max(COPIES, TRANSFER_PAGES)), engine.num_pages, np.int32)
         rows = np.zeros(vocab, np.bool_), np.zeros(vocab, np.float32)
-        return _Nothing(idle_batch(engine, groups), pages, rows, np.int32(engine.rows))
+        return _IdleOperands(idle_batch(engine, groups), pages, rows, np.int32(engine.rows))
 
     def run(self) -> None:
         """Make the calls that the ranks have asked for, in the order in which a step asks for them."""
@@ -223,43 +223,43 @@ class Lockstep:
         return [rank.pending[kind].popleft() if rank.pending[kind] else None for rank in self.ranks]
 
     def wait(self) -> None:
-        """Until all that was asked for has run."""
+        """Wait until all pending commands have run."""
         self.run()
         jax.block_until_ready((self.pools, self.last_tokens))
 
     # ---- pages
 
-    def _export(self, asked: list[tuple[commands.ExportPages, Callable[[Array], None]] | None]) -> None:
-        none = self._nothing.pages[:, :TRANSFER_PAGES]
-        pages = self.programs.export(self.pools, joined([one[0].source if one else none for one in asked]))
-        for one, part in zip(asked, self._parts(pages), strict=True):
+    def _export(self, pending: list[tuple[commands.ExportPages, Callable[[Array], None]] | None]) -> None:
+        none = self._idle.pages[:, :TRANSFER_PAGES]
+        pages = self.programs.export(self.pools, joined([one[0].source if one else none for one in pending]))
+        for one, part in zip(pending, self._parts(pages), strict=True):
             if one is not None:
                 one[1](part)
 
-    def _copy(self, asked: list[tuple[commands.CopyPages, None] | None]) -> None:
-        none = (self._nothing.pages[:, :COPIES],) * 2
+    def _copy(self, pending: list[tuple[commands.CopyPages, None] | None]) -> None:
+        none = (self._idle.pages[:, :COPIES],) * 2
         self.pools = self.programs.copy(
-            self.pools, *joined([(one[0].source, one[0].target) if one else none for one in asked])
+            self.pools, *joined([(one[0].source, one[0].target) if one else none for one in pending])
         )
 
-    def _import(self, asked: list[tuple[commands.ImportPages, Callable[[], np.ndarray]] | None]) -> None:
-        given = [one and one[1]() for one in asked]
-        any_pages = next(pages for pages in given if pages is not None)  # they go nowhere
-        pages = joined([any_pages if one is None else one for one in given])
-        none = self._nothing.pages[:, :TRANSFER_PAGES]
-        target = joined([one[0].target if one else none for one in asked])
+    def _import(self, pending: list[tuple[commands.ImportPages, Callable[[], np.ndarray]] | None]) -> None:
+        imported = [one and one[1]() for one in pending]
+        any_pages = next(pages for pages in imported if pages is not None)  # they go nowhere
+        pages = joined([any_pages if one is None else one for one in imported])
+        none = self._idle.pages[:, :TRANSFER_PAGES]
+        target = joined([one[0].target if one else none for one in pending])
         self.pools = self.programs.restore(self.pools, pages, target)
 
     def _parts(self, array: Array) -> list[Array]:
-        """Each rank's part, on its device."""
+        """Shards of the ranks, each on its device."""
         where = {shard.device: shard.data for shard in array.addressable_shards}
         return [where[device] for device in self.mesh.devices.flat]
 
     # ---- slots
 
-    def _set_slots(self, asked: list[tuple[commands.SetSlots, None] | None]) -> None:
+    def _set_slots(self, pending: list[tuple[commands.SetSlots, None] | None]) -> None:
         changed = set[str]()
-        for device_slots, one in zip(self._device_slots, asked, strict=True):
+        for device_slots, one in zip(self._device_slots, pending, strict=True):
             if one is not None:
                 device_slots.update(one[0].fields)
                 changed |= one[0].fields.keys()
@@ -269,28 +269,28 @@ class Lockstep:
         }
         self._slots = self._slots._replace(**self._placed(fields))
 
-    def _slot_numbers(self, asked: list[Any]) -> Int32[np.ndarray, " ranks"]:
-        return np.array([one[0].slot if one else self._nothing.slot for one in asked], np.int32)
+    def _slot_numbers(self, pending: list[Any]) -> Int32[np.ndarray, " ranks"]:
+        return np.array([one[0].slot if one else self._idle.slot for one in pending], np.int32)
 
-    def _admit(self, asked: list[tuple[commands.AdmitSlot, None] | None]) -> None:
-        rows = joined([(one[0].prompt, one[0].bias) if one else self._nothing.vocab for one in asked])
-        self.sampler = self.programs.admit(self.sampler, self._slot_numbers(asked), *rows)
+    def _admit(self, pending: list[tuple[commands.AdmitSlot, None] | None]) -> None:
+        rows = joined([(one[0].prompt, one[0].bias) if one else self._idle.vocab for one in pending])
+        self.sampler = self.programs.admit(self.sampler, self._slot_numbers(pending), *rows)
 
-    def _save(self, asked: list[tuple[commands.SaveSlot, SlotState] | None]) -> None:
-        saved = self.programs.save_slot(self.sampler, self._slot_numbers(asked))
+    def _save(self, pending: list[tuple[commands.SaveSlot, SlotState] | None]) -> None:
+        saved = self.programs.save_slot(self.sampler, self._slot_numbers(pending))
         for field, array in enumerate(saved):
-            for one, part in zip(asked, self._parts(array), strict=True):
+            for one, part in zip(pending, self._parts(array), strict=True):
                 if one is not None:
                     cast(Awaited, one[1][field]).arrive(part)
 
-    def _restore(self, asked: list[tuple[commands.RestoreSlot, SlotState] | None]) -> None:
-        """Each row goes back to the device that it has never left; the others are given rows of their own."""
-        slots, spare = self._slot_numbers(asked), self.programs.save_slot(self.sampler, self._slot_numbers(asked))
+    def _restore(self, pending: list[tuple[commands.RestoreSlot, SlotState] | None]) -> None:
+        """Restore each row on the device that it never left; the other ranks rewrite their present rows."""
+        slots, spare = self._slot_numbers(pending), self.programs.save_slot(self.sampler, self._slot_numbers(pending))
         rows = []
         for field, array in enumerate(spare):
-            parts = zip(asked, self._parts(array), strict=True)
+            parts = zip(pending, self._parts(array), strict=True)
             local = [part if one is None else cast(Awaited, one[1][field]).array for one, part in parts]
-            rows.append(jax.make_array_from_single_device_arrays(array.shape, self._own, local))
+            rows.append(jax.make_array_from_single_device_arrays(array.shape, self._sharding, local))
         self.sampler = self.programs.restore_slot(self.sampler, slots, SlotState(*rows))
 
     # ---- steps
@@ -303,43 +303,43 @@ class Lockstep:
         fits = [size == largest or (size > 0 and classes[size] == classes[largest]) for size in sizes]
         return [queue.popleft() if fit else None for queue, fit in zip(waiting, fits, strict=True)]
 
-    def _prefill(self, asked: list[tuple[commands.Prefill, None] | None]) -> None:
-        """A rank's chunks run in the widest program that one of them needs: the probe has found it equal."""
-        batches = [one[0].batch if one else None for one in asked]
+    def _prefill(self, pending: list[tuple[commands.Prefill, None] | None]) -> None:
+        """Run the ranks' chunks in the widest program that one of them needs: the probe has found it equal."""
+        batches = [one[0].batch if one else None for one in pending]
         shapes = [batch.tokens.shape for batch in batches if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
         batch = joined([pack(self._chunks(one, side, size)) for one in batches])
         self.pools = self.programs.prefill[size, side](self.params, self.pools, batch, None)
 
-    def _chunks(self, given: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
-        """As many chunks of this size, those that were not ``given`` empty."""
+    def _chunks(self, batch: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
+        """Pad a batch to ``side`` chunks of this size; those that it lacks are empty."""
         starts = np.zeros(side, np.int32)
-        tables = np.zeros((self._nothing.pages.shape[0], side, self._engine.table_width), np.int32)
+        tables = np.zeros((self._idle.pages.shape[0], side, self._engine.table_width), np.int32)
         wide = PrefillBatch(np.zeros((side, size), np.int32), starts, starts.copy(), tables)
-        if given is not None:
-            count, chunk = given.tokens.shape
-            wide.tokens[:count, :chunk], wide.starts[:count], wide.lengths[:count] = given[:3]
-            wide.tables[:, :count] = given.tables
+        if batch is not None:
+            count, chunk = batch.tokens.shape
+            wide.tokens[:count, :chunk], wide.starts[:count], wide.lengths[:count] = batch[:3]
+            wide.tables[:, :count] = batch.tables
         return wide
 
-    def _prefill_logprobs(self, asked: list[tuple[commands.PrefillLogprobs, Logprobs] | None]) -> None:
+    def _prefill_logprobs(self, pending: list[tuple[commands.PrefillLogprobs, Logprobs] | None]) -> None:
         size = self._engine.prefill_sizes[-1]
         none = self._chunks(None, 1, size), np.zeros(size, np.int32)
-        given = [(one[0].batch, one[0].following) if one else none for one in asked]
-        batch, following = joined([(pack(batch), following) for batch, following in given])
+        chunks = [(one[0].batch, one[0].following) if one else none for one in pending]
+        batch, following = joined([(pack(batch), following) for batch, following in chunks])
         self.pools, logprobs = self.programs.prefill_logprobs(self.params, self.pools, batch, None, following)
-        self._deal(logprobs, asked, size)
+        self._deal(logprobs, pending, size)
 
-    def _decode(self, asked: list[tuple[commands.Decode, Sampled] | None]) -> None:
-        batch = joined([pack(one[0].batch if one else self._nothing.decode) for one in asked])
+    def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
+        batch = joined([pack(one[0].batch if one else self._idle.decode) for one in pending])
         state = StepState(self.pools, self.last_tokens, self.sampler)
         state, sampled = self.programs.decode(self.params, self._slots, state, batch, None)
         self.pools, self.last_tokens, self.sampler = state
-        self._deal(sampled, asked, self._engine.rows)
+        self._deal(sampled, pending, self._engine.rows)
 
-    def _deal(self, results: Any, asked: Sequence[Any], rows: int) -> None:
-        """To each rank that awaits them its rows of the results."""
-        for number, one in enumerate(asked):
+    def _deal(self, results: Any, pending: Sequence[Any], rows: int) -> None:
+        """Hand each rank that awaits results its rows of them."""
+        for number, one in enumerate(pending):
             if one is not None:
                 part = slice(number * rows, (number + 1) * rows)
                 jax.tree.map(lambda array, awaiting, part=part: awaiting.arrive(array, part), results, one[1])

@@ -40,16 +40,16 @@ def make_engine(
 def make_followers(
     model: Model, config: EngineConfig, platform: str, mesh: Mesh, progress: CompileProgress | None = None
 ) -> tuple[ResolvedEngine, dict[int, LocalExecutor]]:
-    """What a process that does not lead its group has: an executor for each replica of which it has devices, by number.
+    """Make the executors of a process that does not lead: one for each replica of which it has devices, by number.
 
     Arguments and errors are those of `Engine`.
     """
     places = replicas(mesh)
-    own = [number for number, place in enumerate(places) if own_devices(place)]
+    numbers = [number for number, place in enumerate(places) if own_devices(place)]
     one = config_of_each(config, len(places)) if len(places) > 1 else config
     one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, LocalExecutor]()
-    for count, number in enumerate(own):
+    for count, number in enumerate(numbers):
         prepared, resolved, limits = prepare(model, one, platform, places[number])
-        on_progress = share(progress, count, len(own))
+        on_progress = share(progress, count, len(numbers))
         executors[number] = LocalExecutor(prepared, resolved, limits, places[number], on_progress)
     return dataclasses.replace(resolved, data_parallel_size=len(places)), executors

@@ -51,15 +51,15 @@ class Replicas:
     ) -> None:
         places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
-        here = sum(bool(own_devices(place)) for place in places)  # the first ones
+        local = sum(bool(own_devices(place)) for place in places)  # the first ones
         for number, place in enumerate(places):
-            on_progress, make = share(progress, number, here), make_for(group, number, place)
+            on_progress, make = share(progress, number, local), make_for(group, number, place)
             found = None if own_devices(place) else engines[0].calibration  # of the same programs, on such devices
             engines.append(Engine(model, one, platform, on_progress, place, make, found))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
-        """``config`` is that of all."""
+        """Begin to serve; ``config`` is that of all engines together."""
         self._engines = engines
         self.config: ResolvedEngine = dataclasses.replace(
             engines[0].config,
@@ -132,7 +132,7 @@ class Replicas:
         return deltas
 
     def _launched(self) -> None:
-        """Every engine has launched its step, and none has read one yet."""
+        """Hook for when every engine has launched its step, and none has read one yet."""
 
     def stats(self) -> EngineStats:
         """The sums of all replicas."""
@@ -153,7 +153,7 @@ class Replicas:
 
 
 def make_for(group: Group | None, number: int, mesh: Mesh) -> MakeExecutor:
-    """What makes the executor of a replica, where ``number`` counts those of a group."""
+    """Factory of a replica's executor, where ``number`` counts the replicas of a group."""
     return LocalExecutor if group is None else functools.partial(LeaderExecutor, group, number, processes_of(mesh))
 
 
@@ -167,7 +167,7 @@ def config_of_each(config: EngineConfig, count: int) -> EngineConfig:
 
 
 def share(progress: CompileProgress | None, number: int, replicas: int) -> CompileProgress | None:
-    """One replica's progress as that of all, which have as many programs each."""
+    """Scale one replica's progress to that of all replicas, which have as many programs each."""
     if progress is None:
         return None
 

@@ -1,4 +1,4 @@
-"""What is found out about an executor's programs before READY, on the devices themselves."""
+"""Calibration of an executor's programs before READY, on the devices themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CPU_OPERATIONS = 300_000_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Which programs may stand in for which, and what they cost.
+    """Equivalences of programs, so that one may stand in for another, and their costs.
 
     Attributes:
         prefill_batches: chunks of the wide program of each prefill size that has the narrow one's bits.

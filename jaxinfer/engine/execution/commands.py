@@ -1,4 +1,4 @@
-"""What an executor can do, as data: numbers and arrays of the host, which may cross to another process as they are.
+"""Commands of an executor as data: numbers and arrays of the host, which may cross to another process as they are.
 
 A new operation is one dataclass here and one case in `LocalExecutor.run`. What a command may hold is what
 `jaxinfer.parallel.messages` takes: integers, tuples of them, arrays, records and mappings of arrays.
@@ -213,7 +213,7 @@ class ReadLastTokens(Command[Int32[np.ndarray, " rows"]]):
 
 
 COMMANDS: Mapping[str, type[Command[Any]]] = {kind.__name__: kind for kind in Command.__subclasses__()}
-"""All there are, by name: nothing else is run for another process."""
+"""Commands by name: nothing else is run for another process."""
 
 
 @runtime_checkable
@@ -238,7 +238,7 @@ class Executor(Protocol):
 
     @property
     def platform(self) -> str:
-        """Of the devices, as JAX names it."""
+        """Platform of the devices, as JAX names it."""
         ...
 
 

@@ -16,7 +16,7 @@ _KEPT = "/jax/compilation_cache/cache_misses"  # where the cache has taken what 
 
 @dataclasses.dataclass
 class Compilations:
-    """How many programs this process has compiled, and the seconds that took."""
+    """Number of programs that this process has compiled, and the seconds that took."""
 
     count: int = 0
     seconds: float = 0.0
@@ -41,7 +41,7 @@ def count_compilations() -> Iterator[Compilations]:
 
 @dataclasses.dataclass
 class CacheUse:
-    """What became of the programs that this process asked for.
+    """Hits and misses of the persistent cache in this process.
 
     Attributes:
         wanted: compilations by the backend or in their place.

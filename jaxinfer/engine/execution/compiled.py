@@ -97,7 +97,7 @@ def compile_stages(
             (`jaxinfer.parallel.dp_attention`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
-    works = [_Work(stage, _abstract(own), engine) for stage, own in zip(stages, arrays, strict=True)]
+    works = [_Work(stage, _abstract(stage_arrays), engine) for stage, stage_arrays in zip(stages, arrays, strict=True)]
     done = _compile([(work.mesh, work.jobs()) for work in works], progress)
     return [work.named(programs) for work, programs in zip(works, done, strict=True)]
 
@@ -122,7 +122,7 @@ def temporary_bytes(executable: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What is to be compiled for a stage, whose arrays are abstract."""
+    """Compilation work of a stage, whose arrays are abstract."""
 
     stage: Stage
     arrays: StageArrays
@@ -169,8 +169,8 @@ class _Work:
             )
         }
         for size, count in self.prefills:
-            given = None if self.stage.first else self._arriving(size * count)
-            arguments = (params, pools, self._prefill_batch(size, count), given)
+            arriving = None if self.stage.first else self._arriving(size * count)
+            arguments = (params, pools, self._prefill_batch(size, count), arriving)
             jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, arguments, 1, results, batch=2)
         return jobs
 
@@ -184,15 +184,15 @@ class _Work:
             engine.attention_backend,
             spread_tokens=engine.sequence_parallel_norms,
         )
-        kept, shown, pages = _shardings(state), self.replicated, _shardings(pools)
-        given = self._arriving(batch.positions.shape[0])
-        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, given), 2, (kept, shown), batch=3)}
+        carried, out, pages = _shardings(state), self.replicated, _shardings(pools)
+        arriving = self._arriving(batch.positions.shape[0])
+        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, arriving), 2, (carried, out), batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())
-            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (kept, shown, shown), loops=True, batch=3)
+            jobs["decode_many"] = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
-        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, shown), batch=2)
+        jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
         for size, count in self.prefills:
             arguments = (params, pools, self._prefill_batch(size, count), self._arriving(size * count))
             jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, arguments, 1, pages, batch=2)
@@ -202,27 +202,27 @@ class _Work:
         """Programs that move pages and compute nothing."""
         programs = make_move_programs(self.stage.model.cache_spec, self.engine.attention_backend)
         pools, pages = self.arrays.pools, self._exported()
-        kept = _shardings(pools)
+        carried = _shardings(pools)
         copies, moved = self._ints(self.groups, COPIES), self._ints(self.groups, TRANSFER_PAGES)
         return {
-            "copy": _Job(programs.copy, (pools, copies, copies), 0, kept),
+            "copy": _Job(programs.copy, (pools, copies, copies), 0, carried),
             "export": _Job(programs.export, (pools, moved), None, pages.sharding),
-            "restore": _Job(programs.restore, (pools, pages, moved), 0, kept),
+            "restore": _Job(programs.restore, (pools, pages, moved), 0, carried),
         }
 
     def keeping(self) -> dict[str, _Job]:
-        """Programs on what the sampler keeps of a slot."""
+        """Programs on the sampler's state of a slot."""
         programs, sampler, slot = make_programs(self.stage, self.engine.max_logprobs), self.arrays.sampler, self._ints()
-        vocab, kept = sampler.counts.shape[1], _shardings(sampler)
+        vocab, carried = sampler.counts.shape[1], _shardings(sampler)
         rows = self._array((vocab,), jnp.bool_), self._array((vocab,), jnp.float32)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), sampler)
         return {
-            "admit": _Job(programs.admit, (sampler, slot, *rows), 0, kept),
+            "admit": _Job(programs.admit, (sampler, slot, *rows), 0, carried),
             "save_slot": _Job(programs.save_slot, (sampler, slot), None, self.replicated),
-            "restore_slot": _Job(programs.restore_slot, (sampler, slot, one), 0, kept),
+            "restore_slot": _Job(programs.restore_slot, (sampler, slot, one), 0, carried),
         }
 
-    # ---- what the host hands to them, and the stage before
+    # ---- arguments from the host and from the stage before
 
     @property
     def groups(self) -> int:
@@ -256,7 +256,7 @@ class _Work:
 
 
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:
-    """One rank's job as that of all ranks, who have the first ``shared`` arguments together."""
+    """Turn one rank's job into that of all ranks, who have the first ``shared`` arguments together."""
     if mesh.shape["dp_attn"] == 1:
         return job
     function = over_ranks(job.function, job.arguments, shared)
@@ -271,10 +271,10 @@ def _packed(job: _Job, replicated: NamedSharding) -> _Job:
     batch = job.arguments[place]
 
     @functools.wraps(job.function)
-    def function(*given: Any) -> Any:
+    def function(*operands: Any) -> Any:
         # Cut once: without a barrier each layer's kernel would be given a cut of its own.
-        own = lax.optimization_barrier(unpack(given[place], batch))
-        return job.function(*given[:place], own, *given[place + 1 :])
+        unpacked = lax.optimization_barrier(unpack(operands[place], batch))
+        return job.function(*operands[:place], unpacked, *operands[place + 1 :])
 
     size = sum(leaf.size for leaf in jax.tree.leaves(batch))
     one = jax.ShapeDtypeStruct((size,), np.dtype(np.int32), sharding=replicated)
@@ -285,8 +285,8 @@ def _compile(
     work: Sequence[tuple[Mesh, Mapping[str, _Job]]], progress: CompileProgress | None = None
 ) -> list[dict[str, Any]]:
     """Lower one after the other (tracing holds the interpreter lock), compile in threads."""
-    tell, total = progress or (lambda done, total: None), sum(len(jobs) for _, jobs in work)
-    tell(0, total)
+    on_progress, total = progress or (lambda done, total: None), sum(len(jobs) for _, jobs in work)
+    on_progress(0, total)
     lowered = {
         (place, name): _lowered(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
     }
@@ -296,7 +296,7 @@ def _compile(
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
         running = {key: threads.submit(low.compile, compiler_options=options[key]) for key, low in lowered.items()}
         for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
-            tell(done, total)
+            on_progress(done, total)
         return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]
 
 

@@ -48,11 +48,11 @@ class StageRuntime:
         self.run: CompiledStage
 
     def arrive(self, tokens: Array) -> Array:
-        """What slots sampled, on this stage's devices: copied from device to device, nobody waits."""
+        """Copy sampled tokens to this stage's devices, from device to device. Does not wait."""
         return jax.device_put(tokens, self.replicated)
 
     def tokens(self, rows: int) -> Array:
-        """What arrives at the first stage where all tokens come from the host."""
+        """Dummy last tokens for the first stage where all tokens come from the host."""
         return put_whole(np.zeros(rows, np.int32), self.replicated)
 
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None) -> Array:
@@ -116,8 +116,8 @@ class LocalExecutor:
         self._engine, self._mesh, meshes = engine, mesh, stages(mesh)
         cuts = cut(model, len(meshes))
         places = [
-            StageRuntime(stage, engine, own) if own_devices(own) else None
-            for stage, own in zip(cuts, meshes, strict=True)
+            StageRuntime(stage, engine, stage_mesh) if own_devices(stage_mesh) else None
+            for stage, stage_mesh in zip(cuts, meshes, strict=True)
         ]
         self.runtimes, last = [runtime for runtime in places if runtime is not None], places[-1]
         self._parameters = sum(leaf.size for stage in cuts for leaf in jax.tree.leaves(stage.model.params))
@@ -140,9 +140,9 @@ class LocalExecutor:
             runtime.run = run
 
     def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
-        model, shown = last.stage.model, HostSlots(rows, limits).snapshot()
+        model, slots = last.stage.model, HostSlots(rows, limits).snapshot()
         return [
-            self._microbatch(put_whole(shown, last.replicated), *new_slots(model, rows, limits, last.mesh))
+            self._microbatch(put_whole(slots, last.replicated), *new_slots(model, rows, limits, last.mesh))
             for _ in range(self._engine.microbatches)
         ]
 
@@ -191,7 +191,7 @@ class LocalExecutor:
         return self._run_with_state(command) if self.microbatches else _NONE
 
     def _run_with_state(self, command: Command[Any]) -> Any:
-        """Commands about what the last stage alone keeps."""
+        """Run a command on the state that the last stage alone has."""
         match command:
             case commands.SaveSlot(slot, snapshot):
                 return self._save_slot(slot, snapshot)
@@ -215,7 +215,7 @@ class LocalExecutor:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
         state, sampled = last.run.decode(last.params, chosen.slots, self._state(chosen), pack(batch), arriving)
-        self._keep(chosen, state)
+        self._update(chosen, state)
         return sampled
 
     def _decode_many(self, batch: DecodeBatch, steps: int) -> tuple[Sampled, Array]:
@@ -223,9 +223,9 @@ class LocalExecutor:
             return _ELSEWHERE, _NONE
         chosen, last = self.microbatches[0], self.runtimes[-1]
         assert last.run.decode_many is not None
-        given = pack(batch), np.int32(steps)
-        state, sampled, ran = last.run.decode_many(last.params, chosen.slots, self._state(chosen), *given)
-        self._keep(chosen, state)
+        operands = pack(batch), np.int32(steps)
+        state, sampled, ran = last.run.decode_many(last.params, chosen.slots, self._state(chosen), *operands)
+        self._update(chosen, state)
         return sampled, ran
 
     def _prefill(self, batch: PrefillBatch) -> None:
@@ -241,8 +241,8 @@ class LocalExecutor:
             return _ELSEWHERE.logprobs
         last = self.runtimes[-1]
         assert last.run.prefill_logprobs is not None
-        given = pack(batch), arriving, following
-        last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *given)
+        operands = pack(batch), arriving, following
+        last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *operands)
         return logprobs
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
@@ -251,7 +251,7 @@ class LocalExecutor:
     def _through(
         self, rows: int, run: Callable[[StageRuntime, Array | None], Array], x: Array | None = None
     ) -> Array | None:
-        """Rows through all stages but the last; what arrives there, or None where that is not here."""
+        """Pass rows through all stages but the last; return what arrives there, None in other processes."""
         for runtime, link in self._passing:
             if runtime is not None:
                 x = run(runtime, x)
@@ -262,7 +262,7 @@ class LocalExecutor:
     def _state(self, microbatch: MicrobatchState) -> StepState:
         return StepState(self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler)
 
-    def _keep(self, microbatch: MicrobatchState, state: StepState) -> None:
+    def _update(self, microbatch: MicrobatchState, state: StepState) -> None:
         self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler = state
         microbatch.input_tokens = self._input_tokens(microbatch.last_tokens)
 
@@ -330,7 +330,7 @@ class LocalExecutor:
 
 
 def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine, rows: int) -> list[Link]:
-    """From each stage but the last to the next one, for whatever a step may have."""
+    """Links from each stage but the last to the next one, for all numbers of rows that a step may have."""
     chunks = [*engine.prefill_sizes, *(size * count for size, count in engine.wide_prefills)]
     return [
         Link(source, target, stage.width, stage.model.dtype, (rows, *chunks))
@@ -339,4 +339,4 @@ def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine
 
 
 MakeExecutor = Callable[[Model, ResolvedEngine, SamplingLimits, Mesh, CompileProgress | None], Executor]
-"""What an `Executor` is made of, and gives one."""
+"""Factory of an `Executor`."""

@@ -1,4 +1,4 @@
-"""What moving and computing cost on this device, measured before READY."""
+"""Costs of moving and computing on this device, measured before READY."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxinfer.kv.transfer import TRANSFER_PAGES
 
 
 def measure_costs(executor: Executor, engine: ResolvedEngine, groups: int) -> Costs:
-    """One timed call of each program, after one that is not: rough, which is enough to choose between swapping and
+    """Time one call of each program, after one that is not timed: roughly, enough to choose between swapping and
     computing again. No page that holds a sequence's tokens may exist yet. ``groups`` of the cache.
     """
     size, hosts = engine.prefill_sizes[-1], range(min(TRANSFER_PAGES, engine.host_pages))

@@ -1,4 +1,4 @@
-"""Does it fit, and how large is the pool: answered from config.json, before weights are loaded."""
+"""Plan device memory: does it fit, and how large is the pool. Needs config.json, not the weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What was decided: ``pages`` in the pool."""
+    """Decision of `plan_memory`: ``pages`` in the pool."""
 
     needs: Needs
     budget: Budget
@@ -208,7 +208,7 @@ def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Devi
 
 
 def device_budget(device: Any, utilization: float, held: int, devices: int = 1) -> Budget:
-    """What a device offers. ``held`` bytes of what is in use are the engine's own weights, and counted there.
+    """Budget that a device offers. ``held`` bytes of what is in use are the engine's weights, and counted there.
 
     A GPU's limit is what JAX may allocate on it; a CPU's is the memory that the machine has available now, of which
     each of as many ``devices`` has the same share.

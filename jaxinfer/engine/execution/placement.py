@@ -1,4 +1,4 @@
-"""Where the arrays of an engine lie on its mesh: parameters, KV pools, and what is kept of each slot.
+"""Placement of an engine's arrays on its mesh: parameters, KV pools, and the sampler's state of each slot.
 
 Pools and parameters are made where they will stay: no device ever holds more than its own part.
 """
@@ -77,7 +77,7 @@ def there(value: jax.Array, sharding: NamedSharding) -> list[jax.Shard] | None:
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Any:
-    """What `place_params` gives, as `jax.ShapeDtypeStruct`."""
+    """Parameters as `place_params` gives them, as `jax.ShapeDtypeStruct`."""
 
     def placed(spec: ParamSpec, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, spec))
@@ -86,7 +86,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
 
 
 class StageArrays(NamedTuple):
-    """What a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None."""
+    """Arrays that a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None."""
 
     params: Any
     pools: list[LayerPool]
@@ -106,12 +106,12 @@ def _pools(model: Model, engine: ResolvedEngine, mesh: Mesh, sharding: NamedShar
 
 
 def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tuple[Any, Any]:
-    """What the slots sampled last, and what the sampler keeps of them: nothing yet. On every device of the mesh."""
+    """Last tokens and sampler state of slots that have sampled nothing. On every device of the mesh."""
     return put_whole(_slots(model, rows, limits), replicated(mesh))
 
 
 def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:
-    """What a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one microbatch."""
+    """Arrays that a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one microbatch."""
     model, rows = stage.model, engine.rows // engine.microbatches
 
     placed = abstract(jax.eval_shape(lambda: _pools(model, engine, mesh)), pool_sharding(mesh, model.cache_spec))

@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Prepared:
-    """The same function, and the settings, as an engine on a platform has them.
+    """Prepare what an `Executor` is made of, for an engine on a platform.
 
     Raises:
         EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.

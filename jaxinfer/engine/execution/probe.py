@@ -74,7 +74,7 @@ class Probe:
         return rounds <= _ROUNDS
 
     def _wide_probes(self, size: int, count: int) -> list[PrefillBatch]:
-        """Random tokens in every chunk, each of another length and with pages of its own."""
+        """Batches of random tokens, each chunk of another length and with pages of its own."""
         width = self._engine.table_width
         tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
         lengths = (min(size, self._room) - np.arange(count) % size).clip(1).astype(np.int32)
@@ -219,11 +219,11 @@ class Probe:
     # ---- what all probes need
 
     def _rounds(self, tokens: int) -> int:
-        """How often as many tokens must be probed."""
+        """Number of rounds of ``tokens`` that must be probed."""
         return -(-self._enough // (tokens * self._per_token))
 
     def _starts(self, size: int) -> list[int]:
-        """Where chunks of this size are tried: at the start, and further on where the context has room."""
+        """Positions at which chunks of this size are tried: the start, and a later one where the context has room."""
         later = self._engine.prefill_sizes[-1]
         return [0, later] if later + size <= self._room else [0]
 
@@ -256,7 +256,7 @@ def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:
 
 
 def _equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    """By bytes: a NaN equals itself, and 0 is not -0."""
+    """Compare arrays by bytes: a NaN equals itself, and 0 is not -0."""
     return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What the device sampled, as host records: a few array conversions a step, and Python only for what was asked for."""
+"""Records on the host of what the device sampled: a few array conversions a step, Python only for what was wanted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row_tokens(rows: Sequence[DecodePlan], sampled: Sampled, steps: int | None) 
 def row_logprobs(
     rows: Sequence[DecodePlan], sampled: Sampled, tokens: list[list[int]], steps: int | None
 ) -> list[Sequence[PositionLogprobs]]:
-    """What belongs to `row_tokens`: nothing for a row whose request asked for none."""
+    """Log probabilities of `row_tokens`: none for a row whose request wants none."""
     each: list[Sequence[PositionLogprobs]] = [()] * len(rows)
     asking = [index for index, row in enumerate(rows) if row.sequence.request.params.logprobs is not None]
     if asking:
@@ -42,7 +42,7 @@ def row_logprobs(
 
 
 def prompt_logprobs(plan: PrefillPlan, result: Logprobs) -> list[PositionLogprobs]:
-    """Of each prompt token that follows a token of the chunk."""
+    """Log probabilities of each prompt token that follows a token of the chunk."""
     start, length, _ = plan.chunk
     following, top = plan.sequence.prompt[start + 1 : start + length + 1], plan.sequence.params.prompt_logprobs
     assert top is not None

@@ -42,7 +42,7 @@ class WrongTokenError(RuntimeError):
 
 
 class Runner:
-    """What plans mean to the device, and what it answers.
+    """Run plans on the device, and read its results.
 
     Args:
         executor: owns all device memory.
@@ -155,7 +155,7 @@ class Runner:
         return self._slots[microbatch], row
 
     def _set_slots(self, microbatch: int) -> None:
-        """Most fields are the same in most requests: what did not change is on the device already."""
+        """Send the fields that have changed: most are the same in most requests, and on the device already."""
         before, current = self._device_slots[microbatch]._asdict(), self._slots[microbatch].snapshot()
         self._device_slots[microbatch] = current
         fields = {name: new for name, new in current._asdict().items() if new is not before[name]}
@@ -208,28 +208,28 @@ class Runner:
         microbatches = self._engine.microbatches
         tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
         sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), ())
-        rows, fed, given = np.array(columns, np.int32)
-        positions[rows], tokens[rows] = fed, given
+        rows, fed, inputs = np.array(columns, np.int32)
+        positions[rows], tokens[rows] = fed, inputs
         generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
         arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
         tables = self._tables[:, microbatch::microbatches]
         if self._engine.speculative is None:
-            self._note(microbatch, rows, arrivals, fed, given)
+            self._note(microbatch, rows, arrivals, fed, inputs)
             return DecodeBatch(tokens, positions, generated, tables.copy())
         owners = np.arange(self._rows, dtype=np.int32)
         owners[rows] = [sequence.slot // microbatches for sequence in sequences]
-        own = owners[rows] == rows
-        self._note(microbatch, rows[own], arrivals[own], fed[own], given[own])
+        slot_rows = owners[rows] == rows
+        self._note(microbatch, rows[slot_rows], arrivals[slot_rows], fed[slot_rows], inputs[slot_rows])
         return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
 
-    def _note(self, microbatch: int, rows: _Column, arrivals: _Column, positions: _Column, given: _Column) -> None:
-        """Write down whose tokens these rows, each its slot's own, will sample.
+    def _note(self, microbatch: int, rows: _Column, arrivals: _Column, positions: _Column, inputs: _Column) -> None:
+        """Note whose tokens these rows, each its slot's own, will sample.
 
         Raises:
             WrongTokenError: a row without a token asks for one that its slot did not sample (`Sequence.sampled`).
         """
         whose, where = self._sampled[microbatch]
-        wrong = (given < 0) & ((whose[rows] != arrivals) | (where[rows] != positions - 1))
+        wrong = (inputs < 0) & ((whose[rows] != arrivals) | (where[rows] != positions - 1))
         if wrong.any():
             row = rows[wrong][0]
             raise WrongTokenError(

@@ -36,7 +36,7 @@ class Stage:
     def backbone(
         self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """From tokens, or from what the stage before gave, to hidden states and the new pools."""
+        """Compute hidden states and the new pools from tokens, or from the hidden states of the stage before."""
         apply: Any = self.model.module.apply
         if self.layers is None:
             return apply({"params": params}, x, positions, attend, pools)

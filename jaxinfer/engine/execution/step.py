@@ -35,9 +35,9 @@ from pallas_kernels.choice import Wish
 
 
 class StepState(NamedTuple):
-    """What lives on the device between steps and is donated to each of them.
+    """State that lives on the device between steps and is donated to each of them.
 
-    ``last_tokens[slot]`` is what the slot sampled last: the next step reads it there, so that the host never waits.
+    ``last_tokens[slot]`` is the slot's last sampled token: the next step reads it there, so that the host never waits.
     """
 
     pools: list[LayerPool]
@@ -74,9 +74,9 @@ class Programs(NamedTuple):
 
 
 class PassPrograms(NamedTuple):
-    """Of a stage that others follow: each also returns the hidden states for the next one.
+    """Programs of a stage that others follow: each also returns the hidden states for the next one.
 
-    What arrives at the first stage of a decode step are the tokens that the slots sampled last.
+    The first stage of a decode step receives the tokens that the slots sampled last.
     """
 
     decode: Callable[[Any, list[LayerPool], DecodeBatch, Any], tuple[list[LayerPool], jax.Array]]
@@ -148,11 +148,11 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
         hidden, pools = stage.backbone(params, x, batch.positions, attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
-        slots, own = _of_rows(slots, batch.owners, active)
+        slots, advancing = _of_rows(slots, batch.owners, active)
         sampled, slot_state = sample(
-            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, own
+            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, advancing
         )
-        last_tokens = jnp.where(own, sampled.tokens, state.last_tokens)
+        last_tokens = jnp.where(advancing, sampled.tokens, state.last_tokens)
         return StepState(pools, last_tokens, slot_state), sampled
 
     return decode
@@ -164,8 +164,8 @@ def _of_rows(
     """The parameters of each row, and which rows are active and their slots' own."""
     if owners is None:
         return slots, active
-    mine = SlotParams(*(jnp.take(x, owners, axis=0, mode="clip") for x in slots))
-    return mine, active & (owners == jnp.arange(owners.shape[0]))
+    of_rows = SlotParams(*(jnp.take(x, owners, axis=0, mode="clip") for x in slots))
+    return of_rows, active & (owners == jnp.arange(owners.shape[0]))
 
 
 def _decode_many(

@@ -1,4 +1,4 @@
-"""Which compiled size a piece of prompt runs in, and which pieces share a program. No jax."""
+"""Buckets: the compiled size that a piece of prompt runs in, and which pieces share a program. No jax."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def next_chunk(
 
 
 def page_code(page: int, page_size: int, end: int, sizes: Sequence[int], classes: Mapping[int, int]) -> int:
-    """Which programs compute the tokens of a page: equal codes, equal bits.
+    """Code of the programs that compute the tokens of a page: equal codes, equal bits.
 
     ``split`` tokens of it are prompt tokens and run in prefill programs of one class; the others run as decode rows.
     """

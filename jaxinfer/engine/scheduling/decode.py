@@ -24,7 +24,7 @@ class DecodePlanner:
     ) -> None:
         self._engine, self._pages, self._drafter, self._stats = engine, pages, drafter, stats
         self.microbatch = 0
-        """Whose slots decode in the plan that is being made."""
+        """Microbatch whose slots decode in the plan that is being made."""
 
     # ---- microbatches
 
@@ -74,11 +74,11 @@ class DecodePlanner:
         return rows if self._drafter is None else self._with_drafts(rows), steps
 
     def _waits_for_host(self, sequence: Sequence) -> bool:
-        """Its next row waits for what is in flight: a draft needs the last token."""
+        """Whether the next row waits for what is in flight: a draft needs the last token."""
         return self._drafter is not None and not sequence.stateful
 
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:
-        """How many steps the device may run alone: nobody waits, nothing ends by length, and pages are there."""
+        """Number of steps that the device may run alone: nobody waits, nothing ends by length, and pages are there."""
         steps = 1
         if rows and alone:
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))

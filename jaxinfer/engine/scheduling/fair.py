@@ -10,12 +10,12 @@ from jaxinfer.engine.scheduling.heap import Heap
 from jaxinfer.engine.scheduling.sequence import Sequence
 
 OUTPUT_TOKEN = 2
-"""What a generated token counts, in prompt tokens: it takes a step of its own."""
+"""Cost of a generated token in prompt tokens: it takes a step of its own."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """One that has sequences here.
+    """Tenant that has sequences here.
 
     Attributes:
         used: tokens computed for it, divided by its weight.
@@ -128,8 +128,8 @@ class FairQueue:
     # ---- whose turn it is
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
-        """By when it was first given a slot: counters change, and who gives its pages away must not get them back from
-        the one that took them before that has got on."""
+        """Rank by when a sequence first got a slot: counters change, and who gives its pages away must not get them
+        back from the one that took them before that has got on."""
         first = sequence.times.first_scheduled
         return (math.inf if first is None else first, sequence.arrival)
 
@@ -184,7 +184,7 @@ class FairQueue:
         return tenant
 
     def _place(self, tenant: _Tenant) -> None:
-        """Where a tenant belongs now; one that has nothing here is forgotten but for what it owes."""
+        """Put a tenant where it belongs now; one that has nothing here is forgotten but for what it owes."""
         order = (self._counter(tenant), len(tenant.running) / tenant.weight, tenant.place)
         if len(tenant.waiting):
             self._waiting.put(tenant.name, order, tenant)

@@ -47,7 +47,7 @@ class Heap[K: Hashable, V]:
         return None
 
     def _compact(self) -> None:
-        """Dead entries never outnumber the living by much: constant cost per removal on average."""
+        """Drop dead entries, so that they never outnumber the living by much: constant cost per removal on average."""
         if len(self._entries) > 2 * len(self._live) + _SLACK:
             live = {version for version, _ in self._live.values()}
             self._entries = [entry for entry in self._entries if entry[1] in live]

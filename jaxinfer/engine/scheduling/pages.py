@@ -121,7 +121,7 @@ class SequencePages:
         return sequence.swapped is not None
 
     def publish(self, sequence: Sequence) -> None:
-        """Pages that launched steps have filled may be shared. Generated ones only where bits may differ."""
+        """Publish pages that launched steps have filled; those of generated tokens only where bits may differ."""
         known = len(sequence.tokens) if self._relaxed else sequence.prefill_end
         self._publish(sequence, min(sequence.scheduled, known))
 
@@ -147,7 +147,7 @@ class SequencePages:
         return sequence.keys
 
     def _codes(self, sequence: Sequence) -> list[int]:
-        """Of every page of the known tokens, which programs compute it."""
+        """Codes of the programs that compute each page of the known tokens."""
         pages = self._kv.pages_for(len(sequence.tokens))
         if self._relaxed:
             return [0] * pages

@@ -1,4 +1,4 @@
-"""What a step is: small host records between scheduler and runner. No jax."""
+"""Plans and results of steps: small host records between scheduler and runner. No jax."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What the device made of a plan.
+    """Results of a plan from the device.
 
-    ``tokens[i]`` and ``logprobs[i]`` are what decode row i gave, one entry for each of the steps that ran
+    ``tokens[i]`` and ``logprobs[i]`` are those of decode row i, one entry for each of the steps that ran
     (``logprobs[i]`` is empty where the request asked for none); ``prompt_logprobs[i]`` belongs to prefill i.
     Whoever reads the result owns its lists.
     """

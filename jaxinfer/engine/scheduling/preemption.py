@@ -1,4 +1,4 @@
-"""Who gives way when pages run out, and how. No jax."""
+"""Preemption: who gives way when pages run out, and how. No jax."""
 
 from __future__ import annotations
 

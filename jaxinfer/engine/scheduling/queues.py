@@ -1,4 +1,4 @@
-"""Who is served next, who has waited too long, and who may not wait at all. No jax.
+"""Queues: who is served next, who has waited too long, and who may not wait at all. No jax.
 
 A queue hands out one sequence at a time: `peek` until it fits, then `pop`. Looking costs nothing however many wait;
 coming, going and giving up are O(log n).
@@ -35,7 +35,7 @@ class Queue(Protocol):
         ...
 
     def push(self, sequence: Sequence) -> None:
-        """Raises ValueError if the sequence waits already."""
+        """Add a sequence. Raises ValueError if it waits already."""
         ...
 
     def peek(self) -> Sequence | None:
@@ -47,11 +47,11 @@ class Queue(Protocol):
         ...
 
     def left(self, sequence: Sequence) -> None:
-        """A sequence that ran has given up its slot."""
+        """Note that a sequence that ran has given up its slot."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises KeyError if the sequence does not wait."""
+        """Remove a sequence. Raises KeyError if it does not wait."""
         ...
 
     def rank(self, sequence: Sequence) -> tuple[float, ...]:
@@ -67,7 +67,7 @@ class Queue(Protocol):
         ...
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Tokens were computed for a sequence that runs."""
+        """Note that tokens were computed for a sequence that runs."""
         ...
 
 
@@ -91,7 +91,7 @@ def make_queue(policy: str, slots: int, *, quantum: int = 512) -> Queue:
 
 
 class Queued(NamedTuple):
-    """What waits: requests whose prompt does, their and others' samples, tokens of prompts."""
+    """Counts of what waits: requests whose prompt does, their and others' samples, tokens of prompts."""
 
     requests: int
     sequences: int
@@ -99,8 +99,8 @@ class Queued(NamedTuple):
 
 
 def require_room(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
-    """Whether ``request`` may wait behind those that do, and behind ``ahead`` more. One that is alone always may: no
-    time would ever come at which a greater one is taken.
+    """Refuse a request that may not wait behind those that do, and behind ``ahead`` more. One that is alone always may:
+    no time would ever come at which a greater one is taken.
 
     Raises:
         QueueFullError: too much is waiting.
@@ -187,11 +187,11 @@ class RankQueue:
         return False
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        """Ranks do not depend on what was used."""
+        """Do nothing: ranks do not depend on what was used."""
 
 
 class Deadlines:
-    """When requests end if they are not done by then."""
+    """Deadlines at which requests end if they are not done by then."""
 
     def __init__(self) -> None:
         self._heap: Heap[str, str] = Heap()
@@ -200,11 +200,11 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, deadline: float, request_id: str) -> None:
-        """``deadline`` in seconds of the clock that `pop_expired` is given. An id that is known gets a new one."""
+        """Set a deadline, in seconds of the clock that `pop_expired` is given. An id that is known gets a new one."""
         self._heap.put(request_id, deadline, request_id)
 
     def discard(self, request_id: str) -> None:
-        """The request is done, or never had a deadline."""
+        """Forget a request that is done, or never had a deadline."""
         self._heap.discard(request_id)
 
     def pop_expired(self, clock: Callable[[], float]) -> list[str]:

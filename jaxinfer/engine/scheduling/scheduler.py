@@ -1,7 +1,7 @@
-"""What runs in the next step, and what its results mean. No jax.
+"""Schedule the next step, and take its results. No jax.
 
 Iteration-level scheduling (Orca, Yu et al. 2022): sequences enter and leave at every step, and there are no phases.
-What is computed of a sequence chases what is known of it: each step every sequence that can decode does, then prompts
+The computed tokens of a sequence chase the known ones: each step every sequence that can decode does, then prompts
 advance by chunks under the token budget, then waiting sequences are admitted.
 """
 
@@ -94,7 +94,7 @@ class Scheduler:
 
     @property
     def queued(self) -> Queued:
-        """What waits. From any thread."""
+        """Counts of what waits. From any thread."""
         return Queued(len(self._queue), len(self._queue) + self._siblings.waiting, self._queue.tokens)
 
     def cached(self, request: Request) -> int:
@@ -152,7 +152,7 @@ class Scheduler:
         self.check_room(samples[0].request)
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """Whether ``request`` may wait. From any thread: it only reads, what is true at some moment of the call.
+        """Refuse a request that may not wait. From any thread: it only reads, what is true at some moment of the call.
 
         Args:
             ahead: requests that are on their way here and will be added before it.
@@ -226,7 +226,7 @@ class Scheduler:
                     )
 
     def _grow(self) -> list[Preempted]:
-        """A page for each decoding sequence that needs one; where there is none, another sequence gives way."""
+        """Give a page to each decoding sequence that needs one; where there is none, another sequence gives way."""
         preempted: list[Preempted] = []
         short = [
             s for s in self._decode.members(self._running).values() if s.capacity <= s.scheduled and not s.prefilling
@@ -253,7 +253,7 @@ class Scheduler:
         return preempted
 
     def _started(self) -> list[Sequence]:
-        """Those whose prompts are being computed, in the order in which they get on."""
+        """Sequences whose prompts are being computed, in the order in which they get on."""
         return sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
 
     def _continue(self, started: list[Sequence], preempted: list[Preempted]) -> None:
@@ -264,12 +264,12 @@ class Scheduler:
             preempted.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
 
     def _charge_prompt(self, sequence: Sequence) -> None:
-        """Once for each token: what is computed again after a preemption was paid for."""
+        """Charge each token once: what is computed again after a preemption was paid for."""
         self._queue.charge(sequence, prompt=max(0, sequence.scheduled - sequence.charged))
         sequence.charged = max(sequence.charged, sequence.scheduled)
 
     def _outrank(self) -> list[Preempted]:
-        """Who waits takes the slot of one that the policy puts behind it."""
+        """Preempt a running sequence that the policy puts behind the first one that waits, where no slot is free."""
         first, self._gave_way = self._queue.peek(), None
         if first is None or self._free_slots:
             return []
@@ -326,7 +326,7 @@ class Scheduler:
     def _commit_row(
         self, row: DecodePlan, tokens: list[int], logprobs: Row[PositionLogprobs], delta: SequenceDelta | None
     ) -> SequenceDelta | None:
-        """What one row adds to its sequence, of which earlier rows gave ``delta``; None if that is nothing."""
+        """Add one row's tokens to its sequence and to ``delta``, that of earlier rows; None if there are none."""
         sequence, at = row.sequence, row.position
         known = sequence.tokens
         if row.token >= 0 and (at >= len(known) or known[at] != row.token):
@@ -384,23 +384,23 @@ class Scheduler:
         sequence.slot = sequence.sampled = -1
 
     def check(self) -> None:
-        """Slots, pages and sequences are all accounted for."""
+        """Check that slots, pages and sequences are all accounted for."""
         self._kv.check()
         if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
         alive = {id(s): s for samples in self._requests.values() for s in samples if s.status is not Status.FINISHED}
         queued, running = list(self._queue), list(self._running.values())
-        held = [s for s in alive.values() if s.status is Status.WAITING_FOR_PROMPT]
-        if sorted(map(id, [*queued, *running, *held])) != sorted(alive):
+        siblings = [s for s in alive.values() if s.status is Status.WAITING_FOR_PROMPT]
+        if sorted(map(id, [*queued, *running, *siblings])) != sorted(alive):
             raise AssertionError(
-                f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(held)} are held"
+                f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(siblings)} are held"
             )
 
 
 def _added(
     sequence: Sequence, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]
 ) -> SequenceDelta:
-    """``delta`` with what the sequence has just taken."""
+    """Extend ``delta`` by what the sequence has just taken."""
     if delta is not None:
         delta.token_ids += tokens
         delta.logprobs = [*delta.logprobs, *logprobs]

@@ -13,7 +13,7 @@ from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingPara
 
 
 class Status(enum.Enum):
-    """Where a sequence is: held back for a sibling's prompt, queued, in a slot, or done."""
+    """State of a sequence: waiting for a sibling's prompt, queued, in a slot, or done."""
 
     WAITING_FOR_PROMPT = "waiting_for_prompt"
     WAITING = "waiting"
@@ -81,8 +81,8 @@ class Sequence:
         return self.scheduled < self.prefill_end
 
     def token_at(self, position: int) -> int | None:
-        """What a row at ``position`` is fed: a known token; -1: what its slot sampled last; None: neither is at hand,
-        and the host will know it when the row before has been read."""
+        """Input token of a row at ``position``; -1: the one that its slot sampled last; None: neither is at hand, and
+        the host will know it when the row before has been read."""
         if position < len(self.tokens):
             return self.tokens[position]
         return -1 if self.sampled == position - 1 else None

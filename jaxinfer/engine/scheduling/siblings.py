@@ -43,5 +43,5 @@ class Siblings:
         leader.followers = []
 
     def ended(self) -> None:
-        """One has ended while it waited."""
+        """Note that a sample has ended while it waited."""
         self.waiting -= 1

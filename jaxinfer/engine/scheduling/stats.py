@@ -1,4 +1,4 @@
-"""What the engine counts and times. No jax.
+"""Counters and timers of the engine. No jax.
 
 The scheduler and the engine tell a `StatsRecorder` what happens; a `snapshot` of it is what benchmarks print and what
 `jaxinfer.serve.metrics` shows to Prometheus.
@@ -25,7 +25,7 @@ PREEMPTIONS = ("recompute", "swap")
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """When things happened to one sequence, in seconds of the recorder's clock; ``tokens``: those timed so far."""
+    """Times of one sequence's events, in seconds of the recorder's clock; ``tokens``: those timed so far."""
 
     arrival: float | None = None
     first_scheduled: float | None = None
@@ -36,7 +36,7 @@ class Times:
 
 @runtime_checkable
 class Timed(Protocol):
-    """What the recorder looks at of a sequence."""
+    """Protocol of a sequence, as far as the recorder looks at it."""
 
     @property
     def request(self) -> Request: ...
@@ -65,7 +65,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """NaN if nothing was observed."""
+        """Mean of the observations; NaN if there are none."""
         return self.sum / self.count if self.count else float("nan")
 
 
@@ -83,7 +83,7 @@ class HistogramRecorder:
         self._sum += value * times
 
     def observe_many(self, values: Float64[np.ndarray, " n"], times: Int64[np.ndarray, " n"]) -> None:
-        """``values[i]`` is observed ``times[i]`` times."""
+        """Observe ``values[i]`` ``times[i]`` times."""
         places = self._edges.searchsorted(values)
         self._counts += np.bincount(places, times, len(self._counts)).astype(np.int64)
         self._sum += float(values @ times)
@@ -187,12 +187,12 @@ class StatsRecorder:
         self._queued, self._steps = HistogramRecorder(), HistogramRecorder()
 
     def queued(self, sequence: Timed) -> None:
-        """A sequence arrived. Times are taken from the first call."""
+        """Note that a sequence arrived. Times are taken from the first call."""
         if sequence.times.arrival is None:
             sequence.times.arrival = self._clock()
 
     def scheduled(self, sequence: Timed) -> None:
-        """It was given a slot. The time it queued is that before the first one."""
+        """Note that a sequence got a slot. The time it queued is that before the first one."""
         times = sequence.times
         if times.first_scheduled is not None:
             return
@@ -204,7 +204,7 @@ class StatsRecorder:
             self._counters.prompt_tokens += len(sequence.request.prompt_token_ids)
 
     def emitted(self, sequences: Iterable[Timed]) -> None:
-        """Each of these has tokens it did not have at the last call.
+        """Note the tokens that sequences have got since the last call.
 
         Several tokens of one sequence count as evenly spread over the time since its last one, and those beside its
         first token as 0 seconds after it: so the latencies of a sequence add up to the time from its first to its
@@ -231,7 +231,7 @@ class StatsRecorder:
             self._gaps.observe_many(np.array(gaps) / np.maximum(times_each, 1), times_each)
 
     def finished(self, sequence: Timed) -> None:
-        """It ended, with its ``finish_reason``, wherever it was."""
+        """Note that a sequence ended, with its ``finish_reason``, wherever it was."""
         assert sequence.finish_reason is not None
         self._finished[sequence.finish_reason] += 1
         self.queued(sequence)
@@ -239,11 +239,11 @@ class StatsRecorder:
         self._whole.observe(self._clock() - sequence.times.arrival)
 
     def preempted(self, kind: str) -> None:
-        """``kind``: one of `PREEMPTIONS`."""
+        """Count a preemption; ``kind``: one of `PREEMPTIONS`."""
         self._preemptions[kind] += 1
 
     def prefix(self, queries: int, hits: int) -> None:
-        """Tokens that a sequence could have found in the prefix cache, and those it found."""
+        """Count tokens that a sequence could have found in the prefix cache, and those it found."""
         self._counters.prefix_queries += queries
         self._counters.prefix_hits += hits
 
@@ -251,16 +251,16 @@ class StatsRecorder:
         self._counters.draft_tokens += tokens
 
     def accepted(self, tokens: int = 1) -> None:
-        """Draft tokens turned out to be what the model says."""
+        """Count draft tokens that turned out to be what the model says."""
         self._counters.draft_accepted += tokens
 
     def replayed(self, same: bool) -> None:
-        """A known token was computed again."""
+        """Count a known token that was computed again."""
         self._counters.replayed_tokens += 1
         self._counters.replay_mismatches += not same
 
     def step(self, seconds: float) -> None:
-        """A plan was run and its results were taken, ``seconds`` after those of the plan before."""
+        """Note that a plan's results were taken, ``seconds`` after those of the plan before."""
         self._counters.steps += 1
         self._steps.observe(seconds)
 

@@ -46,7 +46,7 @@ def losses(
 
 @functools.partial(jax.jit, static_argnames=("grid",))
 def clipped(weight: Float[Array, "out k"], gram: Float[Array, "k k"], grid: IntegerGrid) -> Float[Array, "out k"]:
-    """Each group within the limit that loses least: of its own inputs alone, as the paper has it."""
+    """Clip each group to the limit that loses least on that group's inputs alone, as the paper has it."""
     weight = weight.astype(jnp.float32)
     out, inputs = weight.shape
     width = grid.width(inputs)

@@ -26,7 +26,7 @@ _FP8_BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How all weights of a checkpoint are written.
+    """Storage of all weights of a checkpoint that is written.
 
     Attributes:
         format: a name in `FORMATS`.
@@ -296,7 +296,7 @@ def _bitsandbytes_config(stored: Stored, dense: Sequence[str], inside: Sequence[
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How a format's tensors are made, and its ``quantization_config``."""
+    """Functions that make a format's tensors and its ``quantization_config``."""
 
     tensors: Callable[[str, Made | MadeCodebook, Stored], Tensors]
     config: Callable[[Stored, Sequence[str], Sequence[str]], dict[str, Any]]

@@ -182,5 +182,5 @@ def _refit(
 
 
 def enough_tokens(count: float, inputs: int) -> bool:
-    """Whether a Gram matrix of so many vectors says more of the weight than noise: an eighth of its inputs."""
+    """Whether a Gram matrix of ``count`` vectors says more than noise: an eighth of the inputs suffices."""
     return count >= math.ceil(inputs / 8)

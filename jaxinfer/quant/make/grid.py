@@ -21,7 +21,7 @@ class Made:
     parts: Parts
 
     def dequantize(self) -> Float[Array, "out k"]:
-        """Its values in float32, columns in the order of the inputs."""
+        """Dequantise to float32, columns in the order of the inputs."""
         weight = self.layout.dequantize(self.parts)
         if "order" not in self.parts:
             return weight
@@ -56,7 +56,7 @@ class IntegerGrid:
         return (1 << (self.bits - 1)) - 1
 
     def width(self, inputs: int) -> int:
-        """How many inputs share a scale.
+        """Number of inputs that share a scale.
 
         Raises:
             ValueError: groups do not divide the inputs.
@@ -67,7 +67,7 @@ class IntegerGrid:
         return group
 
     def cropped(self, made: Made, inputs: int) -> Made:
-        """What was made of a weight whose inputs were filled up to whole groups: the last one is a shorter one.
+        """Crop what was made of a weight with inputs padded to whole groups: the last group becomes a shorter one.
 
         Scales are repeated for what divides both the group and the inputs. With an ``order``, the inputs that were
         filled in come last in it, as they do where their Gram matrix is zero.
@@ -107,7 +107,7 @@ class IntegerGrid:
         return scale, jnp.clip(jnp.round(-low / scale), 0, steps) + self.low
 
     def storable(self, scale: Float[Array, "*any"]) -> Float[Array, "*any"]:
-        """Positive, and exact in the dtype that scales are stored in; 1 for a group of zeros."""
+        """Round scales to the dtype that they are stored in, positive; 1 for a group of zeros."""
         limits = jnp.finfo(self.scale_dtype)
         least = limits.smallest_subnormal if self.scale_dtype == "float16" else limits.tiny
         bounded = jnp.clip(jnp.where(scale > 0, scale, 1.0), float(least), float(limits.max))

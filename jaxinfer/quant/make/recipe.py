@@ -1,4 +1,4 @@
-"""What a user asks for when a model is quantised, and one weight made accordingly."""
+"""Recipe of a user for quantising a model, and one weight made by it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RecipeError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a model is to be quantised.
+    """Method and settings by which a model is quantised.
 
     Attributes:
         method: a name in `METHODS`. "int4" is rounding to nearest; "smoothquant" is int8 with int8 activations.
@@ -98,17 +98,17 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """It needs to know the inputs of each weight."""
+        """Whether the method needs to observe the inputs of each weight."""
         return self.method in ("smoothquant", "gptq", "awq")
 
     @property
     def gram(self) -> bool:
-        """It needs their Gram matrix."""
+        """Whether the method needs the inputs' Gram matrix."""
         return self.method in ("gptq", "awq")
 
     @property
     def folded(self) -> bool:
-        """Scales of inputs go into the layer before, which has to be one that can take them."""
+        """Whether scales of inputs go into the layer before, which has to be one that can take them."""
         return self.method in ("smoothquant", "awq")
 
     @property
@@ -116,14 +116,14 @@ class Recipe:
         return self.method != "awq" if self.symmetric is None else self.symmetric
 
     def grid(self, dtype: str) -> IntegerGrid:
-        """That of the integers of a model of this dtype."""
+        """Grid of the integers of a model of this dtype."""
         if self.method in _INTEGERS:
             scales = dtype if self.format == "compressed-tensors" else "float16"
             return IntegerGrid(self.bits, max(self.group_size, 0), self._symmetric, scales)
         return IntegerGrid(8, 0, True, dtype)
 
     def stored(self, dtype: str) -> Stored:
-        """How its weights are written."""
+        """Storage of the weights in a checkpoint of this dtype."""
         if self.method in _INTEGERS:
             grid = self.grid(dtype)
             act_order = self.act_order and self.method == "gptq"
@@ -140,7 +140,7 @@ class Recipe:
         return Stored(self.format, kind, 8, 0, blocks=self.blocks, activations=activations, dtype=dtype)
 
     def refusal(self, out: int, inputs: int) -> str:
-        """Why a weight of this size stays as it is; "" if it does not."""
+        """Reason for which a weight of this size stays as it is; "" if it does not."""
         if self.method == "mxfp4" and inputs % MX_BLOCK:
             return f"blocks of {MX_BLOCK} do not divide its {inputs} inputs"
         if self.method == "fp8" and self.blocks and inputs % _BLOCK:
@@ -154,7 +154,7 @@ class Recipe:
         return ""
 
     def _short(self, inputs: int) -> bool:
-        """Groups do not divide the inputs."""
+        """Whether groups do not divide the inputs."""
         return self.method in _INTEGERS and self.group_size > 0 and inputs % self.group_size != 0
 
     def made(self, weight: Float[Array, "out k"], gram: Float[Array, "k k"] | None, dtype: str) -> Made | MadeCodebook:
@@ -186,7 +186,7 @@ class Recipe:
 def whole_groups(
     weight: Float[Array, "out k"], gram: Float[Array, "k k"] | None, grid: IntegerGrid
 ) -> tuple[Float[Array, "out filled"], Float[Array, "filled filled"] | None]:
-    """With zeros for inputs that the last group lacks."""
+    """Pad a weight and its Gram matrix with zeros for the inputs that the last group lacks."""
     more = -weight.shape[1] % grid.group if grid.group else 0
     filled = jnp.pad(weight, ((0, 0), (0, more)))
     return filled, None if gram is None else jnp.pad(gram, ((0, more), (0, more)))

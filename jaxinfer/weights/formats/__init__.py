@@ -59,7 +59,7 @@ def quantized_weights(
 
 
 def _config(config_json: Mapping[str, Any]) -> Fields | None:
-    """From the top of config.json, or from that of a language model within one for images."""
+    """Read the quantisation's fields at the top of config.json, or of ``text_config`` within one for images."""
     within = config_json.get("text_config")
     for values in (config_json, within if isinstance(within, Mapping) else {}):
         for name in _PLACES:

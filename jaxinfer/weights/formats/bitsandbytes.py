@@ -67,7 +67,7 @@ def _int8(tensors: RawTensors, module: str, outliers: float) -> StoredWeight:
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-    """What the JSON of a weight says."""
+    """Quantisation state of a weight, from its JSON."""
 
     shape: tuple[int, int]
     block: int
@@ -80,27 +80,29 @@ class _State:
 
 
 def _four_bits(tensors: RawTensors, weight: str, state: str) -> StoredWeight:
-    own = _state(tensors, state)
-    out, inputs = own.shape
-    _take_codes(tensors, weight, math.prod(own.shape))
-    tensors.take(f"{weight}.absmax", ("U8",) if own.nested else ("F32",), (own.blocks,))
-    group = math.gcd(inputs, own.block)
+    quant_state = _state(tensors, state)
+    out, inputs = quant_state.shape
+    _take_codes(tensors, weight, math.prod(quant_state.shape))
+    tensors.take(f"{weight}.absmax", ("U8",) if quant_state.nested else ("F32",), (quant_state.blocks,))
+    group = math.gcd(inputs, quant_state.block)
     parts = {
-        "codes": lambda: tensors.read(weight, lambda tensor: _codes(tensor, own.shape)),
-        "scales": lambda: tensors.scales(f"{weight}.absmax", lambda tensor: _by_rows(tensor, own, group, own.block)),
+        "codes": lambda: tensors.read(weight, lambda tensor: _codes(tensor, quant_state.shape)),
+        "scales": lambda: tensors.scales(
+            f"{weight}.absmax", lambda tensor: _by_rows(tensor, quant_state, group, quant_state.block)
+        ),
     }
     table = _table(tensors, f"{weight}.quant_map", 16)
-    if not own.nested:
+    if not quant_state.nested:
         layout = Codebook(table, group)
-        return tensors.stored(own.shape, layout, parts, (weight, f"{weight}.absmax"))
-    nested, outer = f"{weight}.nested_absmax", own.block * own.nested
-    tensors.take(nested, ("F32",), (pieces(own.blocks, own.nested),))
+        return tensors.stored(quant_state.shape, layout, parts, (weight, f"{weight}.absmax"))
+    nested, outer = f"{weight}.nested_absmax", quant_state.block * quant_state.nested
+    tensors.take(nested, ("F32",), (pieces(quant_state.blocks, quant_state.nested),))
     step = math.gcd(inputs, outer)
-    parts["nested_scales"] = lambda: tensors.scales(nested, lambda tensor: _by_rows(tensor, own, step, outer))
-    parts["offset"] = lambda: np.full((out, 1), own.offset, np.float32)
+    parts["nested_scales"] = lambda: tensors.scales(nested, lambda tensor: _by_rows(tensor, quant_state, step, outer))
+    parts["offset"] = lambda: np.full((out, 1), quant_state.offset, np.float32)
     scale_table = _table(tensors, f"{weight}.nested_quant_map", 256)
     layout = Codebook(table, group, "uint8", nested=step, scale_table=scale_table)
-    return tensors.stored(own.shape, layout, parts, (weight, f"{weight}.absmax", nested))
+    return tensors.stored(quant_state.shape, layout, parts, (weight, f"{weight}.absmax", nested))
 
 
 def _take_codes(tensors: RawTensors, weight: str, values: int) -> None:

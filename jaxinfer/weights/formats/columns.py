@@ -1,4 +1,4 @@
-"""Which inputs share a scale, in formats with groups: in their order, or as an index says (act-order)."""
+"""Groups of inputs that share a scale: in the inputs' order, or as an index says (act-order)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INDICES = ("I32", "I64")
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """How the columns of a weight are grouped.
+    """Groups of the columns of a weight.
 
     Attributes:
         group: that many neighbours share a scale: what divides both the file's groups and the inputs, where the last

@@ -103,7 +103,7 @@ def _packed(tensors: RawTensors, module: str, scheme: Scheme) -> StoredWeight:
 
 
 def _inputs(tensors: RawTensors, module: str, packed: tuple[int, int], each: int) -> int:
-    """Out of ``weight_shape``: the last word of a row need not be full."""
+    """Number of inputs, from ``weight_shape``: the last word of a row need not be full."""
     name = f"{module}.weight_shape"
     tensors.take(name, ("I64", "I32"), (2,))
     out, inputs = (int(value) for value in tensors.view(name))

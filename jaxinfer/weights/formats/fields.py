@@ -39,7 +39,7 @@ class Fields:
         raise self.refused(name, known)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; anything else raises CheckpointError."""
+        """Boolean of a field; anything else raises CheckpointError."""
         value = self.values.get(name, default)
         if value is None:
             return default
@@ -48,7 +48,7 @@ class Fields:
         return value
 
     def group_size(self, name: str, default: int | None = None) -> int:
-        """How many inputs share a scale; 0 for all of them, which files write as -1."""
+        """Number of inputs that share a scale; 0 for all of them, which files write as -1."""
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not int or not (value == -1 or 1 <= value <= _LARGEST_GROUP):
@@ -79,7 +79,7 @@ class Fields:
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self.refused(name, ("an object",))
-        return Fields(value, f"{self.path}.{_shown(name)}")
+        return Fields(value, f"{self.path}.{_printable(name)}")
 
     def optional(self, name: str) -> Fields | None:
         """An object within, or None where it is absent, null or empty."""
@@ -88,12 +88,12 @@ class Fields:
     def refused(self, name: str, known: Sequence[object]) -> CheckpointError:
         """The error for a value that is not known."""
         value = self.values.get(name)
-        shown = quoted(value) if isinstance(value, str) else "absent" if value is None else quoted(str(value))[1:-1]
+        found = quoted(value) if isinstance(value, str) else "absent" if value is None else quoted(str(value))[1:-1]
         listed = ", ".join(str(one) for one in known)
-        return CheckpointError(f"{self.path}.{_shown(name)} of config.json is {shown}: known are {listed}")
+        return CheckpointError(f"{self.path}.{_printable(name)} of config.json is {found}: known are {listed}")
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     """A field's name, which can be the file's own."""
     return name if name.isidentifier() and len(name) < _LONGEST_NAME else quoted(name)
 

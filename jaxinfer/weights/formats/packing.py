@@ -68,7 +68,7 @@ def transposed(matrix: np.ndarray) -> np.ndarray:
 
 
 def _of_three_bytes(stream: np.ndarray) -> np.ndarray:
-    """24 bits each; the last are filled up with zeros."""
+    """Words of 24 bits each; the last is filled up with zeros."""
     missing = -stream.shape[-1] % 3
     whole = np.concatenate([stream, np.zeros((*stream.shape[:-1], missing), np.uint8)], axis=-1)
     parts = whole.reshape(*whole.shape[:-1], -1, 3).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""What the ``config_groups`` of compressed-tensors say of a weight, and which group it belongs to."""
+"""Schemes of the ``config_groups`` of compressed-tensors, and the group that a weight belongs to."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MOST_WAYS = 2 * 10**9
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the weights of a group are stored.
+    """Storage of a group's weights.
 
     Attributes:
         format: one of float-, int-, pack-, nvfp4-pack- and mxfp4-pack-quantized.
         bits: of a code.
-        strategy: what has a scale: "tensor", "channel", "group", "block" or "tensor_group".
-        group: how many inputs share a scale; 0: all.
+        strategy: unit that has a scale: "tensor", "channel", "group", "block" or "tensor_group".
+        group: inputs that share a scale; 0: all.
         block: rows and columns that do.
         symmetric: there are no zero points.
         activations, activation_group, static: as in `Grouped`.
@@ -144,7 +144,7 @@ def _refuse_unless_empty(config: Fields, name: str) -> None:
 
 
 def _is_class(target: str, module: str) -> bool:
-    """All that is quantised is "Linear", embeddings aside."""
+    """Whether a target names the class of a module: "Linear" for all that is quantised but embeddings."""
     return target == ("Embedding" if module.endswith("embed_tokens") else "Linear")
 
 
@@ -178,6 +178,6 @@ def _compile(target: str) -> re.Pattern[str]:
 
 
 def _ways(pattern: str, length: int) -> int:
-    """At most so many ways to match are tried on a name, where nothing is repeated within what is repeated itself."""
+    """Bound of the ways to match that are tried on a name, where no repetition contains another."""
     alternatives = [group.count("|") + 1 for group in (*_GROUP.findall(pattern), _GROUP.sub("", pattern))]
     return math.prod(alternatives) * 2 ** pattern.count("?") * (length + 1) ** len(re.findall(r"[*+{]", pattern))

@@ -63,7 +63,7 @@ class RawTensors:
         return self.take(name, dtypes, (1,) if len(self.shape(name)) == 1 else ())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that may be absent: then ()."""
+        """Shape of a tensor; () where it is absent."""
         info = self._checkpoint.tensors.get(name)
         return () if info is None else info.shape
 
@@ -81,13 +81,13 @@ class RawTensors:
         return self._checkpoint.read(name)
 
     def read(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.array) -> np.ndarray:
-        """What ``change`` makes of a tensor: a new array, after which the file's memory is given back."""
+        """Read a tensor, apply ``change``, which makes a new array of it, and release the file's memory."""
         result = change(self._checkpoint.read(name))
         self._checkpoint.release(name)
         return result
 
     def scales(self, name: str, change: Callable[[np.ndarray], np.ndarray] = np.array) -> np.ndarray:
-        """As `read`; raises CheckpointError where a value is infinite or not a number."""
+        """Read scales as `read` does; raises CheckpointError where one is infinite or NaN."""
         result = self.read(name, change)
         if not np.isfinite(result.astype(np.float32)).all():
             raise self.wrong(name, "holds scales that are NaN or infinite")
@@ -112,12 +112,12 @@ class RawTensors:
 
 
 def dtype_name(info: TensorInfo) -> str:
-    """What numpy and ml_dtypes call the dtype of a tensor."""
+    """Name of a tensor's dtype in numpy and ml_dtypes."""
     return DTYPES[info.dtype].name
 
 
 def pieces(whole: int, size: int) -> int:
-    """How many parts of a size there are, the last of which may be smaller."""
+    """Number of parts of a size, the last of which may be smaller."""
     return math.ceil(whole / size)
 
 

@@ -1,4 +1,4 @@
-"""From blocks of a GGUF file to the parts of a layout, and to plain numbers.
+"""Convert blocks of a GGUF file to the parts of a layout, and to plain numbers.
 
 Where a layout of codes and scales has the same values to the last bit, blocks become that: a product with it needs no
 unpacking of bytes. The others stay as they are.
@@ -32,7 +32,7 @@ _LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 def layout_of(kind: str) -> Layout:
-    """How blocks of a kind are to lie in memory."""
+    """Layout in which blocks of a kind lie in memory."""
     return _LAYOUTS.get(kind) or Blocks(kind)
 
 
@@ -50,7 +50,7 @@ def part_of(kind: str, part: str, blocks: np.ndarray) -> np.ndarray:
 
 
 def numbers(kind: str, blocks: np.ndarray) -> np.ndarray:
-    """What blocks stand for, float32 [out, in]."""
+    """Dequantise blocks to float32 [out, in]."""
     values = ggml.KINDS[kind].dequantize(jnp.asarray(np.ascontiguousarray(blocks)))
     return np.asarray(values).reshape(blocks.shape[0], -1)
 
@@ -64,7 +64,7 @@ def _halves(blocks: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(data: np.ndarray, width: int) -> np.ndarray:
-    """Of each ``width`` bytes first the low ones, then the high ones."""
+    """Unpack the nibbles of each ``width`` bytes, all the low ones before all the high ones."""
     groups = data.reshape(*data.shape[:-1], -1, 1, width)
     return np.concatenate([groups & 15, groups >> 4], axis=-2)
 

@@ -85,7 +85,7 @@ class GgufFile:
         self._advise("MADV_DONTNEED", *self.span(name, matrix))
 
     def span(self, name: str, matrix: int | None = None) -> tuple[int, int]:
-        """Where in the file it begins, and how many bytes it has."""
+        """Offset in the file of a tensor, or of one matrix of it, and its number of bytes."""
         info = self.tensors[name]
         if matrix is None:
             return info.start, info.nbytes
@@ -140,7 +140,7 @@ class GgufCheckpoint:
         return self._plain[name].read()
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Has a part of a tensor, a view of what `read` gave, brought into memory ahead."""
+        """Prefetch a part of a tensor, a view of what `read` gave, into memory."""
         self._plain[name].expect(part)
 
     def release(self, name: str) -> None:
@@ -161,7 +161,7 @@ class GgufCheckpoint:
                 self._plain[target.name] = plain
 
     def _join_latents(self, homes: Mapping[str, GgufFile]) -> None:
-        """DeepSeek's ``kv_b_proj``, which newer files hold in two parts, one of them transposed."""
+        """Join DeepSeek's ``kv_b_proj``, which newer files hold in two parts, one of them transposed."""
         for keys in [name for name in self._plain if name.endswith(".attn_k_b.weight")]:
             values = keys.replace(".attn_k_b.", ".attn_v_b.")
             layer = keys.split(".")[1]
@@ -213,7 +213,7 @@ def _homes(files: list[GgufFile]) -> dict[str, GgufFile]:
 
 
 def _usual_dtype(homes: Mapping[str, GgufFile]) -> str:
-    """What the matrices are stored as where all are plain; a model in blocks is computed in bfloat16."""
+    """Dtype of the matrices where all are plain; bfloat16 for a model in blocks."""
     kinds = {file.tensors[name].kind for name, file in homes.items() if len(file.tensors[name].shape) > 1}
     if kinds <= {"F16"} and kinds:
         return "float16"
@@ -234,7 +234,7 @@ class _Plain:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the model has it."""
+        """Shape in the Hugging Face checkpoint."""
         shape = self.source.shape if self.target.expert is None else self.source.shape[1:]
         shape = (1, *shape) if self.target.matrix and len(shape) == 1 else shape
         return shape[::-1] if self.target.transposed and self.source.kind not in KINDS else shape

@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to what `transformers` would write into config.json.
+"""Convert the metadata of a GGUF file to what `transformers` would write into config.json.
 
 Keys are those of llama.cpp's writer (``gguf-py/gguf/constants.py``). What a key leaves open is taken as llama.cpp's
 readers take it; where they have no answer either, the file is refused.
@@ -30,7 +30,7 @@ _GROUP_LIMITED_V2 = 160  # experts of the V2 models that choose among groups
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a file says of its model.
+    """Metadata and tensor shapes of a GGUF file, as its model's description.
 
     Attributes:
         path: for messages.
@@ -64,7 +64,7 @@ class Described:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Floats are stored as float32: the shortest decimal that is the same float32 is what config.json had."""
+        """Number that config.json had: the shortest decimal that is the same float32 as the stored one."""
         value = self.get(key)
         if value is None:
             value = default
@@ -82,14 +82,14 @@ class Described:
         name = f"{self.architecture}.{key}"
         if value is None:
             return CheckpointError(f"{self.path} lacks the metadata {name}, which its model cannot do without")
-        shown = "a list" if isinstance(value, list) else quoted(str(value))
-        return CheckpointError(f"{self.path} has {shown} as {name}, which is not supported")
+        found = "a list" if isinstance(value, list) else quoted(str(value))
+        return CheckpointError(f"{self.path} has {found} as {name}, which is not supported")
 
     def has(self, tensor: str) -> bool:
         return tensor in self.shapes
 
     def rows(self, tensor: str) -> int:
-        """Of a matrix: its outputs."""
+        """Number of outputs of a matrix."""
         shape = self.shapes.get(tensor, ())
         if len(shape) != 2:
             raise CheckpointError(f"{self.path} has no matrix {tensor}")
@@ -97,7 +97,7 @@ class Described:
 
     @property
     def layers(self) -> int:
-        """Each has a tensor at least."""
+        """Number of layers, at most that of tensors: each layer has one at least."""
         return self.count("block_count", most=len(self.shapes))
 
     @property
@@ -135,7 +135,7 @@ _TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "p
 
 
 def _common(model: Described) -> Json:
-    """What all that descend from Llama have."""
+    """Fields that all descendants of Llama share."""
     heads, hidden = model.heads, model.count("embedding_length")
     head_dim = model.count("attention.key_length", hidden // heads)
     if model.count("attention.value_length", head_dim) != head_dim:
@@ -235,7 +235,7 @@ def _factors(model: Described, name: str, rotated: int) -> np.ndarray:
 
 
 def _llama3_factors(scaling: Json, theta: float, rotated: int) -> np.ndarray:
-    """By what `RopeConfig`'s "llama3" divides each frequency."""
+    """Divisors of the frequencies in `RopeConfig`'s "llama3"."""
     inverse = theta ** -(np.arange(0, rotated, 2, dtype=np.float64) / rotated)
     turns = scaling["original_max_position_embeddings"] * inverse / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -340,7 +340,7 @@ def _gemma3(model: Described) -> Json:
 
 
 def _pattern(model: Described) -> Json:
-    """Every so many layers one sees everything; or, for each layer, whether it has a window."""
+    """Period of the layers without a sliding window, or the type of each layer."""
     windows = model.get("attention.sliding_window_pattern")
     if not isinstance(windows, list):
         return {"sliding_window_pattern": model.count("attention.sliding_window_pattern", 6)}
@@ -350,7 +350,7 @@ def _pattern(model: Described) -> Json:
 
 
 def _score_size(model: Described, largest: int) -> int:
-    """What scores are divided by the root of: no key says it; llama.cpp knows the 27B models by their layers."""
+    """Square of the scores' divisor: no key says it; llama.cpp knows the 27B models by their layers."""
     heads, hidden = model.heads, model.count("embedding_length")
     by_width = model.layers == largest
     return hidden // heads if by_width else model.count("attention.key_length")

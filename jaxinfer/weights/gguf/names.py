@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are called in a Hugging Face checkpoint, and in what its converter changed them.
+"""Map the tensors of a GGUF file to those of a Hugging Face checkpoint, and undo what the converter changed.
 
 The converter (llama.cpp's ``convert_hf_to_gguf.py``) turns the rows of queries and keys for another form of the rotary
 embedding, stacks experts, adds one to Gemma's norms, and more: a `Target` says how to undo it.
@@ -43,7 +43,7 @@ class Target:
 
 
 def targets(model: Described, name: str) -> list[Target]:
-    """What becomes of a tensor of the file: nothing, one tensor, or one for each expert.
+    """Tensors of the checkpoint that a tensor of the file becomes: none, one, or one for each expert.
 
     A tensor that the architecture does not know keeps its name, under which nobody asks for it.
     """
@@ -60,12 +60,12 @@ def targets(model: Described, name: str) -> list[Target]:
         form = prefix + names.stacks[stem]
         count = model.experts if model.shapes[name][:-2] == (model.experts,) else 0
         return [Target(form.format(expert), expert=expert) for expert in range(count)] or [Target(name)]
-    own = names.layer.get(stem)
+    renamed = names.layer.get(stem)
     expert = _ONE_EXPERT.fullmatch(stem)
     if expert is not None and f"{expert[1]}_exps" in names.stacks:
         # before stacks there was a tensor for each
-        own = names.stacks[f"{expert[1]}_exps"].removesuffix(".weight").format(int(expert[2]))
-    return [names.target(model, stem, None if own is None else prefix + own, kind, name)]
+        renamed = names.stacks[f"{expert[1]}_exps"].removesuffix(".weight").format(int(expert[2]))
+    return [names.target(model, stem, None if renamed is None else prefix + renamed, kind, name)]
 
 
 def _names(model: Described) -> _Names:
@@ -76,7 +76,7 @@ def _names(model: Described) -> _Names:
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """How one architecture names its tensors.
+    """Tensor names of one architecture.
 
     Attributes:
         whole: those outside of the layers, without ".weight".
@@ -98,9 +98,9 @@ class _Names:
     transposed: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
 
-    def target(self, model: Described, stem: str, name: str | None, kind: str, given: str) -> Target:
+    def target(self, model: Described, stem: str, name: str | None, kind: str, original: str) -> Target:
         if name is None:
-            return Target(given)
+            return Target(original)
         # DeepSeek's correction has a name of its own
         full = name if name.endswith("_bias") and kind == "bias" else f"{name}.{kind}"
         return Target(
@@ -113,7 +113,7 @@ class _Names:
 
 
 def _turned(model: Described, heads: int) -> Callable[[int], np.ndarray]:
-    """Rows of heads whose pairs were set side by side: back to one half behind the other."""
+    """Order that puts rows of heads, whose pairs lie side by side, back to one half behind the other."""
 
     def order(rows: int) -> np.ndarray:
         if rows % (2 * heads):
@@ -132,7 +132,7 @@ def _turned_keys(model: Described) -> Callable[[int], np.ndarray]:
 
 
 def _grouped(model: Described) -> Callable[[int], np.ndarray]:
-    """Falcon's queries, keys and values, one behind the other: back to the groups of each KV head."""
+    """Order that puts Falcon's queries, keys and values, one behind the other, back to groups of each KV head."""
     heads, kv_heads = model.heads, model.kv_heads
 
     def order(rows: int) -> np.ndarray:

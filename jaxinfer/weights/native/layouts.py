@@ -17,7 +17,7 @@ _MOST_PIECES = 1000
 
 
 def describe(specs: ParamTree, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What `described` reads: the quantised weights of a parameter tree, by name. Arrays are not named."""
+    """Encode the layouts of a tree's quantised weights as JSON by name, for `described`. Arrays are not named."""
     found: dict[str, Any] = {}
     for key, node in specs.items():
         if isinstance(node, Quantized | Split):
@@ -109,8 +109,8 @@ class _Storage:
     def _quantized(self, layout: Layout, out: tuple[int, ...]) -> Quantized:
         arrays = {}
         for name, part in layout.parts(self.inputs).items():
-            outs, own = (out, self.axes[:-1]), (part.shape, self._along(part))
-            (shape, axes), (more, along) = (own, outs) if part.first else (outs, own)
+            outs, inner = (out, self.axes[:-1]), (part.shape, self._along(part))
+            (shape, axes), (more, along) = (inner, outs) if part.first else (outs, inner)
             arrays[name] = _part((*shape, *more), (*axes, *along), part)
         for name, part in layout.input_parts(self.inputs).items():
             arrays[name] = _part(part.shape, self._along(part), part)
@@ -128,8 +128,8 @@ def _part(shape: tuple[int, ...], axes: tuple[str | None, ...], part: Part) -> P
 
 def _layout(plain: Mapping[str, Any]) -> Layout:
     kind = _LAYOUTS[plain["layout"]]
-    given = plain["fields"]
-    fields = {field.name: (field, given.get(field.name, field.default)) for field in dataclasses.fields(kind)}
+    stored = plain["fields"]
+    fields = {field.name: (field, stored.get(field.name, field.default)) for field in dataclasses.fields(kind)}
     layout: Layout = kind(**{name: _value(str(field.type), value) for name, (field, value) in fields.items()})
     return layout
 

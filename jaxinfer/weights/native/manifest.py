@@ -1,4 +1,4 @@
-"""What a converted folder says of itself: which arrays it holds, in which chunks, and a checksum of each chunk.
+"""Manifest of a converted folder: the arrays that it holds, their chunks, and a checksum of each chunk.
 
 A converted folder is ``config.json``, the tokenizer's files, ``params/`` and ``jaxinfer_manifest.json``, which is
 written last. Under ``params/`` is one Orbax checkpoint for each name at the top of the parameter tree, in it an array
@@ -79,7 +79,7 @@ class StoredArray:
 
     @property
     def paired(self) -> bool:
-        """Two values are in a byte."""
+        """Whether two values are in a byte."""
         return self.dtype in NIBBLES and bool(self.shape) and self.shape[-1] % 2 == 0
 
     @property
@@ -96,17 +96,17 @@ class StoredArray:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many chunks there are along each dimension."""
+        """Number of chunks along each dimension."""
         return tuple(size // part for size, part in zip(self.stored_shape, self.chunk, strict=True))
 
     @property
     def value_bytes(self) -> int:
-        """Of a chunk."""
+        """Size of a chunk's values in bytes."""
         return math.prod(self.chunk) * self.stored_dtype.itemsize
 
     @property
     def file_bytes(self) -> int:
-        """Of a chunk's file."""
+        """Size of a chunk's file in bytes."""
         return self.value_bytes + _ZARR_CHECKSUM
 
     def chunks(self) -> Iterator[str]:
@@ -114,7 +114,7 @@ class StoredArray:
         return (chunk_file(place) for place in itertools.product(*map(range, self.grid)))
 
     def zarr(self) -> dict[str, Any]:
-        """Its ``zarr.json``: it is written and read as this, whatever the file says."""
+        """Contents of the array's ``zarr.json``: arrays are written and read as this, whatever the file says."""
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -128,7 +128,7 @@ class StoredArray:
 
 
 def checksum(values: bytes | memoryview) -> str:
-    """Of a chunk: its CRC-32 in hexadecimal."""
+    """CRC-32 of a chunk in hexadecimal."""
     return f"{zlib.crc32(values):08x}"
 
 
@@ -139,7 +139,7 @@ def chunk_file(place: tuple[int, ...]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What stands in the manifest.
+    """Contents of the manifest.
 
     Attributes:
         architecture: as config.json names it.
@@ -170,7 +170,7 @@ def array_name(path: Path) -> str:
 
 
 def array_folder(name: str) -> str:
-    """Where an array lies in a converted folder: Orbax's own naming, below the part that the parameter belongs to."""
+    """Folder of an array in a converted folder: Orbax's naming, below the part that the parameter belongs to."""
     part, _, rest = name.partition("/")
     return f"{PARAMS}/{part}/{leaf_key(rest)}"
 
@@ -238,7 +238,7 @@ def read_manifest(folder: pathlib.Path) -> Manifest:
 
 
 def array_to_json(array: StoredArray) -> dict[str, Any]:
-    """What `array_from_json` reads."""
+    """Encode an array's description for `array_from_json`."""
     return {"shape": array.shape, "dtype": array.dtype, "chunk": array.chunk, "crc32": array.checksums}
 
 

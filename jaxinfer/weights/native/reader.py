@@ -1,4 +1,4 @@
-"""From a converted folder to parameters: each part of an array is read straight into the buffer that a device takes."""
+"""Read a converted folder's parameters: each part of an array straight into the buffer that a device takes."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ class _Reader:
         def one(leaf: tuple[str, Path, ParamSpec]) -> Any:
             name, path, spec = leaf
             made = jax.block_until_ready(place(path, spec, functools.partial(self.fill, name, spec)))
-            self._tell(name)
+            self._report(name)
             return made
 
         return one
 
-    def _tell(self, name: str) -> None:
+    def _report(self, name: str) -> None:
         if self.progress is None:
             return
         with self._lock:
@@ -192,7 +192,7 @@ def _touched(array: StoredArray, part: Index) -> Iterator[tuple[int, ...]]:
 def _read_chunk(
     folder: pathlib.Path, array: StoredArray, part: Index, into: np.ndarray, place: tuple[int, ...]
 ) -> None:
-    """What a part has of a chunk, to its place in the part; straight there, where it is all of it and in one piece.
+    """Read the overlap of a part and a chunk into the part; without a copy where that is the chunk, and contiguous.
 
     Raises:
         CheckpointError: the chunk is not the one that was written.

@@ -72,7 +72,7 @@ class Leaf:
 
     @property
     def stored(self) -> StoredArray:
-        """How it will lie, without its checksums.
+        """Description of the array as it will be stored, without checksums.
 
         Raises:
             ValueError: its dtype cannot be stored.
@@ -98,15 +98,15 @@ def chunk_of(shape: Sequence[int], axes: Sequence[str | None], itemsize: int) ->
 
 
 class _Handler(ocp.type_handlers.TypeHandler):
-    """How Orbax writes a `Leaf`: one array at a time. What was written is in ``written``, by Orbax's names.
+    """Write a `Leaf` as Orbax's handler: one array at a time. ``written`` has what was written, by Orbax's names.
 
     In the checkpoint's metadata the arrays are numpy's, which is what they are restored as unless somebody asks for
     something else.
     """
 
-    def __init__(self, tell: Callable[[str, int], None]) -> None:
+    def __init__(self, on_written: Callable[[str, int], None]) -> None:
         self.written: dict[str, StoredArray] = {}
-        self._tell = tell
+        self._on_written = on_written
 
     def typestr(self) -> str:
         return "np.ndarray"
@@ -127,7 +127,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
             folder, array = pathlib.Path(str(info.path)), leaf.stored
             await _write(folder, array, _as_stored(leaf, array), info.ts_context)
             self.written[info.name] = dataclasses.replace(array, checksums=tuple(_checksums(folder, array)))
-            self._tell(info.name, array.nbytes)
+            self._on_written(info.name, array.nbytes)
         return []
 
 
@@ -142,7 +142,7 @@ def _as_stored(leaf: Leaf, array: StoredArray) -> np.ndarray:
 
 
 def _checksums(folder: pathlib.Path, array: StoredArray) -> Iterator[str]:
-    """Of what lies there now: what a reader will find."""
+    """Checksum each chunk as it lies on the disk, where a reader will find it."""
     for file in array.chunks():
         with (folder / file).open("rb") as opened:
             yield checksum(opened.read(array.value_bytes))
@@ -216,15 +216,15 @@ class Unfinished:
         parts: dict[str, dict[str, Leaf]] = {}
         for name, leaf in leaves.items():
             parts.setdefault(name.partition("/")[0], {})[name] = leaf
-        told = _Told(sum(leaf.stored.nbytes for leaf in leaves.values()), progress)
-        for part, own in parts.items():
-            if own.keys() <= self.arrays.keys():
-                told.add(part, sum(leaf.stored.nbytes for leaf in own.values()))
+        counter = _ProgressCounter(sum(leaf.stored.nbytes for leaf in leaves.values()), progress)
+        for part, members in parts.items():
+            if members.keys() <= self.arrays.keys():
+                counter.add(part, sum(leaf.stored.nbytes for leaf in members.values()))
             else:
-                self._write_part(part, own, told)
+                self._write_part(part, members, counter)
 
-    def _write_part(self, part: str, leaves: Mapping[str, Leaf], told: _Told) -> None:
-        handler = _Handler(told.add)
+    def _write_part(self, part: str, leaves: Mapping[str, Leaf], counter: _ProgressCounter) -> None:
+        handler = _Handler(counter.add)
         registry = ocp.type_handlers.create_type_handler_registry((Leaf, handler))
         keys = {leaf_key(name.partition("/")[2]): name for name in leaves}
         with _quiet(), ocp.Checkpointer(_orbax(registry)) as checkpointer:
@@ -235,7 +235,7 @@ class Unfinished:
         self.note({"arrays": {name: array_to_json(array) for name, array in written.items()}})
 
     def keep(self, name: str) -> None:
-        """Has a run that goes on find a file of the folder, which is complete; all others are removed."""
+        """Note a complete file of the folder, for a resumed run to find; all others are removed."""
         self.note({"file": name})
 
     def describe(self, storages: Mapping[str, Any]) -> None:
@@ -272,7 +272,7 @@ class Unfinished:
 
 
 @dataclasses.dataclass
-class _Told:
+class _ProgressCounter:
     total: int
     progress: Progress | None
     done: int = 0
@@ -303,7 +303,7 @@ def _nested(tree: Mapping[str, Leaf]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Orbax speaks of every step; a warning would be lost among the lines of a progress bar."""
+    """Silence Orbax, which speaks of every step; a warning would be lost among the lines of a progress bar."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -363,10 +363,10 @@ def _take_up(started: Unfinished, identity: Any) -> None:
     _clear(started.folder / PARAMS, parts)
 
 
-def _clear(folder: pathlib.Path, kept: Collection[str]) -> None:
+def _clear(folder: pathlib.Path, names: Collection[str]) -> None:
     """Removes all of a folder but what has one of these names."""
     for path in folder.glob("*"):
-        if path.name not in kept:
+        if path.name not in names:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -393,7 +393,7 @@ class Saving:
         return self._result.done()
 
     def wait(self) -> None:
-        """Until the folder is complete and has its name; raises what went wrong."""
+        """Wait until the folder is complete and has its name; raises what went wrong."""
         self._result.result()
 
 
@@ -422,7 +422,7 @@ def save_params(
     """
     leaves = leaves_of(specs, params)
     if not wait:
-        leaves = {name: dataclasses.replace(leaf, read=_kept(leaf)) for name, leaf in leaves.items()}
+        leaves = {name: dataclasses.replace(leaf, read=_snapshot(leaf)) for name, leaf in leaves.items()}
     folder, source = pathlib.Path(folder), None if beside is None else pathlib.Path(beside)
     refuse_existing(folder)
 
@@ -438,7 +438,7 @@ def save_params(
     return saving
 
 
-def _kept(leaf: Leaf) -> Callable[[], np.ndarray]:
+def _snapshot(leaf: Leaf) -> Callable[[], np.ndarray]:
     """The array as it is now, whatever becomes of its buffer."""
     value = np.array(leaf.read())
     return lambda: value

@@ -21,7 +21,7 @@ _FOREIGN = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "
 
 @runtime_checkable
 class Tensors(Protocol):
-    """What `load_params` reads: a `Checkpoint`, a GGUF file, or one of these with stored weights.
+    """Source that `load_params` reads: a `Checkpoint`, a GGUF file, or one of these with stored weights.
 
     Attributes:
         folder: where it comes from, for messages.
@@ -60,7 +60,7 @@ class Checkpoint:
         return self._files[name].read(name)
 
     def expect(self, name: str, part: np.ndarray) -> None:
-        """Has a part of a tensor, a view of what `read` gave, brought into memory ahead."""
+        """Prefetch a part of a tensor, a view of what `read` gave, into memory."""
         self._files[name].expect(name, part)
 
     def release(self, name: str) -> None:
@@ -131,7 +131,7 @@ def _only_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Tensor name to shard name. A shard is a plain file name, so that an index cannot point out of its folder."""
+    """Map tensor names to shards. A shard is a plain file name, so that an index cannot point out of its folder."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")

@@ -113,7 +113,7 @@ class SafetensorsFile:
 
 
 class _HeaderError(ValueError):
-    """What is wrong with a header, without the file's name."""
+    """Fault of a header, told without the file's name."""
 
 
 def _map_file(path: pathlib.Path) -> mmap.mmap:
