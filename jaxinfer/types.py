@@ -14,8 +14,7 @@ import reprlib
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
-# --------------------------------------------------------------------------------------------------------------
-# Requests
+# ---- requests
 
 
 class RequestError(ValueError):
@@ -281,8 +280,7 @@ class SequenceDelta:
     cached_tokens: int | None = None
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Parameters of a model, declared once: shape, sharding, initialisation and checkpoint mapping derive from these.
+# ---- parameters of a model, declared once: shape, sharding, initialisation and checkpoint mapping derive from these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,11 +329,9 @@ class ParamGroup(Protocol):
 
     def items(self) -> ItemsView[str, Any]:
         """The arrays by name."""
-        ...
 
     def rebuilt(self, arrays: Mapping[str, Any]) -> ParamGroup:
         """The same of other arrays."""
-        ...
 
 
 ParamTree = Mapping[str, "ParamSpec | ParamGroup | ParamTree"]
@@ -353,10 +349,8 @@ def map_specs(function: Callable[[tuple[str, ...], ParamSpec], Any], tree: Any, 
 def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ParamSpec]]:
     """Every parameter with its path, in the order of the tree."""
     for key, node in tree.items():
-        if isinstance(node, ParamSpec):
-            yield (*path, key), node
-        else:
-            yield from walk_specs(node, (*path, key))
+        here = (*path, key)
+        yield from [(here, node)] if isinstance(node, ParamSpec) else walk_specs(node, here)
 
 
 @dataclasses.dataclass(frozen=True)

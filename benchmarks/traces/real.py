@@ -11,6 +11,7 @@ from benchmarks.traces.probe import counters, occupancy
 from benchmarks.traces.replay import Counters, Occupancy
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.models.model import Model
 from jaxinfer.types import Request, SequenceDelta
 
@@ -19,7 +20,7 @@ class RealServer:
     """Ready when constructed: all programs are compiled. Token ids in and out, no text."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        self.engine = Engine(model, config, jax.default_backend())
+        self.engine = Engine(prepare(model, config, jax.default_backend()))
 
     @property
     def has_work(self) -> bool:

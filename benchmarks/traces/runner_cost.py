@@ -12,6 +12,7 @@ import numpy as np
 from benchmarks.traces.cost import MAX_LEN, Load, Requests, Steady, spread
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.executor import LocalExecutor, StageRuntime
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.runner import Launched, Runner
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.scheduler import Scheduler
@@ -81,7 +82,7 @@ class RunnerServer:
 
     def __init__(self, load: Load) -> None:
         config = dataclasses.replace(load.config, swap_space_gib=0.0)
-        self._engine = Engine(_model(), config, jax.default_backend())
+        self._engine = Engine(prepare(_model(), config, jax.default_backend()))
         runner, executor = self._engine._runner, self._engine._executor
         assert isinstance(runner, Runner)
         assert isinstance(executor, LocalExecutor)

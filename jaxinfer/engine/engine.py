@@ -8,15 +8,13 @@ import weakref
 
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.execution.calibration import Calibration, calibrate
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
-from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.runner import Runner
-from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 
 
@@ -26,30 +24,27 @@ class Engine(EngineLoop):
     Everything is compiled in the constructor; a request compiles nothing.
 
     Args:
-        progress: called at the beginning and after each compilation.
         mesh: the devices that it runs on; None: the first ones.
+        progress: called at the beginning and after each compilation.
         make_executor: makes another one than `LocalExecutor`.
         calibration: of the executor's programs, where another engine has it.
 
     Raises:
-        EngineConfigError: a setting cannot be served.
         ValueError: the mesh has more than one place along ``data`` (see `jaxinfer.engine.distributed.replicas`).
     """
 
     def __init__(
         self,
-        model: Model,
-        config: EngineConfig,
-        platform: str,
-        progress: CompileProgress | None = None,
+        prepared: Prepared,
         mesh: Mesh | None = None,
+        progress: CompileProgress | None = None,
         make_executor: MakeExecutor = LocalExecutor,
         calibration: Calibration | None = None,
     ) -> None:
-        mesh = mesh or mesh_for(config)
+        mesh = mesh or mesh_for(prepared.config)
         if mesh.shape["data"] != 1:
             raise ValueError("an engine runs on one replica: jaxinfer.engine.distributed.replicas makes several")
-        model, engine, limits = prepare(model, config, platform, mesh)
+        model, engine, limits = prepared
         self._executor = make_executor(model, engine, limits, mesh, progress)
         self.calibration = found = calibration or calibrate(self._executor, engine, model, limits)
         kv = new_kv(engine, model.cache_spec.windows)

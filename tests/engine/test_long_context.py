@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.prepare import prepare
 from tests.fakes import random_model
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
@@ -21,7 +22,7 @@ def temporaries(length: int) -> int:
     config = EngineConfig(
         max_num_seqs=2, max_model_len=length, page_size=64, num_pages=length // 64 + 8, prefill_sizes=(256,)
     )
-    return Engine(model, config, "cpu").temporaries()
+    return Engine(prepare(model, config, "cpu")).temporaries()
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def with_engine(dtype: str, tokens: int) -> dict[str, Any]:
 
     from jaxinfer.config import EngineConfig
     from jaxinfer.engine.engine import Engine
+    from jaxinfer.engine.execution.prepare import prepare
     from jaxinfer.models.model import abstract
     from jaxinfer.types import Request, SamplingParams
     from jaxinfer.weights import load_params
@@ -60,7 +61,7 @@ def with_engine(dtype: str, tokens: int) -> dict[str, Any]:
     params = load_params(DEMO, model.specs, dtype, ignore=("lm_head.weight",) if model.config.tied else ())
     model = model.replace(params=params)
     settings = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=2, prefill_sizes=PREFILL_SIZES)
-    engine = Engine(model, settings, jax.default_backend())
+    engine = Engine(prepare(model, settings, jax.default_backend()))
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     start = time.perf_counter()
     engine.add(Request("demo", PROMPT_IDS, sampling))

@@ -13,6 +13,7 @@ import jax
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.types import Request, SamplingParams
 from tools.gpu_check.llama import LLAMA_8B, TINY, random_model
 from tools.gpu_check.report import Report
@@ -55,7 +56,7 @@ def _engine(loads: tuple[Load, ...], quick: bool) -> Engine:
         swap_space_gib=0.0,
         exactness="relaxed",
     )
-    return Engine(random_model(TINY if quick else LLAMA_8B), settings, jax.default_backend())
+    return Engine(prepare(random_model(TINY if quick else LLAMA_8B), settings, jax.default_backend()))
 
 
 def _settings(engine: Engine) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jaxinfer.engine.distributed.replicas import Replicas, config_of_each
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.calibration import Calibration
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.prepare import Prepared, prepare
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 
@@ -27,7 +27,7 @@ class DpAttentionEngine(Replicas):
 
     Settings hold for each of the ranks, as for each of `Replicas`. A request's bits do not depend on its rank.
 
-    Args, Raises: as `Engine`.
+    Args, Raises: as `Replicas`.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class DpAttentionEngine(Replicas):
     ) -> None:
         mesh = mesh or mesh_for(config)
         one = config_of_each(config, mesh.shape["dp_attn"])
-        self._lockstep = Lockstep(*prepare(model, one, platform, mesh), mesh, progress)
+        prepared = prepare(model, one, platform, mesh)
+        self._lockstep = Lockstep(*prepared, mesh, progress)
         engines, found = list[Engine](), None
         for rank in self._lockstep.ranks:
-            engine = _engine_of(rank, model, one, platform, mesh, found)
+            engine = _engine_of(rank, prepared, mesh, found)
             found = engine.calibration  # of programs that all ranks run
             self._lockstep.size_classes = found.size_classes
             engines.append(engine)
@@ -54,7 +55,5 @@ class DpAttentionEngine(Replicas):
         self._lockstep.run()
 
 
-def _engine_of(
-    rank: RankExecutor, model: Model, config: EngineConfig, platform: str, mesh: Mesh, found: Calibration | None
-) -> Engine:
-    return Engine(model, config, platform, None, mesh, lambda *_: rank, found)
+def _engine_of(rank: RankExecutor, prepared: Prepared, mesh: Mesh, found: Calibration | None) -> Engine:
+    return Engine(prepared, mesh, None, lambda *_: rank, found)

@@ -28,13 +28,13 @@ def make_engine(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> EngineCore:
-    """Arguments and errors are those of `Replicas`."""
+    """An engine for a model; see `Replicas` for arguments and errors."""
     mesh = mesh or mesh_for(config)
     if mesh.shape["data"] > 1:
         return Replicas(model, config, platform, progress, mesh, group)
     if mesh.shape["dp_attn"] > 1:
         return DpAttentionEngine(model, config, platform, progress, mesh)
-    return Engine(model, config, platform, progress, mesh, make_for(group, 0, mesh))
+    return Engine(prepare(model, config, platform, mesh), mesh, progress, make_for(group, 0, mesh))
 
 
 def make_followers(
@@ -42,14 +42,13 @@ def make_followers(
 ) -> tuple[ResolvedEngine, dict[int, LocalExecutor]]:
     """Make the executors of a process that does not lead: one for each replica of which it has devices, by number.
 
-    Arguments and errors are those of `Engine`.
+    Arguments and errors are those of `Replicas`.
     """
     places = replicas(mesh)
     numbers = [number for number, place in enumerate(places) if own_devices(place)]
     one = config_of_each(config, len(places)) if len(places) > 1 else config
     one, executors = dataclasses.replace(one, data_parallel_size=1), dict[int, LocalExecutor]()
+    prepared = prepare(model, one, platform, places[numbers[0]])
     for count, number in enumerate(numbers):
-        prepared, resolved, limits = prepare(model, one, platform, places[number])
-        on_progress = share(progress, count, len(numbers))
-        executors[number] = LocalExecutor(prepared, resolved, limits, places[number], on_progress)
-    return dataclasses.replace(resolved, data_parallel_size=len(places)), executors
+        executors[number] = LocalExecutor(*prepared, places[number], share(progress, count, len(numbers)))
+    return dataclasses.replace(prepared.config, data_parallel_size=len(places)), executors

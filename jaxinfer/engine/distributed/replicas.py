@@ -18,6 +18,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.scheduling.queues import Queued, require_room
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
 from jaxinfer.models.model import Model
@@ -35,9 +36,12 @@ class Replicas:
     One thread drives all: steps of all replicas are launched before the first result is read.
 
     Args:
-        group: of whose processes the replicas have the devices. Others as those of `Engine`.
+        progress: see `Engine`.
+        mesh: the devices of all; None: the first ones.
+        group: of whose processes the replicas have the devices.
 
-    Raises: as `Engine`.
+    Raises:
+        EngineConfigError: a setting cannot be served.
     """
 
     def __init__(
@@ -51,11 +55,12 @@ class Replicas:
     ) -> None:
         places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
+        prepared = prepare(model, one, platform, places[0])  # for all: they differ in nothing but their devices
         local = sum(bool(own_devices(place)) for place in places)  # the first ones
         for number, place in enumerate(places):
             on_progress, make = share(progress, number, local), make_for(group, number, place)
             found = None if own_devices(place) else engines[0].calibration  # of the same programs, on such devices
-            engines.append(Engine(model, one, platform, on_progress, place, make, found))
+            engines.append(Engine(prepared, place, on_progress, make, found))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:

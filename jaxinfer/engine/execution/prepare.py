@@ -13,6 +13,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, res
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 
@@ -32,13 +33,14 @@ class Prepared(NamedTuple):
     limits: SamplingLimits
 
 
-def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh) -> Prepared:
-    """Prepare what an `Executor` is made of, for an engine on a platform.
+def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None = None) -> Prepared:
+    """Prepare what an `Executor` is made of, for an engine on a platform. Of a mesh (None: one is made) its shape
+    counts alone: replicas share what is prepared.
 
     Raises:
         EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
     """
-    model = spread_model(with_activations(model, config), mesh)
+    model = spread_model(with_activations(model, config), mesh or mesh_for(config))
     model = model.for_kernels() if platform == "gpu" else model
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)

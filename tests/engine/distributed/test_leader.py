@@ -92,7 +92,7 @@ def pair():
             # Measured ones may say that computing again is cheaper, and nothing would be swapped.
             patch.setattr(calibration, "measure_costs", lambda *given: (measure_costs(*given), Costs())[1])
             make = functools.partial(LeaderExecutor, leader, 0, [0, 1])
-            engine = Engine(model, SMALL, "cpu", make_executor=make)
+            engine = Engine(prepare(model, SMALL, "cpu"), make_executor=make)
         yield Pair(engine, leader, follower, member, called)
         assert not ends.reasons
 

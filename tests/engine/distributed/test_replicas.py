@@ -5,17 +5,16 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.config import EngineConfig, resolve
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.distributed import replicas
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.stats import StatsRecorder, merged
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.types import (
-    CacheSpec,
     FinishReason,
-    LayerSpec,
     QueueFullError,
     Request,
     RequestError,
@@ -28,12 +27,9 @@ from tests.fakes import random_model
 class FakeEngine(Engine):
     """Serves nothing: every request waits until `finish`."""
 
-    def __init__(
-        self, model: Any, config: EngineConfig, platform: str, progress: Any, mesh: Any, make: Any, found: Any
-    ) -> None:
+    def __init__(self, prepared: Prepared, mesh: Any, progress: Any, make: Any, found: Any) -> None:
         self.make, self.was_found, self.calibration = make, found, found or object()
-        cache = CacheSpec((LayerSpec(None),), kv_heads=1, head_dim=8)
-        self.given, self.config = config, resolve(config, cache, max_position=128, itemsize=4)
+        self.config = prepared.config
         self.requests: dict[str, Request] = {}
         self.known: tuple[int, ...] = ()
         self.ended: list[SequenceDelta] = []
@@ -140,7 +136,7 @@ def test_an_id_is_free_again_when_all_its_samples_have_ended(monkeypatch):
 
 def test_limits_are_for_all_and_the_rest_for_each(monkeypatch):
     engines = make(monkeypatch, max_waiting_requests=3, max_waiting_tokens=20, swap_space_gib=8.0, num_pages=7)
-    for given in [engine.given for engine in fakes(engines)]:
+    for given in (engine.config for engine in fakes(engines)):
         assert (given.swap_space_gib, given.num_pages, given.max_waiting_requests) == (4.0, 7, None)
     assert (engines.config.data_parallel_size, engines.config.max_waiting_requests) == (2, 3)
     for number in range(2):

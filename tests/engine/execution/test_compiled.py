@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.prepare import prepare
 from tests.fakes import random_model
 
 
@@ -16,7 +17,7 @@ def engine(request) -> Engine:
     config = EngineConfig(
         max_num_seqs=4, page_size=16, num_pages=1031, max_model_len=96, prefill_sizes=(16, 32), multi_step=3
     )
-    return Engine(random_model(request.param), config, "cpu")
+    return Engine(prepare(random_model(request.param), config, "cpu"))
 
 
 def programs(engine: Engine) -> dict[str, jax.stages.Compiled]:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.types import Request, SamplingParams
 from tests.fakes import random_model
 
@@ -25,7 +26,7 @@ LENGTH = 100
 
 @pytest.fixture(scope="module", params=MODES)
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return Engine(random_model(), EngineConfig(**SETTINGS, **MODES[request.param]), "cpu")
+    return Engine(prepare(random_model(), EngineConfig(**SETTINGS, **MODES[request.param]), "cpu"))
 
 
 @dataclasses.dataclass(frozen=True)
