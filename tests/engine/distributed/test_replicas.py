@@ -90,6 +90,11 @@ def test_the_calibration_of_the_first_holds_for_one_elsewhere(monkeypatch: pytes
     assert told[:2] == [(3, 8), (7, 8)], "two replicas compile here"
 
 
+def test_replicas_share_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = fakes(make(monkeypatch, 3))
+    assert first.config is second.config is third.config
+
+
 def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Request:
     return Request(name, prompt, SamplingParams(**{"max_tokens": 4, "seed": 0, **params}))
 

@@ -170,14 +170,14 @@ def test_chunks_of_proved_sizes_run_together(two, monkeypatch):
     make = lockstep._prefill
 
     def seen(asked: list[Any]) -> None:
-        shapes.append(tuple(0 if batch is None else batch.tokens.shape[1] for batch in asked))
+        shapes.append(tuple(0 if one is None else one[0].batch.tokens.shape[1] for one in asked))
         make(asked)
 
     monkeypatch.setattr(lockstep, "_prefill", seen)
     tokens = []
     for classes in ({16: 0, 64: 1}, {16: 0, 64: 0}):
         two.engine.reset_prefix_cache()
-        monkeypatch.setattr(lockstep, "classes", classes)
+        monkeypatch.setattr(lockstep, "size_classes", classes)
         tokens.append([output.outputs[0].token_ids for output in two.generate(prompts, params)])
     assert shapes == [(64, 0), (0, 16), (64, 16)]
     assert tokens[0] == tokens[1]
