@@ -15,7 +15,8 @@ from jaxinfer.quantize import RecipeError, command
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
-from jaxinfer.weights.native.writer import Unfinished, leaves_of, unfinished, write_folder
+from jaxinfer.weights.native.leaves import leaves_of
+from jaxinfer.weights.native.writer import Unfinished, unfinished, write_folder
 from jaxinfer.weights.progress import counting_bar, loading_bar
 from jaxinfer.weights.safetensors.save import save_params
 

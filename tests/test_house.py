@@ -13,9 +13,6 @@ FIRST_LOOK, IN_A_ROOM, LINES = 8, 15, 450
 MEDIAN, P90 = 6, 16
 # Longer than `LINES`, each to be cut where it is next worked on. None may grow, and none may come.
 LONG = {
-    "jaxinfer/parallel/group.py": 458,
-    "jaxinfer/weights/gguf/config.py": 483,
-    "jaxinfer/weights/native/writer.py": 490,
     "pallas_kernels/quant_matmul/mosaic.py": 473,
 }
 

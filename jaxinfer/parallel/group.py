@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxinfer.parallel import frames
 from jaxinfer.parallel.frames import Channel, ChannelError, Frame
+from jaxinfer.parallel.ledger import Ledger
 
 BEAT_SECONDS = 0.5
 TICK_SECONDS = 0.1
@@ -100,39 +100,6 @@ class _Peer:
         """Send a frame; a failure is left to the watch, which sees the reader's end, too."""
         with contextlib.suppress(ChannelError):
             self.channel.send(frame)
-
-
-class Ledger:
-    """Counts of the calls that returned in this process, and of those ``done``: their results are on its devices.
-
-    Args:
-        answer: given the results that process 0 waits for, on the host.
-        failed: given what went wrong.
-    """
-
-    def __init__(self, answer: Callable[[list[np.ndarray]], None], failed: Callable[[str], None]) -> None:
-        self.called, self.done, self._answer, self._failed = 0, 0, answer, failed
-        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        _thread(self._run, "jaxinfer-ledger")
-
-    def launched(self, results: Any, wanted: bool = False) -> None:
-        """The next call is on its way. ``results``: a tree of arrays that nobody donates, or None where a later call
-        tells as well; ``wanted``: by process 0."""
-        self.called += 1
-        self._calls.put((results, wanted))
-
-    def _run(self) -> None:
-        while True:
-            results, wanted = self._calls.get()
-            try:
-                jax.block_until_ready(results)
-                if wanted:
-                    self._answer([np.asarray(leaf) for leaf in jax.tree.leaves(results)])
-            except RuntimeError as error:  # JAX's own are
-                self._failed(f"a program failed: {error}")
-                return
-            del results
-            self.done += 1
 
 
 class Group:

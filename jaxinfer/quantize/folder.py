@@ -19,7 +19,8 @@ from jaxinfer.quantize.work import Work, layer_name
 from jaxinfer.types import walk_specs
 from jaxinfer.weights.memory import InMemoryCheckpoint, as_loaded
 from jaxinfer.weights.native.layouts import describe
-from jaxinfer.weights.native.writer import Unfinished, complete_folder, leaves_of
+from jaxinfer.weights.native.leaves import leaves_of
+from jaxinfer.weights.native.writer import Unfinished, complete_folder
 from jaxinfer.weights.safetensors.checkpoint import INDEX_FILE
 from jaxinfer.weights.safetensors.reader import SafetensorsFile
 from jaxinfer.weights.safetensors.writer import write_tensors

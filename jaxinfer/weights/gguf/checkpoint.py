@@ -21,7 +21,8 @@ from jaxinfer.gguf import GgufError, GgufTensor, Header, Metadata
 from jaxinfer.quant.ggml import KINDS
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.gguf.blocks import layout_of, numbers, part_of
-from jaxinfer.weights.gguf.config import Described, config_json
+from jaxinfer.weights.gguf.config import config_json
+from jaxinfer.weights.gguf.described import Described
 from jaxinfer.weights.gguf.names import Target, targets
 from jaxinfer.weights.quantized import StoredWeight
 from jaxinfer.weights.safetensors.reader import TensorInfo

@@ -6,9 +6,7 @@ readers take it; where they have no answer either, the file is refused.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import pathlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,101 +14,14 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.weights.errors import CheckpointError, quoted
+from jaxinfer.weights.gguf.described import Described
 
 Json = dict[str, Any]
-
-MAX_HEADS = 1 << 14
-MAX_EXPERTS = 1 << 12
 
 # Llama 3.1 and later: the converter writes the factors that these give, and not the numbers themselves.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _SOFTMAX, _SIGMOID = 1, 2  # llama.cpp's numbers of DeepSeek's gates
 _GROUP_LIMITED_V2 = 160  # experts of the V2 models that choose among groups
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """Metadata and tensor shapes of a GGUF file, as its model's description.
-
-    Attributes:
-        path: for messages.
-        metadata: its key-value pairs.
-        shapes: of its tensors, by ggml's names, as [out, in].
-        read: a one-dimensional tensor of plain numbers, by its name.
-    """
-
-    path: pathlib.Path
-    metadata: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    read: Callable[[str], np.ndarray]
-
-    @property
-    def architecture(self) -> str:
-        return self.text("general.architecture")
-
-    def get(self, key: str) -> Any:
-        """A value by its key behind the architecture's name, such as "block_count"; None where there is none."""
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def count(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-        """A whole number; one for each layer must be the same for all."""
-        value = self.get(key)
-        if isinstance(value, list) and len(set(map(str, value))) == 1:
-            value = value[0]
-        if value is None:
-            value = default
-        if type(value) is not int or not 0 <= value <= most:
-            raise self.bad(key, value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Number that config.json had: the shortest decimal that is the same float32 as the stored one."""
-        value = self.get(key)
-        if value is None:
-            value = default
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.bad(key, value)
-        return float(str(np.float32(value)))
-
-    def text(self, key: str) -> str:
-        value = self.metadata.get(key)
-        if not isinstance(value, str):
-            raise CheckpointError(f"{self.path} does not say what it is: its metadata lacks {key}")
-        return value
-
-    def bad(self, key: str, value: object) -> CheckpointError:
-        name = f"{self.architecture}.{key}"
-        if value is None:
-            return CheckpointError(f"{self.path} lacks the metadata {name}, which its model cannot do without")
-        found = "a list" if isinstance(value, list) else quoted(str(value))
-        return CheckpointError(f"{self.path} has {found} as {name}, which is not supported")
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.shapes
-
-    def rows(self, tensor: str) -> int:
-        """Number of outputs of a matrix."""
-        shape = self.shapes.get(tensor, ())
-        if len(shape) != 2:
-            raise CheckpointError(f"{self.path} has no matrix {tensor}")
-        return shape[0]
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, at most that of tensors: each layer has one at least."""
-        return self.count("block_count", most=len(self.shapes))
-
-    @property
-    def heads(self) -> int:
-        return max(1, self.count("attention.head_count", most=MAX_HEADS))
-
-    @property
-    def kv_heads(self) -> int:
-        return max(1, self.count("attention.head_count_kv", self.heads, most=MAX_HEADS))
-
-    @property
-    def experts(self) -> int:
-        return self.count("expert_count", 0, most=MAX_EXPERTS)
 
 
 def config_json(model: Described) -> Json:

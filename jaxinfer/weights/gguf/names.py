@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jaxinfer.weights.gguf.config import Described
+from jaxinfer.weights.gguf.described import Described
 
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)\.(weight|bias)", re.ASCII)
 _ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,5})", re.ASCII)

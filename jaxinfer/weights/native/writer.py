@@ -14,7 +14,6 @@ import fcntl
 import importlib.metadata
 import json
 import logging
-import math
 import pathlib
 import shutil
 import time
@@ -25,15 +24,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jaxinfer.parallel.mesh import RULES
-from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.native.layouts import describe
+from jaxinfer.weights.native.leaves import Leaf, leaves_of
 from jaxinfer.weights.native.manifest import (
-    DTYPES,
     FLOATS,
     MANIFEST,
-    NIBBLES,
     PARAMS,
     UNFINISHED,
     Manifest,
@@ -48,53 +45,9 @@ from jaxinfer.weights.native.manifest import (
 )
 from jaxinfer.weights.sidecar import copy_companions
 
-# A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.
-_PIECES = 8
-_SMALLEST_CHUNK = 1 << 20  # bytes
 _CHUNKS_AT_ONCE = 4
 
 Progress = Callable[[int, int, str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """An array to be written.
-
-    Attributes:
-        axes: the logical axis of each dimension (see `ParamSpec`).
-        read: gives the array, when its turn comes.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    axes: tuple[str | None, ...]
-    read: Callable[[], Any]
-
-    @property
-    def stored(self) -> StoredArray:
-        """Description of the array as it will be stored, without checksums.
-
-        Raises:
-            ValueError: its dtype cannot be stored.
-        """
-        if self.dtype.name not in DTYPES:
-            raise ValueError(f"arrays of {self.dtype.name} cannot be stored")
-        whole = StoredArray(self.shape, self.dtype.name, ())
-        return dataclasses.replace(whole, chunk=chunk_of(whole.stored_shape, self.axes, whole.stored_dtype.itemsize))
-
-
-def chunk_of(shape: Sequence[int], axes: Sequence[str | None], itemsize: int) -> tuple[int, ...]:
-    """The shape of an array's chunks: dimensions that devices share are cut, as long as chunks stay large."""
-    chunk, going = list(shape), True
-    while going:
-        going = False
-        for dimension, axis in enumerate(axes):
-            pieces = 2 * shape[dimension] // chunk[dimension]
-            large = math.prod(chunk) * itemsize >= 2 * _SMALLEST_CHUNK
-            if axis in RULES and large and pieces <= _PIECES and chunk[dimension] % 2 == 0:
-                chunk[dimension] //= 2
-                going = True
-    return tuple(chunk)
 
 
 class _Handler(ocp.type_handlers.TypeHandler):
@@ -125,20 +78,10 @@ class _Handler(ocp.type_handlers.TypeHandler):
         for leaf, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             folder, array = pathlib.Path(str(info.path)), leaf.stored
-            await _write(folder, array, _as_stored(leaf, array), info.ts_context)
+            await _write(folder, array, leaf.value(array), info.ts_context)
             self.written[info.name] = dataclasses.replace(array, checksums=tuple(_checksums(folder, array)))
             self._on_written(info.name, array.nbytes)
         return []
-
-
-def _as_stored(leaf: Leaf, array: StoredArray) -> np.ndarray:
-    value = np.asarray(leaf.read())
-    if value.shape != leaf.shape or value.dtype != leaf.dtype:
-        raise ValueError(f"an array of {leaf.dtype} {leaf.shape} turned out to be {value.dtype} {value.shape}")
-    if array.dtype not in NIBBLES:
-        return value
-    halves = value.astype(np.int8).view(np.uint8) & 15
-    return halves[..., ::2] | halves[..., 1::2] << 4 if array.paired else halves
 
 
 def _checksums(folder: pathlib.Path, array: StoredArray) -> Iterator[str]:
@@ -168,28 +111,6 @@ async def _write(folder: pathlib.Path, array: StoredArray, value: np.ndarray, co
 
 
 # ---- a folder
-
-
-def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
-    """The arrays of parameters by name, see `array_name`.
-
-    Raises:
-        ValueError: a parameter is missing, has another shape than its spec, or is not all in this process.
-    """
-    return {array_name(path): _leaf(path, spec, params) for path, spec in walk_specs(specs)}
-
-
-def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
-    value: Any = params
-    for key in path:
-        value = dict(value.items()).get(key)
-        if value is None:
-            raise ValueError(f"the parameters lack {'/'.join(path)}")
-    if tuple(value.shape) != spec.shape:
-        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
-    if not getattr(value, "is_fully_addressable", True):
-        raise ValueError(f"{'/'.join(path)} is spread over several processes, of which none has all of it")
-    return Leaf(spec.shape, np.dtype(value.dtype), spec.axes, lambda: value)
 
 
 @dataclasses.dataclass

@@ -18,9 +18,10 @@ import pytest
 from jaxinfer.parallel.heads import copied, parts_of_copies, with_copies
 from jaxinfer.types import ParamSpec, walk_specs
 from jaxinfer.weights import CheckpointError, load_params
+from jaxinfer.weights.native.leaves import Leaf, chunk_of, leaves_of
 from jaxinfer.weights.native.manifest import MANIFEST, UNFINISHED, StoredArray, array_folder, array_name, read_manifest
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
-from jaxinfer.weights.native.writer import Leaf, chunk_of, leaves_of, save_params, unfinished
+from jaxinfer.weights.native.writer import save_params, unfinished
 from jaxinfer.weights.open import ConvertedFiles
 from tests.weights.files import refused
 

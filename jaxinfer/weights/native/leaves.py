@@ -1,0 +1,95 @@
+"""The arrays that are written: how each is cut, and where its value comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.parallel.mesh import RULES
+from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+from jaxinfer.weights.native.manifest import DTYPES, NIBBLES, StoredArray, array_name
+
+# A dimension that devices share is cut into so many pieces at most: on as many devices each reads its own alone.
+_PIECES = 8
+_SMALLEST_CHUNK = 1 << 20  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array to be written.
+
+    Attributes:
+        axes: the logical axis of each dimension (see `ParamSpec`).
+        read: gives the array, when its turn comes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axes: tuple[str | None, ...]
+    read: Callable[[], Any]
+
+    @property
+    def stored(self) -> StoredArray:
+        """Description of the array as it will be stored, without checksums.
+
+        Raises:
+            ValueError: its dtype cannot be stored.
+        """
+        if self.dtype.name not in DTYPES:
+            raise ValueError(f"arrays of {self.dtype.name} cannot be stored")
+        whole = StoredArray(self.shape, self.dtype.name, ())
+        return dataclasses.replace(whole, chunk=chunk_of(whole.stored_shape, self.axes, whole.stored_dtype.itemsize))
+
+    def value(self, array: StoredArray) -> np.ndarray:
+        """The array as it is stored.
+
+        Raises:
+            ValueError: it is not what it was said to be.
+        """
+        value = np.asarray(self.read())
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(f"an array of {self.dtype} {self.shape} turned out to be {value.dtype} {value.shape}")
+        if array.dtype not in NIBBLES:
+            return value
+        halves = value.astype(np.int8).view(np.uint8) & 15
+        return halves[..., ::2] | halves[..., 1::2] << 4 if array.paired else halves
+
+
+def chunk_of(shape: Sequence[int], axes: Sequence[str | None], itemsize: int) -> tuple[int, ...]:
+    """The shape of an array's chunks: dimensions that devices share are cut, as long as chunks stay large."""
+    chunk, going = list(shape), True
+    while going:
+        going = False
+        for dimension, axis in enumerate(axes):
+            pieces = 2 * shape[dimension] // chunk[dimension]
+            large = math.prod(chunk) * itemsize >= 2 * _SMALLEST_CHUNK
+            if axis in RULES and large and pieces <= _PIECES and chunk[dimension] % 2 == 0:
+                chunk[dimension] //= 2
+                going = True
+    return tuple(chunk)
+
+
+def leaves_of(specs: ParamTree, params: Any) -> dict[str, Leaf]:
+    """The arrays of parameters by name, see `array_name`.
+
+    Raises:
+        ValueError: a parameter is missing, has another shape than its spec, or is not all in this process.
+    """
+    return {array_name(path): _leaf(path, spec, params) for path, spec in walk_specs(specs)}
+
+
+def _leaf(path: tuple[str, ...], spec: ParamSpec, params: Any) -> Leaf:
+    value: Any = params
+    for key in path:
+        value = dict(value.items()).get(key)
+        if value is None:
+            raise ValueError(f"the parameters lack {'/'.join(path)}")
+    if tuple(value.shape) != spec.shape:
+        raise ValueError(f"{'/'.join(path)} has shape {tuple(value.shape)} where its spec says {spec.shape}")
+    if not getattr(value, "is_fully_addressable", True):
+        raise ValueError(f"{'/'.join(path)} is spread over several processes, of which none has all of it")
+    return Leaf(spec.shape, np.dtype(value.dtype), spec.axes, lambda: value)
