@@ -20,7 +20,7 @@ from jaxinfer.types import LayerSpec
 
 @runtime_checkable
 class Attend(Protocol):
-    """Store the new keys and values in this layer's cache and attends to all that a token may see."""
+    """Store the new keys and values in this layer's cache and attend to all that a token may see."""
 
     def __call__(
         self,

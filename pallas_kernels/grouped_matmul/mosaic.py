@@ -87,7 +87,7 @@ class Tiles:
 
 
 class _Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     tile_count: int
     rows: int

@@ -40,7 +40,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the work is cut. No bit of a result depends on it.
+    """Block sizes. No bit of a result depends on them.
 
     Attributes:
         bytes: of one copy of one tile; a power of two, at most 16 for each thread.

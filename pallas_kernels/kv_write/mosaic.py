@@ -41,7 +41,7 @@ KEYS, VALUES = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the work is cut. No bit of a result depends on it.
+    """Block sizes. No bit of a result depends on them.
 
     Attributes:
         heads: heads of one token that a thread block takes at most; a power of two.
@@ -75,7 +75,7 @@ class _Operands(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     tokens: int
     chunk: int

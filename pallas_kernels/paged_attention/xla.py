@@ -68,14 +68,14 @@ class _Pages:
 
 
 def _join_pages(x: jax.Array) -> jax.Array:
-    """[rows, pages, heads, page, dim] -> [rows, heads, keys, dim]."""
+    """Reshape [rows, pages, heads, page, dim] to [rows, heads, keys, dim]."""
     rows, pages, heads, page, dim = x.shape
     return x[:, 0] if pages == 1 else jnp.swapaxes(x, 1, 2).reshape(rows, heads, pages * page, dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Equation:
-    """What options mean for queries [sequences, kv_heads, queries of a KV head, head_dim]."""
+    """The equation of options for queries [sequences, kv_heads, queries of a KV head, head_dim]."""
 
     options: AttentionOptions
 
@@ -88,7 +88,7 @@ class _Equation:
         return scores if softcap is None else jnp.tanh(scores) * (softcap * _LOG2_E)
 
     def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
-        """Before the first key; ``sinks``, one a query, have been added already."""
+        """The softmax before the first key, with ``sinks`` (one a query) added."""
         if sinks is None:
             return Softmax.of_nothing(shape)
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32) * _LOG2_E, shape[:-1])

@@ -93,7 +93,7 @@ class Tiles:
 
 
 class _Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     rows: int  # a multiple of 8
     channels: int
@@ -121,7 +121,7 @@ class _Shape(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """That a step has scales of."""
+        """Groups of a step: each has a scale."""
         return self.tiles.depth // self.span
 
     @property

@@ -109,7 +109,7 @@ def _by_channels(x: Array, weights: Array, scales: Array, zeros: Array | None) -
 
 
 def _as_bytes(weights: Num[Array, "n k"], *, pairs: bool) -> tuple[Array, Callable[[Any], tuple[Array, ...]]]:
-    """What may be cut at little cost, and how numbers are got from it: all, or of pairs the first and the second ones.
+    """A view that XLA cuts at little cost, and its decoder to numbers: all, or the first and the second of pairs.
 
     XLA:CPU cuts an array of fewer than 8 bits, or of 8-bit floats, as a copy in a wider type.
     """
@@ -131,7 +131,7 @@ def _float8(stored: Any) -> Array:
 
 
 def _few_channels(columns: tuple[Array, ...], numbers: tuple[Array, ...], scales: Any, zeros: Any) -> Array:
-    """In float32: the first numbers of pairs meet the even columns of x, the second ones the odd columns."""
+    """Multiply in float32: the first numbers of pairs meet the even columns of x, the second ones the odd columns."""
     times = numbers[0].shape[1] // scales.shape[1]
     factors = jnp.repeat(scales.astype(jnp.float32), times, axis=1)
     offsets = 0.0 if zeros is None else jnp.repeat(zeros.astype(jnp.float32), times, axis=1)

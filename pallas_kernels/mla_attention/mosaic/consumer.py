@@ -39,7 +39,7 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """What one consumer works with. ``me`` is static: 0 has even key blocks and left columns, 1 odd ones and right."""
+    """One of two consumers. ``me`` is static: 0 has even key blocks and left columns, 1 odd ones and right."""
 
     me: int
     shape: Shape
@@ -52,7 +52,7 @@ class Consumer:
         return 1 - self.me
 
     def values(self, slot: int) -> Any:
-        """Its columns of a slot's latents."""
+        """This consumer's columns of a slot's latents."""
         return self.smem.slots[self.me].at[slot]
 
     def await_part(self, part: int, slot: int) -> None:
@@ -135,7 +135,7 @@ def _odd_step(own: Consumer, unit: Unit, index: Any, sums: Sums) -> Sums:
 
 
 def _scores(own: Consumer, unit: Unit, index: Any) -> Any:
-    """Of its own key block, masked, in units of log 2. Nothing that no query of the tile sees is left in the slot."""
+    """Scores of the consumer's key block, masked, in units of log 2; keys that no query sees are cleared."""
     slot = own.me
     key = ((unit.first + index) * SLOTS + slot) * TILE
     for part in range(3):
@@ -168,13 +168,13 @@ def _mask(shape: Shape, unit: Unit, key: Any, scores: Any) -> Any:
 
 
 def _positions(shape: Shape, unit: Unit) -> Any:
-    """Of each row's query, minus that of the sequence's first."""
+    """Positions of the rows' queries, counted from the sequence's first."""
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_ROW) + unit.tile * shape.tile_rows
     return lax.div(row, jnp.full_like(row, shape.heads))
 
 
 def _clear_unseen(own: Consumer, unit: Unit, key: Any) -> None:
-    """Zero what nobody sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
+    """Zero keys that no query sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
     kept = unit.high - key
 
     @pl.when(kept < TILE)

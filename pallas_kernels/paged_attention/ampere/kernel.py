@@ -45,7 +45,7 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     sequences: int
     parts: int  # of a sequence's chunk
@@ -249,7 +249,7 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
 
 
 def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
-    """Of the keys from ``key`` on, by each column. [64, columns]"""
+    """The mask of the keys from ``key`` on for each column. [64, columns]"""
     at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=_acc(shape)) + key
     if shape.tokens == 1 and not shape.options.tree:
         return (at >= unit.low) & (at < unit.high)

@@ -1,4 +1,4 @@
-"""How the tiles of grouped_matmul are tuned."""
+"""Tuning of the tiles of grouped_matmul."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tiles of paged prefill are tuned."""
+"""Tuning of the tiles of paged prefill."""
 
 from __future__ import annotations
 

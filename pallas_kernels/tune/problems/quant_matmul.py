@@ -1,4 +1,4 @@
-"""How the tiles of quant_matmul are tuned."""
+"""Tuning of the tiles of quant_matmul."""
 
 from __future__ import annotations
 

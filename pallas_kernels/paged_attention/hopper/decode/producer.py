@@ -30,7 +30,7 @@ class Unit(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a walk over units stands."""
+    """The current place of a walk over units."""
 
     row: Any
     head: Any
