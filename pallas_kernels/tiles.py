@@ -154,7 +154,7 @@ def read(path: pathlib.Path) -> tuple[Entry, ...]:
 
 @functools.cache
 def _loaded(path: pathlib.Path) -> tuple[Entry, ...]:
-    """Once a process: a program that is traced again is the same, whatever was written meanwhile."""
+    """Read entries once a process: a program that is traced again is the same, whatever was written meanwhile."""
     return read(path)
 
 
@@ -185,7 +185,7 @@ def _integers(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check_unique(entries: tuple[Entry, ...]) -> None:
-    """Two entries with the same options could have different bits."""
+    """Raise ValueError for two entries with the same options: their bits could differ."""
     keys = [(one.device, one.kernel, one.options) for one in entries]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise ValueError(f"more than one entry for {twice[0]}")

@@ -81,7 +81,7 @@ class _SlotPages:
 
 
 class KVManager:
-    """Pages of every slot, and of nobody while they are cached.
+    """Pages of all slots, and the cached pages.
 
     ``tables[group, slot]`` lists a slot's pages in order. Entries behind them are stale and never read, because lengths
     mask them; entries of pages that slid out of a window are 0 and masked by the window.

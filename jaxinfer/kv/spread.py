@@ -29,7 +29,7 @@ def _pool(latent: bool) -> LayerPool:
 
 
 def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | SpreadAttend:
-    """``attend`` for the mesh that the program is traced for."""
+    """Wrap ``attend`` for the mesh that the program is traced for."""
     return attend if traced_size("kv_heads") == 1 else SpreadAttend(attend)
 
 

@@ -141,13 +141,13 @@ def _cells(kernel: Kernel | None) -> tuple[str, ...]:
 
 
 def as_table(outcomes: Iterable[Outcome]) -> str:
-    """For a terminal."""
+    """Format a table for a terminal."""
     lines = [_HEADER, *rows(outcomes)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def as_markdown(outcomes: Iterable[Outcome]) -> str:
-    """For docs/kernels.md."""
+    """Format a table for docs/kernels.md."""
     lines: Sequence[Sequence[str]] = [_HEADER, ["---"] * len(_HEADER), *rows(outcomes)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -183,7 +183,7 @@ def _launch(
 
 
 def _cut(shape: tuple[int, ...], dtype: Any, tiles: Tiles) -> _Tiled:
-    """At least one row for each warp; where columns are short, as with scales, many rows make up a tile."""
+    """Cut an array into tiles: at least a row for each warp, many rows where columns are short, as with scales."""
     pages, rows, slots, columns = shape
     numbers = tiles.bytes // jnp.dtype(dtype).itemsize
     wide = power_of_two(columns, numbers // WARPS)

@@ -60,7 +60,7 @@ def heuristic_tiles(head_dim: int) -> Tiles:
 
 
 class _Operands(NamedTuple):
-    """In device memory, ``tokens`` being all sequences' one after another. None: not part of this launch."""
+    """Operands in device memory, ``tokens`` being all sequences' one after another. None: not part of this launch."""
 
     pages: Any  # [sequences, written]
     offsets: Any  # [sequences]

@@ -108,7 +108,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _pages(pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
-    """Blocks are read whole: the table's last block is filled up with page 0, whose keys lengths mask."""
+    """Pad tables to whole blocks with page 0, whose keys lengths mask."""
     count = min(max(1, block // pool.shape[3]), tables.shape[1])
     return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count)
 

@@ -50,7 +50,7 @@ def matmul(
 
 
 def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
-    """So many output channels at a time that their plain numbers are a small part of any large weight."""
+    """Multiply by chunks of output channels whose plain numbers are a small part of any large weight."""
     size = max(1, GPU_PIECE // (weights.shape[1] * x.dtype.itemsize))
     parts = []
     for first in range(0, weights.shape[0], size):
@@ -71,7 +71,7 @@ def _precision(dtype: Any) -> lax.Precision:
 
 
 def _by_groups(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
-    """Zero points are subtracted from the sums, times what x adds up to."""
+    """Multiply by groups of scales; zero points times the sums of x are subtracted from the results."""
     groups, (rows, inputs) = scales.shape[0], x.shape
     grouped = x.reshape(rows, groups, inputs // groups)
     numbers = weights.reshape(weights.shape[0], groups, -1).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""Writes results to ``tiles.json``: at once, and never half a file."""
+"""Writer of results to ``tiles.json``: at once, and never half a file."""
 
 from __future__ import annotations
 

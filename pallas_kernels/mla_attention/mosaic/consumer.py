@@ -59,7 +59,7 @@ class Consumer:
         plgpu.barrier_wait(self.barriers.ready[part].at[slot])
 
     def release(self, slot: int) -> None:
-        """Its columns and, once the other has done the same, the slot's probabilities."""
+        """Release this consumer's columns and, once the other has done the same, the slot's probabilities."""
         plgpu.barrier_arrive(self.barriers.free[self.me].at[slot])
         plgpu.barrier_arrive(self.barriers.free.rope.at[slot])
 
@@ -207,13 +207,13 @@ def _publish(own: Consumer, top: Any, probs: Any) -> None:
 
 
 def _others_top(own: Consumer) -> Any:
-    """When the other has published its block; from then on its probabilities can be read, too."""
+    """Wait for the other consumer's maxima; from then on its probabilities can be read, too."""
     plgpu.barrier_wait(own.barriers.probs_ready.at[own.other])
     return plgpu.load(own.smem.tops.at[own.other], layout=_PER_ROW)
 
 
 def _plus_values(own: Consumer, mixed: Any, slot: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[Any, Any]:
-    """``mixed`` plus a slot's weighted values, and what ``meanwhile`` gives, which runs beside the product."""
+    """Add a slot's weighted values to ``mixed``; return it and the result of ``meanwhile``, run beside the product."""
 
     def multiply(accumulator: Any) -> tuple[Any, Any]:
         if not own.shape.interpret:  # the interpreter's accumulators always start at zero
@@ -253,7 +253,7 @@ def _rows(shape: Shape, unit: Unit) -> Any:
 
 
 def _write_result(own: Consumer, unit: Unit, mixed: Any, total: Any) -> None:
-    """Queries that see nothing give zeros."""
+    """Write the results; queries that see nothing give zeros."""
     shape, (queries, _) = own.shape, own.smem.query
     share = jnp.where(total > 0, 1.0 / total, 0.0)
     staging = queries[own.me].at[0]
@@ -263,7 +263,7 @@ def _write_result(own: Consumer, unit: Unit, mixed: Any, total: Any) -> None:
 
 
 def _write_part(own: Consumer, unit: Unit, sums: Sums) -> None:
-    """One split's share, for the merge. In float32 half of a consumer's columns fit at a time."""
+    """Write the sums of a split for the merge. In float32 half of a consumer's columns fit at a time."""
     shape, (_, results) = own.shape, own.smem.query
     staging, quarter = results[own.me], shape.half // 2
     for i in range(2):
@@ -280,7 +280,7 @@ def _write_part(own: Consumer, unit: Unit, sums: Sums) -> None:
 
 
 def _stage(staging: Any, numbers: Any, share: Any = None) -> None:
-    """To shared memory, a few columns at a time: a store shuffles its registers, and there is no room for a copy."""
+    """Store to shared memory, a few columns at a time: a store shuffles registers, and has no room for a copy."""
     columns = numbers.shape[1]
     step = min(columns, TILE)
     for column in range(0, columns, step):

@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def splits(self) -> int:
-        """Most that a table of this width holds."""
+        """The most splits of a table of this width."""
         return max(1, -(-self.width * self.page // self.tiles.keys_per_split)) if self.split else 1
 
     @property

@@ -148,7 +148,7 @@ def _parted(
 def _whole(
     shape: Shape, q: Any, mixed: Float[Array, "units kv_heads head_dim columns"]
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """`_parted` undone."""
+    """Undo `_parted`."""
     mixed = mixed[..., : shape.tokens * shape.group]
     mixed = mixed.reshape(*mixed.shape[:3], shape.tokens, shape.group)
     mixed = mixed.transpose(0, 3, 1, 4, 2).reshape(shape.sequences, shape.parts * shape.tokens, *q.shape[2:])

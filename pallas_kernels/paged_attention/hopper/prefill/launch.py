@@ -267,7 +267,7 @@ def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every sequence filled its table: lengths are not known when the step is compiled."""
+    """The cost as if every sequence filled its table: lengths are not known when the step is compiled."""
     keys = shape.width * shape.page
     pairs = shape.sequences * shape.heads * shape.chunk * keys
     queries = 2 * shape.sequences * shape.heads * shape.chunk * jnp.dtype(shape.dtype).itemsize
