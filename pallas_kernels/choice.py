@@ -1,4 +1,4 @@
-"""Which path of an op a program takes, and why: shared by every ``<op>/api.py``.
+"""Choice of the path of an op in a program, with its reason; every ``<op>/api.py`` uses it.
 
 The choice is made while a program is traced, from what it will be lowered for: the device of the abstract mesh where
 one is set, else JAX's default device. Mosaic GPU asks in the same order for the machine code to emit, so that the two
@@ -35,7 +35,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a program is lowered for.
+    """The target that a program is lowered for.
 
     Attributes:
         capability: an NVIDIA GPU's, (9, 0) for Hopper; None: not known, or none.
@@ -48,7 +48,7 @@ class Target:
 
 
 def lowering_target() -> Target:
-    """What the program that is being traced will be lowered for, see the module."""
+    """The target of the program that is being traced, see the module."""
     abstract, device = jax.sharding.get_abstract_mesh().abstract_device, _default_device()
     if abstract is None or (device is not None and abstract.device_kind == device.device_kind):
         abstract = device
@@ -64,7 +64,7 @@ def _default_device() -> jax.Device | None:
 
 
 def _capability(text: str) -> Capability | None:
-    """ "9.0" is (9, 0); other vendors' names are not capabilities."""
+    """Parse "9.0" as (9, 0); other vendors' names are not capabilities."""
     major, _, minor = text.partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
@@ -77,7 +77,7 @@ def choose(
     most: Capability = HOPPER,
     target: Target | None = None,
 ) -> Choice:
-    """The path for a kernel that refuses an op's operands for the reason ``refusal`` (None: it does them).
+    """Choose the path for a kernel that refuses an op's operands for the reason ``refusal`` (None: it does them).
 
     Args:
         wish: "mosaic" and "xla" force a path whatever the platform.

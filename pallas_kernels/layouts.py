@@ -1,4 +1,4 @@
-"""How the 128 threads of a warpgroup share a small tile of device memory, for kernels in Lane semantics."""
+"""Layouts of a small tile of device memory over the 128 threads of a warpgroup, for kernels in Lane semantics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def power_of_two(number: int, most: int) -> int:
 
 
 def row_layout(rows: int, columns: int, widest: int) -> tuple[Any, bool]:
-    """A layout of tiles [rows, multiples of columns] that keeps each row within one warp; is it free of copies?
+    """Choose a layout of tiles [rows, multiples of columns] with each row in one warp; is it free of copies?
 
     Vectors are as wide as the tile allows, up to ``widest`` numbers. A tile too small, or too odd, for 128 threads is
     held by several of them alike: each of these stores it.
@@ -29,7 +29,7 @@ def row_layout(rows: int, columns: int, widest: int) -> tuple[Any, bool]:
 
 
 def _tiled(warps: int, lane_rows: int, lanes: int, vector: int) -> Any:
-    """``warps * lane_rows`` rows of ``lanes * vector`` numbers, in the one spelling that Mosaic takes as canonical."""
+    """The layout of ``warps * lane_rows`` rows of ``lanes * vector`` numbers, in Mosaic's canonical spelling."""
     width = lanes * vector
     split = warps > 1 and lane_rows > 1
     tiling: list[tuple[int, ...]] = [(warps * lane_rows, width)]

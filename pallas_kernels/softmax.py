@@ -25,7 +25,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of_nothing(cls, shape: tuple[int, ...]) -> Softmax:
-        """Before the first block; ``shape`` is that of the result."""
+        """The softmax before the first block; ``shape`` is the shape of the result."""
         lead = shape[:-1]
         zeros = (jnp.zeros(each, jnp.float32) for each in (lead, shape))
         return cls(jnp.full(lead, _LOWEST, jnp.float32), *zeros)

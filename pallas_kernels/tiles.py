@@ -33,7 +33,7 @@ Option = str | int | None
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What tiles depend on.
+    """The properties of a call that its tiles depend on.
 
     Attributes:
         options: compared exactly.
@@ -55,7 +55,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """All that is known of one kernel with some options on one kind of device."""
+    """The tuned tiles of one kernel with some options on one kind of device."""
 
     device: str
     kernel: str
@@ -73,7 +73,7 @@ def pick[Tiles](
     device_kind: str | None = None,
     package: pathlib.Path = PACKAGE,
 ) -> Tiles:
-    """The tiles for a call without any: the nearest tuned ones that the kernel takes, else ``heuristic``.
+    """Choose the tiles for a call without any: the nearest tuned ones that the kernel takes, else ``heuristic``.
 
     Where it takes none of them, the heuristic keeps to the entry's ``bits`` if it can.
 
@@ -102,7 +102,7 @@ def tuned(kernel: str, device_kind: str | None, key: Key, *, package: pathlib.Pa
 
 
 def tiles_file(kernel: str, package: pathlib.Path = PACKAGE) -> pathlib.Path:
-    """Where the tiles of a kernel such as "paged_attention.decode" are kept."""
+    """The path of the tiles of a kernel such as "paged_attention.decode"."""
     return package / kernel.partition(".")[0] / "tiles.json"
 
 
@@ -115,7 +115,7 @@ def _nearest_first(kernel: str, device_kind: str | None, key: Key, package: path
 
 
 def _distance(sizes: Mapping[str, int], wanted: Mapping[str, int]) -> float:
-    """Sizes that only one of the two has count as 1."""
+    """The distance of two sizes in logarithms; sizes that only one of the two has count as 1."""
     names = sizes.keys() | wanted.keys()
     return math.fsum(abs(math.log(max(1, sizes.get(name, 1)) / max(1, wanted.get(name, 1)))) for name in sorted(names))
 
@@ -154,7 +154,7 @@ def read(path: pathlib.Path) -> tuple[Entry, ...]:
 
 @functools.cache
 def _loaded(path: pathlib.Path) -> tuple[Entry, ...]:
-    """Once a process: a program that is traced again is the same, whatever was written meanwhile."""
+    """Read entries once a process: a program that is traced again is the same, whatever was written meanwhile."""
     return read(path)
 
 
@@ -185,7 +185,7 @@ def _integers(fields: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _check_unique(entries: tuple[Entry, ...]) -> None:
-    """Two entries with the same options could have different bits."""
+    """Raise ValueError for two entries with the same options: their bits could differ."""
     keys = [(one.device, one.kernel, one.options) for one in entries]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise ValueError(f"more than one entry for {twice[0]}")

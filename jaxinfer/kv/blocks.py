@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, held or cached. Ids only: the bytes are the device's business. No jax."""
+"""Reference counts of the pages of a pool: free, in use or cached. Ids only, the bytes are on the device. No jax."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 
 
 class OutOfPagesError(RuntimeError):
-    """A page was asked for and none is free."""
+    """No page is free."""
 
 
 class BlockPool[Owner]:
     """Page ids 0 .. pages-1, each with a count of references and perhaps an owner.
 
-    A page with references is *held*. One without is *cached* if it has an owner (its bytes are worth keeping) and
-    *free* otherwise. Free pages are handed out last-freed first, so that a small working set stays in caches; cached
-    ones are kept in the order in which their last reference went. All operations are O(1), and pages that were never
-    used cost nothing: a pool of host pages may be large.
+    A page with references is *in use* (`held`). One without is *cached* if it has an owner (its bytes are worth
+    keeping) and *free* otherwise. Free pages are handed out last-freed first, so that a small working set stays in
+    caches; cached ones are in the order in which their last reference went. All operations are O(1), and pages that
+    were never used cost nothing: a pool of host pages may be large.
     """
 
     def __init__(self, pages: int) -> None:
@@ -32,7 +32,7 @@ class BlockPool[Owner]:
 
     @property
     def used(self) -> int:
-        """Pages 0 .. used-1 were handed out at some time."""
+        """The number of pages that were ever handed out: pages 0 .. used-1."""
         return len(self._refs)
 
     @property
@@ -49,7 +49,7 @@ class BlockPool[Owner]:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: free ones and, by giving up what they hold, cached ones."""
+        """The number of pages that `take` can give: free ones, and cached ones once they are evicted."""
         return self.free + len(self._cached)
 
     def refs(self, page: int) -> int:
@@ -59,7 +59,7 @@ class BlockPool[Owner]:
         return self._owners[page]
 
     def take(self) -> int:
-        """A free page, with one reference.
+        """Take a free page, with one reference.
 
         Raises:
             OutOfPagesError: none is free.
@@ -76,7 +76,7 @@ class BlockPool[Owner]:
         return self.used - 1
 
     def hold(self, page: int) -> None:
-        """One more reference to a page that is held or cached."""
+        """Add a reference to a page that is in use or cached."""
         if not self._refs[page]:
             if page not in self._cached:
                 raise AssertionError(f"page {page} is free and cannot be held")
@@ -84,7 +84,7 @@ class BlockPool[Owner]:
         self._refs[page] += 1
 
     def drop(self, page: int) -> None:
-        """One reference less; the last one leaves the page cached or free."""
+        """Remove a reference; without any left the page is cached or free."""
         if not self._refs[page]:
             raise AssertionError(f"page {page} is released but nobody holds it")
         self._refs[page] -= 1
@@ -92,24 +92,24 @@ class BlockPool[Owner]:
             self._settle(page)
 
     def assign(self, page: int, owner: Owner) -> None:
-        """Make ``owner`` the one who wants the bytes of a held page kept."""
+        """Set the owner of a page in use: its bytes stay cached after the last reference."""
         if page >= self.used or not self._refs[page] or self._owners[page] is not None:
             raise AssertionError(f"page {page} is free or has an owner")
         self._owners[page] = owner
 
     def disown(self, page: int) -> None:
-        """Nobody wants the bytes kept any more: a cached page becomes free."""
+        """Remove the owner of a page; a cached page becomes free."""
         self._owners[page] = None
         if not self._refs[page]:
             del self._cached[page]
             self._free.append(page)
 
     def oldest(self) -> int:
-        """The cached page that nobody has held for longest."""
+        """The least recently used cached page."""
         return next(iter(self._cached))
 
     def touch(self, page: int) -> None:
-        """Count a cached page as just used."""
+        """Make a cached page the most recently used one."""
         if page in self._cached:
             self._cached.move_to_end(page)
 
@@ -120,7 +120,7 @@ class BlockPool[Owner]:
             self._cached[page] = None
 
     def check(self, expected: Mapping[int, int]) -> None:
-        """Raises AssertionError unless each page is free, cached or held, and ``expected`` counts all references."""
+        """Raise AssertionError unless each page is free, cached or in use, referenced as ``expected`` says."""
         free = set(self._free)
         if len(free) != len(self._free) or free & self._cached.keys():
             raise AssertionError("a page is free twice, or free and cached")

@@ -1,4 +1,4 @@
-"""Who may find which cached pages. No jax."""
+"""Namespaces of the prefix cache: requests of different ones share no pages. No jax."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class KVConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KVUsage:
-    """Pages of the group that has fewest left: free + cached + held = total. Host pages count swapped and cached."""
+    """Pages of the group with fewest left: free + cached + held (in use) = total. Host pages: swapped and cached."""
 
     total: int
     free: int
@@ -61,7 +61,7 @@ class Swapped:
 
 
 @dataclasses.dataclass(slots=True)
-class _Held:
+class _SlotPages:
     """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``.
 
     The first ``published`` pages are known to the tree, down to ``cursor``. The first ``sealed`` ones are full and may
@@ -81,7 +81,7 @@ class _Held:
 
 
 class KVManager:
-    """Pages of every slot, and of nobody while they are cached.
+    """Pages of all slots, and the cached pages.
 
     ``tables[group, slot]`` lists a slot's pages in order. Entries behind them are stale and never read, because lengths
     mask them; entries of pages that slid out of a window are 0 and masked by the window.
@@ -97,7 +97,7 @@ class KVManager:
         self.tables = np.zeros((len(config.windows), config.slots, config.width), np.int32)
         self._store = PageStore(config.pages, config.page_size, config.windows, config.host_pages)
         self._counts = np.zeros(config.slots, np.int32)
-        self._slots: dict[int, _Held] = {}
+        self._slots: dict[int, _SlotPages] = {}
         self._swapped: set[Swapped] = set()
         self._groups = range(len(config.windows))
         self._windowed = [group for group in self._groups if config.windows[group] is not None]
@@ -119,12 +119,12 @@ class KVManager:
     # ---- a sequence's pages
 
     def match(self, keys: PageKeys, codes: Sequence[int], limit: int) -> Match:
-        """The longest cached prefix of ``keys.tokens[:limit]``; page i must be cached under ``codes[i]``.
+        """Find the longest cached prefix of ``keys.tokens[:limit]``; page i must be cached under ``codes[i]``.
 
         The head of one more page counts too: its tokens are copied. A code is ``class * (page_size + 1) + split``:
         ``split`` tokens of the page are computed by prefill programs of that class, the others by decode rows. So
         ``n`` tokens may be copied from a page of the same class if neither split is less than ``n``, or if the codes
-        are equal. Holds nothing: the match is good until the next call that takes pages.
+        are equal. Takes no reference: the match is good until the next call that takes pages.
         """
         return find_prefix(self._store, keys, codes, limit) if self.config.prefix_caching else Match()
 
@@ -150,48 +150,48 @@ class KVManager:
             return False
         if not store.has_room([need + fresh for need in store.hit_needs(nodes, firsts)]):
             return False
-        held = self._new(firsts, nodes[-1] if nodes else None, len(nodes))
+        entry = self._new(firsts, nodes[-1] if nodes else None, len(nodes))
         if isinstance(source, int):
             store.moves.pin(store.host, source)
-        held.pages = store.hold_path(nodes, firsts)
-        self._grow(slot, held, fresh)
+        entry.pages = store.hold_path(nodes, firsts)
+        self._grow(slot, entry, fresh)
         if source is not None:
-            self._copy(source, held, len(nodes))
+            self._copy(source, entry, len(nodes))
         return True
 
     def extend(self, slot: int, length: int) -> bool:
-        """Pages for ``length`` tokens in all; False, and nothing changed, if there is no room. O(1) if all are there.
+        """Grow a slot to ``length`` tokens; False, and nothing changed, if there is no room. O(1) if no page is needed.
 
         Raises:
             ValueError: ``length`` is beyond the width of the tables.
         """
         if length <= self._counts[slot] * self.config.page_size:
             return True
-        held = self._slots[slot]
-        more = self._pages_to(length) - held.count
+        entry = self._slots[slot]
+        more = self._pages_to(length) - entry.count
         if not self._store.has_room([more] * len(self._groups)):
             return False
-        self._grow(slot, held, more)
+        self._grow(slot, entry, more)
         return True
 
     def slide(self, slot: int, length: int) -> None:
-        """Let go of pages that no query of the slot at ``length`` or later sees. Queries before it must be launched."""
-        held = self._slots[slot]
+        """Release pages that no query of the slot at ``length`` or later sees. Queries before it must be launched."""
+        entry = self._slots[slot]
         for group in self._windowed:
-            first, end = held.firsts[group], min(self._store.first_visible(group, length), held.count)
+            first, end = entry.firsts[group], min(self._store.first_visible(group, length), entry.count)
             for page in range(first, end):
-                self._store.drop(group, held.pages[group][page])
-                held.pages[group][page] = -1
+                self._store.drop(group, entry.pages[group][page])
+                entry.pages[group][page] = -1
             if end > first:
                 self.tables[group, slot, first:end] = 0
-                held.firsts[group] = end
+                entry.firsts[group] = end
 
     def fork(self, parent: int, child: int, length: int) -> bool:
         """Share the parent's full pages of its first ``length`` tokens with an empty slot; a partial page is copied.
 
         Returns:
-            False, and nothing changed, if there is no room, if the parent has let go of pages that the child's windows
-            show, or if the partial page is not computed before the next step (the parent was filled in this batch).
+            False, and nothing changed, if there is no room, if the parent has released pages that the child's windows
+            see, or if the partial page is not computed before the next step (the parent was filled in this batch).
         """
         self._require_empty(child)
         source = self._slots[parent]
@@ -203,25 +203,25 @@ class KVManager:
             return False
         cursor, published = self._cursor_at(source, full)
         source.sealed = max(source.sealed, full)
-        held = self._new(firsts, cursor, published)
-        held.sealed = full
-        held.pages = [[-1] * first + pages[first:full] for first, pages in zip(firsts, source.pages, strict=True)]
+        entry = self._new(firsts, cursor, published)
+        entry.sealed = full
+        entry.pages = [[-1] * first + pages[first:full] for first, pages in zip(firsts, source.pages, strict=True)]
         for group in self._groups:
-            for page in held.pages[group]:
+            for page in entry.pages[group]:
                 self._store.hold(group, page)
-        self._grow(child, held, bool(rest))
+        self._grow(child, entry, bool(rest))
         if rest:
-            self._copy(tuple(pages[full] for pages in source.pages), held, full)
+            self._copy(tuple(pages[full] for pages in source.pages), entry, full)
         return True
 
     def release(self, slot: int) -> None:
-        """Let go of a slot's pages. Published ones stay cached."""
-        held = self._slots.pop(slot)
+        """Release a slot's pages. Published ones stay cached."""
+        entry = self._slots.pop(slot)
         self._counts[slot] = 0
-        for group, pages in enumerate(held.pages):
+        for group, pages in enumerate(entry.pages):
             for page in reversed(pages):  # the last page is evicted first
                 self._store.drop(group, page)
-        self._move_cursor(held, None)
+        self._move_cursor(entry, None)
 
     # ---- the prefix cache
 
@@ -231,32 +231,32 @@ class KVManager:
         Where the tree knows an equal page, the slot's table takes that one over and its own is freed. A slot that was
         filled in this batch has computed nothing yet: nothing happens.
         """
-        held = self._slots[slot]
-        end = min(length // self.config.page_size, held.count)
-        if not self.config.prefix_caching or held.published >= end or held.born == self._store.moves.batch:
+        entry = self._slots[slot]
+        end = min(length // self.config.page_size, entry.count)
+        if not self.config.prefix_caching or entry.published >= end or entry.born == self._store.moves.batch:
             return
-        node = held.cursor or self._store.tree.plant(keys.namespace)
-        while held.published < end:
-            index = held.published
-            own = [pages[index] for pages in held.pages]
-            entered = self._store.enter(node, (codes[index], keys.page_bytes(index)), own)
+        node = entry.cursor or self._store.tree.plant(keys.namespace)
+        while entry.published < end:
+            index = entry.published
+            pages = [group[index] for group in entry.pages]
+            entered = self._store.enter(node, (codes[index], keys.page_bytes(index)), pages)
             if entered is None:
                 break
             node = entered
-            self._replace(slot, held, index, own)
-            held.published += 1
-        held.sealed = max(held.sealed, held.published)
-        if held.published:
-            self._move_cursor(held, node)
+            self._replace(slot, entry, index, pages)
+            entry.published += 1
+        entry.sealed = max(entry.sealed, entry.published)
+        if entry.published:
+            self._move_cursor(entry, node)
         else:
             self._store.tree.prune(node)
 
     def stop_caching(self) -> None:
-        """From now on no page outlives its sequence. Before anything is admitted."""
+        """Turn the prefix cache off; to be called before any sequence is admitted."""
         self.config = dataclasses.replace(self.config, prefix_caching=False)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page that nobody uses, on the device and on the host; how many there were."""
+        """Evict every cached page, on the device and on the host; return the number of tree nodes that lost one."""
         return self._store.clear()
 
     # ---- swapping
@@ -268,16 +268,16 @@ class KVManager:
             None, and nothing changed, if there are too few host pages, or if bytes of the slot are still to come in
             this batch.
         """
-        held, count, moves = self._slots[slot], self.pages_for(length), self._store.moves
-        pages = [tuple(pages[index] for pages in held.pages) for index in range(count)]
-        if held.born == moves.batch or any(moves.arrives(*place) for page in pages for place in enumerate(page)):
+        entry, count, moves = self._slots[slot], self.pages_for(length), self._store.moves
+        pages = [tuple(pages[index] for pages in entry.pages) for index in range(count)]
+        if entry.born == moves.batch or any(moves.arrives(*place) for page in pages for place in enumerate(page)):
             return None
         hosts = self._store.take_host(count)
         if hosts is None:
             return None
         for source, host in zip(pages, hosts, strict=True):
             moves.export_page(source, host)
-        swapped = Swapped(tuple(hosts), tuple(min(first, count) for first in held.firsts))
+        swapped = Swapped(tuple(hosts), tuple(min(first, count) for first in entry.firsts))
         self._swapped.add(swapped)
         self.release(slot)
         return swapped
@@ -288,11 +288,11 @@ class KVManager:
         count, store = len(swapped.hosts), self._store
         if not store.has_room([count - first for first in swapped.firsts]):
             return False
-        held = self._new(list(swapped.firsts), None, 0)
-        self._grow(slot, held, count)
+        entry = self._new(list(swapped.firsts), None, 0)
+        self._grow(slot, entry, count)
         for index, host in enumerate(swapped.hosts):
             store.moves.pin(store.host, host)
-            store.moves.import_page(host, tuple(pages[index] for pages in held.pages), store.pools)
+            store.moves.import_page(host, tuple(pages[index] for pages in entry.pages), store.pools)
         self.drop(swapped)
         return True
 
@@ -303,46 +303,48 @@ class KVManager:
             self._store.host.drop(host)
 
     def take_moves(self) -> tuple[list[Export], list[Copy], list[Import]]:
-        """The moves since the last call: the device runs all exports, then all copies, then all imports, then the step.
+        """Take the moves since the last call: the device runs all exports, all copies, all imports, then the step.
 
-        No page is the target of two moves of one call, and a copy means what its source held before the moves: copies
-        may run in order or all at once.
+        No page is the target of two moves of one call, and a copy reads its source as it was before the moves:
+        copies may run in order or all at once.
         """
         return self._store.moves.take(self._store.host)
 
     # ---- inside
 
     def check(self) -> None:
-        """Raises AssertionError unless every page and every reference is accounted for.
+        """Raise AssertionError unless every page and every reference is accounted for.
 
-        In each group and on the host free + held + cached = total, references are those of slots, of swapped sequences
-        and of moves that are pending, the tree and the pools agree, and a page that is shared or cached is full: it is
+        In each group and on the host free + in use + cached = total, references are those of slots, of swapped
+        sequences and of pending moves, the tree and the pools agree, and a page that is shared or cached is full: it is
         never the place that a sequence writes next.
         """
         store = self._store
         store.tree.check()
         for group, pool in enumerate(store.pools):
-            held = [page for slot in self._slots.values() for page in slot.pages[group] if page >= 0]
-            pool.check(Counter([*held, *store.moves.references(pool)]))
+            referenced = [page for slot in self._slots.values() for page in slot.pages[group] if page >= 0]
+            pool.check(Counter([*referenced, *store.moves.references(pool)]))
         swapped = [host for swapped in self._swapped for host in swapped.hosts]
         store.host.check(Counter([*swapped, *store.moves.references(store.host)]))
         check_tree(store)
-        pins = Counter(held.cursor for held in self._slots.values() if held.cursor is not None)
+        pins = Counter(entry.cursor for entry in self._slots.values() if entry.cursor is not None)
         if any(node.pins != pins[node] for node in store.tree.nodes()):
             raise AssertionError("a node is pinned by another number of slots than end at it")
-        for slot, held_pages in self._slots.items():
-            self._check_slot(slot, held_pages)
+        for slot, entry in self._slots.items():
+            self._check_slot(slot, entry)
 
-    def _check_slot(self, slot: int, held: _Held) -> None:
-        if self._counts[slot] != held.count or not held.published <= held.sealed <= held.count:
-            raise AssertionError(f"slot {slot}: {held.published} published, {held.sealed} sealed, {held.count} pages")
-        for group, (pages, first) in enumerate(zip(held.pages, held.firsts, strict=True)):
+    def _check_slot(self, slot: int, entry: _SlotPages) -> None:
+        if self._counts[slot] != entry.count or not entry.published <= entry.sealed <= entry.count:
+            raise AssertionError(
+                f"slot {slot}: {entry.published} published, {entry.sealed} sealed, {entry.count} pages"
+            )
+        for group, (pages, first) in enumerate(zip(entry.pages, entry.firsts, strict=True)):
             pool = self._store.pools[group]
-            if self.tables[group, slot, : held.count].tolist() != [max(page, 0) for page in pages]:
+            if self.tables[group, slot, : entry.count].tolist() != [max(page, 0) for page in pages]:
                 raise AssertionError(f"the table of slot {slot} does not list its pages")
-            if [page < 0 for page in pages] != [index < first for index in range(held.count)]:
+            if [page < 0 for page in pages] != [index < first for index in range(entry.count)]:
                 raise AssertionError(f"slot {slot} lacks a page of its window, or has one before it")
-            for page in pages[max(first, held.sealed) :]:
+            for page in pages[max(first, entry.sealed) :]:
                 holders = pool.refs(page) - self._store.moves.references(pool).count(page)
                 if holders != 1 or pool.owner(page) is not None:
                     raise AssertionError(f"page {page} of slot {slot} may be written, but is shared or cached")
@@ -357,50 +359,50 @@ class KVManager:
             raise ValueError(f"{length} tokens need {count} pages, a sequence can have {self.config.width}")
         return count
 
-    def _new(self, firsts: list[int], cursor: Node | None, published: int) -> _Held:
+    def _new(self, firsts: list[int], cursor: Node | None, published: int) -> _SlotPages:
         pages: list[list[int]] = [[] for _ in self._groups]
-        held = _Held(pages, firsts, None, published, published, self._store.moves.batch)
-        self._move_cursor(held, cursor)
-        return held
+        entry = _SlotPages(pages, firsts, None, published, published, self._store.moves.batch)
+        self._move_cursor(entry, cursor)
+        return entry
 
-    def _move_cursor(self, held: _Held, node: Node | None) -> None:
-        old, held.cursor = held.cursor, node
+    def _move_cursor(self, entry: _SlotPages, node: Node | None) -> None:
+        old, entry.cursor = entry.cursor, node
         if node is not None:
             node.pins += 1
         if old is not None:
             old.pins -= 1
             self._store.tree.prune(old)
 
-    def _cursor_at(self, held: _Held, pages: int) -> tuple[Node | None, int]:
+    def _cursor_at(self, entry: _SlotPages, pages: int) -> tuple[Node | None, int]:
         """The tree's node of a slot's last published page among the first ``pages``, and how many are published."""
-        node, published = held.cursor, held.published
+        node, published = entry.cursor, entry.published
         while published > pages:
             assert node is not None
             node, published = node.parent, published - 1
         return (node if published else None), published
 
-    def _grow(self, slot: int, held: _Held, more: int) -> None:
-        """Fresh pages behind those that ``held`` has, none before a group's first one."""
+    def _grow(self, slot: int, entry: _SlotPages, more: int) -> None:
+        """Append ``more`` fresh pages to the slot, none before a group's first one."""
         start = self._counts[slot]
         for group in self._groups:
-            pages, first = held.pages[group], held.firsts[group]
+            pages, first = entry.pages[group], entry.firsts[group]
             for _ in range(more):
                 pages.append(self._store.take(group) if len(pages) >= first else -1)
             self.tables[group, slot, start : len(pages)] = pages[start:]
             self.tables[group, slot, start:first] = 0
-        self._slots[slot] = held
-        self._counts[slot] = held.count
+        self._slots[slot] = entry
+        self._counts[slot] = entry.count
 
-    def _copy(self, source: Pages | int, held: _Held, index: int) -> None:
+    def _copy(self, source: Pages | int, entry: _SlotPages, index: int) -> None:
         """Fill a fresh page from device pages, or from a host page (which is pinned)."""
-        moves, target = self._store.moves, tuple(pages[index] for pages in held.pages)
+        moves, target = self._store.moves, tuple(pages[index] for pages in entry.pages)
         if isinstance(source, int):
             moves.import_page(source, target, self._store.pools)
         else:
             moves.copy_page(source, target, self._store.pools)
 
-    def _replace(self, slot: int, held: _Held, index: int, pages: list[int]) -> None:
+    def _replace(self, slot: int, entry: _SlotPages, index: int, pages: list[int]) -> None:
         for group, page in enumerate(pages):
-            if page != held.pages[group][index]:
-                held.pages[group][index] = page
+            if page != entry.pages[group][index]:
+                entry.pages[group][index] = page
                 self.tables[group, slot, index] = page

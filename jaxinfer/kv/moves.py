@@ -1,4 +1,4 @@
-"""Bytes of pages that a step moves before it computes. No jax.
+"""Moves of page bytes that a step makes before it computes. No jax.
 
 A page of a sequence has one physical page in each cache group; -1 where it slid out of a group's window.
 """

@@ -1,4 +1,4 @@
-"""The moves of pages that the next step will make. No jax."""
+"""The moves of pages for the next step. No jax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PendingMoves:
     """Moves since the last `take`. The device runs all exports, then all copies, then all imports, then the step.
 
     Within one batch a page may be freed and handed out again. That is safe because exports and copies read what a page
-    held before the batch, and because the batch itself holds a reference to the pages that it writes and to the host
+    contained before the batch, and because the batch itself has a reference to the pages that it writes and to the host
     pages that it reads: those are nobody else's before it has run. So no page is the target of two moves, and copies
     may run one after another or all at once.
     """
@@ -25,7 +25,7 @@ class PendingMoves:
         self._written: set[tuple[int, int]] = set()
 
     def arrives(self, group: int, page: int) -> bool:
-        """Whether the bytes of a device page are still to come."""
+        """Return whether a pending move writes a device page."""
         return (group, page) in self._written
 
     def export_page(self, source: Pages, host: int) -> None:
@@ -36,12 +36,12 @@ class PendingMoves:
         self._pin_targets(target, pools)
 
     def import_page(self, host: int, target: Pages, pools: list[BlockPool[Node]]) -> None:
-        """The caller has pinned the host page with `pin`."""
+        """Import a host page that the caller has pinned with `pin`."""
         self._imports.append(Import(host, target))
         self._pin_targets(target, pools)
 
     def pin(self, pool: BlockPool[Node], page: int) -> None:
-        """Hold a page until the batch is taken."""
+        """Reference a page until the batch is taken."""
         pool.hold(page)
         self._pins.append((pool, page))
 
@@ -52,11 +52,11 @@ class PendingMoves:
                 self._written.add((group, page))
 
     def take(self, host: BlockPool[Node]) -> tuple[list[Export], list[Copy], list[Import]]:
-        """The moves of this batch, and begin the next. Exports to host pages that are free again are left out."""
-        kept = [
+        """Take the moves of this batch and begin the next. Exports to host pages that are free again are left out."""
+        exports = [
             Export(source, at) for at, source in self._exports.items() if host.refs(at) or host.owner(at) is not None
         ]
-        taken = kept, self._copies, self._imports
+        taken = exports, self._copies, self._imports
         for pool, page in reversed(self._pins):  # children were pinned after their parents and are evicted first
             pool.drop(page)
         self._exports, self._copies, self._imports, self._pins = {}, [], [], []
@@ -65,5 +65,5 @@ class PendingMoves:
         return taken
 
     def references(self, pool: BlockPool[Node]) -> list[int]:
-        """The pages of a pool that the batch holds."""
+        """The pages of a pool that the batch references."""
         return [page for other, page in self._pins if other is pool]

@@ -25,9 +25,9 @@ class LayerPool(NamedTuple):
 
     ``scales`` are what 8-bit elements are multiplied with when they are read. There are none beside others, rather than
     empty ones: the host pays for every array that a program takes. Each belongs to one head of one token, or to one of
-    the two parts of its latent, and is computed from it alone (`pallas_kernels.kv_write.reference`). So what is stored
-    of a token depends on nothing else: not on the chunk that it came in, not on what its page held before, and not on
-    whether it is computed anew.
+    the two parts of its latent, and is computed from it alone (`pallas_kernels.kv_write.reference`). So the stored
+    numbers of a token depend on nothing else: not on its chunk, not on earlier contents of its page, and not on
+    whether it is recomputed.
     """
 
     data: Num[Array, "pages *page"]
@@ -42,7 +42,7 @@ def new_pools(
     sharding: jax.sharding.Sharding | None = None,
     platform: str | None = None,
 ) -> list[LayerPool]:
-    """Zeroed pools, one per layer: what nobody wrote must be finite, since masked keys are multiplied by zero.
+    """Make zeroed pools, one per layer: unwritten keys must be finite, since masked keys are multiplied by zero.
 
     Args:
         dtype: the model's.
@@ -66,7 +66,7 @@ def stored(spec: CacheSpec, dtype: jnp.dtype, platform: str) -> jnp.dtype:
 
 
 def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
-    """Why the attention kernels cannot do such a cache, for queries of the same dtype; None: they can."""
+    """The refusal of the attention kernels for such a cache and queries of the same dtype; None: they run."""
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
@@ -80,7 +80,7 @@ def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
 
 
 def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backend: Wish) -> bool:
-    """Whether one kernel rotates and writes what a fused projection of rows gives.
+    """Return whether one kernel rotates and writes the heads of a fused projection of rows.
 
     Where XLA writes, it had better rotate before, together with what comes first. Never a refusal: where a kernel is
     asked for that cannot rotate such heads, it writes them rotated.
@@ -92,7 +92,7 @@ def fuses(cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, backe
 
 
 class _PagedAttend:
-    """What `DecodeAttend` and `PrefillAttend` have in common: write what is new, then attend."""
+    """The common part of `DecodeAttend` and `PrefillAttend`: write new keys and values, then attend."""
 
     spec: CacheSpec
     tables: jax.Array
@@ -136,15 +136,15 @@ class _PagedAttend:
         return self._attended(q, cache, table, _options(cache, layer, scale, sinks)), cache
 
     def _by_chunk(self, x: jax.Array) -> jax.Array:
-        """Rows ``[batch, chunk, ...]``."""
+        """Reshape rows to ``[batch, chunk, ...]``."""
         raise NotImplementedError
 
     def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
-        """Pages that hold tokens of each chunk, out of range where there is none, and the slot of the first token."""
+        """The pages of the tokens of each chunk, out of range where there is none, and the slot of the first token."""
         raise NotImplementedError
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
-        """Of queries by chunk; the results are rows."""
+        """Attend with queries by chunk; the results are rows."""
         raise NotImplementedError
 
 
@@ -172,8 +172,8 @@ class DecodeAttend(_PagedAttend):
     def _places(self, table: jax.Array, chunk: int, cache: LayerPool) -> tuple[jax.Array, jax.Array]:
         pages, page = cache.data.shape[0], cache.data.shape[-2]
         at = jnp.maximum(self.positions, 0)
-        own = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
-        return jnp.where(self.positions >= 0, own, pages)[:, None], at % page
+        ids = jnp.take_along_axis(table, (at // page)[:, None], axis=1)[:, 0]
+        return jnp.where(self.positions >= 0, ids, pages)[:, None], at % page
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
         op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
@@ -205,9 +205,9 @@ class PrefillAttend(_PagedAttend):
         pages, page, width = cache.data.shape[0], cache.data.shape[-2], table.shape[1]
         index, offsets = jnp.arange(-(-chunk // page) + 1), self.starts % page
         at = self.starts[:, None] // page + index
-        own = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
-        holds = (self.lengths > 0)[:, None] & (at * page < (self.starts + self.lengths)[:, None])
-        return jnp.where(holds, own, pages), offsets
+        ids = jnp.take_along_axis(table, jnp.minimum(at, width - 1), axis=1)
+        used = (self.lengths > 0)[:, None] & (at * page < (self.starts + self.lengths)[:, None])
+        return jnp.where(used, ids, pages), offsets
 
     def _attended(self, q: jax.Array, cache: LayerPool, table: jax.Array, options: Options) -> jax.Array:
         ends = jnp.where(self.lengths > 0, self.starts + self.lengths, 0)
@@ -219,7 +219,7 @@ class PrefillAttend(_PagedAttend):
 def _with_written(
     cache: LayerPool, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array, backend: Wish
 ) -> LayerPool:
-    """Keys and values ``[batch, chunk, kv_heads, head_dim]`` in their places, quantised where the pool has scales."""
+    """Write keys and values ``[batch, chunk, kv_heads, head_dim]``, quantised where the pool has scales."""
     done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.scales, path=backend)
     return LayerPool(done.pool, done.scales)
 
@@ -227,7 +227,7 @@ def _with_written(
 def _projected(
     cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, pages: jax.Array, offsets: jax.Array, backend: Wish
 ) -> tuple[jax.Array, LayerPool]:
-    """Rotated queries, and the pool with the rotated keys and the values of ``qkv [batch, chunk, ...]``."""
+    """Rotate ``qkv [batch, chunk, ...]``; return its queries, and the pool with its keys and values."""
     options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved, "path": backend}
     done = kv_write.write_projected(cache.data, qkv, pages, offsets, **options)
     assert done.q is not None
@@ -237,7 +237,7 @@ def _projected(
 def _with_latents(
     cache: LayerPool, latents: jax.Array, pages: jax.Array, offsets: jax.Array, layer: LayerSpec
 ) -> LayerPool:
-    """Latents ``[batch, chunk, latent]`` in their places, quantised where the pool has scales."""
+    """Write latents ``[batch, chunk, latent]``, quantised where the pool has scales."""
     if cache.scales is None or layer.latent_rank is None:
         return cache._replace(data=kv_write.write_latents(cache.data, latents, pages, offsets))
     scaled = kv_write.write_scaled_latents
@@ -245,7 +245,7 @@ def _with_latents(
 
 
 def _options(cache: LayerPool, layer: LayerSpec, scale: float, sinks: jax.Array | None) -> Options:
-    """What the attention of a layer is told.
+    """The options of a layer's attention.
 
     Raises:
         ValueError: latents together with a window, a soft-cap or sinks.
@@ -264,7 +264,7 @@ def copy_pages(
     target: Int[Array, "groups copies"],
     backend: Wish = "auto",
 ) -> list[LayerPool]:
-    """Pages to other pages in every layer, each group by its own ids; a target beyond the pool is dropped."""
+    """Copy pages to other pages in every layer, by each group's ids; a target beyond the pool is dropped."""
 
     def copied(pool: LayerPool, group: int) -> LayerPool:
         return kv_copy.copy_pages(pool, source[group], target[group], path=backend)

@@ -16,7 +16,7 @@ class Match:
     Attributes:
         tokens: its length; full pages first, then perhaps the head of one more page, which is copied.
         nodes: the full pages.
-        donor: whose page's head is copied.
+        donor: the node whose page's head is copied.
         changes: the tree's count when this was found.
     """
 
@@ -27,7 +27,7 @@ class Match:
 
 
 def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: int) -> Match:
-    """The longest prefix of ``keys.tokens[:limit]`` whose pages are cached under ``codes``. Changes nothing.
+    """Find the longest prefix of ``keys.tokens[:limit]`` whose pages are cached under ``codes``. Changes nothing.
 
     Args:
         codes: of each page of the sequence: which programs would compute it.
@@ -51,7 +51,7 @@ def find_prefix(store: PageStore, keys: PageKeys, codes: Sequence[int], limit: i
 
 
 def _path(store: PageStore, root: Node, keys: PageKeys, codes: Sequence[int], pages: int) -> list[Node]:
-    """Nodes from the root as far as keys are equal and the groups without a window are there."""
+    """Nodes from the root down, as far as keys match and have their pages in all groups without a window."""
     whole = [group for group, window in enumerate(store.windows) if window is None]
     node, path = root, []
     for page in range(pages):
@@ -64,7 +64,7 @@ def _path(store: PageStore, root: Node, keys: PageKeys, codes: Sequence[int], pa
 
 
 def _covered(store: PageStore, nodes: list[Node]) -> int:
-    """Most nodes after which a query finds all that its windows show it."""
+    """The most leading nodes after which a query finds every page that its windows see."""
     windowed = [group for group, window in enumerate(store.windows) if window is not None]
     if not windowed:
         return len(nodes)

@@ -1,6 +1,6 @@
-"""The tree of cached pages: what is known by its tokens. No jax.
+"""The radix tree of cached pages, by their tokens. No jax.
 
-A radix tree whose edges are whole pages (after RadixAttention, Zheng et al. 2024): a node stands for a page of tokens
+Its edges are whole pages (after RadixAttention, Zheng et al. 2024): a node stands for a page of tokens
 in the context of all pages above it. Its key holds the tokens and a *code*, which says which programs computed them,
 since equal tokens from other programs may have other bits.
 """
@@ -16,7 +16,7 @@ import numpy as np
 PageKey = tuple[int, bytes]
 Rank = tuple[int, bytes, int]  # class of a code, tokens, code
 _ITEM = np.dtype(np.int32).itemsize
-# Neighbours looked at on either side. More matter only where many pages begin alike and few of them may be used.
+# Neighbours compared on either side. More matter only where many pages begin alike and few of them may be used.
 _NEIGHBOURS = 16
 
 
@@ -91,7 +91,7 @@ class Node:
         self._order: list[Rank] | None = None  # of the children, sorted; None: there never were several
 
     def has(self, group: int) -> bool:
-        """Whether the bytes of a group can be had, from the device or from the host."""
+        """Return whether the bytes of a group are on the device or on the host."""
         return self.pages[group] >= 0 or (self.host >= 0 and self.stored[group])
 
     @property
@@ -100,9 +100,9 @@ class Node:
 
 
 class RadixTree:
-    """Nodes by their path from the root of a namespace. Knows nothing of free pages or of who uses what.
+    """Nodes by their path from the root of a namespace; free and used pages are the pools' business.
 
-    ``changes`` counts how often something that could have been matched was lost.
+    ``changes`` counts the times that pages which could have been matched were lost.
     """
 
     def __init__(self, groups: int, page_size: int) -> None:
@@ -115,14 +115,14 @@ class RadixTree:
         return self._roots.get(namespace)
 
     def plant(self, namespace: bytes) -> Node:
-        """The root of a namespace, made if there is none."""
+        """Return the root of a namespace, made if there is none."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, (0, namespace), self._groups)
         return root
 
     def add(self, parent: Node, key: PageKey) -> Node:
-        """A new child without pages."""
+        """Add a child without pages."""
         if parent.children or parent._order is not None:
             parent._order = self._sorted(parent)
             bisect.insort(parent._order, self._rank(key))
@@ -130,7 +130,7 @@ class RadixTree:
         return node
 
     def prune(self, node: Node) -> None:
-        """Remove a node that leads to nothing, and then its parents as far as that holds for them."""
+        """Remove a node without pages, children and pins, and then each parent of which that is true."""
         self.changes += 1
         while node.empty and not node.children and not node.pins:
             parent, (code, tokens) = node.parent, node.key
@@ -147,7 +147,7 @@ class RadixTree:
     def closest(
         self, parent: Node, code: int, tokens: bytes, usable: Callable[[Node], bool]
     ) -> tuple[Node | None, int]:
-        """The child of whose page most leading tokens can be reused for ``tokens``, and how many.
+        """Find the child whose page has most leading tokens in common with ``tokens`` for reuse, and their number.
 
         Children lie in the order of their bytes, so the longest common prefixes are next to where ``tokens`` would be.
         Under another code of the same class only tokens that prefill computes in both pages count.
@@ -176,7 +176,7 @@ class RadixTree:
             stack.extend(children)
 
     def check(self) -> None:
-        """Raises AssertionError if a link is wrong, or a node leads to nothing."""
+        """Raise AssertionError if a link is wrong, or a node leads to nothing."""
         for root in self._roots.values():
             if not root.children and not root.pins:
                 raise AssertionError("the root of an empty namespace was left")
@@ -198,7 +198,7 @@ class RadixTree:
 
 
 def _common_tokens(first: bytes, second: bytes) -> int:
-    """Leading tokens that two pages have in common."""
+    """The number of leading tokens that two pages have in common."""
     count = min(len(first), len(second)) // _ITEM
     differ = np.frombuffer(first, np.int32, count) != np.frombuffer(second, np.int32, count)
     return int(differ.argmax()) if differ.any() else count

@@ -19,22 +19,22 @@ from jaxinfer.types import CacheSpec, LayerSpec
 from pallas_kernels.choice import Wish
 
 _AXES = RULES["kv_heads"]
-_EVERYWHERE, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
+_REPLICATED, _HEADS = PartitionSpec(), PartitionSpec(None, _AXES)
 
 
 def _pool(latent: bool) -> LayerPool:
-    """How a layer's pool lies."""
+    """The partition specs of a layer's pool."""
     heads: Any = pool_spec(latent)  # elements and scales have the same leading dimensions
     return LayerPool(heads, heads)
 
 
 def spread(attend: DecodeAttend | PrefillAttend) -> DecodeAttend | PrefillAttend | SpreadAttend:
-    """``attend`` for the mesh that the program is traced for."""
+    """Wrap ``attend`` for the mesh that the program is traced for."""
     return attend if traced_size("kv_heads") == 1 else SpreadAttend(attend)
 
 
 class SpreadAttend(NamedTuple):
-    """`Attend` of which each device does its own heads; latents serve all heads and lie on every device."""
+    """`Attend` with each device's heads on that device; latents serve all heads and are replicated."""
 
     attend: DecodeAttend | PrefillAttend
 
@@ -50,12 +50,12 @@ class SpreadAttend(NamedTuple):
     ) -> tuple[jax.Array, LayerPool]:
         latent = layer.latent_rank is not None
 
-        def own(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool]:
+        def attend_shard(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool]:
             q, k, v, cache, sinks = operands
             return attend(q, k, v, cache, layer, scale, sinks)
 
-        keys, pool = _EVERYWHERE if latent else _HEADS, _pool(latent)
-        return _by_heads(own, (_HEADS, keys, keys, pool))(self.attend, q, k, v, cache, sinks)
+        keys, pool = _REPLICATED if latent else _HEADS, _pool(latent)
+        return _by_heads(attend_shard, (_HEADS, keys, keys, pool))(self.attend, q, k, v, cache, sinks)
 
     def fused(
         self,
@@ -71,18 +71,18 @@ class SpreadAttend(NamedTuple):
         if not fuses(cache, qkv, rope, interleaved, self.attend.backend):
             return None
 
-        def own(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool] | None:
+        def fused_shard(attend: DecodeAttend | PrefillAttend, *operands: Any) -> tuple[jax.Array, LayerPool] | None:
             qkv, rope, cache, sinks = operands
             return attend.fused(qkv, rope, interleaved, cache, layer, scale, sinks)
 
-        return _by_heads(own, (_HEADS, _EVERYWHERE, _pool(latent=False)))(self.attend, qkv, rope, cache, sinks)
+        return _by_heads(fused_shard, (_HEADS, _REPLICATED, _pool(latent=False)))(self.attend, qkv, rope, cache, sinks)
 
 
-def _by_heads(own: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
-    """``own(attend, *operands, sinks)`` on each device; the pool is the last of ``operands``."""
+def _by_heads(function: Callable[..., Any], operands: tuple[Any, ...]) -> Callable[..., Any]:
+    """Map ``function(attend, *operands, sinks)`` over devices by heads; the pool is the last of ``operands``."""
     return jax.shard_map(
-        own,
-        in_specs=(_EVERYWHERE, *operands, PartitionSpec(_AXES)),
+        function,
+        in_specs=(_REPLICATED, *operands, PartitionSpec(_AXES)),
         out_specs=(_HEADS, operands[-1]),
         check_vma=False,
     )
@@ -95,13 +95,15 @@ def copy_own_pages(
     target: Int[Array, "groups copies"],
     backend: Wish = "auto",
 ) -> list[LayerPool]:
-    """`copy_pages`, each device in its own pools."""
+    """Copy pages (`copy_pages`) on each device, in its shard of the pools."""
     if traced_size("kv_heads") == 1:
         return copy_pages(spec, pools, source, target, backend)
     all_pools = [_pool(spec.latent)] * len(pools)
 
-    def own(pools: list[LayerPool], source: jax.Array, target: jax.Array) -> list[LayerPool]:
+    def copy_shard(pools: list[LayerPool], source: jax.Array, target: jax.Array) -> list[LayerPool]:
         return copy_pages(spec, pools, source, target, backend)
 
-    run = jax.shard_map(own, in_specs=(all_pools, _EVERYWHERE, _EVERYWHERE), out_specs=all_pools, check_vma=False)
+    run = jax.shard_map(
+        copy_shard, in_specs=(all_pools, _REPLICATED, _REPLICATED), out_specs=all_pools, check_vma=False
+    )
     return run(pools, source, target)

@@ -1,4 +1,4 @@
-"""Device pages of all groups, host pages, and the cache over both: who gives up a page when one is needed. No jax."""
+"""Device pages of all groups, host pages, and the prefix cache over both with its eviction. No jax."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxinfer.kv.radix import Node, PageKey, RadixTree
 class PageStore:
     """Pools, tree and pending moves, kept consistent with each other.
 
-    Eviction takes the page that nobody has held for longest. In a group without a window a sequence holds all pages of
-    its path and lets go of the last one first, so that page is a leaf of what is left; its node goes as a whole, to a
+    Eviction takes the least recently used page. In a group without a window a sequence references all pages of
+    its path and releases the last one first, so that page is a leaf of what is left; its node goes as a whole, to a
     host page if there are any. A page of a windowed group can go alone: the nodes below it may be matched without.
 
-    One case leaves a node without its page above nodes that have theirs: a fork still holds pages that its parent
+    One case leaves a node without its page above nodes that have theirs: a fork still uses pages that its parent
     has published under equal pages of somebody else. They are found again when someone publishes what is missing.
 
     A node keeps its host copy after it came back to the device, until the host page is needed: to evict it again then
@@ -33,18 +33,18 @@ class PageStore:
         self.moves = PendingMoves()
 
     def first_visible(self, group: int, position: int) -> int:
-        """The first page that a query at ``position`` sees: those before it are of no use to it or to later ones."""
+        """The first page that a query at ``position`` sees: earlier pages are of no use to it or to later queries."""
         window = self.windows[group]
         return 0 if window is None else max(0, position - window + 1) // self.page_size
 
     # ---- pages
 
     def has_room(self, needs: Sequence[int]) -> bool:
-        """Whether ``needs[group]`` pages can be had in each group."""
+        """Return whether each group has ``needs[group]`` free or cached pages."""
         return all(need <= pool.available for need, pool in zip(needs, self.pools, strict=True))
 
     def take(self, group: int) -> int:
-        """A page, evicting one if none is free. The caller has asked `has_room`."""
+        """Take a page, evicting one if none is free. The caller has checked `has_room`."""
         pool = self.pools[group]
         if not pool.free and pool.cached:
             self._evict(group)
@@ -82,7 +82,7 @@ class PageStore:
     # ---- the host
 
     def take_host(self, count: int) -> list[int] | None:
-        """Host pages, dropping cached ones if need be; None and nothing changed if there are not so many."""
+        """Take host pages, evicting cached ones if need be; None, and nothing changed, if there are too few."""
         if count > self.host.available:
             return None
         while self.host.free < count:
@@ -90,9 +90,11 @@ class PageStore:
         return [self.host.take() for _ in range(count)]
 
     def _offload(self, node: Node) -> None:
-        """Keep the bytes of a node that leaves the device in a host page, if one can be had."""
+        """Export the bytes of a node that leaves the device to a host page, if there is room."""
         present = tuple(page >= 0 for page in node.pages)
-        if node.host >= 0 and all(have or not here for have, here in zip(node.stored, present, strict=True)):
+        if node.host >= 0 and all(
+            stored or not on_device for stored, on_device in zip(node.stored, present, strict=True)
+        ):
             self.host.touch(node.host)
             return
         if node.host >= 0:
@@ -106,7 +108,7 @@ class PageStore:
         self.host.drop(node.host)
 
     def _forget(self, node: Node) -> None:
-        """Give up the host copy of a node."""
+        """Free the host copy of a node."""
         self.host.disown(node.host)
         node.host = -1
         self.tree.prune(node)
@@ -114,16 +116,16 @@ class PageStore:
     # ---- hits
 
     def hit_needs(self, nodes: Sequence[Node], firsts: Sequence[int]) -> list[int]:
-        """Pages in each group that `hold_path` uses up: missing ones, and cached ones that it takes from eviction."""
+        """Pages in each group that `hold_path` takes: missing ones, and cached ones that can then not be evicted."""
         return [
             sum(node.pages[group] < 0 or not pool.refs(node.pages[group]) for node in nodes[firsts[group] :])
             for group, pool in enumerate(self.pools)
         ]
 
     def hold_path(self, nodes: Sequence[Node], firsts: Sequence[int]) -> list[list[int]]:
-        """Hold the pages of a path, [group][page], those from ``firsts[group]`` on (-1 before), on the device.
+        """Reference the pages of a path, [group][page], from ``firsts[group]`` on (-1 before), on the device.
 
-        What is only on the host is imported. First everything is held, so that no page is evicted for another one.
+        Pages only on the host are imported. All are referenced first, so that none is evicted for another one.
         """
         wanted = [[group for group, first in enumerate(firsts) if index >= first] for index in range(len(nodes))]
         for node, groups in zip(nodes, wanted, strict=True):
@@ -142,7 +144,7 @@ class PageStore:
         if not any(absent):
             return
         for node, groups, gone in zip(nodes, wanted, absent, strict=True):
-            # Also what is there: until the batch has run, no node may be exported half and none lose its parent.
+            # Also pages on the device: until the batch has run, no node may be exported half and none lose its parent.
             for group in set(groups).difference(gone):
                 self.moves.pin(self.pools[group], node.pages[group])
             if gone:
@@ -159,26 +161,26 @@ class PageStore:
         self.moves.import_page(node.host, tuple(target), self.pools)
 
     def donor_source(self, node: Node) -> Pages | int | None:
-        """Where all groups of a node can be copied from in the next batch: device pages, a host page, or nowhere."""
+        """The source of a copy of all groups of a node in the next batch: device pages, a host page, or None."""
         if all(page >= 0 and not self.moves.arrives(group, page) for group, page in enumerate(node.pages)):
             return tuple(node.pages)
         return node.host if node.host >= 0 and all(node.stored) else None
 
-    def enter(self, parent: Node, key: PageKey, own: list[int]) -> Node | None:
-        """Let the tree know a full page that a sequence holds as ``own`` (-1 where it has none).
+    def enter(self, parent: Node, key: PageKey, pages: list[int]) -> Node | None:
+        """Enter a full page of a sequence, ``pages[group]`` (-1: none), into the tree.
 
-        Where the tree knows an equal page already, ``own`` is changed to that one. None if a page of ``own`` is
-        known under another key.
+        Where the tree has an equal page already, the entry of ``pages`` is changed to it. None if a page is in the
+        tree under another key.
         """
         node = parent.children.get(key)
-        for group, page in enumerate(own):
+        for group, page in enumerate(pages):
             owner = self.pools[group].owner(page) if page >= 0 else None
             if owner is not None and owner is not node:
                 return None
         node = self.tree.add(parent, key) if node is None else node
-        for group, page in enumerate(own):
+        for group, page in enumerate(pages):
             if page >= 0 and page != node.pages[group]:
-                own[group] = self._merge(node, group, page)
+                pages[group] = self._merge(node, group, page)
         return node
 
     def _merge(self, node: Node, group: int, page: int) -> int:
@@ -192,7 +194,7 @@ class PageStore:
         return known
 
     def clear(self) -> int:
-        """Give up every cached page, on the device and on the host, and count the nodes that lost one."""
+        """Evict every cached page, on the device and on the host, and return the number of nodes that lost one."""
         lost: set[Node] = set()
         for group, pool in enumerate(self.pools):
             while pool.cached:
@@ -209,7 +211,7 @@ class PageStore:
 
 
 def check_tree(store: PageStore) -> None:
-    """Raises AssertionError unless tree and pools agree on which node has which page."""
+    """Raise AssertionError unless tree and pools agree on which node has which page."""
     nodes = list(store.tree.nodes())
     for group, pool in enumerate(store.pools):
         _check_owned(pool, {node.pages[group]: node for node in nodes if node.pages[group] >= 0})

@@ -29,10 +29,10 @@ _SCALE = np.dtype(np.float32)
 
 
 def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    """What ``count`` pages of all layers are on their way, ``[count, layers, *page]``, where the model has ``dtype``.
+    """Shape and dtype of ``count`` exported pages, ``[count, layers, *page]``, of a model in ``dtype``.
 
-    Quantised ones are one array of bytes: behind the elements of a head of a token come those of its scale, behind a
-    latent's those of its two.
+    Quantised pages are one array of bytes: the elements of a head of a token are followed by the bytes of its scale,
+    the elements of a latent by the bytes of its two.
     """
     *page, last = spec.pool_shape(1, page_size)[1:]
     scales = math.prod(spec.scales_shape(1, page_size)) // math.prod(page)
@@ -43,7 +43,7 @@ def moved_pages(spec: CacheSpec, count: int, page_size: int, dtype: jnp.dtype) -
 def export_pages(
     spec: CacheSpec, pools: list[LayerPool], source: Int[Array, "groups pages"]
 ) -> Shaped[Array, "pages layers *page"]:
-    """The bytes of pages in all layers, each group by its own ids, page after page; see `moved_pages`."""
+    """Gather pages of all layers, by each group's ids, page after page; see `moved_pages`."""
     layers = zip(pools, spec.layers, strict=True)
     return jnp.stack([_packed(pool, source[spec.group(layer)]) for pool, layer in layers], 1)
 
@@ -62,7 +62,7 @@ def import_pages(
     pages: Shaped[Array, "pages layers *page"],
     target: Int[Array, "groups pages"],
 ) -> list[LayerPool]:
-    """What `export_pages` gave, into other pages; a target beyond the pool is dropped."""
+    """Write exported pages (`export_pages`) into other pages; a target beyond the pool is dropped."""
 
     def with_pages(pool: LayerPool, layer: int) -> LayerPool:
         ids = target[spec.group(spec.layers[layer])]
@@ -82,13 +82,13 @@ def _unpacked(pool: LayerPool, pages: Shaped[Array, "pages *page"]) -> LayerPool
 
 
 def slot_bytes(pages: Shaped[np.ndarray, "pages layers *page"]) -> UInt8[np.ndarray, "pages slots bytes"]:
-    """What `export_pages` gave, by token: the bytes of each slot of a page in all layers."""
+    """View exported pages (`export_pages`) by token: the bytes of each slot of a page in all layers."""
     by_slot = np.ascontiguousarray(np.moveaxis(pages, -2, 1))
     return by_slot.view(np.uint8).reshape(*by_slot.shape[:2], -1)
 
 
 class _Arriving(NamedTuple):
-    """A page that is on its way: entry ``place`` of an array that the device fills."""
+    """A page in transfer: entry ``place`` of an array that the device fills."""
 
     array: jax.Array
     place: int
@@ -97,12 +97,12 @@ class _Arriving(NamedTuple):
 class HostPages:
     """Host memory for pages of all layers. Memory is taken page by page, when a page is first used, and kept.
 
-    What comes from the device arrives later: `put` does not wait, `settle` and `take` do. Where several processes share
-    the pools, each keeps what its own devices have of a page.
+    Pages from the device arrive later: `put` does not wait, `settle` and `take` do. Where several processes share
+    the pools, each keeps its devices' shard of a page.
 
     Args:
         dtype: the model's.
-        sharding: of what `put` is given; None: on one device.
+        sharding: of the arrays passed to `put`; None: on one device.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class HostPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken so far."""
+        """Bytes of host memory allocated so far."""
         return len(self._pages) * math.prod(self._shape) * self._dtype.itemsize
 
     def put(self, pages: Sequence[int], array: Shaped[Array, "pages layers *page"]) -> None:
-        """Host page ``pages[i]`` is what ``array[i]`` will be; what it held before is void.
+        """Copy ``array[i]`` to host page ``pages[i]`` in the background; earlier bytes of that page are void.
 
         Raises:
             IndexError: a page is beyond ``host_pages``.
@@ -138,7 +138,7 @@ class HostPages:
         array.copy_to_host_async()
 
     def settle(self, pages: Sequence[int]) -> None:
-        """Wait for these pages and let go of the device's copy."""
+        """Wait for these pages and release the device's copy."""
         parts: dict[int, np.ndarray] = {}  # of arrays, which several pages share
         for page in pages:
             if (arriving := self._arriving.pop(page, None)) is not None:
@@ -150,8 +150,8 @@ class HostPages:
                 self._pages[page][...] = parts[id(array)][place]
 
     def take(self, pages: Sequence[int], room: int) -> Shaped[np.ndarray | Array, "room layers *page"]:
-        """A copy of these pages in an array of ``room`` entries, those behind them arbitrary. On the host, or where
-        several processes share it on their devices.
+        """Copy these pages into an array of ``room`` entries; further entries are arbitrary. The array is on the host,
+        or on the devices where several processes share the pools.
 
         Raises:
             KeyError: nothing was ever put into a page.

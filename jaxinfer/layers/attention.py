@@ -1,4 +1,4 @@
-"""Grouped-query self-attention. Where keys and values live is not its business: `attend` is passed in."""
+"""Grouped-query self-attention, independent of the KV cache: `attend` is passed in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.types import LayerSpec
 
 @runtime_checkable
 class Attend(Protocol):
-    """Stores the new keys and values in this layer's cache and attends to all that a token may see."""
+    """Store the new keys and values in this layer's cache and attend to all that a token may see."""
 
     def __call__(
         self,
@@ -53,7 +53,7 @@ class FusedAttend(Attend, Protocol):
         scale: float,
         sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "*batch heads head_dim"], Any] | None:
-        """What the other form gives for its rotated parts; None: not with these operands, and nothing was done."""
+        """Attend as by `__call__` with the rotated parts; None, and nothing done: not for these operands."""
         ...
 
 
@@ -92,7 +92,7 @@ class Attention(Layer):
     def __call__(
         self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """``rope``: cosines and sines of `rope_angles`; None where positions are told otherwise."""
+        """``rope``: cosines and sines of `rope_angles`; None where positions are encoded otherwise."""
         mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache)
         out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))
         if self.out_bias:

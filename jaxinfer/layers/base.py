@@ -1,4 +1,4 @@
-"""What every layer shares: how a parameter is read."""
+"""The base class of layers: reads parameters by name."""
 
 from __future__ import annotations
 

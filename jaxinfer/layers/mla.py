@@ -71,7 +71,7 @@ class LatentAttention(Layer):
         return out + self.weight("out_bias").astype(x.dtype) if self.bias else out, cache
 
     def _parts(self) -> list[int]:
-        """Where the latent of keys and the key to rotate begin in what ``down`` gives."""
+        """Offsets of the latent of keys and of the key to rotate in the output of ``down``."""
         first, rank = self.q_rank or 0, self.layer.latent_rank
         assert rank is not None
         return [first, first + rank]

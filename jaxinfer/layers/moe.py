@@ -28,7 +28,7 @@ from pallas_kernels.grouped_matmul import group
 
 @dataclasses.dataclass(frozen=True)
 class RoutingRule:
-    """How logits become experts and weights.
+    """The rule by which a router's logits become experts and weights.
 
     Attributes:
         top_k: experts of a token.
@@ -51,7 +51,7 @@ class RoutingRule:
 
 
 class Routing(NamedTuple):
-    """The experts of each token, and what their results are multiplied with."""
+    """The experts of each token, and the weights of their results."""
 
     experts: Int[Array, "tokens top_k"]
     weights: Float[Array, "tokens top_k"]
@@ -60,7 +60,7 @@ class Routing(NamedTuple):
 def route(
     logits: Float[Array, "tokens experts"], rule: RoutingRule, correction: Float[Array, " experts"] | None = None
 ) -> Routing:
-    """Chooses experts, in float32.
+    """Choose experts, in float32.
 
     Args:
         correction: added to the scores while experts are chosen, not to their weights (Wang et al. 2024).
@@ -81,7 +81,7 @@ def route(
 
 
 def _of_best_groups(choice: Float[Array, "tokens experts"], rule: RoutingRule) -> Float[Array, "tokens experts"]:
-    """-inf for the experts of all groups but the best."""
+    """Set the scores of all but the best groups' experts to -inf."""
     grouped = choice.reshape(choice.shape[0], rule.groups, -1)
     best = top_k(grouped, 1 if rule.group_score == "max" else 2)[0].sum(axis=-1)
     _, chosen = top_k(best, rule.top_groups)
@@ -113,7 +113,7 @@ class ClampedGLU:
 
 
 class Experts(NamedTuple):
-    """The weights of the experts that are here: all of them, or one device's.
+    """The weights of experts: of all, or of one device's shard.
 
     Attributes:
         gate_up: [experts, 2, hidden, d].
@@ -136,12 +136,12 @@ def run_experts(
     first: Int[Array, ""] | int = 0,
     spread: int | None = None,
 ) -> Float[Array, "tokens d"]:
-    """The weighted sum of what the chosen experts make of each token, float32.
+    """The weighted sum of the chosen experts' outputs for each token, float32.
 
     Args:
         routing: a pair whose expert is not among ``experts`` adds nothing: several devices' results add up.
-        first: the number of the first expert that is here.
-        spread: how many experts there are everywhere; None: all are here.
+        first: the index of the first of ``experts`` among all.
+        spread: the number of experts on all devices; None: ``experts`` are all.
     """
     (tokens, top_k), count = routing.experts.shape, experts.gate_up.shape[0]
     local = routing.experts - first
@@ -159,8 +159,8 @@ def run_experts(
     results = results.reshape(-1, x.shape[-1])
     total = jnp.zeros(x.shape, jnp.float32)
     for choice in range(top_k):
-        own = results.at[places[:, choice]].get(mode="fill", fill_value=0).astype(jnp.float32)
-        total = total + routing.weights[:, choice, None] * own
+        output = results.at[places[:, choice]].get(mode="fill", fill_value=0).astype(jnp.float32)
+        total = total + routing.weights[:, choice, None] * output
     return total
 
 
@@ -169,7 +169,7 @@ class SharedExpert:
     """A `GatedMLP` of all tokens.
 
     Attributes:
-        mlp: its parameters by name; with those of some hidden numbers, results are parts of a sum.
+        mlp: its parameters by name; with a shard of the hidden numbers, results are parts of a sum.
         gate: [1, d]; the result is multiplied with a sigmoid of it and the token.
     """
 
@@ -192,12 +192,11 @@ def run_experts_over_ranks(
     experts: Experts,
     glu: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Float[Array, "tokens d"]:
-    """`run_experts` where each rank has tokens of its own and some of the experts, in the dtype of ``x``.
+    """Run experts where each rank has its tokens and some of the experts, in the dtype of ``x``.
 
     Two exchanges among all ranks (all-to-all; Lepikhin et al. 2020, GShard): tokens go to the ranks of their experts,
-    and what these make of them comes back. There is room for every token on every rank, so that none is dropped. Parts
-    are added in the order of ranks, whichever rank asks: a token's result depends neither on where it is served nor on
-    the others.
+    and their outputs come back. There is room for every token on every rank, so that none is dropped. Parts are
+    added in the order of ranks: a token's result depends neither on its rank nor on other tokens.
 
     Args:
         experts: this rank's; the ranks have equally many, in order.
@@ -205,19 +204,19 @@ def run_experts_over_ranks(
     ranks, (tokens, d) = traced_dp_ranks(), x.shape
     top_k, count = routing.experts.shape[1], experts.gate_up.shape[0]
     local = routing.experts - count * jnp.arange(ranks).reshape(-1, 1, 1)
-    asked = jnp.where((local >= 0) & (local < count), local, count)
+    chosen = jnp.where((local >= 0) & (local < count), local, count)
     each, weights = (jnp.broadcast_to(part, (ranks, *part.shape)) for part in (x, routing.weights))
-    there = lax.all_to_all(packed(each, weights, asked), "dp_attn", 0, 0)
-    rows, weights, asked = unpacked(there.reshape(ranks * tokens, -1), x.dtype, (d, top_k, top_k))
-    parts = run_experts(rows, Routing(asked, weights), experts, glu, spread=ranks * count).astype(x.dtype)
-    back = lax.all_to_all(parts.reshape(ranks, tokens, d), "dp_attn", 0, 0)
-    return functools.reduce(jnp.add, back.astype(jnp.float32)).astype(x.dtype)
+    received = lax.all_to_all(packed(each, weights, chosen), "dp_attn", 0, 0)
+    rows, weights, chosen = unpacked(received.reshape(ranks * tokens, -1), x.dtype, (d, top_k, top_k))
+    parts = run_experts(rows, Routing(chosen, weights), experts, glu, spread=ranks * count).astype(x.dtype)
+    returned = lax.all_to_all(parts.reshape(ranks, tokens, d), "dp_attn", 0, 0)
+    return functools.reduce(jnp.add, returned.astype(jnp.float32)).astype(x.dtype)
 
 
 def packed(
     x: Float[Array, "*batch d"], weights: Float[Array, "*batch top_k"], experts: Int[Array, "*batch top_k"]
 ) -> Shaped[Array, "*batch words"]:
-    """Tokens with their routing, as integers of the width of the tokens' numbers: one exchange moves all of it."""
+    """Pack tokens with their routing as integers of the width of the tokens' numbers, for one exchange of all."""
     word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     parts = (lax.bitcast_convert_type(part, word) for part in (x, weights, experts.astype(jnp.int32)))
     return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], -1)
@@ -226,7 +225,7 @@ def packed(
 def unpacked(
     words: Shaped[Array, "tokens words"], dtype: jnp.dtype, widths: tuple[int, int, int]
 ) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens top_k"], Int[Array, "tokens top_k"]]:
-    """What `packed` was given, of a dtype and as many numbers each."""
+    """Unpack the arguments of `packed`: tokens of ``dtype``, and the ``widths`` of the three in numbers."""
     kinds, found, at = (dtype, jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)), [], 0
     for kind, width in zip(kinds, widths, strict=True):
         each = kind.itemsize // words.dtype.itemsize  # words of a number
@@ -245,10 +244,10 @@ def run_spread_experts(
     glu: Callable[[jax.Array, jax.Array], jax.Array],
     shared: SharedExpert | None = None,
 ) -> Float[Array, "tokens d"]:
-    """`run_experts` where each device has some experts, or a part of their hidden numbers, in the dtype of ``x``.
+    """Run experts where each device has some, or a shard of their hidden numbers, in the dtype of ``x``.
 
     Tokens of ranks go to their experts (`run_experts_over_ranks`). Else all tokens are on every device, whose results
-    are parts of a sum, those of the expert that all tokens share, too: one sum is all it takes.
+    are parts of one sum; so are the shared expert's.
     """
     if traced_dp_ranks() > 1:
         result = run_experts_over_ranks(x, routing, experts, glu)
@@ -258,7 +257,7 @@ def run_spread_experts(
         result = run_experts(x, routing, experts, glu).astype(x.dtype)
         return result if shared is None else result + shared(x)
 
-    def own(x: jax.Array, routing: Routing, experts: Experts, mlp: Any, gate: Any) -> jax.Array:
+    def run_shard(x: jax.Array, routing: Routing, experts: Experts, mlp: Any, gate: Any) -> jax.Array:
         if experts.down_bias is not None:  # once in the sum
             once = lax.axis_index(within) == 0
             experts = experts._replace(down_bias=jnp.where(once, experts.down_bias, 0))
@@ -269,14 +268,14 @@ def run_spread_experts(
             result = result + dataclasses.replace(shared, mlp=mlp, gate=gate)(x).astype(jnp.float32)
         return lax.psum(result, (*dealt, *within))
 
-    everywhere, hidden = PartitionSpec(), PartitionSpec(dealt, None, within)
+    replicated, hidden = PartitionSpec(), PartitionSpec(dealt, None, within)
     biases: tuple[Any, ...] = () if experts.down_bias is None else (hidden, PartitionSpec(dealt))
-    lies: Any = (partition(experts.gate_up, hidden), partition(experts.down, hidden), *biases)
+    expert_specs: Any = (partition(experts.gate_up, hidden), partition(experts.down, hidden), *biases)
     mlp = {"gate_up": PartitionSpec(None, RULES["mlp"]), "down": PartitionSpec(RULES["mlp"])}
-    of_shared = None if shared is None else {name: partition(shared.mlp[name], spec) for name, spec in mlp.items()}
-    specs = (everywhere, everywhere, Experts(*lies), of_shared, everywhere)
+    shared_specs = None if shared is None else {name: partition(shared.mlp[name], spec) for name, spec in mlp.items()}
+    specs = (replicated, replicated, Experts(*expert_specs), shared_specs, replicated)
     beside = (None, None) if shared is None else (shared.mlp, shared.gate)
-    run = jax.shard_map(own, in_specs=specs, out_specs=everywhere, check_vma=False)
+    run = jax.shard_map(run_shard, in_specs=specs, out_specs=replicated, check_vma=False)
     return run(x, routing, experts, *beside).astype(x.dtype)
 
 
@@ -304,7 +303,7 @@ class MoE(Layer):
     shared_gate: bool = False
 
     def __call__(self, x: Float[Array, "*batch d"], live: Bool[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        """``live``: what comes of other tokens is not used, and they ask for no expert."""
+        """Run the experts of ``live`` tokens; the others choose no expert and their results are not used."""
         flat = all_tokens(x).reshape(-1, x.shape[-1])
         routing = self.routing(flat)
         nobody = jnp.iinfo(jnp.int32).max
@@ -313,7 +312,7 @@ class MoE(Layer):
         return own_tokens(mixed.reshape(x.shape))
 
     def routing(self, x: Float[Array, "tokens d"]) -> Routing:
-        """In float32, whatever the model's dtype."""
+        """Route tokens, in float32 whatever the model's dtype."""
         logits = matmul_transposed(x.astype(jnp.float32), self.weight("router"))
         if self.bias:
             logits = logits + self.weight("router_bias").astype(jnp.float32)

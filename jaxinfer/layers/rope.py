@@ -48,7 +48,7 @@ class RopeConfig:
     def angles(
         self, positions: Int[Array, "*batch"], head_dim: int
     ) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
-        """What `rotate` takes: cosine and sine of every position's angles, times ``attention_factor``; float32."""
+        """Cosine and sine of every position's angles for `rotate`, times ``attention_factor``; float32."""
         inverse: np.ndarray | Array = self.inverse_frequencies(head_dim)
         if self.kind == "longrope" and self.long is None:
             stretched = dataclasses.replace(self, long=True).inverse_frequencies(head_dim)
@@ -56,7 +56,7 @@ class RopeConfig:
         return rope_angles(positions, inverse, self.attention_factor)
 
     def up_to(self, length: int) -> RopeConfig:
-        """For sequences of at most ``length`` tokens: longrope has one set of factors for them all."""
+        """The config for sequences of at most ``length`` tokens: longrope takes one set of factors for all."""
         return dataclasses.replace(self, long=length > self.original_max_position) if self.kind == "longrope" else self
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
@@ -99,8 +99,7 @@ class RopeConfig:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """By how much yarn's authors would have scores grow with the context (its equation 22; its root, once for each
-    of query and key)."""
+    """Yarn's growth of scores with the context (equation 22), as its root: once for each of query and key."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""The largest of some numbers, such as a router's or a vocabulary's."""
+"""Top-k of the last axis, such as of a router's or a vocabulary's scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEW = 512  # numbers, which had better be compared all with all
 def top_k(x: Float[Array, "*batch n"], k: int) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"]]:
     """`lax.top_k` of the last axis: the numbers and their places, the largest first, of equal ones the first.
 
-    By counting on a GPU: there XLA sorts, in several launches, or by a library that no command buffer can hold.
+    On a GPU by counting: there XLA sorts, in several launches, or by a library that no command buffer can hold.
     """
     if lowering_target().platform != "cpu":
         return counted_top_k(x, k) if x.shape[-1] <= _FEW else grouped_top_k(x, k)

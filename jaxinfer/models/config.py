@@ -27,7 +27,7 @@ _SHORT = reprlib.Repr(maxstring=120, maxother=120, maxlist=20, maxdict=20, maxle
 
 
 def shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
+    """Format a value for a message, cut where it is long."""
     return _SHORT.repr(value)
 
 
@@ -79,11 +79,11 @@ class ConfigReader:
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """``config`` with fields that go by two names under one: ``names`` maps the general name to the family's own."""
+    """Rename fields of ``config`` that have two names: ``names`` maps one to the other, which the family reads."""
     return {names.get(name, name): value for name, value in config.items()}
 
 
-# What `transformers` takes where config.json leaves these out; null means no window.
+# The defaults of `transformers` where config.json leaves these out; null means no window.
 _SLIDING_WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 
@@ -99,7 +99,7 @@ def layer_windows(read: ConfigReader, model_type: str) -> list[int | None]:
 
 
 def _windows_by_layer(read: ConfigReader, window: int, count: int) -> list[int | None]:
-    """Qwen's: of the layers that are named, or of all behind the first few."""
+    """The windows of Qwen's layers: of those in ``layer_types``, or of all after ``max_window_layers``."""
     kinds = read.fields.get("layer_types")
     if kinds is None:
         first = read.fields.get("max_window_layers", _MAX_WINDOW_LAYERS)

@@ -1,6 +1,6 @@
-"""What all families do alike: tokens to embeddings, through the blocks, to hidden states and logits.
+"""The decoder common to all families: tokens to embeddings, through the blocks, to hidden states and logits.
 
-A family's module is a `Decoder` that says what a block is and what all blocks are told (`context`).
+A family's module is a `Decoder` that defines a block and the input common to all blocks (`context`).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class Decoder(Layer):
     """Parameters that `embed` reads."""
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
-        """The layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
+        """Make layer ``index``, unbound (``parent=None``): called with (x, context, attend, cache).
 
         Layers whose attributes are equal share one compiled function.
         """
         raise NotImplementedError
 
     def context(self, positions: Int[Array, "*batch"]) -> Any:
-        """What every block is given beside its input: the angles of rotary embeddings.
+        """The input common to all blocks: the angles of rotary embeddings.
 
         Padding stands at position -1: it must come to finite numbers, which nobody reads.
         """
         return self.config.rope.angles(positions, self.config.head_dim)
 
     def up_to(self, length: int) -> Decoder:
-        """Itself for sequences of at most ``length`` tokens, all computed alike: what an engine serves.
+        """The decoder for sequences of at most ``length`` tokens, all computed alike, as an engine serves it.
 
         Differs where a checkpoint has other rotary embeddings for long texts than for short ones (docs/rope.md).
         """
@@ -61,7 +61,7 @@ class Decoder(Layer):
         return self
 
     def final_norm(self) -> Layer:
-        """Unbound, like `block`. Its parameters are ``final_norm``."""
+        """Make the final norm, unbound like `block`. Its parameters are ``final_norm``."""
         return RMSNorm(self.config.norm_eps, parent=None)
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
@@ -77,14 +77,14 @@ class Decoder(Layer):
     def forward(
         self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """The same from embeddings: what a gradient with respect to them goes through."""
+        """Run the decoder from embeddings, for gradients with respect to them."""
         x, caches = self.blocks(x, positions, attend, cache, range(len(self.config.layers)))
         return all_tokens(self.normed(x)), caches
 
     def part(
         self, x: Array, positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """A pipeline stage: some of the layers. The first one is given tokens, the others what the one before gave.
+        """Run a pipeline stage: some of the layers. The first takes tokens, the others the output of the one before.
 
         ``cache`` has one entry for each of these layers. Parameters of other stages need not be there (`owns`).
         """
@@ -93,7 +93,7 @@ class Decoder(Layer):
         return all_tokens(self.normed(x) if layers.stop == len(self.config.layers) else x), caches
 
     def owns(self, name: str, layers: range) -> bool:
-        """Whether the stage of these layers reads the parameter ``name``."""
+        """Return whether the stage of these layers reads the parameter ``name``."""
         if name.startswith("layers_"):
             return int(name.removeprefix("layers_")) in layers
         last = layers.stop == len(self.config.layers)
@@ -104,7 +104,7 @@ class Decoder(Layer):
     def blocks(
         self, x: Float[Array, "*batch d"], positions: Int[Array, "*batch"], attend: Attend, cache: Any, layers: range
     ) -> tuple[Float[Array, "*batch d"], Any]:
-        """Through these layers; ``cache`` has an entry for each of them."""
+        """Run these layers; ``cache`` has an entry for each of them."""
         context, overrides = self.context(positions), dict(self.overrides)
         compiled: dict[Any, Callable[..., Any]] = {}
         # Whole before that: a table whose output is spread over tokens would be gathered.
@@ -122,7 +122,7 @@ class Decoder(Layer):
         return final({"params": self.weight("final_norm")}, x)
 
     def head(self, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
-        """Logits, float32. The table lies as [vocab, d], tied or not."""
+        """Compute logits, float32. The table is [vocab, d], tied or not."""
         table = self.weight("embed" if self.config.tied else "head")["table"]
         logits = matmul_transposed(hidden, table)
         if self.head_bias:
@@ -138,7 +138,7 @@ class LayerNormDecoder(Decoder):
 
 
 def _identity(block: Layer) -> tuple[Any, ...]:
-    """Equal for blocks that compute the same function of their parameters."""
+    """A key, equal for blocks that compute the same function of their parameters."""
     names = [field.name for field in dataclasses.fields(block) if field.name not in ("parent", "name")]
     return (type(block), *(getattr(block, name) for name in names))
 

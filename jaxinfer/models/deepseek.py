@@ -29,14 +29,14 @@ _ROPES = ("default", "linear", "yarn", "llama3")
 
 @dataclasses.dataclass(frozen=True)
 class DeepseekConfig:
-    """What a checkpoint's config.json says, resolved.
+    """A checkpoint's config.json, resolved.
 
     Attributes:
         q_rank, nope, rope_dim, value_dim: see `LatentAttention`; the rank of its latents is that of ``layers``.
         scale: of the scores.
         interleaved: see `rotate`.
-        dense: so many of the first layers have no experts.
-        rule: how the others choose among ``experts`` of ``expert_size``; ``shared_size`` is what all tokens share.
+        dense: the number of first layers without experts.
+        rule: the router of the others, for ``experts`` of ``expert_size``; ``shared_size`` is what all tokens share.
         corrected: experts have a bias that counts while they are chosen.
     """
 
@@ -90,7 +90,7 @@ class DeepseekConfig:
 
     @staticmethod
     def from_v3(config: Mapping[str, Any]) -> DeepseekConfig:
-        """The same of a DeepseekV3ForCausalLM."""
+        """Read the config.json of a DeepseekV3ForCausalLM; errors as in `from_v2`."""
         read = ConfigReader(config)
         _require(read, "scoring_func", "sigmoid")
         _require(read, "topk_method", "noaux_tc")
@@ -109,7 +109,7 @@ class DeepseekConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Defaults:
-    """In which transformers' two configurations differ."""
+    """The defaults in which transformers' two configurations differ."""
 
     max_position: int
     dense: int
@@ -159,12 +159,12 @@ def _common(
 
 
 def _require(read: ConfigReader, name: str, value: Any) -> None:
-    """What is written nowhere in a model's code but its config.json may say."""
+    """Refuse any value of a field but the one that the models' published code implements."""
     read.require(read.fields.get(name) in (None, value), name, f"is not supported (known: {value})")
 
 
 def _q_rank(read: ConfigReader) -> int | None:
-    """null says that there is none; absent, it is transformers' default."""
+    """Read the rank of the queries' latent: null means none; absent, it is transformers' default."""
     null = "q_lora_rank" in read.fields and read.fields["q_lora_rank"] is None
     return None if null else read.positive("q_lora_rank", 1536)
 

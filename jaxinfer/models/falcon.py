@@ -30,12 +30,12 @@ from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
 @dataclasses.dataclass(frozen=True)
 class FalconConfig:
-    """What a checkpoint's config.json says, resolved.
+    """A checkpoint's config.json, resolved.
 
     Attributes:
         rope: None where positions are an ALiBi bias.
         parallel: attention and MLP both read the layer's input.
-        norms: of a layer: 2 where attention and MLP have one each.
+        norms: layer norms of a layer: 2 where attention and MLP have one each.
     """
 
     vocab_size: int
@@ -112,7 +112,7 @@ def _norms(read: ConfigReader, new: bool, parallel: bool) -> int:
 
 
 def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
-    """By how much a head's bias grows with each position: powers of 2^(-8 / n) for n heads, as float32.
+    """The slopes of the heads' biases over positions: powers of 2^(-8 / n) for n heads, as float32.
 
     Where n is no power of two, the slopes of the next smaller one are followed by every other one of the next larger.
     """
@@ -137,7 +137,7 @@ def _bfloat16(x: jax.Array) -> jax.Array:
 
 
 def _with_bias(attend: Attend, bias: Float[Array, "*batch heads"]) -> Attend:
-    """``attend`` with a bias added to the (unscaled) scores of each key."""
+    """Wrap ``attend``: a bias is added to the (unscaled) scores of each key."""
 
     def biased(
         q: jax.Array,
@@ -223,7 +223,7 @@ class Falcon(LayerNormDecoder):
 
 
 def cache_spec(cfg: FalconConfig) -> CacheSpec:
-    """With ALiBi a key has its bias beside it."""
+    """The KV cache; with ALiBi each key is stored with its bias."""
     return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim if cfg.rope else _biased_dim(cfg.head_dim))
 
 
@@ -240,21 +240,21 @@ def param_specs(cfg: FalconConfig) -> ParamTree:
 
 def _block_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
-    attention, of_mlp = ("input_layernorm", "post_attention_layernorm")
+    attention_norm, mlp_norm = ("input_layernorm", "post_attention_layernorm")
     if cfg.parallel and cfg.norms == 2:
-        attention, of_mlp = "ln_attn", "ln_mlp"
+        attention_norm, mlp_norm = "ln_attn", "ln_mlp"
     tree = {
-        "attention_norm": layer_norm(f"{prefix}.{attention}", d),
+        "attention_norm": layer_norm(f"{prefix}.{attention_norm}", d),
         "attention": _attention_specs(cfg, f"{prefix}.self_attention"),
         "mlp": plain_mlp(f"{mlp}.dense_h_to_4h", f"{mlp}.dense_4h_to_h", d, cfg.intermediate_size, cfg.bias),
     }
     if cfg.norms == 2:
-        tree["mlp_norm"] = layer_norm(f"{prefix}.{of_mlp}", d)
+        tree["mlp_norm"] = layer_norm(f"{prefix}.{mlp_norm}", d)
     return tree
 
 
 def _attention_specs(cfg: FalconConfig, prefix: str) -> dict[str, Any]:
-    """The fused projection holds each KV head's queries, key and value in all three layouts: as `Attention` has it."""
+    """`Attention`'s parameters: the fused projection is by KV head (queries, key, value) in all three layouts."""
     d, axes = cfg.hidden_size, ("kv_heads", "group", "head_dim")
     form = (cfg.kv_heads, cfg.heads // cfg.kv_heads + 2, cfg.head_dim)
     fused = Source(f"{prefix}.query_key_value.weight", (math.prod(form), d), transpose=True, reshape=(d, *form))

@@ -41,7 +41,7 @@ _OFFSET = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class GemmaConfig:
-    """What a checkpoint's config.json says, resolved: no optional field is left open.
+    """A checkpoint's config.json, resolved: no optional field is left open.
 
     Attributes:
         local: which layers have a window, and with it ``local_rope``.
@@ -135,7 +135,7 @@ def _layers(read: ConfigReader, kind: str, local: tuple[bool, ...]) -> tuple[Lay
 
 
 def _cap(read: ConfigReader, name: str, default: float | None, kind: str) -> float | None:
-    """Null means no cap, whatever the default."""
+    """Read a soft-cap; null means none, whatever the default."""
     if kind == "gemma" or read.fields.get(name, default) is None:
         return None
     cap = read.number(name, default)
@@ -150,14 +150,14 @@ def _scale(read: ConfigReader, kind: str, head_dim: int) -> float:
 
 
 def _activation(read: ConfigReader, kind: str) -> str:
-    """The first checkpoints of Gemma say "gelu" and mean the approximation, which is how `transformers` reads them."""
+    """Read the activation: "gelu" in Gemma's first checkpoints means the approximation, as in `transformers`."""
     name = "hidden_act" if kind == "gemma" else "hidden_activation"
     activation = read.choice(name, "gelu_pytorch_tanh", tuple(ACTIVATIONS))
     return "gelu_pytorch_tanh" if kind == "gemma" and activation == "gelu" else activation
 
 
 def _ropes(read: ConfigReader, kind: str, max_position: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embeddings of the layers that see everything, and of those with a window."""
+    """Read the rotary embeddings of full-attention layers and of sliding-window layers."""
     if kind != "gemma3_text":
         rope = rope_config(read, max_position, head_dim)
         return rope, rope
@@ -176,7 +176,7 @@ def _ropes(read: ConfigReader, kind: str, max_position: int, head_dim: int) -> t
 class GemmaBlock(Layer):
     """One decoder layer. Subclass it and name it in `Gemma.overrides` to change what a layer does.
 
-    ``local`` says which of the two rotary embeddings it takes.
+    ``local`` selects one of the two rotary embeddings.
     """
 
     config: GemmaConfig
@@ -214,7 +214,7 @@ class GemmaBlock(Layer):
 
 
 class Gemma(Decoder):
-    """The whole decoder: see `Decoder`. Its blocks are told both rotary embeddings' cosines and sines."""
+    """The whole decoder: see `Decoder`. Its context is both rotary embeddings' cosines and sines."""
 
     config: GemmaConfig
 
@@ -228,7 +228,7 @@ class Gemma(Decoder):
         return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)
 
     def embed(self, tokens: Int[Array, "*batch"], positions: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
-        """Scaled by sqrt(d), which the checkpoints were trained with as rounded to the embeddings' dtype."""
+        """Embed tokens, scaled by sqrt(d) rounded to the embeddings' dtype, as the checkpoints were trained."""
         x = super().embed(tokens, positions)
         return x * jnp.asarray(math.sqrt(self.config.hidden_size), x.dtype)
 

@@ -31,7 +31,7 @@ GENERAL_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """What a checkpoint's config.json says, resolved. ``scales``: of the attention scores, one a layer."""
+    """A checkpoint's config.json, resolved. ``scales``: of the attention scores, one a layer."""
 
     vocab_size: int
     hidden_size: int
@@ -81,7 +81,7 @@ def _scales(read: ConfigReader, count: int, head_dim: int) -> tuple[float, ...]:
 
 
 class GPT2Block(Layer):
-    """One decoder layer. ``scale`` is that of its attention scores."""
+    """One decoder layer. ``scale`` is the scale of its attention scores."""
 
     config: GPT2Config
     layer: LayerSpec
@@ -191,5 +191,5 @@ def _split_qkv(cfg: GPT2Config, name: str, lead: tuple[int, ...]) -> ParamSpec:
 
 
 def _matrix(name: str, shape: tuple[int, int], axes: tuple[str, str]) -> ParamSpec:
-    """A matrix [in, out] as the checkpoint holds it."""
+    """A matrix [in, out], stored so in the checkpoint."""
     return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=0)

@@ -61,7 +61,7 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(read: ConfigReader) -> list[int | None]:
-    """The first layer has a window, the second none, and so on, unless ``layer_types`` says."""
+    """Read the windows by layer: the first has one, the second none, and so on, unless ``layer_types`` is set."""
     count = read.positive("num_hidden_layers", 36)
     absent = "sliding_window" not in read.fields
     window = read.positive("sliding_window", _WINDOW) if absent or read.fields["sliding_window"] is not None else None
@@ -95,7 +95,7 @@ def _experts(cfg: SparseConfig, prefix: str) -> dict[str, Any]:
 
 
 def _gate_up(name: str, count: int, d: int, hidden: int) -> ParamSpec:
-    """The checkpoint has one tensor [experts, d, 2 hidden], a column of the gate beside one of up."""
+    """The gate and up of one tensor [experts, d, 2 hidden] with their columns interleaved."""
     sources = tuple(
         Source(
             name,

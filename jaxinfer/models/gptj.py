@@ -23,7 +23,7 @@ from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class GPTJConfig:
-    """What a checkpoint's config.json says, resolved. ``rotary_dim``: how many numbers of a head are rotated."""
+    """A checkpoint's config.json, resolved. ``rotary_dim``: how many numbers of a head are rotated."""
 
     vocab_size: int
     hidden_size: int

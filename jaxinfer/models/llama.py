@@ -26,7 +26,7 @@ from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """What a checkpoint's config.json says, resolved: no optional field is left open."""
+    """A checkpoint's config.json, resolved: no optional field is left open."""
 
     vocab_size: int
     hidden_size: int
@@ -114,7 +114,7 @@ class LlamaBlock(Layer):
 
 
 class Llama(Decoder):
-    """The whole decoder: see `Decoder`. Its blocks are told the cosines and sines of the rotary embedding."""
+    """The whole decoder: see `Decoder`. Its context is the cosines and sines of the rotary embedding."""
 
     config: LlamaConfig
 

@@ -24,13 +24,13 @@ _DECLARED: Any = None  # by the family, of the config
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What `load_model` returns and `LLM` serves.
+    """A model: `load_model` returns one, `LLM` serves it.
 
     Attributes:
         module: the Flax module; `module.clone(...)` makes an edited one.
         params: a plain nested dict of arrays.
         config: the family's frozen config.
-        family: what derives from the config.
+        family: derives specs, cache and module from the config.
         tokenizer, chat_template, generation_config: as the checkpoint's folder has them.
         specs: a tree like ``params`` with a `ParamSpec` for each array: as the family declares them, unless given.
         cache_spec: the KV cache that the model needs: as the family declares it, unless given.
@@ -55,7 +55,7 @@ class Model:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of what goes through the layers; quantised weights do not say it."""
+        """The dtype of activations, as unquantised weights have it."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
         return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
 
@@ -79,11 +79,11 @@ class Model:
         return self if kind == "auto" else self.map_weights(functools.partial(with_activations, kind=kind))
 
     def for_kernels(self) -> Model:
-        """The same function with weights as a GPU's kernels read them, see `jaxinfer.quant.for_kernels`."""
+        """The model with its weights in the layout of GPU kernels, see `jaxinfer.quant.for_kernels`."""
         return self.map_weights(for_kernels)
 
     def map_weights(self, function: Callable[[Any], Any]) -> Model:
-        """The model with ``function`` of the tree of its specs, and of that of its parameters."""
+        """Apply ``function`` to the tree of specs and to the tree of parameters."""
         return self.replace(specs=function(self.specs), params=function(self.params))
 
     def with_specs(self, specs: ParamTree, dtype: str) -> Model:
@@ -96,7 +96,7 @@ class Model:
         return self.replace(module=self.module.up_to(length)) if isinstance(self.module, Decoder) else self
 
     def replace(self, **changes: Any) -> Model:
-        """A copy with other parameters, another module, ...: served exactly as it is.
+        """Copy the model with other parameters, another module, ...: served exactly as it is.
 
         With another config or family, specs and cache are declared anew where these declare others.
         """
@@ -117,7 +117,7 @@ def abstract(
     name: str = "",
     families: Mapping[str, Family] = MappingProxyType({}),
 ) -> Model:
-    """The model that a config.json describes, without weights: its parameters are `jax.ShapeDtypeStruct`.
+    """Make the model that a config.json describes, without weights: its parameters are `jax.ShapeDtypeStruct`.
 
     Args:
         families: see `family_for`.
@@ -129,7 +129,7 @@ def abstract(
 
 
 def describe(family: Family, config_json: Mapping[str, Any], dtype: str, name: str = "") -> Model:
-    """`abstract`, of a known family."""
+    """Make the abstract model (`abstract`) of a known family."""
     config = family.config(config_json)
     model = Model(family.module(config), {}, config, family, name)
     return model.with_specs(model.specs, dtype)

@@ -22,7 +22,7 @@ from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class PhiConfig:
-    """What a checkpoint's config.json says, resolved: no optional field is left open."""
+    """A checkpoint's config.json, resolved: no optional field is left open."""
 
     vocab_size: int
     hidden_size: int

@@ -57,7 +57,7 @@ def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _as_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The first checkpoints call LongRoPE "su" or "yarn"."""
+    """Rename LongRoPE, which the first checkpoints call "su" or "yarn"."""
     fields = dict(config)
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
@@ -67,7 +67,7 @@ def _as_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(read: ConfigReader, max_position: int) -> LayerSpec:
-    """A window that no text outgrows is none."""
+    """Read the window of a layer; one of at least ``max_position`` tokens is none."""
     window = read.positive("sliding_window", 2**31 - 1)
     return LayerSpec(window if window < max_position else None)
 

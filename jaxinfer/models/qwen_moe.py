@@ -39,7 +39,7 @@ def qwen2_from_json(config: Mapping[str, Any]) -> SparseConfig:
 
 
 def qwen3_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """The same of a Qwen3MoeForCausalLM."""
+    """Read the config.json of a Qwen3MoeForCausalLM; errors as in `qwen2_from_json`."""
     read = ConfigReader(config)
     bias = read.flag("attention_bias", False)
     return sparse.read_config(
@@ -62,14 +62,14 @@ def _rule(read: ConfigReader, defaults: Defaults) -> RoutingRule:
 
 
 def _window(read: ConfigReader) -> int | None:
-    """null is no window; a window that is not used may be 0."""
+    """Read the window: null is none; a window that is not used may be 0."""
     if not read.flag("use_sliding_window", False) or read.fields.get("sliding_window", _SLIDING_WINDOW) is None:
         return None
     return read.positive("sliding_window", _SLIDING_WINDOW)
 
 
 def _qwen2_windows(read: ConfigReader) -> list[int | None]:
-    """As transformers has it: every second one of the first ``max_window_layers``, unless ``layer_types`` says."""
+    """Read windows as transformers: every second of the first ``max_window_layers``; or from ``layer_types``."""
     window, count = _window(read), read.positive("num_hidden_layers")
     kinds = read.fields.get("layer_types")
     if kinds is not None:

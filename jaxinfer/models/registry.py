@@ -1,4 +1,4 @@
-"""From config.json to a family: the four things that a model is made of."""
+"""Families by the architecture that config.json names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxinfer.types import CacheSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a family supplies: its config from config.json, its parameters, its cache and its forward pass.
+    """A family of models: its config from config.json, its parameters, its cache and its forward pass.
 
     Attributes:
         ignore: patterns of tensors that checkpoints hold and no parameter is made of.
@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = MappingProxyType({})) -> Family:
-    """The family that serves this checkpoint: one of ``families``, which are asked first, or of `FAMILIES`.
+    """Find the family of this checkpoint: in ``families`` first, then in `FAMILIES`.
 
     Raises:
         ConfigError: config.json names no architecture, or none that is known; the message lists the known ones.

@@ -1,4 +1,4 @@
-"""What Mixtral, Qwen's mixtures of experts and gpt-oss share: a Llama with experts in place of feed-forward layers.
+"""The decoder of Mixtral, Qwen's mixtures of experts and gpt-oss: a Llama with experts for feed-forward layers.
 
 A family's module reads its config.json into a `SparseConfig` and names its experts' tensors.
 """
@@ -27,7 +27,7 @@ from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """What a checkpoint's config.json says, resolved.
+    """A checkpoint's config.json, resolved.
 
     Attributes:
         sparse: whether a layer has experts, or is a dense one of ``intermediate_size``.
@@ -64,7 +64,7 @@ class SparseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What transformers takes where a config.json leaves these out."""
+    """The defaults of transformers for fields that a config.json leaves out."""
 
     kv_heads: int
     experts: int
@@ -77,7 +77,7 @@ class Defaults:
 def read_config(
     read: ConfigReader, defaults: Defaults, windows: list[int | None], rule: RoutingRule, **switches: Any
 ) -> SparseConfig:
-    """The fields that all families name alike, and ``switches``: the fields of `SparseConfig` that they do not.
+    """Read the fields that all families name alike; ``switches`` are the other fields of `SparseConfig`.
 
     Raises:
         ConfigError: a field is missing, of the wrong type or not supported.
@@ -114,12 +114,12 @@ def read_config(
 
 
 def read_experts(read: ConfigReader, defaults: Defaults) -> int:
-    """How many there are: transformers takes either name for it."""
+    """Read the number of experts: transformers takes either name for it."""
     return read.positive("num_local_experts", read.positive("num_experts", defaults.experts))
 
 
 def with_theta(read: ConfigReader, theta: float) -> ConfigReader:
-    """The same fields with another default for ``rope_theta``."""
+    """Set the default of ``rope_theta``."""
     return read if read.fields.get("rope_theta") is not None else ConfigReader({**read.fields, "rope_theta": theta})
 
 

@@ -9,17 +9,17 @@ from jaxinfer.types import ParamSpec, Source
 
 
 def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ParamSpec:
-    """One checkpoint tensor as it is."""
+    """A parameter that is one checkpoint tensor, unchanged."""
     return ParamSpec(shape, axes, init=init, sources=(Source(name, shape),))
 
 
 def linear(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
-    """A matrix [in, out] that the checkpoint holds as [out, in]."""
+    """A matrix [in, out], stored as [out, in] in the checkpoint."""
     return ParamSpec(shape, axes, sources=(Source(name, shape[::-1], transpose=True),), inputs=0)
 
 
 def matrix(name: str, shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
-    """A matrix [out, in] as the checkpoint holds it."""
+    """A matrix [out, in], stored so in the checkpoint."""
     return ParamSpec(shape, axes, sources=(Source(name, shape),), inputs=-1)
 
 

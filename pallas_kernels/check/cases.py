@@ -35,7 +35,7 @@ class Case:
         return tuple(jnp.asarray(x) for x in (self.q, self.pool, self.tables, *middle, self.lengths))
 
     def expected(self) -> np.ndarray:
-        """By `reference` in float64. Rows of length 0 and padding give zeros."""
+        """Results of `reference` in float64. Rows of length 0 and padding give zeros."""
         with jax.enable_x64(True):
             path = reference.decode if self.starts is None else reference.prefill
             equation = jax.jit(functools.partial(path, options=self.options, dtype=jnp.float64))
@@ -108,7 +108,7 @@ def _pool(
 
 
 def _poison(pool: np.ndarray, factors: np.ndarray | None, table: np.ndarray, length: int, page: int) -> None:
-    """NaN behind a row's last key. Integers have none: there the scales of foreign tokens and pages are NaN."""
+    """Write NaN behind a row's last key. Integers have none: there the scales of foreign tokens and pages are NaN."""
     past_end = np.arange(table.size * page).reshape(table.size, page) >= length
     for at, gone in zip(table, past_end, strict=True):
         if jnp.issubdtype(pool.dtype, jnp.integer):
@@ -124,7 +124,7 @@ def _poison(pool: np.ndarray, factors: np.ndarray | None, table: np.ndarray, len
 
 
 def _tree(rng: np.random.Generator, chunk: int) -> np.ndarray:
-    """Token i's parent is one of those before it; the first is the root."""
+    """Draw a token tree: the parent of a token is an earlier one; the first is the root."""
     seen = np.eye(chunk, dtype=bool)
     for token in range(1, chunk):
         seen[token] |= seen[rng.integers(token)]

@@ -27,7 +27,7 @@ SECONDS_EACH = 300  # a kernel takes about one; more than this, and the process 
 
 
 def compile_configuration(one: Configuration, target: Target, dumps: pathlib.Path) -> tuple[Outcome, bool]:
-    """What became of one configuration, and whether Mosaic GPU compiled each of its kernels anew.
+    """Compile one configuration; return its outcome, and whether Mosaic GPU compiled each of its kernels anew.
 
     A kernel that is equal to an earlier one of this process is not compiled again, and there is no report of it.
 

@@ -1,4 +1,4 @@
-"""What `python -m pallas_kernels.check` compiles: the shipped shapes of each op, in ``check/configurations``."""
+"""Configurations that `python -m pallas_kernels.check` compiles: shipped shapes by op, in ``check/configurations``."""
 
 from __future__ import annotations
 

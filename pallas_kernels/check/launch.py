@@ -45,7 +45,7 @@ class Launcher:
         return [done[one.op, one.name, target] for one, target in work]
 
     def _shares(self, work: Sequence[tuple[Configuration, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-        """Each target's configurations, dealt out to as many processes as may run at a time."""
+        """Split each target's configurations among as many processes as may run at a time."""
         for target in dict.fromkeys(target for _, target in work):
             names = [(one.op, one.name) for one, its in work if its == target]
             yield from ((target, share) for job in range(self.jobs) if (share := names[job :: self.jobs]))
@@ -59,7 +59,7 @@ class Launcher:
                 yield Outcome(*names.pop(0), target, failure=death)
 
     def _process(self, target: str, names: list[tuple[str, str]]) -> tuple[list[Outcome], str]:
-        """One process: what it wrote and, unless it ended well, how it died. It may end well before it is through."""
+        """Run one process: its outcomes and, unless it ended well, how it died. It may end before it is through."""
         with tempfile.TemporaryDirectory() as folder:
             results = pathlib.Path(folder, "results")
             command = [*self.command, "--target", target, "--results", str(results)]

@@ -1,4 +1,4 @@
-"""The ops of this package, found by their folders, and what they ship."""
+"""The ops of this package, found by their folders, and their configurations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forgotten(package: pathlib.Path = PACKAGE) -> list[str]:
 
 
 def configurations(prefixes: Iterable[str] = ("",)) -> list[Configuration]:
-    """What ships of the ops whose names begin with one of the prefixes; nothing else is imported.
+    """The configurations of ops whose names begin with one of the prefixes; nothing else is imported.
 
     Raises:
         ValueError: an op is not named after its folder, or two of its configurations have the same name.

@@ -1,4 +1,4 @@
-"""What compiling for a GPU needs beside JAX: its CUDA plugin, which needs no GPU, and, to count instructions, nvdisasm.
+"""Plugins to compile for a GPU without one: JAX's CUDA plugin and, to count instructions, nvdisasm.
 
 They belong into a folder of their own: beside JAX, the plugin would make it look for a GPU at every start.
 """
@@ -22,7 +22,7 @@ class PluginsMissing(Exception):
 
 
 def require_plugins(folder: pathlib.Path | None) -> None:
-    """See that the plugin can be had from ``folder``, or from where Python looks for modules.
+    """Check that the plugin is in ``folder``, or where Python looks for modules.
 
     Raises:
         PluginsMissing: one sentence and two commands.
@@ -42,7 +42,7 @@ def default_folder() -> pathlib.Path | None:
 
 
 def environment(folder: pathlib.Path | None) -> dict[str, str]:
-    """Of a process that compiles: JAX itself stays on the CPU, and nothing is tried out on a GPU."""
+    """The environment of a process that compiles: JAX stays on the CPU, and nothing is tried out on a GPU."""
     path = [str(ROOT), *([str(folder)] if folder else []), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -54,7 +54,7 @@ def environment(folder: pathlib.Path | None) -> dict[str, str]:
 
 
 def disassembler(folder: pathlib.Path | None) -> pathlib.Path | None:
-    """nvdisasm from the folder, a package of NVIDIA's, or PATH."""
+    """Find nvdisasm in the folder, a package of NVIDIA's, or PATH."""
     for place in _places(folder):
         if (path := pathlib.Path(place, "nvidia", "cu13", "bin", "nvdisasm")).is_file():
             return path

@@ -1,4 +1,4 @@
-"""What ptxas and the disassembler say about a kernel, read from their dumps, and how it is shown."""
+"""Reports about kernels, read from the dumps of ptxas and of the disassembler, and their tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-# What to look at in Hopper's and Ampere's machine code.
+# Instructions of interest in Hopper's and Ampere's machine code.
 _TENSOR_CORES = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")
 _COPIES = ("UTMALDG", "UTMASTG", "LDGSTS", "LDG", "STG")  # the first three are asynchronous
 _LOCAL_MEMORY = ("LDL", "STL")
@@ -40,7 +40,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one configuration for one target. ``failure``: empty, or why it is not to be shipped."""
+    """The result of one configuration for one target. ``failure``: empty, or why it is not to be shipped."""
 
     op: str
     name: str
@@ -109,7 +109,7 @@ def read_resources(text: str) -> int:
 
 
 def count_instructions(sass: str) -> dict[str, int]:
-    """How often each of `INSTRUCTIONS` stands in a disassembly, whatever its modifiers; and how many there are."""
+    """Count each of `INSTRUCTIONS` in a disassembly, whatever its modifiers, and all as "total"."""
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass)
     found = collections.Counter(lines)
     return {**{name: found[name] for name in INSTRUCTIONS if found[name]}, "total": len(lines)}
@@ -141,13 +141,13 @@ def _cells(kernel: Kernel | None) -> tuple[str, ...]:
 
 
 def as_table(outcomes: Iterable[Outcome]) -> str:
-    """For a terminal."""
+    """Format a table for a terminal."""
     lines = [_HEADER, *rows(outcomes)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def as_markdown(outcomes: Iterable[Outcome]) -> str:
-    """For docs/kernels.md."""
+    """Format a table for docs/kernels.md."""
     lines: Sequence[Sequence[str]] = [_HEADER, ["---"] * len(_HEADER), *rows(outcomes)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -45,11 +45,11 @@ class Target:
 
     @functools.cached_property
     def topology(self) -> Any:
-        """One such device. Needs JAX's CUDA plugin, but neither a driver nor a GPU."""
+        """A topology of one device. Needs JAX's CUDA plugin, but neither a driver nor a GPU."""
         return self._machines(1, 1)
 
     def devices(self, count: int) -> Sequence[Any]:
-        """As many such devices, of machines that have eight of them."""
+        """Devices of this kind, of machines that have eight of them."""
         return self._machines(-(-count // _OF_MACHINE), min(count, _OF_MACHINE)).devices[:count]
 
     def _machines(self, count: int, each: int) -> Any:
@@ -72,7 +72,7 @@ class Target:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """While it lasts, what is traced and lowered takes this device for the one it will run on."""
+        """Make this device the target of programs that are traced and lowered within."""
         mesh = jax.sharding.AbstractMesh((), (), abstract_device=self._abstract_device)
         with jax.sharding.use_abstract_mesh(mesh):
             yield
@@ -93,7 +93,7 @@ class Target:
         donated: Sequence[int] = (),
         options: dict[str, Any] | None = None,
     ) -> jax.stages.Compiled:
-        """``function`` compiled for this device.
+        """Compile ``function`` for this device.
 
         Args:
             arguments: trees of `jax.ShapeDtypeStruct`.

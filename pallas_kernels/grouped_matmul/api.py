@@ -68,7 +68,7 @@ def matmul(
 
 
 def _flat(weights: Any) -> jax.ShapeDtypeStruct:
-    """With one dimension of outputs."""
+    """Flatten the outputs of weights to one dimension."""
     experts, *outputs, inputs = weights.shape
     return jax.ShapeDtypeStruct((experts, math.prod(outputs), inputs), weights.dtype)
 

@@ -29,7 +29,7 @@ COUNTED, BLOCK = 4096, 512
 
 
 class Groups(NamedTuple):
-    """Where the entries, one for each pair of a token and an expert of it, lie among the tiles' rows.
+    """Places of entries, one for each pair of a token and an expert of it, among the tiles' rows.
 
     Attributes:
         entries: the entry that a row holds; the number of entries where it holds none.
@@ -44,7 +44,7 @@ class Groups(NamedTuple):
     occupied: Int[Array, ""]
 
     def of_tiles(self, values: jax.Array) -> jax.Array:
-        """What belongs to the tiles' experts: ``values`` [experts, ...] as [tiles, 1, ...]."""
+        """Gather ``values`` [experts, ...] by the tiles' experts, as [tiles, 1, ...]."""
         return jnp.expand_dims(values if self.experts is None else values[self.experts], 1)
 
 
@@ -57,7 +57,7 @@ def group(
     path: Literal["mosaic", "xla"] = "xla",
     target: Target | None = None,
 ) -> Groups:
-    """Orders entries by their expert; those of one expert stay in order.
+    """Order entries by their expert; entries of one expert stay in order.
 
     Args:
         experts: 0 to ``count`` - 1; an entry of any other expert has no row.
@@ -89,7 +89,7 @@ def group(
 def _ranks_by_sorting(
     experts: Int[Array, " entries"], count: int
 ) -> tuple[Int[Array, " count"], Int[Array, " entries"]]:
-    """How many entries each expert has, and how many of an entry's expert come before it."""
+    """Count the entries of each expert, and for each entry the earlier ones of its expert."""
     sizes = jnp.zeros(count + 1, jnp.int32).at[experts].add(1)
     order = jnp.argsort(experts, stable=True)
     at = jnp.arange(experts.shape[0], dtype=jnp.int32)
@@ -100,7 +100,7 @@ def _ranks_by_sorting(
 def _ranks_by_counting(
     experts: Int[Array, " entries"], count: int
 ) -> tuple[Int[Array, " count"], Int[Array, " entries"]]:
-    """The same by comparing all with all: two kernels, where XLA sorts in several. Of many: within blocks of them."""
+    """Count by comparing all with all, many within blocks: two kernels, where XLA sorts in several."""
     entries = experts.shape[0]
     if entries <= COUNTED:
         return _sizes(experts, count), _alike_before(experts)
@@ -116,20 +116,20 @@ def _sizes(experts: Int[Array, " entries"], count: int) -> Int[Array, " count"]:
 
 
 def _alike_before(experts: Int[Array, " entries"]) -> Int[Array, " entries"]:
-    """How many entries before each one have its expert."""
+    """Count for each entry the earlier ones of its expert."""
     at = jnp.arange(experts.shape[0])
     alike = (experts[None, :] == experts[:, None]) & (at[None, :] < at[:, None])
     return alike.sum(1, dtype=jnp.int32)
 
 
 def _running_sum(numbers: Int[Array, " n"]) -> Int[Array, " n"]:
-    """In one kernel."""
+    """Cumulative sum in one kernel."""
     at = jnp.arange(numbers.shape[0])
     return jnp.where(at[None, :] <= at[:, None], numbers[None, :], 0).sum(1, dtype=jnp.int32)
 
 
 def _by_row(places: Int[Array, " entries"], rows: int, *, counted: bool) -> Int[Array, " rows"]:
-    """The entry that lies in each row; where none does, their number."""
+    """The entry in each row; the number of entries where there is none."""
     entries = places.shape[0]
     at = jnp.arange(entries, dtype=jnp.int32)
     if counted:
@@ -149,5 +149,5 @@ def _tile(entries: int, spread: int, most: int, path: str, target: Target) -> tu
 
 
 def _power_of_two(number: float) -> int:
-    """The smallest one that is not below ``number``."""
+    """The smallest power of two that is not below ``number``."""
     return 1 << max(0, math.ceil(math.log2(number)))

@@ -87,7 +87,7 @@ class Tiles:
 
 
 class _Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     tile_count: int
     rows: int
@@ -196,13 +196,13 @@ def _tiles_refusal(x: Any, weights: Any, tiles: Tiles) -> str | None:
 
 
 def _best_tiles(x: Any, weights: Any) -> Tiles:
-    """Tuned ones, else the heuristic's."""
+    """The tuned tiles, else the heuristic's."""
     untuned = heuristic_tiles(x, weights)
     return pick(MATMUL, matmul_key(x, weights), untuned, lambda tiles: _tiles_refusal(x, weights, tiles))
 
 
 def heuristic_tiles(x: Any, weights: Any, *, multiprocessors: int = 132) -> Tiles:
-    """Few waves of units with little traffic each, and all the stages that fit. Nothing here was measured on a GPU."""
+    """Tiles for few waves of units with little traffic each, and all stages that fit. Not measured on a GPU."""
     channels, inputs = weights.shape[1:]
     fitting = [one for one in CONSUMERS if channels % (one * CHANNELS) == 0]
 
@@ -217,7 +217,7 @@ def heuristic_tiles(x: Any, weights: Any, *, multiprocessors: int = 132) -> Tile
 
 
 def _fullest(x: Any, weights: Any, tiles: Tiles) -> Tiles:
-    """With as many stages as shared memory has room for, up to 8."""
+    """Tiles with as many stages as shared memory has room for, up to 8."""
     each = [dataclasses.replace(tiles, stages=stages) for stages in range(8, 2, -1)]
     return next((one for one in each if _shape_of(x, weights, one).smem_bytes <= _BLOCK_BYTES), tiles)
 
@@ -250,7 +250,7 @@ def _launcher(shape: _Shape, interpret: plgpu.InterpretGPUParams | None) -> Call
 
 
 def _cost(shape: _Shape) -> pl.CostEstimate:
-    """As if all tiles held something: which of them do is not known when the program is compiled."""
+    """The cost as if no tile were empty: which are is not known when the program is compiled."""
     rows, experts = shape.tile_count * shape.rows, min(shape.experts, shape.tile_count)
     moved = experts * shape.channels * shape.inputs + rows * (shape.inputs + shape.channels)
     return pl.CostEstimate(flops=2 * rows * shape.channels * shape.inputs, transcendentals=0, bytes_accessed=2 * moved)
@@ -298,7 +298,7 @@ def _body(shape: _Shape, *refs: Any, smem: _Smem, barriers: _Barriers) -> None:
 
 
 def _each_unit(shape: _Shape, gmem: _Gmem, work: Callable[[_Unit, Any], None]) -> Any:
-    """Calls ``work`` with each unit of this thread block and the steps before it; gives the number of all steps."""
+    """Call ``work`` with each unit of this thread block and the steps before it; return the number of all steps."""
     block, blocks, units = lax.axis_index("block"), lax.axis_size("block"), shape.tile_count * shape.parts
     occupied = jnp.clip(gmem.occupied[0], 0, shape.tile_count)
 

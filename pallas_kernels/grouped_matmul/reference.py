@@ -11,7 +11,7 @@ __all__ = ["check", "matmul"]
 
 
 def check(x: Any, weights: Any) -> None:
-    """Raises ValueError where ``x`` [..., k] and ``weights`` [experts, ..., k] do not fit each other."""
+    """Raise ValueError where ``x`` [..., k] and ``weights`` [experts, ..., k] do not fit each other."""
     if weights.ndim < 3 or x.shape[-1] != weights.shape[-1]:
         raise ValueError(f"x {x.shape} and weights {weights.shape} of [experts, outputs, inputs] do not fit each other")
 

@@ -1,4 +1,4 @@
-"""What the tiles of grouped_matmul depend on, from shapes and dtypes alone."""
+"""Keys of the tiles of grouped_matmul, from shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MATMUL = "grouped_matmul"
 
 
 def matmul_key(x: Any, weights: Any) -> Key:
-    """Of ``x [tiles, rows, k]`` and ``weights [experts, n, k]``."""
+    """Key for ``x [tiles, rows, k]`` and ``weights [experts, n, k]``."""
     options = {
         "rows": x.shape[1],
         "channels": weights.shape[1],

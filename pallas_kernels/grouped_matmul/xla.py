@@ -94,7 +94,7 @@ def _backward(cpu: bool, saved: Any, change: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _of_weights(change: jax.Array, x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
-    """Rows that hold nothing are zeros in ``x``; their changes do not matter."""
+    """Gradient of the weights. Empty rows are zeros in ``x``; their changes do not matter."""
     if groups.experts is None:
         return _dot(change, x, (((1,), (1,)), ((0,), (0,)))).astype(weights.dtype)
 

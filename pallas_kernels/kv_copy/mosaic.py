@@ -40,7 +40,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn)
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the work is cut. No bit of a result depends on it.
+    """Block sizes. No bit of a result depends on them.
 
     Attributes:
         bytes: of one copy of one tile; a power of two, at most 16 for each thread.
@@ -183,7 +183,7 @@ def _launch(
 
 
 def _cut(shape: tuple[int, ...], dtype: Any, tiles: Tiles) -> _Tiled:
-    """At least one row for each warp; where columns are short, as with scales, many rows make up a tile."""
+    """Cut an array into tiles: at least a row for each warp, many rows where columns are short, as with scales."""
     pages, rows, slots, columns = shape
     numbers = tiles.bytes // jnp.dtype(dtype).itemsize
     wide = power_of_two(columns, numbers // WARPS)

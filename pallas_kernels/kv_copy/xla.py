@@ -36,12 +36,12 @@ def move_rows[Pool](
 
 
 def gather_pages[Pool](pool: Pool, pages: Int[Array, " staged"]) -> Pool:
-    """Pages one after another in memory, to be swapped out or exported: ``[staged, ...]`` of every array."""
+    """Gather pages one after another in memory, to be swapped out or exported: ``[staged, ...]`` of every array."""
     return each(lambda array: array.at[pages].get(mode="clip"), pool)
 
 
 def scatter_pages[Pool](pool: Pool, pages: Int[Array, " staged"], staged: Pool) -> Pool:
-    """What `gather_pages` gave, into ``pages``; what belongs to a page out of range is dropped."""
+    """Write the result of `gather_pages` into ``pages``; a page out of range is dropped."""
 
     def put(array: jax.Array, own: jax.Array) -> jax.Array:
         return array.at[pages].set(own, mode="drop", wrap_negative_indices=False)

@@ -41,7 +41,7 @@ KEYS, VALUES = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the work is cut. No bit of a result depends on it.
+    """Block sizes. No bit of a result depends on them.
 
     Attributes:
         heads: heads of one token that a thread block takes at most; a power of two.
@@ -60,7 +60,7 @@ def heuristic_tiles(head_dim: int) -> Tiles:
 
 
 class _Operands(NamedTuple):
-    """In device memory, ``tokens`` being all sequences' one after another. None: not part of this launch."""
+    """Operands in device memory, ``tokens`` being all sequences' one after another. None: not part of this launch."""
 
     pages: Any  # [sequences, written]
     offsets: Any  # [sequences]
@@ -75,7 +75,7 @@ class _Operands(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     tokens: int
     chunk: int

@@ -1,4 +1,4 @@
-"""What a call of attention to latents says besides its operands; see `paged_attention.options` for that to heads."""
+"""Options of a call of attention to latents; for attention to heads see `paged_attention.options`."""
 
 from __future__ import annotations
 

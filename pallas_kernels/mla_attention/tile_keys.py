@@ -1,4 +1,4 @@
-"""What the tiles of MLA's decode kernel depend on, from shapes and dtypes alone. Its prefill has none."""
+"""Keys of the tiles of MLA's decode kernel, from shapes and dtypes alone. Prefill has no tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DECODE = "mla_attention.decode"
 
 
 def decode_key(q: Any, pool: Any, tables: Any) -> Key:
-    """Of ``q [sequences, chunk, heads, latent]``. Heads are an option: how long a split should be depends on them."""
+    """Key for ``q [sequences, chunk, heads, latent]``. Heads are an option: a split's best length depends on them."""
     sequences, chunk, heads, latent = q.shape
     page = pool.shape[1]
     options = {"page": page, "heads": heads, "latent": latent, "dtype": jnp.dtype(q.dtype).name}

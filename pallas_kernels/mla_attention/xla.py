@@ -60,12 +60,12 @@ class _Pages:
         return jnp.where(written[..., None], numbers, 0.0)
 
     def blocks(self) -> jax.Array:
-        """Up to the last key of the longest sequence."""
+        """The number of blocks up to the last key of the longest sequence."""
         return (jnp.max(self.lengths) + self.block - 1) // self.block
 
 
 def _pages(pool: jax.Array, options: LatentOptions, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
-    """Blocks are read whole: the table's last block is filled up with page 0, whose keys lengths mask."""
+    """Pad tables to whole blocks with page 0, whose keys lengths mask."""
     count = max(1, block // pool.shape[1])
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count)))
     return _Pages(pool, options.scales, tables, lengths, count, options.rank)

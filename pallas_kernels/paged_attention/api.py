@@ -1,4 +1,4 @@
-"""The doors of paged attention: a kernel of the GPU's generation where one does it, plain XLA elsewhere."""
+"""The functions of paged attention: by a kernel for the GPU's generation if there is one, else by plain XLA."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
     most: Capability = HOPPER
 
 
-# By operation, in the order in which they are asked: the first that does not refuse runs. XLA does what none of them
+# By operation, in order: the first that does not refuse runs. XLA does what none of them
 # does. Few queries to a KV head are the decode kernel's in a prefill, too.
 IMPLEMENTATIONS: dict[str, tuple[Kernel, ...]] = {
     "decode": (
@@ -100,7 +100,7 @@ def _chosen(
 
 
 def _kernels(operation: str, target: Target) -> list[Kernel]:
-    """Those for the target's generation; where it has none, Hopper's: they run where a path is forced."""
+    """The kernels for the target's generation; where it has none, Hopper's: they run where a path is forced."""
     every, capability = IMPLEMENTATIONS[operation], target.capability
     own = [kernel for kernel in every if capability is not None and kernel.least <= capability <= kernel.most]
     return own or [kernel for kernel in every if kernel.least == HOPPER]
@@ -135,7 +135,7 @@ def prefill(
     *,
     path: Wish = "auto",
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """See `reference.prefill`; what padding queries give is finite and means nothing.
+    """See `reference.prefill`; results of padding queries are finite and mean nothing.
 
     Raises ValueError where a forced ``path`` cannot do it.
     """

@@ -1,4 +1,4 @@
-"""What a call of attention says besides its operands: the one declaration that every path, and the KV pool, shares."""
+"""Options of a call of attention, besides its operands: one declaration for every path and the KV pool."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class AttentionOptions:
 
     @property
     def refusal(self) -> str | None:
-        """Why no kernel can take the numbers among them; None: they are fine."""
+        """The refusal of numbers that no kernel can take; None: they are fine."""
         if (self.window is None or self.window >= 1) and (self.softcap is None or self.softcap > 0):
             return None
         return f"window {self.window} and softcap {self.softcap} must be positive"
 
     @property
     def flags(self) -> AttentionOptions:
-        """The same with True in the place of each array: what is static about a launch."""
+        """The options with True in the place of each array: the static part of a launch."""
         flags: AttentionOptions = jax.tree.map(lambda _: True, self)
         return flags

@@ -49,7 +49,7 @@ def visible_keys(
     window: int | None,
     tree: Bool[Array, "chunk chunk"] | None,
 ) -> Bool[Array, "chunk keys"]:
-    """What the queries at ``start``, ``start + 1``, ... see of the sequence's first ``length`` keys."""
+    """The mask of the sequence's first ``length`` keys for queries at ``start``, ``start + 1``, ..."""
     at, queries = jnp.arange(keys)[None, :], (start + jnp.arange(chunk))[:, None]
     seen = (at <= queries) & (at < length)
     if tree is not None:

@@ -1,4 +1,4 @@
-"""Which keys the queries of a row see, in the key blocks and splits in which kernels go through them."""
+"""The spans of keys that the queries of a row see, in a kernel's key blocks and splits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax import lax
 
 
 class Span(NamedTuple):
-    """Which keys a row's queries may see. Traced scalars in the kernel, arrays of all rows in a plan."""
+    """The keys that a row's queries may see. Traced scalars in the kernel, arrays of all rows in a plan."""
 
     low: Any  # first key that any of the row's queries sees
     high: Any  # one past the last
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 def span(start: Any, length: Any, *, block_keys: int, keys_per_split: int, window: int | None) -> Span:
-    """Of a row whose first query stands at ``start`` and that has ``length`` keys."""
+    """The span of a row of ``length`` keys whose first query is at position ``start``."""
     low = jnp.zeros_like(length) if window is None else jnp.clip(start - (window - 1), 0, jnp.maximum(length - 1, 0))
     first_block = _divide(low, block_keys)
     end_block = _divide(length + (block_keys - 1), block_keys)
@@ -31,5 +31,5 @@ def span(start: Any, length: Any, *, block_keys: int, keys_per_split: int, windo
 
 
 def _divide(a: Any, b: Any) -> Any:
-    """Neither is negative: rounding down needs no correction."""
+    """Divide integers >= 0, rounding down."""
     return lax.div(a, jnp.broadcast_to(jnp.asarray(b, jnp.int32), jnp.shape(a)))

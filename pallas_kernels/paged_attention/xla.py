@@ -68,14 +68,14 @@ class _Pages:
 
 
 def _join_pages(x: jax.Array) -> jax.Array:
-    """[rows, pages, heads, page, dim] -> [rows, heads, keys, dim]."""
+    """Reshape [rows, pages, heads, page, dim] to [rows, heads, keys, dim]."""
     rows, pages, heads, page, dim = x.shape
     return x[:, 0] if pages == 1 else jnp.swapaxes(x, 1, 2).reshape(rows, heads, pages * page, dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Equation:
-    """What options mean for queries [sequences, kv_heads, queries of a KV head, head_dim]."""
+    """The equation of options for queries [sequences, kv_heads, queries of a KV head, head_dim]."""
 
     options: AttentionOptions
 
@@ -88,7 +88,7 @@ class _Equation:
         return scores if softcap is None else jnp.tanh(scores) * (softcap * _LOG2_E)
 
     def start(self, shape: tuple[int, ...], sinks: jax.Array | None) -> Softmax:
-        """Before the first key; ``sinks``, one a query, have been added already."""
+        """The softmax before the first key, with ``sinks`` (one a query) added."""
         if sinks is None:
             return Softmax.of_nothing(shape)
         sinks = jnp.broadcast_to(sinks.astype(jnp.float32) * _LOG2_E, shape[:-1])
@@ -108,7 +108,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _pages(pool: jax.Array, scales: jax.Array | None, tables: jax.Array, lengths: jax.Array, block: int) -> _Pages:
-    """Blocks are read whole: the table's last block is filled up with page 0, whose keys lengths mask."""
+    """Pad tables to whole blocks with page 0, whose keys lengths mask."""
     count = min(max(1, block // pool.shape[3]), tables.shape[1])
     return _Pages(pool, scales, jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % count))), lengths, count)
 

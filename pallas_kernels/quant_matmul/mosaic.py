@@ -93,7 +93,7 @@ class Tiles:
 
 
 class _Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     rows: int  # a multiple of 8
     channels: int
@@ -121,7 +121,7 @@ class _Shape(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """That a step has scales of."""
+        """Groups of a step: each has a scale."""
         return self.tiles.depth // self.span
 
     @property
@@ -227,7 +227,7 @@ def _tiles_refusal(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles |
 
 
 def _best_tiles(x: Any, weights: Any, scales: Any, zeros: Any) -> Tiles:
-    """Tuned ones, else the heuristic's."""
+    """The tuned tiles, else the heuristic's."""
     key, untuned = matmul_key(x, weights, scales, zeros), heuristic_tiles(x, weights, scales, zeros)
     return pick(MATMUL, key, untuned, lambda tiles: _tiles_refusal(x, weights, scales, zeros, tiles))
 
@@ -453,7 +453,7 @@ def _group_sums(
 
 
 def _upcast(shape: _Shape, numbers: Any) -> Any:
-    """To the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
+    """Convert to the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
     if shape.weight_dtype == jnp.int4 and shape.dtype == jnp.float16:
         numbers = numbers.astype(jnp.bfloat16).astype(jnp.float32)
     if shape.weight_dtype == jnp.float8_e4m3fn and shape.dtype == jnp.bfloat16:
@@ -466,7 +466,7 @@ def _factors(ref: Any, slot: Any, group: int, own: Any) -> Float[Array, " 64"]:
 
 
 def _write(shape: _Shape, unit: _Unit, warpgroup: Any, sums: Any, gmem: _Gmem) -> None:
-    """From registers: pairs of channels lie side by side once the matrix is transposed."""
+    """Write from registers: pairs of channels are adjacent once the matrix is transposed."""
     result = plgpu.layout_cast(sums.astype(gmem.output.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     own = pl.ds(pl.multiple_of(unit.channel + warpgroup * CHANNELS, CHANNELS), CHANNELS)
     target = gmem.output.at[:, own] if shape.tiles.splits == 1 else gmem.output.at[unit.split, :, own]

@@ -64,7 +64,7 @@ def pack(
 
 
 def group_size(weights: Any, scales: Any, zeros: Any = None) -> int:
-    """How many neighbours along k share a scale; all of them where a channel has one. Raises ValueError on misfits."""
+    """The number of neighbours along k that share a scale; all if a channel has one. Raises ValueError on misfits."""
     n, k = weights.shape
     groups = scales.shape[0] if scales.ndim == 2 else 1
     if scales.shape != (*((groups,) if scales.ndim == 2 else ()), n) or not groups or k % groups:

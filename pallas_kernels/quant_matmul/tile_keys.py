@@ -1,4 +1,4 @@
-"""What the tiles of quant_matmul depend on, from shapes and dtypes alone."""
+"""Keys of the tiles of quant_matmul, from shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MATMUL = "quant_matmul"
 
 
 def matmul_key(x: Any, weights: Any, scales: Any, zeros: Any = None) -> Key:
-    """Of ``x [rows, k]``. The weights' shape is an option: it decides how often k is split."""
+    """Key for ``x [rows, k]``. The weights' shape is an option: it decides how often k is split."""
     channels, inputs = weights.shape
     options = {
         "channels": channels,

@@ -50,7 +50,7 @@ def matmul(
 
 
 def _in_pieces(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
-    """So many output channels at a time that their plain numbers are a small part of any large weight."""
+    """Multiply by chunks of output channels whose plain numbers are a small part of any large weight."""
     size = max(1, GPU_PIECE // (weights.shape[1] * x.dtype.itemsize))
     parts = []
     for first in range(0, weights.shape[0], size):
@@ -71,7 +71,7 @@ def _precision(dtype: Any) -> lax.Precision:
 
 
 def _by_groups(x: Array, weights: Array, scales: Array, zeros: Array | None) -> Array:
-    """Zero points are subtracted from the sums, times what x adds up to."""
+    """Multiply by groups of scales; zero points times the sums of x are subtracted from the results."""
     groups, (rows, inputs) = scales.shape[0], x.shape
     grouped = x.reshape(rows, groups, inputs // groups)
     numbers = weights.reshape(weights.shape[0], groups, -1).astype(x.dtype)
@@ -109,7 +109,7 @@ def _by_channels(x: Array, weights: Array, scales: Array, zeros: Array | None) -
 
 
 def _as_bytes(weights: Num[Array, "n k"], *, pairs: bool) -> tuple[Array, Callable[[Any], tuple[Array, ...]]]:
-    """What may be cut at little cost, and how numbers are got from it: all, or of pairs the first and the second ones.
+    """A view that XLA cuts at little cost, and its decoder to numbers: all, or the first and the second of pairs.
 
     XLA:CPU cuts an array of fewer than 8 bits, or of 8-bit floats, as a copy in a wider type.
     """
@@ -131,7 +131,7 @@ def _float8(stored: Any) -> Array:
 
 
 def _few_channels(columns: tuple[Array, ...], numbers: tuple[Array, ...], scales: Any, zeros: Any) -> Array:
-    """In float32: the first numbers of pairs meet the even columns of x, the second ones the odd columns."""
+    """Multiply in float32: the first numbers of pairs meet the even columns of x, the second ones the odd columns."""
     times = numbers[0].shape[1] // scales.shape[1]
     factors = jnp.repeat(scales.astype(jnp.float32), times, axis=1)
     offsets = 0.0 if zeros is None else jnp.repeat(zeros.astype(jnp.float32), times, axis=1)

@@ -42,7 +42,7 @@ class DeviceBench:
         self._first: tuple[Any, Any] | None = None  # tiles, results
 
     def prepare(self, tiles: Any) -> str | None:
-        """Why these tiles may not win, or None. Tiles with the first ones' bits must give the first ones' results."""
+        """Run tiles; return why they may not win, or None. With the bits of the first ones, results must be equal."""
         try:
             jitted = jax.jit(functools.partial(_launch_all, self._problem.launch, tiles))
             program = jitted.lower(self._sets).compile(compiler_options=ONE_AFTER_THE_OTHER)
@@ -87,7 +87,7 @@ def _launch_all(launch: Callable[..., Any], tiles: Any, sets: Sequence[tuple[Any
 
 @jax.jit
 def _compare(results: list[Any], expected: list[Any]) -> tuple[Any, Any, Any]:
-    """Are all finite? Are they equal? The largest error of a set: norm of the difference over the norm."""
+    """Compare results: all finite, all equal, and a set's largest error (norm of the difference over the norm)."""
     pairs = list(zip(results, expected, strict=True))
     finite = jnp.stack([jnp.isfinite(one).all() for one, _ in pairs]).all()
     equal = jnp.stack([(one == other).all() for one, other in pairs]).all()

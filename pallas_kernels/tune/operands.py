@@ -1,4 +1,4 @@
-"""Operands that cost a kernel what a model's do: random numbers (zeros draw less power), pages in random order."""
+"""Operands that cost a kernel as much as a model's: random numbers (zeros draw less power), pages in random order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MOST_SETS = 16
 
 
 def sets_beyond_cache(set_bytes: int) -> int:
-    """How many operand sets, of which one has so many bytes, are read before the first one is read again."""
+    """The number of operand sets of so many bytes each that exceed the GPU's cache, 2 to `MOST_SETS`."""
     return max(2, min(MOST_SETS, math.ceil(CACHE_BYTES / set_bytes)))
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def numbers(seed: int | Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> Num[Array, "..."]:
-    """Integers of the whole range, or floats that are normally distributed."""
+    """Draw integers of the whole range, or normally distributed floats."""
     key = jax.random.key(seed)
     if jnp.issubdtype(dtype, jnp.integer):
         least, most = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
@@ -31,7 +31,7 @@ def numbers(seed: int | Int[Array, ""], shape: tuple[int, ...], dtype: Any) -> N
 
 
 def tables(rows: int, width: int) -> Int[Array, "rows width"]:
-    """Pages of their own for each row, scattered over the pool."""
+    """Page tables of rows that share no page, scattered over the pool."""
     pages = np.random.default_rng(0).permutation(rows * width).astype(np.int32)
     return jnp.asarray(pages.reshape(rows, width))
 

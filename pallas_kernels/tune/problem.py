@@ -1,4 +1,4 @@
-"""What an op says about its kernels to have them tuned: in `problems`; `kernels` lists them."""
+"""Declarations of kernels to be tuned: by op in `problems`; `kernels` lists them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Problem:
     """One kernel at one shape; nothing is allocated before ``operands`` is called.
 
     Attributes:
-        key: what the kernel looks tiles up by.
-        heuristic: what it takes where there are none.
+        key: the key by which the kernel looks tiles up.
+        heuristic: the tiles it takes where there are none.
         grid: the values to try of each field of its tiles.
         refusal: why it does not take such tiles, or None.
         launch: called as ``launch(*operands, tiles=...)``.
@@ -49,7 +49,7 @@ class Tunable:
     problem: Callable[[Any, int], Problem]
 
     def shape(self, text: str) -> Any:
-        """The first shape with other fields: ``rows=8,page=16``.
+        """Parse a shape, the first one with other fields: ``rows=8,page=16``.
 
         Raises:
             ValueError: a field that the shape has not, or a value of another type.
@@ -63,7 +63,7 @@ class Tunable:
 
 
 def candidates(problem: Problem, fixed: Mapping[str, int]) -> list[Any]:
-    """The heuristic's tiles first, then all of the grid that the kernel takes. Fields in ``fixed`` have that value."""
+    """List the heuristic's tiles, then all of the grid that the kernel takes. Fields in ``fixed`` have that value."""
     grid: list[dict[str, int]] = [{}]
     for name, values in problem.grid.items():
         grid = [{**one, name: value} for one in grid for value in ([fixed[name]] if name in fixed else values)]
@@ -72,7 +72,7 @@ def candidates(problem: Problem, fixed: Mapping[str, int]) -> list[Any]:
 
 
 def _made(problem: Problem, fields: Mapping[str, int]) -> Any | None:
-    """Tiles, unless they or the kernel refuse these numbers."""
+    """Make tiles; None if they or the kernel refuse these numbers."""
     try:
         tiles = dataclasses.replace(problem.heuristic, **fields)
     except ValueError:

@@ -23,13 +23,13 @@ SCREENING = 0.7  # share of the time for candidates that have not run yet
 
 @runtime_checkable
 class Bench(Protocol):
-    """Runs candidates."""
+    """A runner of candidates."""
 
     def prepare(self, tiles: Any) -> str | None:
-        """Compile and run; the first one's results are what later ones must give. Why it may not win, or None."""
+        """Compile and run; later tiles must give the results of the first. Returns why it may not win, or None."""
 
     def sample(self, tiles: Any) -> float:
-        """Microseconds of a launch."""
+        """Measure a launch in microseconds."""
 
 
 @dataclasses.dataclass
@@ -115,7 +115,7 @@ class Sweep:
             self._eliminate(running)
 
     def _eliminate(self, running: Sequence[Any]) -> None:
-        """All but the heuristic: it is what the winner is compared with."""
+        """Drop slow tiles, but never the heuristic's, to which the winner is compared."""
         leader = min(map(self.microseconds, running), default=math.inf)
         for tiles in running:
             late = len(self.samples[tiles]) >= FEWEST and min(self.samples[tiles]) > SLOWER * leader
@@ -124,6 +124,6 @@ class Sweep:
 
 
 def distance(one: Any, other: Any) -> tuple[int, float]:
-    """In how many fields two tiles differ, and by how many octaves in all."""
+    """The number of fields in which two tiles differ, and by how many octaves in all."""
     pairs = list(zip(dataclasses.astuple(one), dataclasses.astuple(other), strict=True))
     return sum(a != b for a, b in pairs), math.fsum(abs(math.log2(a / b)) for a, b in pairs)

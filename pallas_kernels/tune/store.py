@@ -1,4 +1,4 @@
-"""Results into ``tiles.json``: at once, and never half a file."""
+"""Writer of results to ``tiles.json``: at once, and never half a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.tiles import Entry, Option
 
 @dataclasses.dataclass
 class Files:
-    """The files that results go to, as they are on disk.
+    """The result files, as they are on disk.
 
     Attributes:
         out: one file for all kernels; None: each op's own.
@@ -27,14 +27,14 @@ class Files:
         return self.out or tiles.tiles_file(kernel, self.package)
 
     def entries(self, kernel: str) -> tuple[Entry, ...]:
-        """All of a kernel's file. Raises ValueError for a broken file, and names it."""
+        """Read all entries of a kernel's file. Raises ValueError for a broken file, and names it."""
         path = self.path(kernel)
         if path not in self._content:
             self._content[path] = tiles.read(path)
         return self._content[path]
 
     def bits(self, device: str, kernel: str, options: Mapping[str, Option]) -> Mapping[str, int]:
-        """What is decided already for these options; empty, where nothing is."""
+        """The bits that are fixed already for these options; empty if none are."""
         known = _found(self.entries(kernel), device, kernel, options)
         return {} if known is None else known.bits
 
@@ -42,12 +42,12 @@ class Files:
         self._write(entry.kernel, added(self.entries(entry.kernel), entry))
 
     def forget(self, device: str, kernel: str) -> None:
-        """What was measured of a kernel on such devices."""
+        """Remove the entries of a kernel on such devices."""
         kept = tuple(one for one in self.entries(kernel) if (one.device, one.kernel) != (device, kernel))
         self._write(kernel, kept)
 
     def _write(self, kernel: str, entries: tuple[Entry, ...]) -> None:
-        """Whoever reads meanwhile, or ends the process, sees the old file or the new one."""
+        """Replace the file atomically: concurrent readers see the old file or the new one."""
         path = self.path(kernel)
         part = path.with_name(f"{path.name}.part")
         part.write_text(tiles.as_text(entries), encoding="utf-8")
@@ -56,10 +56,10 @@ class Files:
 
 
 def added(entries: Sequence[Entry], new: Entry) -> tuple[Entry, ...]:
-    """With ``new``, whose sizes replace equal ones. Its bits must be those of the entry it joins.
+    """Add ``new``, whose sizes replace equal ones. Its bits must equal those of the entry it joins.
 
     Raises:
-        ValueError: they are others: sizes that were measured with different bits do not belong together.
+        ValueError: they differ: sizes that were measured with different bits do not belong together.
     """
     old = _found(entries, new.device, new.kernel, new.options)
     if old is None:

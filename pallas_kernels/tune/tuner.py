@@ -27,7 +27,7 @@ class Task:
 
 @dataclasses.dataclass
 class Tuner:
-    """Sweeps tasks and keeps what is found.
+    """A sweep of tasks, whose results it writes.
 
     Attributes:
         device: its kind, as the look-up will see it.
@@ -50,7 +50,7 @@ class Tuner:
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, tasks: Sequence[Task], seconds: float) -> bool:
-        """Tunes what the time suffices for. False if Ctrl-C ended it.
+        """Tune as many tasks as the time suffices for. False if Ctrl-C ended it.
 
         A task that needs less than its share of the time leaves the rest to those behind it.
         """
@@ -66,7 +66,7 @@ class Tuner:
         return True
 
     def _tune(self, task: Task, deadline: float) -> bool:
-        """One task; False if it was interrupted."""
+        """Tune one task; False if it was interrupted."""
         problem = task.tunable.problem(task.shape, self.multiprocessors)
         work = candidates(problem, self.files.bits(self.device, task.tunable.kernel, problem.key.options))
         if not work:

@@ -24,12 +24,12 @@ def product(
     *,
     tiles: mosaic.Tiles | None = None,
 ) -> Float[Array, "tiles rows n"]:
-    """The kernel, of nothing but what it reads."""
+    """Run the kernel on the operands that it reads."""
     return mosaic.matmul(x, weights, _groups(x, experts, occupied), tiles=tiles)
 
 
 def _groups(x: Any, experts: Any, occupied: Any) -> Groups:
-    """Which entries lie where is not the product's business."""
+    """Groups without entries, which the product does not read."""
     nothing = jnp.zeros(x.shape[:2], jnp.int32)
     return Groups(nothing, nothing.reshape(-1), experts, occupied)
 

@@ -66,7 +66,7 @@ PRODUCER = 2
 
 
 def heuristic_tiles(heads: int, *, multiprocessors: int = 132) -> Tiles:
-    """Splits shorter where heads are few: their sums are less to write and to merge. Never measured on a GPU."""
+    """Tiles with shorter splits for few heads, whose sums are less to write and to merge. Not measured on a GPU."""
     return Tiles(512 if heads <= 32 else 1024, multiprocessors)
 
 
@@ -235,7 +235,7 @@ def _results(shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every sequence filled its table: lengths are not known when the step is compiled."""
+    """The cost as if every sequence filled its table: lengths are not known when the step is compiled."""
     keys = shape.sequences * shape.width * shape.page
     pairs = keys * shape.packed
     return pl.CostEstimate(

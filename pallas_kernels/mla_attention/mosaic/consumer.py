@@ -39,7 +39,7 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Consumer:
-    """What one consumer works with. ``me`` is static: 0 has even key blocks and left columns, 1 odd ones and right."""
+    """One of two consumers. ``me`` is static: 0 has even key blocks and left columns, 1 odd ones and right."""
 
     me: int
     shape: Shape
@@ -52,14 +52,14 @@ class Consumer:
         return 1 - self.me
 
     def values(self, slot: int) -> Any:
-        """Its columns of a slot's latents."""
+        """This consumer's columns of a slot's latents."""
         return self.smem.slots[self.me].at[slot]
 
     def await_part(self, part: int, slot: int) -> None:
         plgpu.barrier_wait(self.barriers.ready[part].at[slot])
 
     def release(self, slot: int) -> None:
-        """Its columns and, once the other has done the same, the slot's probabilities."""
+        """Release this consumer's columns and, once the other has done the same, the slot's probabilities."""
         plgpu.barrier_arrive(self.barriers.free[self.me].at[slot])
         plgpu.barrier_arrive(self.barriers.free.rope.at[slot])
 
@@ -135,7 +135,7 @@ def _odd_step(own: Consumer, unit: Unit, index: Any, sums: Sums) -> Sums:
 
 
 def _scores(own: Consumer, unit: Unit, index: Any) -> Any:
-    """Of its own key block, masked, in units of log 2. Nothing that no query of the tile sees is left in the slot."""
+    """Scores of the consumer's key block, masked, in units of log 2; keys that no query sees are cleared."""
     slot = own.me
     key = ((unit.first + index) * SLOTS + slot) * TILE
     for part in range(3):
@@ -168,13 +168,13 @@ def _mask(shape: Shape, unit: Unit, key: Any, scores: Any) -> Any:
 
 
 def _positions(shape: Shape, unit: Unit) -> Any:
-    """Of each row's query, minus that of the sequence's first."""
+    """Positions of the rows' queries, counted from the sequence's first."""
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=_PER_ROW) + unit.tile * shape.tile_rows
     return lax.div(row, jnp.full_like(row, shape.heads))
 
 
 def _clear_unseen(own: Consumer, unit: Unit, key: Any) -> None:
-    """Zero what nobody sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
+    """Zero keys that no query sees: a page's earlier owner may have left NaN, and probability 0 times NaN is NaN."""
     kept = unit.high - key
 
     @pl.when(kept < TILE)
@@ -207,13 +207,13 @@ def _publish(own: Consumer, top: Any, probs: Any) -> None:
 
 
 def _others_top(own: Consumer) -> Any:
-    """When the other has published its block; from then on its probabilities can be read, too."""
+    """Wait for the other consumer's maxima; from then on its probabilities can be read, too."""
     plgpu.barrier_wait(own.barriers.probs_ready.at[own.other])
     return plgpu.load(own.smem.tops.at[own.other], layout=_PER_ROW)
 
 
 def _plus_values(own: Consumer, mixed: Any, slot: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[Any, Any]:
-    """``mixed`` plus a slot's weighted values, and what ``meanwhile`` gives, which runs beside the product."""
+    """Add a slot's weighted values to ``mixed``; return it and the result of ``meanwhile``, run beside the product."""
 
     def multiply(accumulator: Any) -> tuple[Any, Any]:
         if not own.shape.interpret:  # the interpreter's accumulators always start at zero
@@ -253,7 +253,7 @@ def _rows(shape: Shape, unit: Unit) -> Any:
 
 
 def _write_result(own: Consumer, unit: Unit, mixed: Any, total: Any) -> None:
-    """Queries that see nothing give zeros."""
+    """Write the results; queries that see nothing give zeros."""
     shape, (queries, _) = own.shape, own.smem.query
     share = jnp.where(total > 0, 1.0 / total, 0.0)
     staging = queries[own.me].at[0]
@@ -263,7 +263,7 @@ def _write_result(own: Consumer, unit: Unit, mixed: Any, total: Any) -> None:
 
 
 def _write_part(own: Consumer, unit: Unit, sums: Sums) -> None:
-    """One split's share, for the merge. In float32 half of a consumer's columns fit at a time."""
+    """Write the sums of a split for the merge. In float32 half of a consumer's columns fit at a time."""
     shape, (_, results) = own.shape, own.smem.query
     staging, quarter = results[own.me], shape.half // 2
     for i in range(2):
@@ -280,7 +280,7 @@ def _write_part(own: Consumer, unit: Unit, sums: Sums) -> None:
 
 
 def _stage(staging: Any, numbers: Any, share: Any = None) -> None:
-    """To shared memory, a few columns at a time: a store shuffles its registers, and there is no room for a copy."""
+    """Store to shared memory, a few columns at a time: a store shuffles registers, and has no room for a copy."""
     columns = numbers.shape[1]
     step = min(columns, TILE)
     for column in range(0, columns, step):

@@ -51,7 +51,7 @@ def _body(shape: Shape, sums: Any, stats: Any, lengths: Any, output: Any) -> Non
     used = pl.cdiv(lengths[sequence], jnp.int32(shape.tiles.keys_per_split))
 
     def part(split: Any) -> tuple[Any, Any, Any]:
-        """What past the last split lies in memory may be anything, NaN included."""
+        """Read a part; parts past the last split are masked, as their memory may contain NaN."""
         there, split = split < used, jnp.minimum(split, shape.splits - 1)
         column = tile * TILE + row - tile * shape.tile_rows
         top, total = stats[sequence, split, 0, column], stats[sequence, split, 1, column]

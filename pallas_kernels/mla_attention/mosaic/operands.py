@@ -1,4 +1,4 @@
-"""What the parts of the MLA kernel share: static shapes, block sizes, and where everything lies."""
+"""Types shared by the parts of the MLA kernel: static shapes, block sizes, memory and barriers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static about one launch. Queries are packed: row ``token * heads + head`` of a sequence."""
+    """The static part of one launch. Queries are packed: row ``token * heads + head`` of a sequence."""
 
     sequences: int
     chunk: int
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def splits(self) -> int:
-        """Most that a table of this width holds."""
+        """The most splits of a table of this width."""
         return max(1, -(-self.width * self.page // self.tiles.keys_per_split)) if self.split else 1
 
     @property

@@ -63,12 +63,12 @@ def _fill_pair(
 
 
 def _await_free(free: Any, used: Any) -> None:
-    """Before a slot's first use nobody has to give it back."""
+    """Wait until a slot is free; before its first use it is."""
     pl.when(used)(lambda: plgpu.barrier_wait(free))
 
 
 def _page_id(shape: Shape, gmem: Gmem, sequence: Any, key: Any) -> Any:
-    """Past the sequence's end the table may hold anything: any page of the pool will do there."""
+    """The page of a key, clipped to the pool: past the sequence's end the table may contain anything."""
     index = jnp.minimum(lax.div(key, jnp.int32(shape.page)), shape.width - 1)
     return jnp.clip(gmem.tables[sequence, index], 0, gmem.pool.shape[0] - 1)
 

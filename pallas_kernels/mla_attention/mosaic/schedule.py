@@ -1,4 +1,4 @@
-"""Who computes what in MLA decode: an equal share of the units of work for each of a fixed number of thread blocks.
+"""Schedule of MLA decode: an equal share of the units of work for each of a fixed number of thread blocks.
 
 A unit is one split of one tile of one sequence, numbered by sequence, then tile, then split. A thread block takes a run
 of them, so that a long sequence occupies many blocks and short sequences share one (Osama et al. 2023,
@@ -37,7 +37,7 @@ def plan(shape: Shape, lengths: Int[Array, " sequences"]) -> Int[Array, "3 block
 
 
 def _running_sum(x: jax.Array) -> jax.Array:
-    """Sequences are few: one comparison of all with all is one fused kernel, a cumulative sum is several."""
+    """Cumulative sum by comparing all with all: one fused kernel for few sequences, where `cumsum` is several."""
     at = jnp.arange(x.shape[0])
     return jnp.where(at[None, :] <= at[:, None], x[None, :], 0).sum(1)
 

@@ -1,4 +1,4 @@
-"""Which units of work a thread block of the MLA kernel does, in which order: producer and consumers walk alike."""
+"""Units of work of a thread block of the MLA kernel, in the order of both producer and consumers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.mla_attention.mosaic.operands import PAIR, Gmem, Shape
 
 
 class Place(NamedTuple):
-    """Names a unit. Traced scalars."""
+    """The index of a unit. Traced scalars."""
 
     sequence: Any
     tile: Any
@@ -59,7 +59,7 @@ def unit_at(shape: Shape, gmem: Gmem, place: Place) -> Unit:
 
 
 def after(shape: Shape, unit: Unit) -> Place:
-    """Next split, else next tile, else next sequence (the last sequence's successor is never visited)."""
+    """The next split, else tile, else sequence (the last sequence's successor is never visited)."""
     tile_ends = unit.split == unit.splits - 1
     tile = jnp.where(tile_ends, unit.tile + 1, unit.tile)
     sequence_ends = tile == shape.tile_count
@@ -68,7 +68,7 @@ def after(shape: Shape, unit: Unit) -> Place:
 
 
 def _splits(shape: Shape, length: Any) -> Any:
-    """A sequence without keys has one split without steps: it writes the zeros."""
+    """The number of splits; a sequence without keys has one without steps, which writes the zeros."""
     if not shape.split:
         return jnp.int32(1)
     return jnp.maximum(pl.cdiv(length, jnp.int32(shape.tiles.keys_per_split)), 1)

@@ -45,7 +45,7 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     sequences: int
     parts: int  # of a sequence's chunk
@@ -145,7 +145,7 @@ def launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every row filled its table: lengths are not known when the step is compiled."""
+    """The cost as if every row filled its table: lengths are not known when the step is compiled."""
     keys = shape.units * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
     moved, queries = 4 * keys * shape.head_dim, shape.tokens * shape.group
     return pl.CostEstimate(flops=moved * queries, transcendentals=keys * queries, bytes_accessed=moved)
@@ -212,7 +212,7 @@ def _slot(shape: Shape, index: Any) -> Any:
 
 
 def _copy_block(shape: Shape, unit: Unit, index: Any, gmem: Gmem, smem: Smem) -> None:
-    """Keys and values; of pages past the row's end, or of none, any page of the pool will do."""
+    """Copy a block of keys and values; past the row's end it is any page of the pool."""
     block, slot = unit.first + jnp.clip(index, 0, jnp.maximum(unit.steps - 1, 0)), _slot(shape, index)
     for half, target in enumerate((smem.keys, smem.values)):
         for first in range(0, BLOCK, shape.piece):
@@ -249,7 +249,7 @@ def _attend(shape: Shape, unit: Unit, index: Any, sums: Sums, gmem: Gmem, smem: 
 
 
 def _visible(shape: Shape, unit: Unit, key: Any, gmem: Gmem) -> Any:
-    """Of the keys from ``key`` on, by each column. [64, columns]"""
+    """The mask of the keys from ``key`` on for each column. [64, columns]"""
     at = plgpu.broadcasted_iota(jnp.int32, (BLOCK, shape.columns), 0, layout=_acc(shape)) + key
     if shape.tokens == 1 and not shape.options.tree:
         return (at >= unit.low) & (at < unit.high)

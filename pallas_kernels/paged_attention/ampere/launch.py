@@ -130,14 +130,14 @@ def _shape_of(q: Any, pool: Any, tables: Any, options: AttentionOptions, tiles: 
 
 
 def _heuristic_tiles(q: Any) -> Tiles:
-    """What fits the 99 KiB that a block may have on compute capability 8.6 and 8.9. Not measured on a GPU yet."""
+    """Tiles for the 99 KiB of a block on compute capability 8.6 and 8.9. Not measured on a GPU yet."""
     return Tiles(stages=3 if q.shape[-1] == HEAD_DIMS[0] else 2)
 
 
 def _parted(
     shape: Shape, q: Float[Array, "sequences chunk heads head_dim"]
 ) -> Float[Array, "units kv_heads columns head_dim"]:
-    """Columns are a part's tokens, of each the heads of a group."""
+    """Split queries into units: a column is a head of a group of a token, by token."""
     missing = shape.parts * shape.tokens - q.shape[1]
     q = jnp.pad(q, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else q
     q = q.reshape(shape.units, shape.tokens, shape.kv_heads, shape.group, shape.head_dim)
@@ -148,7 +148,7 @@ def _parted(
 def _whole(
     shape: Shape, q: Any, mixed: Float[Array, "units kv_heads head_dim columns"]
 ) -> Float[Array, "sequences chunk heads head_dim"]:
-    """`_parted` undone."""
+    """Undo `_parted`."""
     mixed = mixed[..., : shape.tokens * shape.group]
     mixed = mixed.reshape(*mixed.shape[:3], shape.tokens, shape.group)
     mixed = mixed.transpose(0, 3, 1, 4, 2).reshape(shape.sequences, shape.parts * shape.tokens, *q.shape[2:])

@@ -1,1 +1,1 @@
-"""What each op says of its kernels to have them tuned; `pallas_kernels.tune.kernels` lists them."""
+"""The kernels to be tuned of each op; `pallas_kernels.tune.kernels` lists them."""

@@ -1,4 +1,4 @@
-"""How the tiles of grouped_matmul are tuned."""
+"""Tuning of the tiles of grouped_matmul."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def problem(shape: GroupedShape, multiprocessors: int) -> Problem:
 
 
 def _operands(shape: GroupedShape) -> list[tuple[Any, ...]]:
-    """Weights of their own in each set: those of one layer would stay in the cache, which a model's do not."""
+    """Operand sets with different weights: one layer's would stay in the cache, which a model's do not."""
     x, weights = shape.arguments()
     groups = shape.groups()
     given = numbers(0, x.shape, x.dtype)

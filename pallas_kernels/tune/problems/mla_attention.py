@@ -1,4 +1,4 @@
-"""How the tiles of MLA's decode kernel are tuned."""
+"""Tuning of the tiles of MLA's decode kernel."""
 
 from __future__ import annotations
 

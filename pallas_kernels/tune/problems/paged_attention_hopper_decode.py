@@ -1,4 +1,4 @@
-"""How the tiles of paged decode are tuned."""
+"""Tuning of the tiles of paged decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the tiles of paged prefill are tuned."""
+"""Tuning of the tiles of paged prefill."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _factors(shape: PrefillShape, pool: Any) -> Any | None:
 
 
 def problem(shape: PrefillShape, _: int) -> Problem:
-    """Any number of multiprocessors: a thread block has one tile."""
+    """The problem for any number of multiprocessors: a thread block has one tile."""
     q, pool, table = shape.arguments()
     options = AttentionOptions(shape.head_dim**-0.5, scales=_factors(shape, pool))
     per_sequence = shaped(shape.sequences, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""How the tiles of quant_matmul are tuned."""
+"""Tuning of the tiles of quant_matmul."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def problem(shape: MatmulShape, multiprocessors: int) -> Problem:
 
 
 def _operands(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Weights of their own in each set: those of one layer would stay in the cache, which a model's do not."""
+    """Operand sets with different weights: one layer's would stay in the cache, which a model's do not."""
     x, weights, scales, zeros = arguments
     bits = 4 if weights.dtype == jnp.int4 else 8
     count = sets_beyond_cache(weights.size * bits // 8)

@@ -84,7 +84,7 @@ def consume(shape: Shape, gmem: Gmem, smem: Smem, barriers: Barriers, arrived: A
 
 
 class _Run(NamedTuple):
-    """Which of a head's splits are this block's."""
+    """The part of a head's splits that is this block's."""
 
     borrowed: Any  # not the first ones
     ends_here: Any  # the last one
@@ -181,7 +181,7 @@ def _columns_of(shape: Shape) -> Any:
 
 
 def _query_of_column(shape: Shape, unit: Unit) -> Any:
-    """Which query of the chunk a column is; queries lie by query, then head of the group."""
+    """The query of the chunk in each column; columns are by query, then head of the group."""
     query = _column(jnp.zeros((shape.columns,), jnp.int32))
     if shape.chunk == 1:
         return query
@@ -193,7 +193,7 @@ def _query_of_column(shape: Shape, unit: Unit) -> Any:
 
 
 def _pick(index: Any, scalars: list[Any]) -> Any:
-    """``scalars[index]``, by comparing."""
+    """Select ``scalars[index]`` by comparing."""
     picked = _column(jnp.full(index.shape, scalars[0]))
     for i, scalar in enumerate(scalars[1:], 1):
         picked = _column(jnp.where(index == i, scalar, picked))

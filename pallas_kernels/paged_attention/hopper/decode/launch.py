@@ -201,7 +201,7 @@ def _tiles_refusal(q: Any, pool: Any, options: AttentionOptions, tiles: Tiles | 
 
 
 def _best_tiles(q: Any, pool: Any, tables: Any, options: AttentionOptions) -> Tiles:
-    """Tuned ones, else the heuristic's."""
+    """The tuned tiles, else the heuristic's."""
     untuned = heuristic_tiles(pool.shape[4], pool.shape[3], q.dtype, pool.dtype, queries=_queries(q, pool))
     key = decode_key(q, pool, tables, options)
     return pick(DECODE, key, untuned, lambda tiles: _tiles_refusal(q, pool, options, tiles))
@@ -308,7 +308,7 @@ def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGP
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every row filled its table: lengths are not known when the step is compiled."""
+    """The cost as if every row filled its table: lengths are not known when the step is compiled."""
     keys = shape.rows * shape.kv_heads * shape.splits * shape.tiles.keys_per_split
     return pl.CostEstimate(
         flops=4 * keys * shape.queries * shape.head_dim,

@@ -30,7 +30,7 @@ class Unit(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a walk over units stands."""
+    """The current place of a walk over units."""
 
     row: Any
     head: Any
@@ -55,7 +55,7 @@ def unit_at(shape: Shape, gmem: Gmem, place: Place) -> Unit:
 
 
 def after(shape: Shape, unit: Unit) -> Place:
-    """Next split, else next head, else next row (the last row's successor is never visited)."""
+    """The next split, else head, else row (the last row's successor is never visited)."""
     row_ends = unit.split == unit.keys.last_split
     head = jnp.where(row_ends, unit.head + 1, unit.head)
     last_head = head == shape.kv_heads
@@ -158,7 +158,7 @@ class _Piece(NamedTuple):
 
 
 def page_id(shape: Shape, gmem: Gmem, row: Any, key: Any) -> Any:
-    """Past the row's end, or before its window, the table may hold anything: any page of the pool will do there."""
+    """The page, clipped to the pool: past the row's end or before its window the table may contain anything."""
     index = jnp.minimum(lax.div(key, jnp.int32(shape.page)), gmem.tables.shape[1] - 1)
     return jnp.clip(gmem.tables[row, index], 0, gmem.pool.shape[0] - 1)
 

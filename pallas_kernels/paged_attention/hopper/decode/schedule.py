@@ -1,4 +1,4 @@
-"""Who computes what in paged decode: the units of work, and their share among a fixed number of thread blocks.
+"""Schedule of paged decode: the units of work, and their share among a fixed number of thread blocks.
 
 A *unit* is one split of one KV head of one row. Splits are the keys ``[s * keys_per_split, (s + 1) *
 keys_per_split)``: absolute positions, so that the order in which a row's keys are summed depends neither on its
@@ -44,7 +44,7 @@ def plan(spans: Span, *, kv_heads: int, blocks: int, blocks_per_split: int) -> I
 
 
 def _running_sum(x: jax.Array) -> jax.Array:
-    """Rows are few: one comparison of all with all is one fused kernel, a cumulative sum is several."""
+    """Cumulative sum by comparing all with all: one fused kernel for few rows, where `cumsum` is several."""
     at = jnp.arange(x.shape[0])
     return jnp.where(at[None, :] <= at[:, None], x[None, :], 0).sum(1)
 

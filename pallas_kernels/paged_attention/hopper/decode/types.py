@@ -1,4 +1,4 @@
-"""What paged decode's host side and its kernel share: static shapes, block sizes, and where everything lies."""
+"""Types shared by paged decode's host side and its kernel: static shapes, block sizes, memory and barriers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tiles:
 
 
 class Shape(NamedTuple):
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     rows: int
     chunk: int  # queries of a row and head
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Of one row and KV head."""
+        """Queries of one row and KV head."""
         return self.chunk * self.group
 
     @property
@@ -75,27 +75,27 @@ class Shape(NamedTuple):
 
     @property
     def value_dim(self) -> int:
-        """Values are the left operand of a wgmma, which takes 64 of their dimensions at a time."""
+        """Width of values: the left operand of a wgmma, which takes 64 of their dimensions at a time."""
         return -(-self.head_dim // 64) * 64
 
     @property
     def key_dim(self) -> int:
-        """Of keys and queries in shared memory. Bytes are widened 64 columns at a time: zeros fill the last ones up."""
+        """Width of keys and queries in shared memory. Bytes are widened 64 columns at a time, the last with zeros."""
         return self.value_dim if self.quantized else self.head_dim
 
     @property
     def gathered(self) -> bool:
-        """Do per-token scales come in the order of the keys? The copy engine takes no fewer than 32 side by side."""
+        """Are per-token scales gathered in the order of the keys? The copy engine takes at least 32 side by side."""
         return self.scaled_by == "token" and self.page < LEAST_SCALES
 
     @property
     def piece(self) -> int:
-        """Keys of one copy: a page, or what a slot takes of it."""
+        """Keys of one copy: of a page, or of a slot if that is smaller."""
         return min(self.page, self.tiles.block_keys)
 
     @property
     def pieces(self) -> int:
-        """Of one slot."""
+        """Copies of one slot."""
         return self.tiles.block_keys // self.piece
 
     @property
@@ -109,7 +109,7 @@ class Shape(NamedTuple):
 
 
 def columns(queries: int) -> int:
-    """What `Shape.columns` says: the first query may be any of a tile's rows, in steps of what the sizes share."""
+    """Columns for ``queries`` (`Shape.columns`), whose first may be any tile row in steps of the common divisor."""
     return -(-(queries + TILE_ROWS - math.gcd(queries, TILE_ROWS)) // TILE_ROWS) * TILE_ROWS
 
 
@@ -163,7 +163,7 @@ def tiled(dims: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
 
 
 def swizzle(head_dim: int, dtype: Any) -> int:
-    """The widest that divides a row, in bytes; 16 means none, which wgmma does not take."""
+    """The widest swizzle that divides a row, in bytes; 16 means none, which wgmma does not take."""
     return math.gcd(head_dim * jnp.dtype(dtype).itemsize, 128)
 
 
@@ -189,7 +189,7 @@ def smem(shape: Shape) -> Smem:
 
 
 def smem_bytes(shape: Shape) -> int:
-    """Of one thread block, the reductions' scratch and the barriers included."""
+    """Shared memory of one thread block in bytes, with the reductions' scratch and the barriers."""
     size, raw = jnp.dtype(shape.dtype).itemsize, jnp.dtype(shape.pool_dtype).itemsize
     both = shape.tiles.block_keys * (shape.key_dim + shape.value_dim)
     slots = shape.tiles.stages * (both * raw + (8 * shape.tiles.block_keys if shape.scaled_by == "token" else 0))

@@ -85,7 +85,7 @@ def consume(rows: Rows, smem: Smem, barriers: Barriers) -> None:
 
 
 def write_zeros(rows: Rows, smem: Smem) -> None:
-    """Of a tile of padding."""
+    """Write the result of a tile of padding."""
     _store(rows, smem, _zeros(rows.shape))
 
 
@@ -110,7 +110,7 @@ def _spread(row_values: Any, columns: int) -> Any:
 
 
 def _boxes(rows: Rows, tensor: Any, smem: Smem) -> list[tuple[Any, Any]]:
-    """Where a warpgroup's rows lie in device and in shared memory, head by head."""
+    """A warpgroup's rows in device and in shared memory, head by head."""
     count = rows.shape.part_tokens
     tokens = pl.ds(pl.multiple_of(rows.token, count), count)
     return [
@@ -127,7 +127,7 @@ def _load_queries(rows: Rows, smem: Smem, barriers: Barriers) -> None:
 
 
 def _write_out(rows: Rows, smem: Smem, output: Any, total: Any) -> None:
-    """Padding queries give zeros, whatever the caller padded with."""
+    """Write the results; padding queries give zeros, whatever the caller padded with."""
     dim = rows.shape.head_dim
     real = rows.tokens() < rows.tile.length - rows.tile.start
     _store(rows, smem, jnp.where(_spread(real, dim), output * _spread(1.0 / total, dim), 0.0))
@@ -279,12 +279,12 @@ def _fold(rows: Rows, step: Any, scores: Any, top: Any, total: Any) -> _Softmax:
 
 
 def _tanh(x: Any, factor: float) -> Any:
-    """Of ``x * factor``, by the hardware's exp2, exact to some 2**-22; its tanh is to 2**-11, too coarse for a cap."""
+    """tanh(x * factor) by the hardware's exp2, exact to some 2**-22; its tanh is to 2**-11, too coarse for a cap."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E * factor)))
 
 
 def _is_edge(shape: Shape, tile: Tile, step: Any) -> Any:
-    """Whether some query of the tile does not see all keys of the step."""
+    """Return whether some query of the tile does not see all keys of the step."""
     begin = tile.first_key(shape, step)
     edge = begin + shape.block_keys > tile.start + (0 if shape.options.tree else tile.token + 1)
     if shape.options.window is None:
@@ -298,7 +298,7 @@ def _mask(rows: Rows, step: Any, scores: Any) -> Any:
 
 
 def _visible(rows: Rows, step: Any) -> Any:
-    """Which keys of the step's block each row sees, [WARPGROUP_ROWS, block_keys]."""
+    """The mask of the step's key block for each row, [WARPGROUP_ROWS, block_keys]."""
     shape, tile = rows.shape, rows.tile
     dims, begin = (WARPGROUP_ROWS, shape.block_keys), tile.first_key(shape, step)
     # Added to the columns and not taken from the rows: else each thread's 32 column numbers outlive the loop and spill.

@@ -94,8 +94,8 @@ class Tiles:
 
 
 def heuristic_tiles(*, group: int, head_dim: int, tree: bool, quantized: bool = False) -> Tiles:
-    """What the registers allow (64 keys where the output, or a tree's mask, needs many; one head where the producer
-    converts, too); slots up to some 190 KiB.
+    """Tiles within the registers (64 keys where the output, or a tree's mask, needs many; one head where the producer
+    converts, too), and slots up to some 190 KiB.
 
     Args:
         group: query heads per KV head.
@@ -267,7 +267,7 @@ def _launcher(shape: Shape, interpret: plgpu.InterpretGPUParams | None) -> Any:
 
 
 def _cost(shape: Shape) -> pl.CostEstimate:
-    """As if every sequence filled its table: lengths are not known when the step is compiled."""
+    """The cost as if every sequence filled its table: lengths are not known when the step is compiled."""
     keys = shape.width * shape.page
     pairs = shape.sequences * shape.heads * shape.chunk * keys
     queries = 2 * shape.sequences * shape.heads * shape.chunk * jnp.dtype(shape.dtype).itemsize

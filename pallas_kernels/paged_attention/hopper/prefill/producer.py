@@ -26,14 +26,14 @@ _FEW_ROWS = 16  # of them, where it has few registers
 
 
 class _Source(NamedTuple):
-    """Where one copy reads."""
+    """The source of one copy."""
 
     page: Any
     offset: Any  # first position within the page
 
 
 def _halves(smem: Smem, barriers: Barriers) -> tuple[tuple[int, Any, Any, Any], ...]:
-    """Index in the pool, slots, and their barriers: of the keys and of the values."""
+    """The index in the pool, the slots and their barriers, of keys and of values."""
     keys = (0, smem.keys, barriers.keys_ready, barriers.keys_free)
     return keys, (1, smem.values, barriers.values_ready, barriers.values_free)
 
@@ -104,7 +104,7 @@ def _copy_piece(shape: Shape, tile: Tile, source: _Source, half: int, gmem: Gmem
 
 
 def _produce_converted(shape: Shape, tile: Tile, gmem: Gmem, smem: Smem, barriers: Barriers) -> None:
-    """Of a quantised pool: the copies land in ``raw``, which only this warpgroup reads, and go on as 16-bit numbers."""
+    """Produce from a quantised pool: copies land in ``raw``; this warpgroup converts them to 16-bit numbers."""
 
     def raw_slot(half: int, step: Any) -> tuple[Any, Any]:
         slot = lax.rem(step, jnp.int32(shape.raw_slots))

@@ -1,4 +1,4 @@
-"""What the parts of `prefill` share: the shape of a launch, its memory and barriers, and one thread block's work."""
+"""Types shared by the parts of `prefill`: the shape of a launch, its memory and barriers, a thread block's work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_ROWS = 2 * WARPGROUP_ROWS  # two warpgroups compute
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is static about one launch."""
+    """The static part of one launch."""
 
     sequences: int
     chunk: int  # a multiple of `tokens`
@@ -130,7 +130,7 @@ class Barriers(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Which part of the work a thread block does. Traced scalars."""
+    """The work of one thread block. Traced scalars."""
 
     index: Any  # which of the chunk's tiles
     sequence: Any
