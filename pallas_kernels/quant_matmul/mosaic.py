@@ -31,7 +31,6 @@ Swapped operands and weights upcast in registers: Frantar et al. 2024 (MARLIN, a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -47,14 +46,12 @@ from jaxtyping import Array, Float, Int, Num
 from pallas_kernels import compat
 from pallas_kernels.quant_matmul.reference import DTYPES, group_size
 from pallas_kernels.quant_matmul.tile_keys import MATMUL, matmul_key
+from pallas_kernels.quant_matmul.types import CHANNELS, CONSUMERS, MOST_SPLITS, Shape, Tiles, bits_of
 from pallas_kernels.tiles import pick
 
-__all__ = ["Tiles", "heuristic_tiles", "matmul", "refusal"]
+__all__ = ["CONSUMERS", "MOST_SPLITS", "Tiles", "heuristic_tiles", "matmul", "refusal"]
 
 MOST_ROWS = 64
-MOST_SPLITS = 8
-CHANNELS = 64  # of one consumer: the rows of a wgmma
-CONSUMERS = (1, 2, 4)
 SPAN = 64  # inputs that x's swizzled tiles hold: the least of a group
 _TILE_ROWS = 8
 _BLOCK_BYTES = 232_448  # shared memory that one thread block may have
@@ -64,71 +61,6 @@ _WAVE_BYTES = 24_000  # that a multiprocessor could have read while a new block'
 _REGISTERS = {4: (24, 120)}
 _MATRIX = plgpu.Layout.WGMMA
 _PER_CHANNEL = plgpu.Layout.WGMMA.reduce(1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """Block sizes, tuned for speed. ``depth`` and ``splits`` are part of the numerics: the last bits.
-
-    Attributes:
-        consumers: warpgroups that compute, each for 64 output channels: 1, 2 or 4.
-        depth: inputs of one pipeline slot: 128 or 256.
-        stages: pipeline slots: how many are on their way from memory at once.
-        splits: parts of k that are summed by thread blocks of their own, 1 to 8.
-
-    Raises:
-        ValueError: other numbers than these.
-    """
-
-    consumers: int = 2
-    depth: int = 128
-    stages: int = 4
-    splits: int = 1
-
-    def __post_init__(self) -> None:
-        if self.consumers not in CONSUMERS or self.depth not in (128, 256):
-            raise ValueError(f"consumers must be 1, 2 or 4, and depth 128 or 256: {self}")
-        if self.stages < 1 or not 1 <= self.splits <= MOST_SPLITS:
-            raise ValueError(f"there is at least one stage, and there are 1 to {MOST_SPLITS} splits: {self}")
-
-
-class _Shape(NamedTuple):
-    """The static part of one launch."""
-
-    rows: int  # a multiple of 8
-    channels: int
-    inputs: int
-    group: int  # all inputs where a channel has one scale
-    dtype: Any
-    weight_dtype: Any
-    scale_dtype: Any
-    zeros: bool
-    tiles: Tiles
-    interpret: bool
-
-    @property
-    def block_channels(self) -> int:
-        return self.tiles.consumers * CHANNELS
-
-    @property
-    def steps(self) -> int:
-        return self.inputs // self.tiles.depth
-
-    @property
-    def span(self) -> int:
-        """Inputs that are summed before a scale is applied."""
-        return min(self.group, self.tiles.depth)
-
-    @property
-    def groups(self) -> int:
-        """Groups of a step: each has a scale."""
-        return self.tiles.depth // self.span
-
-    @property
-    def stage_bytes(self) -> int:
-        factors = jnp.dtype(self.scale_dtype).itemsize + self.zeros
-        weights = self.block_channels * self.tiles.depth * _bits(self.weight_dtype) // 8
-        return weights + self.rows * self.tiles.depth * 2 + self.groups * self.block_channels * factors
 
 
 class _Gmem(NamedTuple):
@@ -238,7 +170,7 @@ def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, mul
     All but ``stages`` follows from the weights alone. Nothing here was measured on a GPU.
     """
     (channels, inputs), group = weights.shape, group_size(weights, scales, zeros)
-    depth = 256 if _bits(weights.dtype) == 4 and inputs % 256 == 0 and (group % 256 == 0 or 256 % group == 0) else 128
+    depth = 256 if bits_of(weights.dtype) == 4 and inputs % 256 == 0 and (group % 256 == 0 or 256 % group == 0) else 128
     steps = inputs // depth
     fitting = [one for one in CONSUMERS if channels % (one * CHANNELS) == 0]
     choices = itertools.product(fitting, range(1, min(MOST_SPLITS, steps) + 1))
@@ -246,7 +178,7 @@ def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, mul
     def cost(choice: tuple[int, int]) -> float:
         consumers, splits = choice
         waves = pl.cdiv(channels // (consumers * CHANNELS) * splits, multiprocessors)
-        step = consumers * CHANNELS * depth * _bits(weights.dtype) // 8
+        step = consumers * CHANNELS * depth * bits_of(weights.dtype) // 8
         share = pl.cdiv(steps, splits) * step * _traffic(consumers, splits, inputs, weights.dtype)
         return waves * (share + _WAVE_BYTES)
 
@@ -258,14 +190,14 @@ def heuristic_tiles(x: Any, weights: Any, scales: Any, zeros: Any = None, *, mul
 
 def _traffic(consumers: int, splits: int, inputs: int, dtype: Any, rows: int = 16) -> float:
     """Bytes moved over bytes of weights; those of x and of splits' sums, in the L2 cache, count a third."""
-    width = _bits(dtype) / 8
+    width = bits_of(dtype) / 8
     x = rows * 2 / (consumers * CHANNELS * width)
     sums = splits * rows * 8 / (inputs * width) if splits > 1 else 0.0
     return 1 + (x + sums) / 3
 
 
-def _shape_of(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles) -> _Shape:
-    return _Shape(
+def _shape_of(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles) -> Shape:
+    return Shape(
         rows=-(-x.shape[0] // _TILE_ROWS) * _TILE_ROWS,
         channels=weights.shape[0],
         inputs=weights.shape[1],
@@ -279,15 +211,11 @@ def _shape_of(x: Any, weights: Any, scales: Any, zeros: Any, tiles: Tiles) -> _S
     )
 
 
-def _bits(dtype: Any) -> int:
-    return 4 if dtype == jnp.int4 else jnp.dtype(dtype).itemsize * 8
-
-
 # --------------------------------------------------------------------------------------------------------------
 # The launch.
 
 
-def _launcher(shape: _Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Callable[..., Any]:
+def _launcher(shape: Shape, names: tuple[str, ...], interpret: plgpu.InterpretGPUParams | None) -> Callable[..., Any]:
     splits = shape.tiles.splits
     whole = (shape.rows, shape.channels)
     result = _struct((splits, *whole), jnp.float32) if splits > 1 else _struct(whole, shape.dtype)
@@ -312,13 +240,13 @@ def _struct(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def _cost(shape: _Shape) -> pl.CostEstimate:
+def _cost(shape: Shape) -> pl.CostEstimate:
     numbers = shape.channels * shape.inputs
-    moved = numbers * _bits(shape.weight_dtype) // 8 + 2 * shape.rows * (shape.inputs + shape.channels)
+    moved = numbers * bits_of(shape.weight_dtype) // 8 + 2 * shape.rows * (shape.inputs + shape.channels)
     return pl.CostEstimate(flops=2 * shape.rows * numbers, transcendentals=0, bytes_accessed=moved)
 
 
-def _smem(shape: _Shape) -> _Smem:
+def _smem(shape: Shape) -> _Smem:
     tiles, factors = shape.tiles, (shape.tiles.stages, shape.groups, shape.block_channels)
     return _Smem(
         x=_tiled((tiles.stages, shape.rows, tiles.depth), shape.dtype),
@@ -331,12 +259,12 @@ def _smem(shape: _Shape) -> _Smem:
 
 def _tiled(dims: tuple[int, ...], dtype: Any) -> Any:
     """Rows in swizzled tiles of 8, as wgmma and the copy engine want them."""
-    swizzle = min(128, dims[-1] * _bits(dtype) // 8)
-    tiling = plgpu.TilingTransform((_TILE_ROWS, swizzle * 8 // _bits(dtype)))
+    swizzle = min(128, dims[-1] * bits_of(dtype) // 8)
+    tiling = plgpu.TilingTransform((_TILE_ROWS, swizzle * 8 // bits_of(dtype)))
     return plgpu.SMEM(dims, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
-def _barriers(shape: _Shape) -> _Barriers:
+def _barriers(shape: Shape) -> _Barriers:
     stages = shape.tiles.stages
     return _Barriers(
         ready=plgpu.Barrier(num_arrivals=4 if shape.zeros else 3, num_barriers=stages),
@@ -357,7 +285,7 @@ class _Unit(NamedTuple):
     count: Any
 
 
-def _body(shape: _Shape, names: tuple[str, ...], *refs: Any, smem: _Smem, barriers: _Barriers) -> None:
+def _body(shape: Shape, names: tuple[str, ...], *refs: Any, smem: _Smem, barriers: _Barriers) -> None:
     gmem = _Gmem(**(dict.fromkeys(_Gmem._fields) | dict(zip(names, refs, strict=True))))
     unit, warpgroup = _unit(shape, lax.axis_index("block")), lax.axis_index("warpgroup")
     consumers = shape.tiles.consumers
@@ -365,7 +293,7 @@ def _body(shape: _Shape, names: tuple[str, ...], *refs: Any, smem: _Smem, barrie
     pl.when(warpgroup == consumers)(functools.partial(_produce, shape, unit, gmem, smem, barriers))
 
 
-def _unit(shape: _Shape, block: Any) -> _Unit:
+def _unit(shape: Shape, block: Any) -> _Unit:
     splits = jnp.int32(shape.tiles.splits)
     split = lax.rem(block, splits)
     first = lax.div(split * shape.steps, splits)
@@ -373,11 +301,11 @@ def _unit(shape: _Shape, block: Any) -> _Unit:
     return _Unit(lax.div(block, splits) * shape.block_channels, split, first, count)
 
 
-def _slot(shape: _Shape, step: Any) -> Any:
+def _slot(shape: Shape, step: Any) -> Any:
     return lax.rem(step, jnp.int32(shape.tiles.stages))
 
 
-def _produce(shape: _Shape, unit: _Unit, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
+def _produce(shape: Shape, unit: _Unit, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     stages = shape.tiles.stages
     if registers := _REGISTERS.get(shape.tiles.consumers):
         plgpu.set_max_registers(registers[0], action="decrease")
@@ -393,7 +321,7 @@ def _produce(shape: _Shape, unit: _Unit, gmem: _Gmem, smem: _Smem, barriers: _Ba
     lax.fori_loop(jnp.maximum(unit.count - stages, 0), unit.count, await_free, None)
 
 
-def _copy_step(shape: _Shape, unit: _Unit, index: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
+def _copy_step(shape: Shape, unit: _Unit, index: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     slot, depth = _slot(shape, index), shape.tiles.depth
     start = (unit.first + index) * depth
     inputs, channels = pl.ds(start, depth), pl.ds(unit.channel, shape.block_channels)
@@ -406,7 +334,7 @@ def _copy_step(shape: _Shape, unit: _Unit, index: Any, gmem: _Gmem, smem: _Smem,
         plgpu.copy_gmem_to_smem(gmem.zeros.at[groups, channels], smem.zeros.at[slot], ready)
 
 
-def _consume(shape: _Shape, unit: _Unit, warpgroup: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
+def _consume(shape: Shape, unit: _Unit, warpgroup: Any, gmem: _Gmem, smem: _Smem, barriers: _Barriers) -> None:
     own = pl.ds(pl.multiple_of(warpgroup * CHANNELS, CHANNELS), CHANNELS)
 
     def step(index: Any, sums: Any) -> Any:
@@ -424,14 +352,14 @@ def _consume(shape: _Shape, unit: _Unit, warpgroup: Any, gmem: _Gmem, smem: _Sme
     _write(shape, unit, warpgroup, lax.fori_loop(0, unit.count, step, nothing), gmem)
 
 
-def _packed(shape: _Shape, ref: Any) -> Any:
+def _packed(shape: Shape, ref: Any) -> Any:
     """Numbers of 64 channels, moved between threads while they are small to where the tensor core wants them."""
-    narrow = plgpu.Layout.WGMMA_UPCAST_4X if _bits(shape.weight_dtype) == 4 else plgpu.Layout.WGMMA_UPCAST_2X
+    narrow = plgpu.Layout.WGMMA_UPCAST_4X if bits_of(shape.weight_dtype) == 4 else plgpu.Layout.WGMMA_UPCAST_2X
     return plgpu.layout_cast(plgpu.load(ref, layout=narrow), _MATRIX)
 
 
 def _group_sums(
-    shape: _Shape, packed: Any, group: int, slot: Any, own: Any, warpgroup: Any, smem: _Smem
+    shape: Shape, packed: Any, group: int, slot: Any, own: Any, warpgroup: Any, smem: _Smem
 ) -> Float[Array, "64 rows"]:
     inputs, dims = (group * shape.span, (group + 1) * shape.span), (CHANNELS, shape.rows)
     scales = lax.broadcast_in_dim(_factors(smem.scales, slot, group, own), dims, [0])
@@ -452,7 +380,7 @@ def _group_sums(
     return pl.run_scoped(multiply, plgpu.ACC(dims, jnp.float32)) * scales
 
 
-def _upcast(shape: _Shape, numbers: Any) -> Any:
+def _upcast(shape: Shape, numbers: Any) -> Any:
     """Convert to the dtype of x, exactly, by ways for which Mosaic GPU has short code."""
     if shape.weight_dtype == jnp.int4 and shape.dtype == jnp.float16:
         numbers = numbers.astype(jnp.bfloat16).astype(jnp.float32)
@@ -465,7 +393,7 @@ def _factors(ref: Any, slot: Any, group: int, own: Any) -> Float[Array, " 64"]:
     return plgpu.load(ref.at[slot, group, own], layout=_PER_CHANNEL, optimized=False).astype(jnp.float32)
 
 
-def _write(shape: _Shape, unit: _Unit, warpgroup: Any, sums: Any, gmem: _Gmem) -> None:
+def _write(shape: Shape, unit: _Unit, warpgroup: Any, sums: Any, gmem: _Gmem) -> None:
     """Write from registers: pairs of channels are adjacent once the matrix is transposed."""
     result = plgpu.layout_cast(sums.astype(gmem.output.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     own = pl.ds(pl.multiple_of(unit.channel + warpgroup * CHANNELS, CHANNELS), CHANNELS)
