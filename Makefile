@@ -31,7 +31,7 @@ DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo serve bench-serve test test-fast test-devices test-interpreted test-slow test-slice test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo bench check-kernels check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test: $(DEV) ## run the tests, but those of the targets below (ARGS="tests/text 
 test-fast: $(DEV) ## the tests of rooms without jax, last failures first, stopping at the first
 	@$(RUN) -m pytest -q -x --failed-first -n 2 --dist loadfile $(FAST_TESTS) $(ARGS)
 
+test-extended: $(DEV) ## the other half of the tests, in files that seldom are the first to fail
+	@tools/test.sh extended $(RUN) $(ARGS)
+
 test-devices: $(DEV) ## the tests on eight devices of a CPU
 	@tools/test.sh devices $(RUN) $(ARGS)
 
@@ -75,7 +78,7 @@ test-slow: $(DEV) ## the tests that take minutes (ARGS="tests/serve")
 test-slice: $(DEV) ## of these, those that CI runs
 	@tools/test.sh slow $(RUN) $(SLOW_SLICE)
 
-test-all: test test-devices test-interpreted test-slice ## all of that; with slices of test-parity and more: .ci/run
+test-all: test test-extended test-devices test-interpreted test-slice ## all of that; with slices of test-parity and more: .ci/run
 
 attack: $(DEV) ## the attacks on the server, with fresh seeds (docs/security.md; ARGS="--seed 7")
 	@$(RUN) -m pytest -n 2 --dist loadfile --fresh -m "attack and not slow" $(ARGS)

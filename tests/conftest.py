@@ -13,6 +13,36 @@ import tests.typecheck  # noqa: F401  jaxtyping imports `tests` alone and then l
 
 REPO = pathlib.Path(__file__).resolve().parent.parent
 
+# Half of the suite's time, in files that seldom are the first to fail: left to `make test-extended` and CI.
+EXTENDED = (
+    "engine/execution/test_probe.py",
+    "engine/scheduling/test_tenants.py",
+    "engine/test_identity.py",
+    "engine/test_invariance.py",
+    "engine/test_kv_dtype.py",
+    "engine/test_quantised.py",
+    "kernels/paged_attention/test_api.py",
+    "kernels/test_grouped_matmul.py",
+    "kernels/test_kv_write.py",
+    "models/test_parity.py",
+    "models/test_sparse.py",
+    "quant/test_ggml.py",
+    "quantize/test_driver.py",
+    "sampling/test_search.py",
+    "serve/attack/",
+    "serve/grpc/test_bounds.py",
+    "serve/test_bad_inputs.py",
+    "serve/test_faults.py",
+    "serve/test_frontend_identity.py",
+    "serve/test_identity.py",
+    "serve/test_process.py",
+    "test_compile.py",
+    "test_convert.py",
+    "tools/test_train_demo.py",
+    "weights/gguf/test_storages.py",
+    "weights/test_quantized.py",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity")
@@ -30,6 +60,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("fixed", deadline=None, derandomize=True)
     settings.register_profile("fresh", deadline=None, print_blob=True)
     settings.load_profile("fresh" if config.getoption("--fresh") else "fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path
+        if path.is_relative_to(REPO / "tests") and path.relative_to(REPO / "tests").as_posix().startswith(EXTENDED):
+            item.add_marker("extended")
 
 
 @pytest.fixture(scope="session")

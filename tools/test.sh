@@ -2,8 +2,9 @@
 # tools/test.sh STAGE PYTHON [pytest's arguments]: files side by side in as many processes as there are cores (at most 4).
 # How long each test took stands in build/durations/STAGE.xml; `python -m tools.durations` prints the longest.
 #
-#   host         all tests but those of the other stages
-#   slow         of these, what takes minutes
+#   host         all tests but those of the other stages; with arguments, all that they name
+#   extended     of these, the files that take half of the time (tests/conftest.py)
+#   slow         what takes minutes
 #   devices      tests/parallel/devices, in processes that have eight devices each
 #   interpreted  GPU kernels, in processes with 8 threads of XLA: a kernel's thread that waits at a barrier holds one of
 #                them, so with those of two cores it would wait for ever
@@ -18,7 +19,11 @@ run=("$python" -m pytest -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-lo
     --junitxml="build/durations/$stage.xml")
 
 case $stage in
-host) exec "${run[@]}" "$@" ;;
+host)
+    [ "$asked" -gt 0 ] || set -- -m "not extended and not slow and not parity"
+    exec "${run[@]}" "$@"
+    ;;
+extended) exec "${run[@]}" -m "extended and not slow and not parity" "$@" ;;
 slow) exec "${run[@]}" -m slow "$@" ;;
 devices)
     [ "$asked" -gt 0 ] || set -- tests/parallel/devices

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import mmap
+import pathlib
 from collections.abc import Callable
 
 _THRESHOLDS = (10_000, 20, 50)
@@ -12,6 +14,7 @@ _THRESHOLDS = (10_000, 20, 50)
 
 _LOOK_SECONDS = 0.25
 _FEW = 1000  # container objects, whose collection is not worth it
+_LITTLE = 8 << 20  # bytes, likewise
 
 
 def settle() -> None:
@@ -35,21 +38,31 @@ async def tidy(active: Callable[[], int]) -> None:
     Args:
         active: how many requests there are.
     """
-    quiet = False
+    quiet, before = False, resident()
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         if active():
             quiet = False
         elif not quiet:
             quiet = True
-        elif _has_grown():
+        elif _has_grown() or resident() > before + _LITTLE:  # a few large messages are few objects
             gc.collect()
             await asyncio.to_thread(trim)
+            before = resident()
 
 
 def _has_grown() -> bool:
     young, *older = gc.get_count()
     return young > _FEW or any(older)
+
+
+def resident() -> int:
+    """Bytes of memory that the process has now; 0 on a system that does not say so."""
+    try:
+        pages = pathlib.Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * mmap.PAGESIZE
 
 
 def trim() -> None:

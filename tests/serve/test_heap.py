@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import gc
 from jaxinfer.serve import heap
@@ -55,4 +57,34 @@ def test_what_there_is_stays_and_garbage_goes() -> None:
 
 def test_what_requests_left_goes_when_none_runs() -> None:
     done = subprocess.run([sys.executable, "-c", TIDYING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+LARGE = """
+import asyncio, gc
+from jaxinfer.serve import heap
+
+async def main():
+    heap.settle()
+    gc.disable()
+    tidying = asyncio.create_task(heap.tidy(lambda: 0))
+    await asyncio.sleep(1.0)
+    before = heap.resident()
+    messages = [b"%d" % number * 30_000 for number in range(100, 1100)]
+    last = messages[-1]  # above the others: what is below it is kept by glibc when it is free
+    held = heap.resident()
+    assert held > before + 70_000_000, (before, held)
+    del messages
+    async with asyncio.timeout(30):
+        while heap.resident() > before + 30_000_000:
+            await asyncio.sleep(0.05)
+    tidying.cancel()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone gives memory back on demand")
+def test_what_a_few_large_messages_left_goes_too() -> None:
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
