@@ -148,6 +148,6 @@ def as_table(outcomes: Iterable[Outcome]) -> str:
 
 
 def as_markdown(outcomes: Iterable[Outcome]) -> str:
-    """Format a table for docs/kernels.md."""
+    """Format the table of benchmarks/results/kernels.md."""
     lines: Sequence[Sequence[str]] = [_HEADER, ["---"] * len(_HEADER), *rows(outcomes)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
