@@ -195,6 +195,12 @@ def test_connections_that_are_reset(steady, count):
                     proxy.break_one(chance)
                 await asyncio.wait({load}, timeout=0.03)
             await load
+            while not counted(broken, GRPC)[UNAVAILABLE]:  # those that were broken had no call that had begun
+                more = asyncio.create_task(broken.run([job(chance, door=GRPC) for _ in range(8)], 8))
+                while not more.done():
+                    grpc_proxy.break_one(chance)
+                    await asyncio.wait({more}, timeout=0.03)
+                await more
         untouched_are_whole(crowd)
         assert set(counted(crowd)) == {OK, LEFT}
         assert set(counted(broken, GRPC)) == {OK, UNAVAILABLE}
