@@ -196,7 +196,7 @@ def test_connections_that_are_reset(steady, count):
                 await asyncio.wait({load}, timeout=0.03)
             await load
             while not counted(broken, GRPC)[UNAVAILABLE]:  # those that were broken had no call that had begun
-                more = asyncio.create_task(broken.run([job(chance, door=GRPC) for _ in range(8)], 8))
+                more = asyncio.gather(broken.run([job(chance, door=GRPC) for _ in range(8)], 8))
                 while not more.done():
                     grpc_proxy.break_one(chance)
                     await asyncio.wait({more}, timeout=0.03)

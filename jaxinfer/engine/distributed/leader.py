@@ -130,6 +130,10 @@ class LeaderExecutor:
             return cast(Result, self._decode(command, self._host_tokens[command.microbatch]))
         if isinstance(command, ReadPages):
             return cast(Result, self._read_pages(command))
+        return self._answered(command)
+
+    def _answered[Result](self, command: Command[Result]) -> Result:
+        """Run a command; its results are answers where another process has the last stage."""
         if not command.by_last_stage or self._answers is None:
             return self._run(command)
         return cast(Result, self._answers.of(self._run(command, [self._answers.process])))
@@ -146,9 +150,7 @@ class LeaderExecutor:
     def _decode(self, command: Decode, host: HostInputTokens) -> Sampled:
         """The first stage's tokens come from the host, which waits for the microbatch's last step."""
         batch = host.with_tokens(command.batch)
-        answering = [] if self._answers is None else [self._answers.process]
-        sampled = self._run(Decode(command.microbatch, batch), answering)
-        sampled = sampled if self._answers is None else self._answers.of(sampled)
+        sampled = self._answered(Decode(command.microbatch, batch))
         host.sampled(batch, sampled.tokens)
         return sampled
 
