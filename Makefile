@@ -115,9 +115,9 @@ protos: $(PROTOC) ## generate jaxinfer/protos/ from protos/
 protos-check: $(PROTOC) ## are the generated messages those of protos/?
 	@build/protos/bin/python -m tools.gen_protos --check
 
-wheel: $(DEV) ## build dist/jaxinfer-*.whl
+wheel: $(DEV) ## build dist/jaxinfer-*.whl, and the client's alone
 	@rm -rf build/lib build/bdist.* dist
-	@$(RUN) -m pip wheel . --no-deps --quiet --wheel-dir dist
+	@$(RUN) -m pip wheel . ./packaging/client --no-deps --quiet --wheel-dir dist
 	@ls dist
 
 train-demo: $(TRAIN) ## train the embedded models again (docs/demo_model.md)
@@ -141,7 +141,7 @@ check-programs: $(GPU_PLUGINS)/.installed ## compile the engine's steps at an 8B
 	@$(RUN) -m tools.check_programs $(ARGS)
 
 check-gpu: $(BASE) ## check kernels and rates on this machine's GPU
-	@$(RUN) -m tools.gpu_check $(ARGS)
+	@$(RUN) -m jaxinfer.gpu_check $(ARGS)
 
 clean: ## remove what builds and tests left, .venv aside
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,7 +2,7 @@
 
     python benchmarks/quantised.py --oracle-python .venv-oracle/bin/python
 
-A random Llama of 125M parameters is converted by `python -m jaxinfer.convert --quantize` and by llama.cpp. Each row is
+A random Llama of 125M parameters is converted by `jaxinfer convert --quantize` and by llama.cpp. Each row is
 a process of its own that computes only while it is asked, in turns with the others. See docs/benchmarks.md.
 """
 

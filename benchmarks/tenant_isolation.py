@@ -182,7 +182,8 @@ def served(sharing: str) -> Iterator[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         keys, log = pathlib.Path(folder, "keys.yaml"), pathlib.Path(folder, "log")
         keys.write_text(key_entry(victim, "victim", ["infer"]) + key_entry(attacker, "attacker", ["infer"]))
-        command = [sys.executable, "-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", "--api-keys"]
+        ports = ["--grpc-port", "0", "--http-port", "off"]
+        command = [sys.executable, "-m", "jaxinfer.serve", "--model", "demo", *ports, "--api-keys"]
         root = pathlib.Path(__file__).resolve().parent.parent
         with log.open("wb") as stderr:
             process = subprocess.Popen(

@@ -22,6 +22,7 @@ _HOMES = {
     "RequestError": "jaxinfer.types",
     "RequestOutput": "jaxinfer.llm",
     "SamplingParams": "jaxinfer.types",
+    "__version__": "jaxinfer.version",
     "load_model": "jaxinfer.loading",
 }
 
@@ -41,10 +42,15 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as cause:
+        if not (cause.name or "").startswith("jaxinfer."):
+            raise
+        raise ImportError(f"jaxinfer.{name} is not in jaxinfer-client: install jaxinfer, the whole of it") from cause
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(globals().keys() | _HOMES.keys())
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.compile`: every program that an engine will need, compiled ahead of its first start."""
+"""`jaxinfer compile`: every program that an engine will need, compiled ahead of its first start."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 
+from jaxinfer.cli.app import run as run_command
+from jaxinfer.cli.compile import FOLDER, THIS
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.compilations import CacheUse, count_cache_use
 from jaxinfer.engine.execution.compile_cache import DEFAULT_FOLDER, use_compilation_cache
@@ -19,17 +21,14 @@ from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import cut
-from jaxinfer.flags import add_flags, given_settings
-from jaxinfer.loading import DTYPES, LOADING_ERRORS, StartProgress, abstract_model, start_engine
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_model, start_engine
 from jaxinfer.parallel.mesh import mesh_for, stages
 from pallas_kernels.check.configuration import AMPERE, HOPPER
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
 from pallas_kernels.check.target import TARGETS
 
-THIS = "this"
 _TARGETS = {"h100": HOPPER, "a100": AMPERE}
 _UNTUNED = "--xla_gpu_autotune_level=0"  # as `environment` has it
-FOLDER = "compiled"  # in the model's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +111,16 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see `run`."""
+    return run_command("compile", argv)
+
+
+def run(args: argparse.Namespace) -> int:
     """Exit code 0; 2 with one sentence on stderr for what cannot be done as asked; 3: JAX's CUDA plugin is missing."""
-    args = _parser().parse_args(argv)
-    config = EngineConfig(**given_settings(args, EngineConfig))
-    job = Compilation(args.model, config, args.dtype, _cache(args))
+    job = Compilation(args.model, EngineConfig(**args.settings), args.dtype, _cache(args))
     try:
         if args.target != THIS and not args.prepared:
-            return _in_prepared_process(args, argv)
+            return _in_prepared_process(args)
         with _counter() as progress:
             report = compile_here(job, progress) if args.target == THIS else compile_for(args.target, job, progress)
     except (*LOADING_ERRORS, EngineConfigError) as error:
@@ -127,8 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PluginsMissing as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
-    except KeyboardInterrupt:
-        return 130
     print("\n".join([*report.lines(job), *_advice(args, job)]))
     return 0
 
@@ -153,14 +153,11 @@ def _cache(args: argparse.Namespace) -> pathlib.Path:
     return folder / FOLDER if folder.is_dir() else DEFAULT_FOLDER.expanduser()
 
 
-def _in_prepared_process(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+def _in_prepared_process(args: argparse.Namespace) -> int:
     """Flags of XLA must stand before JAX starts, and the plugin in a place where nothing else looks for a GPU."""
-    if args.num_pages is None:
-        raise EngineConfigError(f"--target {args.target} needs --num-pages: on the GPU its free memory decides")
     folder = args.plugins or default_folder()
     require_plugins(folder)
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = [sys.executable, "-m", "jaxinfer.compile", *arguments, "--prepared"]
+    command = [sys.executable, "-m", "jaxinfer.compile", *args.argv, "--prepared"]
     return subprocess.run(command, env=environment(folder), check=False).returncode
 
 
@@ -176,23 +173,6 @@ def _counter() -> Iterator[CompileProgress | None]:
 
     yield show
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxinfer.compile", description=__doc__)
-    parser.add_argument("--model", required=True, help='"demo", a model\'s folder, or a hub id')
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument(
-        "--target", choices=(THIS, *_TARGETS), default=THIS, help="this machine, or GPUs that need not be there"
-    )
-    where = f"where the programs are kept (default: {FOLDER} in the model's folder)"
-    parser.add_argument("--compilation-cache-dir", metavar="DIR", help=where)
-    parser.add_argument(
-        "--plugins", type=pathlib.Path, metavar="DIR", help="where JAX's CUDA plugin is, for a GPU that is not there"
-    )
-    parser.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)
-    add_flags(parser.add_argument_group("engine: as the server will be started"), EngineConfig)
-    return parser
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ class CacheConfig:
             max_num_seqs sequences of max_model_len; both as far as ``kv_cache_bytes`` allows).
         kv_cache_dtype: of keys and values in the pool: "auto": the model's; "int8" or "fp8" (e4m3): rounded to 8 bits,
             with a scale for each head of each token, for nearly twice the tokens in the same memory.
-        kv_cache_bytes: bound on the default size of the pool, on each device (default: none on a GPU, 4 GiB on a CPU).
+        kv_cache_bytes: bound on the size of the pool where num_pages does not say it, on each device (default: none on
+            a GPU, 4 GiB on a CPU).
         memory_utilization: share of the device's memory (on a CPU: of what is available) that weights, pool and running
             programs may take together.
         enable_prefix_caching: keep the pages of finished prompts for later ones that begin alike.
@@ -107,18 +108,24 @@ class SchedulerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding.
+    """Speculative decoding: guesses are verified in rows of a step that would be idle. Output stays the same.
 
     Attributes:
-        speculative: None or "ngram": continuations found in a sequence's own tokens are verified in idle rows.
+        speculative: None; "ngram": what followed the last tokens where they occurred before in the sequence; "suffix":
+            the most frequent continuation there and in earlier answers; or a drafter that was registered.
         num_speculative_tokens: most draft tokens per sequence and step.
-        prompt_lookup_min, prompt_lookup_max: shortest and longest suffix that the n-gram drafter looks for.
+        speculative_adaptive: drafts as long as they pay, by what was measured of steps and acceptance.
+        prompt_lookup_min: fewest tokens in a row that the n-gram drafter looks for.
+        prompt_lookup_max: most tokens in a row that it looks for.
+        suffix_cache_tokens: tokens of earlier answers that the suffix drafter keeps.
     """
 
     speculative: str | None = None
     num_speculative_tokens: int = 4
+    speculative_adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    suffix_cache_tokens: int = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,25 +221,19 @@ def resolve(
     Raises:
         EngineConfigError: names the setting and the value.
     """
-    _require_power_of_two("page_size", config.page_size)
-    _require_prefill_sizes(config.prefill_sizes, config.page_size)
+    check(config)
     length = _max_model_len(config.max_model_len, max_position)
-    _require_simple(config)
-    _require_dp_attention(config)
-    _require_even_tokens(config)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
-    _require(prefill_rows >= 1, "max_prefill_rows", prefill_rows, "must be at least 1")
     microbatches, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
-    rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), min_rows)
-    chunk = config.prefill_sizes[-1]
-    least = chunk + config.max_num_seqs
-    budget = max(_BATCHED_TOKENS, least) if config.max_num_batched_tokens is None else config.max_num_batched_tokens
-    _require(budget >= least, "max_num_batched_tokens", budget, f"must hold a full chunk and all rows ({least})")
+    # One sequence at least has rows for its drafts.
+    least_rows = min_rows if config.speculative is None else max(min_rows, 1 + config.num_speculative_tokens)
+    rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), least_rows)
+    budget = config.max_num_batched_tokens
     cache = cache.stored_as(config.kv_cache_dtype)
     pages = _num_pages(config, cache, width, itemsize)
     found = {
         "max_model_len": length,
-        "max_num_batched_tokens": budget,
+        "max_num_batched_tokens": max(_BATCHED_TOKENS, _least_tokens(config)) if budget is None else budget,
         "num_pages": pages,
         "rows": rows,
         "table_width": width,
@@ -242,12 +243,34 @@ def resolve(
     return ResolvedEngine(**vars(config) | found)
 
 
+def check(config: EngineConfig) -> None:
+    """Refuse what cannot be, whatever the model is.
+
+    Raises:
+        EngineConfigError: names the setting and the value.
+    """
+    _require_power_of_two("page_size", config.page_size)
+    _require_prefill_sizes(config.prefill_sizes, config.page_size)
+    _require_simple(config)
+    _require_dp_attention(config)
+    _require_even_tokens(config)
+    length, rows, tokens = config.max_model_len, config.max_prefill_rows, config.max_num_batched_tokens
+    _require(length is None or length >= 2, "max_model_len", length, "must be at least 2")
+    _require(rows is None or rows >= 1, "max_prefill_rows", rows, "must be at least 1")
+    least = _least_tokens(config)
+    enough = f"must hold a full chunk and all rows ({least})"
+    _require(tokens is None or tokens >= least, "max_num_batched_tokens", tokens, enough)
+
+
+def _least_tokens(config: EngineConfig) -> int:
+    return config.prefill_sizes[-1] + config.max_num_seqs
+
+
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_cache_dtype": tuple(KV_CACHE_DTYPES),
     "activation_dtype": ("auto", "none", "int8", "fp8"),
     "scheduling_policy": ("fcfs", "priority", "fair"),
     "batching": ("continuous", "static"),
-    "speculative": (None, "ngram"),
     "exactness": ("exact", "relaxed"),
     "attention_backend": ("auto", "mosaic", "xla"),
 }
@@ -256,6 +279,7 @@ _AT_LEAST_ONE = (
     "multi_step",
     "num_speculative_tokens",
     "prompt_lookup_min",
+    "suffix_cache_tokens",
     "tensor_parallel_size",
     "expert_parallel_size",
     "pipeline_parallel_size",
@@ -345,7 +369,6 @@ def _prefill_batch_sizes(config: EngineConfig, rows: int, width: int, pages: int
 def _max_model_len(length: int | None, max_position: int) -> int:
     if length is None:
         return max_position
-    _require(length >= 2, "max_model_len", length, "must be at least 2")
     _require(length <= max_position, "max_model_len", length, f"is beyond the model's context of {max_position} tokens")
     return length
 
@@ -356,8 +379,15 @@ def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int
         what = f"must hold one sequence of max_model_len ({width} pages)"
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
         return config.num_pages
+    page = cache.bytes_per_page(config.page_size, itemsize, config.devices, config.pipeline_parallel_size)
+    if config.kv_cache_bytes is not None:
+        _require_sequence(config.kv_cache_bytes // page, width, page, config)
     bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-    affordable = bound // cache.bytes_per_page(
-        config.page_size, itemsize, config.devices, config.pipeline_parallel_size
-    )
-    return max(width, min(width * config.max_num_seqs, affordable))
+    return max(width, min(width * config.max_num_seqs, bound // page))
+
+
+def _require_sequence(pages: int, width: int, page: int, config: EngineConfig) -> None:
+    """Refuse a bound that leaves no room for one sequence of the greatest length."""
+    shorter = f", or set max_model_len = {pages * config.page_size}" if pages else ""
+    what = f"holds {pages} of the {width} pages of one sequence of max_model_len: set {width * page}{shorter}"
+    _require(pages >= width, "kv_cache_bytes", config.kv_cache_bytes, what)

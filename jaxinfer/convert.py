@@ -1,4 +1,4 @@
-"""`python -m jaxinfer.convert`: a model's folder in the form in which it loads fastest, or as safetensors."""
+"""`jaxinfer convert`: a model's folder in the form in which it loads fastest, or as safetensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxinfer.loading import DTYPES, LOADING_ERRORS, open_model, write_companions
+from jaxinfer.cli.app import run as run_command
+from jaxinfer.cli.interrupts import INTERRUPTED
+from jaxinfer.loading import LOADING_ERRORS, model_folder, open_model, write_companions
 from jaxinfer.models.model import Model
 from jaxinfer.quantize import RecipeError, command
 from jaxinfer.weights import CheckpointError
@@ -17,10 +19,11 @@ from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.load import Progress
 from jaxinfer.weights.native.leaves import leaves_of
 from jaxinfer.weights.native.writer import Unfinished, unfinished, write_folder
+from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.progress import counting_bar, loading_bar
 from jaxinfer.weights.safetensors.save import save_params
 
-FORMATS = ("orbax", "safetensors")
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,17 +92,15 @@ def _identity(job: Conversion, files: ModelFiles) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see `run`."""
+    return run_command("convert", argv)
+
+
+def run(args: argparse.Namespace) -> int:
     """Exit code 0, or 2 with one sentence on stderr for what cannot be done as asked."""
-    args = _parser().parse_args(argv)
     job = Conversion(args.source, args.destination, args.dtype, args.output_format, args.check_finite)
     try:
-        recipe = command.recipe_of(args)
-        if recipe is not None:
-            with counting_bar("quantising layers") as progress:
-                command.run(args, recipe, progress)
-        else:
-            with loading_bar("converting") as progress:
-                convert(job, progress)
+        report = _run(job, args)
     except (*LOADING_ERRORS, RecipeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -108,20 +109,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
-    print(f"wrote {job.destination}")
+        return INTERRUPTED
+    print("\n".join(report))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxinfer.convert", description=__doc__)
-    parser.add_argument("source", metavar="SRC", help='"demo", a model\'s folder, or a hub id')
-    parser.add_argument("destination", metavar="DST", type=pathlib.Path, help="a folder that does not exist")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the parameters (default: SRC's own)")
-    parser.add_argument("--output-format", choices=FORMATS, default="orbax", help="(default: %(default)s)")
-    parser.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
-    command.add_flags(parser)
-    return parser
+def _run(job: Conversion, args: argparse.Namespace) -> list[str]:
+    """The conversion, and the lines that say what it did."""
+    recipe, lines = command.recipe_of(args), []
+    if recipe is not None:
+        with counting_bar("quantising layers") as progress:
+            lines = list(command.run(args, recipe, progress).lines())
+    else:
+        with loading_bar("converting") as progress:
+            convert(job, progress)
+    return [*lines, f"wrote {job.destination}: {_sizes(model_folder(job.source), job.destination)}"]
+
+
+def _sizes(source: pathlib.Path, destination: pathlib.Path) -> str:
+    before, after = (open_model_files(path).nbytes for path in (source, destination))
+    return f"weights of {size(before)} before, {size(after)} now ({after / before:.0%})"
+
+
+def size(count: int) -> str:
+    """Bytes as one reads them, in the units of files."""
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {_UNITS[unit]}"
 
 
 if __name__ == "__main__":

@@ -8,24 +8,73 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.names import ALIASES
+
 _SWITCHES = {"on": True, "off": False}
+_METAVARS = {int: "N", float: "X"}
+_SHORT = 2  # letters of names that others write with one dash: -tp
 
 
-def add_flags(group: argparse._ArgumentGroup, kind: type, skip: Collection[str] = (), prefix: str = "") -> None:
+def add_groups(
+    parser: argparse.ArgumentParser,
+    kind: type,
+    skip: Collection[str] = (),
+    defaults: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Add a group of flags for each group of settings: for each dataclass that ``kind`` is put together of."""
+    for title, names in setting_groups(kind):
+        rest = {field.name for field in dataclasses.fields(kind)} - set(names)
+        if set(names) - set(skip):
+            add_flags(parser.add_argument_group(title), kind, {*skip, *rest}, defaults=defaults)
+
+
+def setting_groups(kind: type) -> Iterator[tuple[str, list[str]]]:
+    """The groups of settings of ``kind``: the first words of each base's docstring, and the fields it declares."""
+    groups = [each for each in reversed(kind.__mro__[1:]) if dataclasses.is_dataclass(each)] or [kind]
+    for group in groups:
+        yield re.split(r"[.:]", group.__doc__ or "", maxsplit=1)[0], list(vars(group).get("__annotations__", {}))
+
+
+def add_flags(
+    group: argparse._ArgumentGroup,
+    kind: type,
+    skip: Collection[str] = (),
+    prefix: str = "",
+    defaults: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """A flag for each field of the dataclass ``kind`` but those in ``skip``; what is not given is None.
 
     ``enable_x`` becomes ``--enable-x`` and ``--no-enable-x``, and so does a truth value that is false by default; any
-    other takes ``on`` or ``off``. ``prefix``: what all flags begin with.
+    other takes ``on`` or ``off``. Names of other engines work, too (`jaxinfer.names.ALIASES`).
+
+    Args:
+        prefix: what all flags begin with.
+        defaults: shown instead of the fields' own.
     """
     types_of, helps = typing.get_type_hints(kind), attribute_docs(kind)
     for field in dataclasses.fields(kind):
         if field.name not in skip:
-            described = _help(helps.get(field.name, ""), field.default)
+            default = defaults.get(field.name, field.default)
             options = _kind(field.name, types_of[field.name], field.default)
-            group.add_argument(_flag(prefix + field.name), default=None, help=described, **options)
+            help_text = _help(helps.get(field.name, ""), default)
+            flags = _flags(prefix + field.name) if prefix else all_flags(field.name)
+            group.add_argument(*flags, dest=prefix + field.name, default=None, help=help_text, **options)
+
+
+def all_flags(name: str) -> list[str]:
+    """The flag of a setting, and those of other engines for the same."""
+    return [flag for each in (name, *ALIASES.get(name, ())) for flag in _flags(each)]
+
+
+def own_flags(action: argparse.Action) -> list[str]:
+    """The option strings of an action that are ours, without those of `jaxinfer.names.ALIASES`."""
+    aliases = {flag for alias in ALIASES.get(action.dest, ()) for flag in _flags(alias)}
+    aliases |= {f"--no-{flag.removeprefix('--')}" for flag in aliases}
+    return [option for option in action.option_strings if option not in aliases]
 
 
 def given_settings(
@@ -55,30 +104,44 @@ def _section_docs(docstring: str) -> dict[str, str]:
     return docs
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _flags(name: str) -> list[str]:
+    long = f"--{name.replace('_', '-')}"
+    return [f"-{name}", long] if len(name) <= _SHORT else [long]
 
 
 def _help(text: str, default: object) -> str:
-    """Add the default, unless the text speaks of it. argparse takes % for its own."""
+    """Add the default, unless the text speaks of it or there is none. argparse takes % for its own."""
     plain = text.replace("`", "").replace("%", "%%")
-    if default is None or "default" in plain:
+    if default is None or default is dataclasses.MISSING or "default" in plain:
         return plain
+    if isinstance(default, tuple):
+        return f"{plain} (default: {' '.join(map(str, default))})"
     value = {True: "on", False: "off"}.get(default, default) if isinstance(default, bool) else default
     return f"{plain} (default: {value})"
 
 
 def _kind(name: str, kind: Any, default: object) -> Mapping[str, Any]:
-    """argparse's options for a value of type ``kind``; None in a union only means that it may be left out."""
+    """argparse's options for a value of type ``kind``. None in a union means that it may be left out or, where there is
+    a default, that it may be ``off``."""
     if isinstance(kind, types.UnionType):
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+        if kind is int and default is not None:
+            return {"type": _number_or_off, "metavar": "N|off"}
     if kind is bool:
         if name.startswith("enable_") or default is False:
             return {"action": argparse.BooleanOptionalAction}
         return {"type": _switch, "metavar": "on|off"}
     if typing.get_origin(kind) is tuple:
-        return {"type": typing.get_args(kind)[0], "nargs": "+"}
-    return {"type": kind}
+        part = typing.get_args(kind)[0]
+        return {"type": part, "nargs": "+", "metavar": _METAVARS.get(part, "NAME")}
+    return {"type": kind, "metavar": _METAVARS.get(kind, "NAME")}
+
+
+def _number_or_off(text: str) -> int | str:
+    """What `off` stands for is the setting's to say: here None is what was not given."""
+    if text == "off" or text.removeprefix("-").isdecimal():
+        return text if text == "off" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor off")
 
 
 def _switch(text: str) -> bool:

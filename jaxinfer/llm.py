@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any, NamedTuple
 
+from jaxinfer.brief import Brief
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
+from jaxinfer.names import advice
+from jaxinfer.progress import prompts_bar
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
+
+# The fields of a request that are the prompt itself, as text or as tokens.
+_PROMPT = ("prompt", "prompt_token_ids")
 
 
 class Logprob(NamedTuple):
@@ -29,8 +38,8 @@ class Logprob(NamedTuple):
 LogprobsDict = dict[int, Logprob]
 
 
-@dataclasses.dataclass
-class CompletionOutput:
+@dataclasses.dataclass(repr=False)
+class CompletionOutput(Brief):
     """One sample. ``logprobs`` has, for each token, the chosen id and the most likely ones."""
 
     index: int
@@ -42,8 +51,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
 
-@dataclasses.dataclass
-class RequestOutput:
+@dataclasses.dataclass(repr=False)
+class RequestOutput(Brief):
     """The outputs of one prompt. ``seed`` is the one used; ``prompt_logprobs[0]`` is None, nothing precedes it."""
 
     request_id: str
@@ -58,6 +67,16 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class Score(Brief):
+    """A continuation's tokens, each with its log-probability, their sum, and whether each is the most likely one."""
+
+    token_ids: list[int]
+    logprobs: list[LogprobsDict]
+    logprob: float
+    is_greedy: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """A piece of one output as it is generated. ``request`` is the position of the prompt in the call."""
@@ -70,11 +89,12 @@ class Delta:
 
 
 class LLM:
-    """A model ready to generate.
+    """A model ready to generate: ``with LLM(...) as llm:``, or until `close`.
 
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
-        dtype: see `load_model`; for a `Model`, "auto" keeps its own.
+        dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
+        family: see `load_model`.
         config: the engine's settings.
         settings: fields of `EngineConfig` by name, on top of ``config``: max_model_len, max_num_seqs, num_pages, ...
         check_finite: refuse weights with NaN or infinity.
@@ -83,7 +103,8 @@ class LLM:
     Raises:
         CheckpointError, ConfigError, TokenizerError, EngineConfigError: one sentence that says what is wrong. What does
             not fit into memory is refused before the weights are loaded.
-        TypeError: ``settings`` has a name that `EngineConfig` does not know.
+        ValueError: a `Model` whose parameters are not what its specs say; names the first.
+        TypeError: ``settings`` has a name that `EngineConfig` does not know; says which one may have been meant.
     """
 
     def __init__(
@@ -91,16 +112,18 @@ class LLM:
         model: str | Model,
         dtype: str = "auto",
         *,
+        family: str | None = None,
         config: EngineConfig | None = None,
         check_finite: bool = False,
         compilation_cache_dir: str | None = None,
         show_progress: bool = True,
         **settings: Any,
     ) -> None:
-        self.model, self.engine = start_engine(
+        self._served: tuple[Model, EngineCore] | None = start_engine(
             model,
             _with_settings(config or EngineConfig(), settings),
             dtype,
+            family=family,
             check_finite=check_finite,
             compilation_cache_dir=compilation_cache_dir,
             show_progress=show_progress,
@@ -111,6 +134,39 @@ class LLM:
         )
         self._ids = itertools.count()
 
+    def __repr__(self) -> str:
+        if self._served is None:
+            return "<LLM: closed>"
+        config, shown = self.engine.config, repr(self.model).removeprefix("<Model").removesuffix(">")
+        room = f"{config.num_pages * config.page_size} tokens of KV cache"
+        return f"<LLM{shown}; {config.max_num_seqs} sequences of up to {config.max_model_len} tokens, {room}>"
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory of weights, KV cache and programs back. A `Model` that was handed in keeps its arrays."""
+        self._served = None
+        gc.collect()  # an engine and its callbacks refer to each other
+
+    @property
+    def model(self) -> Model:
+        return self._open()[0]
+
+    @property
+    def engine(self) -> EngineCore:
+        return self._open()[1]
+
+    def _open(self) -> tuple[Model, EngineCore]:
+        if self._served is None:
+            raise RuntimeError("this LLM is closed: make another one")
+        return self._served
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.model.tokenizer
@@ -119,36 +175,90 @@ class LLM:
         """Sampling as the checkpoint's generation_config.json recommends it, with ``changes`` on top."""
         return SamplingParams(**{**recommended_sampling(self.model.generation_config), **changes})
 
+    get_default_sampling_params = default_sampling_params  # vLLM's name
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_delta: Callable[[Delta], None] | None = None,
+        progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (text, or a list of token ids); results come in the order of the prompts.
 
         Args:
             sampling_params: one for all, or one for each prompt (default: what the checkpoint recommends).
             on_delta: called with each piece as it is generated.
+            progress: draw a bar on stderr: prompts done, and tokens a second. None: where stderr is a terminal or in a
+                notebook, unless there is ``on_delta``.
+            use_tqdm: the same under vLLM's name.
 
         Raises:
             RequestError: a prompt or a parameter is refused, naming field and value; nothing is generated then.
         """
         listed = _as_prompts(prompts)
-        params = self._params_for(listed, sampling_params)
-        requests = [
-            self._intake.request(str(next(self._ids)), prompt, each)
-            for prompt, each in zip(listed, params, strict=True)
-        ]
-        run = _Run(self.engine, self.tokenizer, listed, requests)
-        try:
-            for delta in run:
+        requests = self._requests("prompts", listed, self._params_for(listed, sampling_params))
+        asked = use_tqdm if progress is None else progress
+        show = False if asked is None and on_delta is not None else asked
+        with prompts_bar(len(listed), show) as count:
+
+            def told(delta: Delta, whole: RequestOutput) -> None:
+                count(len(delta.token_ids), int(delta.finish_reason is not None and whole.finished))
                 if on_delta is not None:
                     on_delta(delta)
+
+            return self._run(listed, requests, told)
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        told: Callable[[Delta, RequestOutput], None] = lambda delta, whole: None,
+    ) -> list[RequestOutput]:
+        run = _Run(self.engine, self.tokenizer, prompts, requests)
+        try:
+            for delta in run:
+                told(delta, run.outputs[delta.request])
         finally:
             run.abort()
         return run.outputs
+
+    def score(self, prompt: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
+        """Log-probabilities of each continuation (text, or token ids) behind the same prompt, under the raw logits.
+
+        Texts are tokenised one by one: a continuation keeps its leading space.
+
+        Raises:
+            RequestError: prompt or continuations are refused, naming field and value.
+        """
+        if isinstance(continuations, str):
+            raise RequestError("continuations", "is a text, and must be a list of them")
+        context = self._token_ids("prompt", prompt, add_special_tokens=True)
+        listed = [self._token_ids(f"continuations[{rank}]", each) for rank, each in enumerate(continuations)]
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        whole = [[*context, *ids] for ids in listed]
+        outputs = self._run(whole, self._requests("continuations", whole, [params] * len(whole)))
+        return [_score(ids, output) for ids, output in zip(listed, outputs, strict=True)]
+
+    def _token_ids(self, field: str, prompt: Prompt, add_special_tokens: bool = False) -> list[int]:
+        ids = self._intake.encode(field, prompt, add_special_tokens) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError(field, "is empty: a score needs at least one token on each side")
+        return ids
+
+    def _requests(self, field: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+        """Check all; of several, the error says which one is refused."""
+        made = []
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                made.append(self._intake.request(str(next(self._ids)), prompt, each))
+            except RequestError as error:
+                if len(prompts) == 1 or error.field not in _PROMPT:
+                    raise
+                raise RequestError(f"{field}[{index}]", f": {error}") from error
+        return made
 
     def chat(
         self,
@@ -158,6 +268,8 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         on_delta: Callable[[Delta], None] | None = None,
+        progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """`generate` on conversations, through the checkpoint's chat template.
 
@@ -176,7 +288,7 @@ class LLM:
         ]
         # The template writes the special tokens itself.
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate(prompts, sampling_params, on_delta=on_delta)
+        return self.generate(prompts, sampling_params, on_delta=on_delta, progress=progress, use_tqdm=use_tqdm)
 
     def _params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -191,16 +303,23 @@ class LLM:
 
 
 def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            raise TypeError(f"LLM has no setting {name}: {advice(name, known) or 'docs/settings.md lists them'}")
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     return dataclasses.replace(config, **{**settings, **lists})
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        reason = f"={reprlib.repr(prompts)} must be a text, a list of token ids, or a list of these"
+        raise RequestError("prompts", reason)
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # a lone list of token ids
-    return list(prompts)  # type: ignore[arg-type]
+        return [prompts]  # a lone list of token ids
+    return list(prompts)
 
 
 class _Run:
@@ -283,6 +402,13 @@ def _add_all(engine: EngineCore, requests: Sequence[Request]) -> list[Request]:
             engine.abort(request.request_id)
         raise
     return added
+
+
+def _score(ids: list[int], output: RequestOutput) -> Score:
+    assert output.prompt_logprobs is not None  # they were asked for
+    found = [position for position in output.prompt_logprobs[-len(ids) :] if position is not None]
+    chosen = [position[token] for token, position in zip(ids, found, strict=True)]
+    return Score(ids, found, math.fsum(c.logprob for c in chosen), all(c.rank == 1 for c in chosen))
 
 
 def _empty_output(prompt: Prompt, request: Request) -> RequestOutput:

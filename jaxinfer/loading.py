@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.resources
+import os
 import pathlib
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
+from jaxinfer.edited import require_described, require_one_dtype, require_specified
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
 from jaxinfer.engine.execution.compile_cache import use_compilation_cache
@@ -24,16 +25,18 @@ from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.engine.execution.prepare import with_activations
 from jaxinfer.engine.execution.stages import cut
+from jaxinfer.families import find_families
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import Family, family_for
+from jaxinfer.names import DTYPES, demo_folder, known_dtype
 from jaxinfer.parallel.group import Group
-from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, stages
+from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
 from jaxinfer.text import TemplateError, TokenizerError, gguf_files, load_template, load_tokenizer
 from jaxinfer.types import ParamSpec
-from jaxinfer.weights import CheckpointError, load_params, on_devices
+from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.lazy import deferred
 from jaxinfer.weights.load import Progress, auto_dtype
@@ -43,10 +46,6 @@ from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill, Place
-
-DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 # What a bad model folder raises: each carries one sentence for a person.
 LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
@@ -58,9 +57,7 @@ def model_folder(name: str) -> pathlib.Path:
     Raises:
         CheckpointError: nothing of that name can be had; the message says what to do.
     """
-    if name in DEMO_FOLDERS:
-        return pathlib.Path(str(importlib.resources.files("jaxinfer"))) / "demo" / DEMO_FOLDERS[name]
-    return locate(name)
+    return demo_folder(name) or locate(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +78,7 @@ def start_engine(
     config: EngineConfig,
     dtype: str = "auto",
     *,
+    family: str | None = None,
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     show_progress: bool = True,
@@ -91,21 +89,28 @@ def start_engine(
 
     Args:
         model: "demo", a folder, a hub id, or a `Model`, which is served exactly as it is.
-        dtype: see `load_model`; for a `Model`, "auto" keeps its own.
-        check_finite, show_progress: see `load_model`.
+        dtype: see `load_model`; for a `Model`, "auto" keeps its own, and others cast its parameters.
+        family, check_finite, show_progress: see `load_model`.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
         group: whose process 0 this is; the others call `start_follower` with the same settings.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError, EngineConfigError: one sentence that says what is
             wrong. What does not fit into memory is refused before the weights are loaded.
+        ValueError: a `Model` whose parameters are not what its specs say; names the first.
     """
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
-    plan, sized = _plan(in_memory or abstract_model(str(model), dtype), config, mesh, group)
+    plan, sized = _plan(in_memory or abstract_model(str(model), dtype, family), config, mesh, group)
     loaded = in_memory or load_model(
-        str(model), dtype, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
+        str(model),
+        dtype,
+        family=family,
+        check_finite=check_finite,
+        show_progress=show_progress,
+        progress=progress.weights,
+        mesh=mesh,
     )
     loaded = with_activations(loaded, config)  # what is served is what the caller gets
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
@@ -119,6 +124,7 @@ def start_follower(
     group: Group,
     dtype: str = "auto",
     *,
+    family: str | None = None,
     check_finite: bool = False,
     compilation_cache_dir: str | None = None,
     progress: StartProgress = StartProgress(),
@@ -129,9 +135,15 @@ def start_follower(
     """
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)
-    plan, sized = _plan(abstract_model(model, dtype), config, mesh, group)
+    plan, sized = _plan(abstract_model(model, dtype, family), config, mesh, group)
     loaded = load_model(
-        model, dtype, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
+        model,
+        dtype,
+        family=family,
+        check_finite=check_finite,
+        show_progress=False,
+        progress=progress.weights,
+        mesh=mesh,
     )
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
@@ -148,7 +160,10 @@ def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -
 
 
 def _as_dtype(model: Model, dtype: str) -> Model:
+    require_specified(model)
+    dtype = _dtype(dtype)
     if dtype == "auto":
+        require_one_dtype(model)
         return model
     stored = model.map_weights(functools.partial(with_values, dtype=dtype))
     params = jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype or dtype), stored.specs, stored.params)
@@ -164,6 +179,7 @@ def load_model(
     progress: Progress | None = None,
     mesh: Mesh | None = None,
     families: Mapping[str, Family] = MappingProxyType({}),
+    family: str | None = None,
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
@@ -177,13 +193,14 @@ def load_model(
             several pipeline stages need (tied embeddings) is loaded where the first one is.
             Of several processes each has those stages of which it has devices; other parameters are abstract there.
         families: model families of your own, by the architecture that config.json names (docs/add_a_model.md).
+        family: where to import this model's family from, ``module:NAME``, whatever config.json names.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, TemplateError: one sentence that says what is wrong.
-        EngineConfigError: the model cannot be spread over the mesh.
+        EngineConfigError: the model cannot be spread over the mesh, or that is not one of `make_mesh`.
     """
-    mesh = mesh or make_mesh()
-    files, model = _describe(name, dtype, families)
+    mesh = require_mesh(mesh or make_mesh())
+    files, model = _describe(name, dtype, family, families)
     model = spread_model(model, mesh)
     tokenizer, template = load_tokenizer(files.path), load_template(files.path)
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
@@ -195,7 +212,28 @@ def load_model(
         tokenizer=tokenizer,
         chat_template=template,
         generation_config=read_json_object(generation) if generation.exists() else {},
+        origin=LoadedFrom(files.path, files.config_json),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedFrom:
+    """The folder, or GGUF file, of a loaded model."""
+
+    path: pathlib.Path
+    config_json: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def save(self, model: Model, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None) -> None:
+        """See `Model.save`."""
+        described, target = self.config_json if config_json is None else config_json, pathlib.Path(folder)
+        require_specified(model)
+        require_described(model, described)
+        save_params(target, model.params, model.specs, described)
+        if not self.path.exists() or not target.samefile(self.path):
+            write_companions(self.path, target)
 
 
 def write_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
@@ -229,27 +267,35 @@ def open_model(
     return files, model.replace(params=params)
 
 
-def abstract_model(name: str, dtype: str = "auto") -> Model:
+def abstract_model(name: str, dtype: str = "auto", family: str | None = None) -> Model:
     """The model without its weights, from config.json: the parameters are `jax.ShapeDtypeStruct`.
 
     Args:
-        name, dtype: see `load_model`.
+        name, dtype, family: see `load_model`.
 
     Raises:
         CheckpointError, ConfigError: one sentence that says what is wrong.
     """
-    return _describe(name, dtype)[1]
+    return _describe(name, dtype, family)[1]
 
 
-def _describe(name: str, dtype: str, families: Mapping[str, Family] = MappingProxyType({})) -> tuple[ModelFiles, Model]:
-    if dtype not in DTYPES:
-        raise CheckpointError(f"dtype = {dtype!r} must be one of {', '.join(DTYPES)}")
+def _describe(
+    name: str, dtype: str, family: str | None = None, families: Mapping[str, Family] = MappingProxyType({})
+) -> tuple[ModelFiles, Model]:
+    dtype = _dtype(dtype)
     files = open_model_files(model_folder(name))
     resolved = auto_dtype(files.config_json, files.tensors) if dtype == "auto" else dtype
-    model = describe(family_for(files.config_json, families), files.config_json, resolved, name)
+    known = {**find_families(files.config_json, family), **families}
+    model = describe(family_for(files.config_json, known), files.config_json, resolved, name)
     if files.quantized:
         model = model.with_specs(files.stored(files.named(model.specs, model.family.prefix), resolved), resolved)
     return files, model
+
+
+def _dtype(name: str) -> str:
+    if (found := known_dtype(name)) is None:
+        raise CheckpointError(f"dtype = {name!r} must be one of {', '.join(DTYPES)}")
+    return found
 
 
 def _load(files: ModelFiles, model: Model, progress: Progress | None, check_finite: bool, mesh: Mesh) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import Delta, RequestOutput
 from jaxinfer.models.model import Model
 
+_SEEDS = 4
+
 
 class Clock:
     """Times at which each output got its tokens, in seconds since the prompts were handed over."""
@@ -75,6 +77,7 @@ def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwid
     lines = [
         f"prompt tokens      {sum(len(o.prompt_token_ids) for o in outputs)}",
         f"generated tokens   {total} in {clock.seconds:.3f} s: {total / clock.seconds:.1f} tokens/s",
+        f"seeds              {_seeds([output.seed for output in outputs])}",
         f"TTFT (median)      {clock.first_token * 1e3:.1f} ms",
     ]
     if clock.per_token is not None:
@@ -88,13 +91,23 @@ def report(model: Model, clock: Clock, outputs: Sequence[RequestOutput], bandwid
     return "\n".join(lines + _engine_lines(engine))
 
 
+def _seeds(seeds: Sequence[int]) -> str:
+    """The first seeds that were used: with --seed they make the same texts again."""
+    more = f" and {len(seeds) - _SEEDS} more (--json has all)" if len(seeds) > _SEEDS else ""
+    return ", ".join(map(str, seeds[:_SEEDS])) + more
+
+
 def _engine_lines(stats: EngineStats) -> list[str]:
     """Lines on the work beside computing each token once; nothing is said of what did not happen."""
     lines = []
     if stats.prefix_hits:
         lines.append(f"prefix cache       {stats.prefix_hits} of {stats.prefix_queries} prompt tokens found")
-    if stats.draft_tokens:
-        lines.append(f"draft tokens       {stats.draft_accepted} of {stats.draft_tokens} accepted")
+    if stats.drafts:
+        mean, places = 1 + stats.draft_accepted / stats.drafts, stats.draft_accepted_at
+        lines.append(
+            f"draft tokens       {stats.draft_accepted} of {stats.draft_tokens} accepted, mean acceptance length "
+            f"{mean:.2f}, by place " + ", ".join(f"{count / stats.drafts:.0%}" for count in places)
+        )
     if any(stats.preemptions.values()):
         kinds = ", ".join(f"{count} by {kind}" for kind, count in stats.preemptions.items() if count)
         lines.append(f"preemptions        {kinds}; {stats.replayed_tokens} tokens computed again")

@@ -1,7 +1,4 @@
-"""Host-side records that cross room borders: what a request is, what a step does, what a parameter is.
-
-Nothing here imports jax: the scheduler, the front end and the planner use these types without a device.
-"""
+"""Host-side records that cross room borders: what a request is, what a step does, what a parameter is. No jax."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ import re
 import reprlib
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+
+from jaxinfer.brief import Brief
 
 # ---- requests
 
@@ -57,8 +56,9 @@ _INTEGERS: Mapping[str, tuple[int, int | None]] = {
     "min_tokens": (0, 2**63 - 1),
     "logprobs": (0, None),
     "prompt_logprobs": (0, None),
+    "max_draft_tokens": (0, 2**31 - 1),
 }
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _MAX_BIAS = 100.0
 _MAX_STRINGS = 64
@@ -71,7 +71,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the
     N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
-    logits (before any processor). ``seed`` None is drawn once, at admission.
+    logits (before any processor). ``seed`` None is drawn once, at admission. ``max_draft_tokens``: most draft tokens of
+    a step (docs/speculation.md), which change no token; 0: none; None: what the engine does.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
     tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
@@ -104,6 +105,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for field, bounds in _NUMBERS.items():
@@ -230,15 +232,6 @@ class Request:
     deadline: float | None = None
 
 
-def needs_sampler_state(request: Request) -> bool:
-    """Whether the sampler keeps something of this request between tokens: counts, a bias, the last tokens."""
-    params = request.params
-    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    long_words = any(len(ids) > 1 for ids in request.bad_words_ids)
-    bias = bool(params.logit_bias) or params.allowed_token_ids is not None
-    return penalties != (0.0, 0.0, 1.0) or long_words or bias
-
-
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -353,8 +346,8 @@ def walk_specs(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
         yield from [(here, node)] if isinstance(node, ParamSpec) else walk_specs(node, here)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerSpec:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LayerSpec(Brief):
     """Differences between one layer's attention and another's.
 
     Attributes:
@@ -379,8 +372,8 @@ KV_CACHE_DTYPES: Mapping[str, str | None] = {
 _SCALE_BYTES = 4  # float32
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheSpec:
+@dataclasses.dataclass(frozen=True, repr=False)
+class CacheSpec(Brief):
     """The KV cache that a model needs. The only place that knows how many bytes a page has.
 
     A layer's pool is ``[pages, 2, kv_heads, page_size, head_dim]``: keys at index 0, values at 1. Where the layers

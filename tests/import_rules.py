@@ -16,8 +16,11 @@ SCRIPTS = ("tools", "benchmarks")
 
 # A room may import rooms of lower storeys only: never one of its own storey (sideways), never one above.
 STOREY = {
+    "brief": -1,
     "pallas_kernels": 0,
     "types": 0,
+    "names": 0,
+    "version": 0,
     "protos": 0,  # generated from protos/
     "gguf": 0,
     "client": 1,
@@ -35,17 +38,25 @@ STOREY = {
     "spec": 6,
     "engine": 7,
     "serve": 8,
+    "edited": 8,
+    "families": 8,
+    "progress": 8,
     # the doors, in the order in which they open one another
     "loading": 9,
     "flags": 9,
+    "cli": 10,
     "llm": 10,
     "quantize": 10,
     "stats": 11,
     "generate": 12,
+    "terminal": 12,
     "bench": 12,
     "convert": 12,
     "compile": 12,
+    "eval": 12,
+    "gpu_check": 12,
     "plan": 12,
+    "__main__": 13,
     "jaxinfer": 13,  # the package's own __init__
     "tools": 14,
     "benchmarks": 14,
@@ -63,25 +74,40 @@ STOREY_WITHIN = {
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
-# May import by a computed name: the package's own lazy names, and the check of kernels, which finds the ops by folders.
-COMPUTES_NAMES = {"jaxinfer", "pallas_kernels.check.ops"}
+# May import by a computed name: the package's own lazy names; the command line, which reads a command's flags before it
+# imports what the command needs; the check of kernels, which finds the ops by folders; the check of a GPU, which has a
+# module for each section, names kernels by where they are, and measures engines of others where they are installed.
+COMPUTES_NAMES = {
+    "jaxinfer",
+    "jaxinfer.cli.app",
+    "jaxinfer.gpu_check.__main__",
+    "jaxinfer.gpu_check.kernels",
+    "jaxinfer.gpu_check.peers",
+    "jaxinfer.gpu_check.problems",
+    "pallas_kernels.check.ops",
+}
+# Imports inside of functions: what is installed beside JAX decides what it can.
+IMPORTS_LATE = {"jaxinfer.gpu_check.greedy"}
 
 # Imports tests, as nobody else does: the picture of the rooms is drawn from the table above.
 IMPORTS_TESTS = "tools.draw_rooms"
 
 # Modules of a room that are doors themselves: nobody imports them.
-SERVERS = {"jaxinfer.serve.__main__", "jaxinfer.serve.core.__main__"}
+SERVERS = {"jaxinfer.serve.__main__", "jaxinfer.serve.core.__main__", "jaxinfer.serve.keys"}
 
 WIRE = {"grpc", "google"}
 NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
 # What a room may import besides the standard library. Rooms above the engine: anything that pyproject.toml declares.
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
+    "brief": set[str](),
     "types": set[str](),
     "protos": WIRE,
     "v1": set[str](),
     "client": WIRE,
     "config": set[str](),
+    "names": set[str](),
+    "version": set[str](),
     "validate": set[str](),
     "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
@@ -89,6 +115,13 @@ THIRD_PARTY = {
 }
 # Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
 NO_JAX = (
+    "jaxinfer.brief",
+    "jaxinfer.__main__",
+    "jaxinfer.cli",
+    "jaxinfer.flags",
+    "jaxinfer.generate",
+    "jaxinfer.names",
+    "jaxinfer.version",
     "jaxinfer.types",
     "jaxinfer.config",
     "jaxinfer.validate",
@@ -111,7 +144,10 @@ NO_JAX = (
     "jaxinfer.serve.grpc",
     "jaxinfer.serve.heap",
     "jaxinfer.serve.http",
+    "jaxinfer.serve.__main__",
     "jaxinfer.serve.keys",
+    "jaxinfer.serve.ports",
+    "jaxinfer.serve.preview",
     "jaxinfer.serve.settings",
     "jaxinfer.serve.tenants",
     "jaxinfer.serve.template_helper",
@@ -219,7 +255,8 @@ def _storey_within(name: str) -> int | None:
 
 def _hidden(module: Module) -> Iterator[str]:
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        late = module.name in IMPORTS_LATE
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not late:
             for line, target in module.imports(node):
                 if target.split(".")[0] in {*PACKAGES, *JAX}:
                     yield f"{module.name}:{line} imports {target} inside a function"

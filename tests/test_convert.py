@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.convert import main
+from jaxinfer.convert import main, size
 from jaxinfer.generate import main as generate
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.weights import save_params
@@ -41,10 +41,15 @@ def assert_same_model(got: str, want: str, dtype: str = "auto") -> None:
 def test_the_converted_folder_is_the_same_model(tmp_path: pathlib.Path, capsys) -> None:
     target = str(tmp_path / "draft")
     assert main(["demo-draft", target]) == 0
-    assert capsys.readouterr().out == f"wrote {target}\n"
+    assert capsys.readouterr().out == f"wrote {target}: weights of 1.25 MB before, 1.25 MB now (100%)\n"
     assert_same_model(target, "demo-draft")
     assert text(capsys, target) == text(capsys, "demo-draft")
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+@pytest.mark.parametrize(("count", "words"), [(999, "999 B"), (1_250_000, "1.25 MB"), (16_060_522_496, "16.1 GB")])
+def test_sizes_are_read_by_people(count: int, words: str) -> None:
+    assert size(count) == words
 
 
 def test_dtype_and_back_to_safetensors(tmp_path: pathlib.Path) -> None:
@@ -122,7 +127,7 @@ def test_an_unfinished_folder_is_no_model(tmp_path: pathlib.Path, capsys) -> Non
     kept = killed([str(source), str(target)], unfinished)
     assert not target.exists()
     assert generate(["--model", str(unfinished), *FAST]) == 2
-    assert "is an unfinished conversion: run python -m jaxinfer.convert again" in capsys.readouterr().err
+    assert "is an unfinished conversion: run jaxinfer convert again" in capsys.readouterr().err
     assert main([str(source), str(target)]) == 0
     assert_kept(kept, unfinished, target)
     assert_same_model(str(target), str(source))

@@ -67,7 +67,16 @@ def test_readme_python_runs(repo: pathlib.Path, capsys: pytest.CaptureFixture[st
     """What needs a server is run by tests/serve/test_docs.py."""
     found = re.findall(r"```python\n(.*?)```", (repo / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     blocks = [block for block in found if "localhost" not in block]
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+    (block,) = blocks
+    exec(compile(block, "README.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_readme_is_one_screen_with_a_table_of_what_there_is(repo: pathlib.Path) -> None:
+    """Each row names rooms that exist."""
+    text = (repo / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    rows = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| \[[^|]+ \|$", text, re.MULTILINE)
+    assert len(rows) >= 10
+    rooms = [room for row in rows for room in re.findall(r"`([^`]+)`", row)]
+    assert [room for room in rooms if not ((repo / "jaxinfer" / room).exists() or (repo / room).exists())] == []

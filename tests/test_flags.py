@@ -48,6 +48,8 @@ EVERY = {
     "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),
     "prompt_lookup_min": (["--prompt-lookup-min", "1"], 1),
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
+    "speculative_adaptive": (["--speculative-adaptive", "off"], False),
+    "suffix_cache_tokens": (["--suffix-cache-tokens", "77"], 77),
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),

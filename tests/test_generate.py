@@ -67,11 +67,11 @@ def test_json_gives_one_object_a_prompt(capsys):
 def test_engine_flags_reach_the_engine(monkeypatch):
     seen = {}
 
-    def make(model, dtype, *, config, check_finite, compilation_cache_dir):
-        seen.update(model=model, config=config, cache=compilation_cache_dir)
+    def make(model, dtype, *, family, config, check_finite, compilation_cache_dir):
+        seen.update(model=model, family=family, config=config, cache=compilation_cache_dir)
         raise RequestError(None, "enough")
 
-    monkeypatch.setattr("jaxinfer.generate.LLM", make)
+    monkeypatch.setattr("jaxinfer.terminal.start.LLM", make)
     flags = [
         "--page-size",
         "16",
@@ -81,8 +81,10 @@ def test_engine_flags_reach_the_engine(monkeypatch):
         "--memory-utilization",
         "0.5",
     ]
-    assert main(["--model", "demo-draft", "--prompt", "A", "--prompt", "B", "--compilation-cache-dir", "", *flags]) == 2
+    flags += ["--compilation-cache-dir", "", "--family", "a:B"]
+    assert main(["--model", "demo-draft", "--prompt", "A", "--prompt", "B", *flags]) == 2
     assert seen == {
+        "family": "a:B",
         "model": "demo-draft",
         "cache": "",
         "config": EngineConfig(
@@ -108,6 +110,35 @@ def test_a_prompt_file_and_stdin(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Fünf Wörter: "))
     assert run(capsys, "--model", "demo-draft", "--prompt-file", "-", *FAST) == from_file
     assert from_file.startswith("Fünf Wörter: ")
+
+
+def test_what_is_piped_in_is_the_prompt(capsys, monkeypatch):
+    from_flag = run(capsys, "--model", "demo-draft", "--prompt", "To be, or not to be", *FAST)
+    monkeypatch.setattr("sys.stdin", io.StringIO("To be, or not to be\n"))
+    assert run(capsys, "demo-draft", *FAST) == from_flag
+
+
+def test_what_is_piped_in_is_utf8_whatever_the_locale(capsys, monkeypatch):
+    raw = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr("sys.stdin", raw)
+    assert main(["demo-draft", *FAST]) == 2
+    assert "standard input is not UTF-8" in capsys.readouterr().err
+
+
+def test_without_a_prompt_there_is_no_other_one(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["demo-draft", *FAST]) == 2
+    assert capsys.readouterr().err.startswith("error: no prompt, and nothing on standard input: give --prompt TEXT")
+
+
+def test_several_samples_are_numbered_and_the_seed_makes_them_again(capsys):
+    flags = ["demo-draft", "--prompt", "A", "--n", "2", "--max-model-len", "128", "--max-tokens", "8"]
+    assert main([*flags, "--stats"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("[1/2]\nA")
+    assert out.count("[2/2]\nA") == 1
+    seed = re.search(r"^seeds +(\d+)$", err, re.MULTILINE)[1]
+    assert run(capsys, *flags, "--seed", seed) == out
 
 
 def test_stats_tell_what_the_engine_did(capsys):
@@ -222,12 +253,18 @@ def test_a_bad_folder_is_one_sentence_and_exit_code_2(capsys, folder, spoil, wor
         (["--scheduling-policy", "lifo"], ["scheduling_policy", "lifo", "fcfs"]),
         (["--num-pages", "1000000000"], ["num_pages", "1000000000", "GiB", "memory_utilization"]),
         (["--prompt-file", "no/such/file"], ["no/such/file"]),
+        (["--tokenizer", "x"], ["--tokenizer is not a flag of jaxinfer generate"]),
+        (["--kv-cache-bytes", "1000"], ["kv_cache_bytes = 1000 holds 0 of the 32 pages", "set "]),
+        (["--memory-utilization", "0.000001"], ["1e-06 x", "it fits with memory_utilization = 0.01"]),
         (["--model", "no/such/folder/at/all"], ["no/such/folder/at/all"]),
     ],
 )
-def test_bad_arguments_are_one_sentence_and_exit_code_2(capsys, arguments, words):
-    assert main(["--model", "demo-draft", *arguments]) == 2
-    error = capsys.readouterr().err.strip()
+def test_bad_arguments_are_one_sentence_and_exit_code_2(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr("sys.stdin", io.StringIO("A"))
+    assert main(["demo-draft", *arguments]) == 2
+    captured = capsys.readouterr()
+    error = captured.err.strip()
+    assert captured.out == ""
     assert len(error.splitlines()) == 1
     for word in words:
         assert word in error

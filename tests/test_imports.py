@@ -19,6 +19,7 @@ IMPORTED_AS = {
     "opentelemetry-sdk": "opentelemetry",
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
     "pyyaml": "yaml",
+    "fastapi-swagger": "fastapi_swagger",
     "orbax-checkpoint": "orbax",
 }
 DECLARED = {"jax", "flax", "jaxtyping", "numpy", "safetensors", "tokenizers", "rich"}
@@ -56,7 +57,7 @@ def test_the_rules_allow_the_design(tmp_path: pathlib.Path) -> None:
         "jaxinfer/engine/execution/step.py": "from flax import linen\nfrom jaxinfer import kv, types",
         "jaxinfer/text/tokenizer.py": "import tokenizers\nfrom jaxinfer.types import SamplingParams",
         "jaxinfer/llm.py": "from jaxinfer.text.tokenizer import Tokenizer\nfrom jaxinfer.engine.execution import step",
-        "jaxinfer/generate.py": "import rich\nfrom jaxinfer.llm import LLM\ndef f():\n    import tokenizers",
+        "jaxinfer/terminal/complete.py": "import rich\nfrom jaxinfer.llm import LLM\ndef f():\n    import tokenizers",
         "pallas_kernels/kv_write/api.py": "import jax",
         "tools/a.py": "import torch\ndef f():\n    from jaxinfer import llm",
         "benchmarks/a.py": "from pallas_kernels import kv_write",

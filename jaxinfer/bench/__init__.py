@@ -1,1 +1,1 @@
-"""Load on a server, and what its users see of it: ``python -m jaxinfer.bench serve``. No jax."""
+"""Load on a server, and what its users see of it: ``jaxinfer bench serve``. No jax."""

@@ -1,4 +1,4 @@
-"""``python -m jaxinfer.bench serve``."""
+"""``jaxinfer bench serve``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ from rich.console import Console
 
 from jaxinfer.bench import self_test, serve
 from jaxinfer.bench.datasets import DatasetError
-from jaxinfer.bench.options import OptionsError, parse
+from jaxinfer.bench.options import OptionsError
 from jaxinfer.bench.plot import PlotError
 from jaxinfer.bench.target import TargetError
 from jaxinfer.bench.traces import TraceError
+from jaxinfer.cli.app import run as run_command
 
+PIPED_WIDTH = 200  # characters: where nobody said how wide it is, no table is cut
 ERRORS = (OptionsError, TargetError, DatasetError, TraceError, PlotError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1: nothing succeeded, or with --strict the generator was the bottleneck; 2 and one sentence on stderr: it
-    cannot be measured; 130: interrupted, after what there is was reported."""
+    """The command; see `run`."""
+    return run_command("bench", arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """0; 1: nothing succeeded; 2 and one sentence on stderr: it cannot be measured; 3: the generator was the
+    bottleneck, and the figures are its own; 130: interrupted, after what there is was reported."""
     try:
-        return asyncio.run(_command(parse(arguments)))
+        return asyncio.run(_command(options))
     except ERRORS as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
@@ -32,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _command(options: argparse.Namespace) -> int:
-    report = Console()
+    report = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     return await (self_test.measure(report) if options.self_test else serve.measure(options, report))
 
 

@@ -1,4 +1,4 @@
-"""The options of ``python -m jaxinfer.bench serve``."""
+"""The options of ``jaxinfer bench serve``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jaxinfer.bench.datasets import DATASETS, Lengths
 from jaxinfer.bench.figures import MS, Goals
 from jaxinfer.bench.http_target import PATHS
+from jaxinfer.cli.parser import Parser
 
 SCHEMES = ("grpc", "grpcs", "http", "https")
 DEFAULT_REQUESTS, DEFAULT_USERS, DEFAULT_SWEEP_SECONDS = 200, 8, 20.0
@@ -21,21 +22,24 @@ class OptionsError(ValueError):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """
-    Raises:
-        OptionsError: they contradict each other.
-        SystemExit: argparse's, for what it refuses itself and for --help.
-    """
-    parser = argparse.ArgumentParser(prog="python -m jaxinfer.bench", description="Load on a server, and what comes.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="measure a server", description=_DESCRIPTION)
+    """The options; those that contradict each other end the command with a sentence, as the parser's own errors do."""
+    parser = Parser("jaxinfer bench", _DESCRIPTION, _EXAMPLES, _COMMON)
+    parser.add_argument("command", nargs="?", choices=("serve",), metavar="serve", help="measure a server")
     for add in (_target, _load, _sweep, _dataset, _report):
-        add(serve)
-    options = parser.parse_args(arguments)
-    _check(options)
+        add(parser)
+    options: argparse.Namespace = parser.parse_args(arguments)
+    try:
+        _check(options)
+    except OptionsError as error:
+        parser.refuse(str(error))
     return options
 
 
+_COMMON = ("target", "concurrency", "request_rate", "num_requests", "duration", "sweep", "goodput", "out", "plot")
+_EXAMPLES = (
+    "jaxinfer bench serve --target grpc://localhost:50051 --concurrency 16 --num-requests 500",
+    "jaxinfer bench serve --target http://localhost:8000 --sweep --goodput ttft:200 tpot:50 --plot knee.png",
+)
 _DESCRIPTION = "Put load on a server and report what its users see. docs/load_testing.md says how to read it."
 
 
@@ -97,8 +101,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft:200 tpot:50 e2e:5000")
     group.add_argument("--out", type=pathlib.Path, help="JSON lines: settings, each request, figures")
-    group.add_argument("--plot", type=pathlib.Path, help="PNG: throughput against latency")
-    group.add_argument("--strict", action="store_true", help="exit code 1 if the generator was the bottleneck")
+    group.add_argument("--plot", type=pathlib.Path, help="PNG: latencies and throughput over the rate")
     group.add_argument("--max-lateness", type=_positive, default=10.0, help="ms at p99, of sending (default 10)")
     group.add_argument("--max-lag", type=_positive, default=10.0, help="ms at p99, of the event loop (default 10)")
     group.add_argument(

@@ -1,4 +1,4 @@
-"""Throughput against latency, as a picture."""
+"""Latencies and throughput over the offered rate, as a picture."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.bench.sweep import Knee
+
+Points = Sequence[Mapping[str, Any]]
+NARROW = 4.0  # of values that reach less far, the ticks are at even steps
+MARGIN = 1.5  # of latencies: where all are nearly equal, no noise fills the panel
 
 
 class PlotError(RuntimeError):
@@ -23,45 +27,83 @@ def check() -> None:
         raise PlotError("--plot needs matplotlib: pip install 'jaxinfer[bench]'")
 
 
-def draw(path: pathlib.Path, points: Sequence[Mapping[str, Any]], knee: Knee | None, title: str) -> None:
-    """One picture: TTFT and TPOT (p50 and p99) over output tokens a second, and the knee.
+def draw(path: pathlib.Path, points: Points, knee: Knee | None, header: Mapping[str, str]) -> None:
+    """One picture: TTFT and TPOT (p50 and p99) and output tokens a second over the rate, and the knee.
 
     Args:
-        points: `figures.summary` of each run, with its ``rate``.
+        points: `figures.summary` of each run, with its ``rate``; hollow are those that have ``breaks``.
+        header: what was run, above the picture.
     """
     # matplotlib is optional, and slow to load: only those who draw need it
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    completed = sorted((point for point in points if point["completed"]), key=lambda p: p["rate"] or 0)
-    figure = Figure(figsize=(8, 8), layout="constrained")
+    points = sorted(points, key=offered)
+    figure = Figure(figsize=(8, 10), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 1, sharex=True)
-    for axis, name in zip(axes, ("ttft", "tpot"), strict=True):
-        _panel(axis, completed, name)
-        _mark(axis, completed, knee)
-        axis.legend()
-    figure.suptitle(title)
-    axes[-1].set_xlabel("output tokens / s")
+    axes = figure.subplots(3, 1, sharex=True)
+    for axis, name in zip(axes, ("ttft", "tpot"), strict=False):
+        _latencies(axis, [point for point in points if point["latency"][name]], name)
+    _throughput(axes[2], points)
+    for axis in axes:
+        _finish(axis, knee)
+    _ticks(axes[2].xaxis, [offered(point) for point in points])
+    axes[2].set_xlabel("offered requests/s (hollow: does not hold)")
+    figure.suptitle("\n".join(header.values()), fontsize=9, x=0.02, ha="left")
     figure.savefig(path, dpi=120, format="png")
 
 
-def _panel(axis: Any, points: Sequence[Mapping[str, Any]], name: str) -> None:
-    for percentile in ("p50", "p99"):
-        having = [point for point in points if point["latency"][name]]
-        rates = [point["output_tokens_per_second"] for point in having]
-        axis.plot(rates, [point["latency"][name][percentile] * 1e3 for point in having], "o-", label=percentile)
-    for point in points:
-        found = point["latency"][name]
-        if found and point["rate"] is not None:
-            place = (point["output_tokens_per_second"], found["p99"] * 1e3)
-            axis.annotate(f"{point['rate']:.3g}/s", place, textcoords="offset points", xytext=(4, 4), fontsize=7)
-    axis.set_ylabel(f"{name.upper()}, ms")
+def offered(point: Mapping[str, Any]) -> float:
+    """Requests a second that came; in a closed loop or a trace those that were answered."""
+    rate = point["rate"]
+    return float(point["requests_per_second"] if rate is None or rate == float("inf") else rate)
+
+
+def _latencies(axis: Any, points: Points, name: str) -> None:
     axis.set_yscale("log")
+    values = {each: [1e3 * point["latency"][name][each] for point in points] for each in ("p50", "p99")}
+    for percentile, found in values.items():
+        _line(axis, points, found, percentile)
+    both = [value for found in values.values() for value in found if value > 0]
+    if both:
+        axis.set_ylim(min(both) / MARGIN, max(both) * MARGIN)
+    _ticks(axis.yaxis, both)
+    axis.set_ylabel(f"{name.upper()}, ms")
+
+
+def _throughput(axis: Any, points: Points) -> None:
+    axis.set_xscale("log")
+    _line(axis, points, [point["output_tokens_per_second"] for point in points], "output")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("output tokens/s")
+
+
+def _line(axis: Any, points: Points, values: Sequence[float], label: str) -> None:
+    """A line through all points; markers are filled where the rate holds."""
+    rates = [offered(point) for point in points]
+    (line,) = axis.plot(rates, values, "-", label=label)
+    colours = ["none" if point.get("breaks") else line.get_color() for point in points]
+    axis.scatter(rates, values, facecolors=colours, edgecolors=line.get_color(), zorder=3)
+
+
+def _finish(axis: Any, knee: Knee | None) -> None:
+    if knee is not None and knee.holds is not None and knee.breaks is not None and not knee.doubted:
+        axis.axvline(knee.holds, linestyle="--", color="grey", label=f"knee: {knee.holds:.3g}/s")
     axis.grid(alpha=0.3)
+    axis.legend()
 
 
-def _mark(axis: Any, points: Sequence[Mapping[str, Any]], knee: Knee | None) -> None:
-    at = [p["output_tokens_per_second"] for p in points if knee is not None and p["rate"] == knee.holds]
-    for rate in at:
-        axis.axvline(rate, linestyle="--", color="grey", label="knee")
+def _ticks(axis: Any, values: Sequence[float]) -> None:
+    """Plain numbers, 600 rather than a power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    narrow = bool(values) and max(values) < NARROW * min(values)
+    axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]) if narrow else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plain(value: float) -> str:
+    """A number as one says it: 0.25, 600, 12,000."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import math
 import pathlib
 import ssl
 from collections.abc import Awaitable, Iterator
@@ -17,13 +16,14 @@ import numpy as np
 from rich.console import Console
 
 from jaxinfer.bench import datasets, plot, table
-from jaxinfer.bench.arrivals import arrivals
 from jaxinfer.bench.datasets import DATASETS, Asked, DatasetError
 from jaxinfer.bench.drive import Driver, Prepared
 from jaxinfer.bench.figures import MS, Goals, summary
 from jaxinfer.bench.grpc_target import GrpcTarget
+from jaxinfer.bench.header import header
 from jaxinfer.bench.http_target import HttpTarget
-from jaxinfer.bench.options import DEFAULT_REQUESTS, DEFAULT_SWEEP_SECONDS, DEFAULT_USERS, OptionsError, goals
+from jaxinfer.bench.load import Load
+from jaxinfer.bench.options import DEFAULT_USERS, OptionsError, goals
 from jaxinfer.bench.progress import Progress
 from jaxinfer.bench.prompts import Words, tokens_per_word, usable_ids
 from jaxinfer.bench.raw import RawFile
@@ -31,45 +31,10 @@ from jaxinfer.bench.sweep import Knee, Search
 from jaxinfer.bench.target import Access, Item, Sampling, Served, Target
 from jaxinfer.bench.watch import Bounds, Watch
 
-OK, BAD_RUN, INTERRUPTED = 0, 1, 130
+OK, NOTHING_SUCCEEDED, OF_THE_GENERATOR, INTERRUPTED = 0, 1, 3, 130
+"""Exit codes; 2, that it cannot be measured, is `main`'s."""
+MOST_FAILED = 0.01  # share of the requests, of a rate that holds
 WARMUP_ROUND = 1 << 20  # requests of the warm-up are none of any run
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """Arrival of requests: one of ``rate`` (requests a second), ``speed`` (of a trace) and ``users`` is not None."""
-
-    rate: float | None = None
-    speed: float | None = None
-    users: int | None = None
-    burstiness: float = 1.0
-    requests: int | None = None
-    duration: float | None = None
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Load:
-        load = cls(None, options.speed, None, options.burstiness, options.num_requests, options.duration)
-        limited = options.num_requests or options.duration
-        if options.sweep:
-            rate = options.request_rate or 1.0
-            return dataclasses.replace(load, rate=rate, duration=options.duration if limited else DEFAULT_SWEEP_SECONDS)
-        if not limited:
-            load = dataclasses.replace(load, requests=DEFAULT_REQUESTS)
-        if options.request_rate or options.speed:
-            return dataclasses.replace(load, rate=options.request_rate)
-        return dataclasses.replace(load, users=options.concurrency or DEFAULT_USERS)
-
-    def due(self, items: Iterator[Item], rng: np.random.Generator) -> Iterator[tuple[float, Item]]:
-        """Items of the open loop with the seconds at which they are due."""
-        end = math.inf if self.duration is None else self.duration
-        within = itertools.takewhile(lambda each: each[0] < end, self._timed(items, rng))
-        return itertools.islice(within, self.requests)
-
-    def _timed(self, items: Iterator[Item], rng: np.random.Generator) -> Iterator[tuple[float, Item]]:
-        if self.rate is not None:
-            return zip(arrivals(self.rate, self.burstiness, rng), items, strict=False)
-        assert self.speed is not None
-        return ((item.due / self.speed, item) for item in items if item.due is not None)
 
 
 class Session:
@@ -164,21 +129,30 @@ class Session:
             figures = await self.run(dataclasses.replace(load, rate=rate), raw)
             figures["breaks"] = self._breaks(figures)
             if self.interrupted:
-                return known(self.runs[:-1])
+                return judged(known(self.runs[:-1]), self.runs)
             try:
                 rate = search.send(figures["breaks"] is None)
             except StopIteration as found:
-                knee: Knee = found.value
-                return knee
+                return judged(found.value, self.runs)
 
     def _breaks(self, figures: dict[str, Any]) -> str | None:
         """Why a rate does not hold; None: it does."""
         options, good, keeping = self.options, figures["goodput"], figures["keeping_up"]
-        if figures["completed"] < 0.99 * figures["requests"]:
-            return "errors"
+        failed = figures["requests"] - figures["completed"]
+        if failed > MOST_FAILED * figures["requests"]:
+            example = itertools.islice(figures["error_examples"].values(), 1)
+            return ": ".join((f"{failed} of {figures['requests']} failed", *example))
         if good is not None and good["share"] < options.good_share:
-            return "goals"
-        return "queue grows" if keeping is not None and keeping < options.keep_up else None
+            return f"goodput {below(good['share'], options.good_share)}"
+        if keeping is not None and keeping < options.keep_up:
+            return f"keeps up {below(keeping, options.keep_up)}"
+        return None
+
+
+def below(share: float, bound: float) -> str:
+    """``85 % < 90 %``, with as many digits as it takes to see that it is less."""
+    digits = next(each for each in range(9) if round(100 * share, each) < round(100 * bound, each) or each == 8)
+    return f"{100 * share:.{digits}f} % < {100 * bound:.{digits}f} %"
 
 
 def lowest_rate(duration: float | None) -> float:
@@ -191,6 +165,12 @@ def known(runs: list[dict[str, Any]]) -> Knee:
     holding = [run["rate"] for run in runs if run["breaks"] is None]
     broke = [run["rate"] for run in runs if run["breaks"] is not None]
     return Knee(max(holding, default=None), min(broke, default=None))
+
+
+def judged(knee: Knee, runs: list[dict[str, Any]]) -> Knee:
+    """The same, doubted if at one of its two rates the generator was the bottleneck."""
+    doubted = {run["rate"] for run in runs if run["generator"]["doubts"]}
+    return dataclasses.replace(knee, doubted=not doubted.isdisjoint((knee.holds, knee.breaks)))
 
 
 async def _cut_short(work: Awaitable[None]) -> bool:
@@ -256,29 +236,28 @@ async def measure(options: argparse.Namespace, report: Console) -> int:
     if options.plot is not None:
         plot.check()
     session = await Session.open(options)
+    load = Load.of(options)
+    head = header(options, session.served, load)
+    table.show_header(report, head)
     with _raw(options) as raw:
         if raw is not None:
             raw.header(options, session.served, datasets.describe(session.asked))
         await session.warm_up()
-        knee = None if session.interrupted else await _runs(session, raw, report)
+        knee = None if session.interrupted else await _runs(session, load, raw, report)
         if raw is not None:
             raw.end({"interrupted": session.interrupted, "knee": None if knee is None else dataclasses.asdict(knee)})
     await session.target.close()
     if options.plot is not None and session.runs:
-        plot.draw(options.plot, session.runs, knee, f"{session.served.model} at {options.target}")
-    return _exit_code(session)
+        plot.draw(options.plot, session.runs, knee, head)
+    return _exit_code(session, knee)
 
 
-async def _runs(session: Session, raw: RawFile | None, report: Console) -> Knee | None:
-    load = Load.of(session.options)
+async def _runs(session: Session, load: Load, raw: RawFile | None, report: Console) -> Knee | None:
     if not session.options.sweep:
         table.show(report, await session.run(load, raw))
         return None
     knee = await session.sweep(load, raw)
     table.show_sweep(report, session.runs, knee)
-    for run in session.runs:
-        for doubt in run["generator"]["doubts"]:
-            report.print(f"at {run['rate']:.3g}/s {table.BOTTLENECK}: {doubt}", highlight=False)
     return knee
 
 
@@ -295,9 +274,10 @@ def _raw(options: argparse.Namespace) -> Iterator[RawFile | None]:
         yield RawFile(file)
 
 
-def _exit_code(session: Session) -> int:
+def _exit_code(session: Session, knee: Knee | None) -> int:
     if session.interrupted:
         return INTERRUPTED
-    doubted = any(run["generator"]["doubts"] for run in session.runs)
-    nothing = not any(run["completed"] for run in session.runs)
-    return BAD_RUN if nothing or (session.options.strict and doubted) else OK
+    if not any(run["completed"] for run in session.runs):
+        return NOTHING_SUCCEEDED
+    doubted = knee.doubted if knee is not None else bool(session.runs[-1]["generator"]["doubts"])
+    return OF_THE_GENERATOR if doubted else OK

@@ -13,10 +13,12 @@ class Knee:
     Attributes:
         holds: the highest one that held; None: not even the lowest that was tried.
         breaks: the lowest one that did not; None: none was found up to the limit.
+        doubted: at one of the two the generator was the bottleneck: it says nothing of the server.
     """
 
     holds: float | None
     breaks: float | None
+    doubted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

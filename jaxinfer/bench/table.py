@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.table import Table
 from jaxinfer.bench.sweep import Knee
 
 BOTTLENECK = "the generator was the bottleneck"
+MARK = "*"
 _LATENCIES = {
     "ttft": "TTFT, from when due",
     "ttft_sent": "TTFT, from when sent",
@@ -22,13 +24,19 @@ _LATENCIES = {
 }
 
 
+def show_header(console: Console, lines: Mapping[str, str]) -> None:
+    """Print what was run, before it is."""
+    for name, words in lines.items():
+        console.print(f"{name:<14}{words}", markup=False, highlight=False)
+
+
 def show(console: Console, figures: Mapping[str, Any]) -> None:
     """Print one run."""
     console.print(_latencies(figures["latency"]))
     for line in _lines(figures):
         console.print(line, highlight=False)
-    for doubt in figures["generator"]["doubts"]:
-        console.print(f"[bold red]{BOTTLENECK}: {doubt}[/]", highlight=False)
+    if doubts := figures["generator"]["doubts"]:
+        console.print(f"[bold red]{BOTTLENECK}, and the figures are its own: {'; '.join(doubts)}[/]", highlight=False)
 
 
 def _latencies(latency: Mapping[str, Any]) -> Table:
@@ -98,14 +106,16 @@ def _generator(found: Mapping[str, Any]) -> list[str]:
 
 def show_sweep(console: Console, points: Sequence[Mapping[str, Any]], knee: Knee) -> None:
     """Print all rates of a sweep, and the knee."""
-    table = Table()
-    heads = ("rate", "requests/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "keeps up", "good")
-    for name in (*heads, "holds"):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    heads = ("rate", "done/s", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "keeps up", "good")
+    for name in heads:
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_column("holds", overflow="fold")
     for point in sorted(points, key=lambda each: each["rate"]):
         table.add_row(*_point(point))
     console.print(table)
-    console.print(_knee(knee), highlight=False)
+    for line in (*_marked(points), _knee(knee)):
+        console.print(line, markup=False, highlight=False)
 
 
 def _point(point: Mapping[str, Any]) -> list[str]:
@@ -113,17 +123,33 @@ def _point(point: Mapping[str, Any]) -> list[str]:
     cells = [f"{found[each] * 1e3:.1f}" if found else "-" for found in times for each in ("p50", "p99")]
     keeping, good = point["keeping_up"], point["goodput"]
     return [
-        f"{point['rate']:.3g}",
+        f"{point['rate']:.3g}{MARK if point['generator']['doubts'] else ''}",
         f"{point['requests_per_second']:.2f}",
         f"{point['output_tokens_per_second']:.0f}",
         *cells,
         "-" if keeping is None else f"{keeping:.0%}",
         "-" if good is None else f"{good['share']:.0%}",
-        point["breaks"] or "yes",
+        "yes" if point["breaks"] is None else f"no: {point['breaks']}",
     ]
 
 
+def _marked(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Explain the mark, once, by the rate at which it was worst."""
+    marked = [point for point in points if point["generator"]["doubts"]]
+    if not marked:
+        return []
+    worst = max(marked, key=lambda point: _lateness(point["generator"]))
+    doubts = "; ".join(worst["generator"]["doubts"])
+    return [f"{MARK} {BOTTLENECK} at {len(marked)} of {len(points)} rates; at {worst['rate']:.3g}/s {doubts}"]
+
+
+def _lateness(generator: Mapping[str, Any]) -> float:
+    return max((found["p99"] for name in ("lateness", "loop_lag") if (found := generator[name])), default=0.0)
+
+
 def _knee(knee: Knee) -> str:
+    if knee.doubted:
+        return "no knee is claimed: where it would be, the figures are the generator's (run it on other cores)"
     if knee.holds is None:
         return f"no rate held, down to {knee.breaks:.3g} requests/s"
     if knee.breaks is None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
 from jaxinfer.client.batch import Batch
-from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, connection
+from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, checked_target, connection
+from jaxinfer.client.diagnosis import Explain, explainer
 from jaxinfer.client.errors import Cancelled, DeadlineExceeded, Truncated, Unavailable, from_status
 from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
 from jaxinfer.client.requests import (
@@ -41,6 +42,9 @@ from jaxinfer.client.results import (
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10
+
 _RECONNECT_SECONDS = 0.1
 
 
@@ -66,6 +70,7 @@ class AsyncClient:
         keepalive: float | None = 30.0,
     ) -> None:
         """Connects at the first call. Arguments and errors: see `jaxinfer.client.Client`."""
+        target = checked_target(target)
         link = connection(api_key, tls, retry, keepalive)
         if link.credentials is None:
             self._channel = grpc.aio.insecure_channel(target, link.options)
@@ -73,7 +78,12 @@ class AsyncClient:
             self._channel = grpc.aio.secure_channel(target, link.credentials, link.options)
         self._stub = InferenceStub(self._channel)
         self._metadata = link.metadata
+        self._shown = f"<{type(self).__name__} {target}{'' if link.credentials is None else ', TLS'}>"
+        self._explain = explainer(target, tls)
         self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return self._shown
 
     async def close(self) -> None:
         """Ends the connection, and every call that is still open."""
@@ -137,7 +147,7 @@ class AsyncClient:
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests_async(prompts), **self._settings(timeout))
         try:
-            with _translated():
+            async with _translated(self._explain):
                 async for response in call:
                     if (item := batch.take(response)) is not None:
                         yield item
@@ -157,7 +167,7 @@ class AsyncClient:
     ) -> list[int]:
         """The token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
-        with _translated():
+        async with _translated(self._explain):
             return list((await self._stub.Tokenize(request, **self._settings(timeout))).token_ids)
 
     async def detokenize(
@@ -170,29 +180,29 @@ class AsyncClient:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        with _translated():
+        async with _translated(self._explain):
             return (await self._stub.Detokenize(request, **self._settings(timeout))).text
 
     async def score(
         self,
         prompt: str | None = None,
+        continuations: Sequence[str | Sequence[int]] = (),
         *,
         token_ids: Sequence[int] | None = None,
         messages: Sequence[ChatMessage] | None = None,
-        continuations: Sequence[str | Sequence[int]],
         timeout: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[Scored]:
         """Log probabilities of each continuation behind the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
-        with _translated():
+        async with _translated(self._explain):
             response = await self._stub.Score(request, **self._settings(timeout))
         return [read_scored(item) for item in response.scored]
 
     async def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
         """Describe the served model, with its defaults and limits."""
         request = pb.GetModelInfoRequest(model=model)
-        with _translated():
+        async with _translated(self._explain):
             return read_model_info(await self._stub.GetModelInfo(request, **self._settings(timeout)))
 
     async def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
@@ -202,7 +212,7 @@ class AsyncClient:
             NotFound: the server does not know the service.
         """
         check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
-        with _translated():
+        async with _translated(self._explain):
             return read_health(await check(health_request(service), **self._settings(timeout)))
 
     async def wait_ready(self, timeout: float | None = None) -> None:
@@ -210,30 +220,34 @@ class AsyncClient:
 
         Raises:
             DeadlineExceeded: it is not ready after ``timeout`` seconds.
+            Incompatible: it never will be, for this client.
         """
         seconds = self._timeout if timeout is None else timeout
         try:
-            async with asyncio.timeout(seconds):
-                while not await self._watched_ready():
-                    await asyncio.sleep(_RECONNECT_SECONDS)
-        except TimeoutError:
+            await asyncio.wait_for(self._until_ready(), seconds)
+        except asyncio.TimeoutError:  # in Python 3.10 it is not the built-in one
             raise DeadlineExceeded(f"not ready after {seconds} s", grpc.StatusCode.DEADLINE_EXCEEDED) from None
+
+    async def _until_ready(self) -> None:
+        while not await self._watched_ready():
+            await asyncio.sleep(_RECONNECT_SECONDS)
 
     async def _watched_ready(self) -> bool:
         """False: the server ended the watch before it was ready."""
         watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
-        call = watch(health_request(READINESS), metadata=self._metadata, wait_for_ready=True)
+        call = watch(health_request(READINESS), metadata=self._metadata)
         try:
-            with contextlib.suppress(Unavailable), _translated():
-                async for response in call:
-                    if read_health(response) is Health.SERVING:
-                        return True
+            with contextlib.suppress(Unavailable):
+                async with _translated(self._explain):
+                    async for response in call:
+                        if read_health(response) is Health.SERVING:
+                            return True
             return False
         finally:
             call.cancel()
 
     def _open(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncStream:
-        return AsyncStream(self._stub.Generate(request, **self._settings(timeout)))
+        return AsyncStream(self._stub.Generate(request, **self._settings(timeout)), self._explain)
 
     def _settings(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": self._timeout if timeout is None else timeout, "metadata": self._metadata}
@@ -251,8 +265,8 @@ class AsyncStream:
     Iterating raises `ServerError` where the call fails, `Truncated` where it ends too soon.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, explain: Explain) -> None:
+        self._call, self._explain = call, explain
         self._answer = Answer()
 
     async def __aenter__(self) -> AsyncStream:
@@ -313,7 +327,7 @@ class AsyncStream:
         try:
             response = await self._call.read()
         except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-            raise _translation(error) from error
+            raise await _translation(error, self._explain) from error
         if response is grpc.aio.EOF:
             if self._answer.usage is None:
                 raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
@@ -321,19 +335,19 @@ class AsyncStream:
         return response
 
 
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _translated(explain: Explain) -> AsyncIterator[None]:
     try:
         yield
     except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-        raise _translation(error) from error
+        raise await _translation(error, explain) from error
 
 
-def _translation(error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
+async def _translation(error: grpc.aio.AioRpcError | asyncio.CancelledError, explain: Explain) -> BaseException:
     """grpc.aio tells of a cancelled call as if the task had been cancelled: only the task knows whether it was."""
     if isinstance(error, grpc.aio.AioRpcError):
-        return from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        return error
-    return Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)
+        found = from_status(error.code(), error.details() or "", error.trailing_metadata() or ())
+        return await asyncio.to_thread(explain, found) if isinstance(found, Unavailable) else found
+    # Python 3.10 cannot tell, and a cancelled task must not go on.
+    cancelling = getattr(asyncio.current_task(), "cancelling", lambda: True)
+    return error if cancelling() else Cancelled("the call was cancelled", grpc.StatusCode.CANCELLED)

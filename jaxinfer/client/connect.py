@@ -115,6 +115,17 @@ def connection(api_key: str | None, tls: bool | TLS, retry: RetryPolicy | None, 
     )
 
 
+def checked_target(target: str) -> str:
+    """``target`` as gRPC resolves it; ``grpc://`` is taken off.
+
+    Raises:
+        ValueError: it is an address of another protocol.
+    """
+    if target.startswith(("http://", "https://", "grpcs://")):
+        raise ValueError(f"{target=} must be HOST:PORT of the gRPC door (by default localhost:50051); tls= encrypts")
+    return target.removeprefix("grpc://")
+
+
 def _retry_options(retry: RetryPolicy | None) -> list[tuple[str, str | int]]:
     if retry is None:
         return [("grpc.enable_retries", 0)]

@@ -69,6 +69,11 @@ class Unavailable(ServerError):
     """No connection, or the server is starting, draining, or has lost its engine: worth another try."""
 
 
+class Incompatible(ServerError):
+    """Client and server do not find to each other: one has TLS and the other has not, a certificate is not accepted,
+    or it is the port of another protocol. Another try would end the same."""
+
+
 class DeadlineExceeded(ServerError):
     """The time-out of the call has passed."""
 

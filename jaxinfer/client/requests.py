@@ -54,6 +54,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     skip_special_tokens: bool | None
+    max_draft_tokens: int | None
 
 
 class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):

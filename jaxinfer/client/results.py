@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from jaxinfer.brief import Brief
 from jaxinfer.client.errors import ServerError, Truncated
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
@@ -79,8 +80,8 @@ class Usage:
     cached_tokens: int
 
 
-@dataclasses.dataclass
-class Output:
+@dataclasses.dataclass(repr=False)
+class Output(Brief):
     """One of the ``n`` outputs: its deltas put together. ``finish_reason`` None: the stream has not got there."""
 
     text: str = ""
@@ -90,8 +91,8 @@ class Output:
     stop_reason: int | str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Completion(Brief):
     """A whole answer. ``text``, ``token_ids`` and ``finish_reason`` are those of the first output.
 
     Attributes:
@@ -140,8 +141,8 @@ class BatchItem:
         return self.completion
 
 
-@dataclasses.dataclass(frozen=True)
-class Scored:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Scored(Brief):
     """A continuation's tokens, the sum of their log probabilities, and whether each is the most likely one."""
 
     tokens: Sequence[TokenLogprob]

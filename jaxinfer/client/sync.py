@@ -6,12 +6,13 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from jaxinfer.client.batch import Batch
-from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, connection
+from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, checked_target, connection
+from jaxinfer.client.diagnosis import Explain, explainer
 from jaxinfer.client.errors import DeadlineExceeded, Truncated, Unavailable, from_call
 from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
 from jaxinfer.client.requests import (
@@ -39,6 +40,9 @@ from jaxinfer.client.results import (
 )
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10
 
 _RECONNECT_SECONDS = 0.1
 
@@ -68,7 +72,7 @@ class Client:
         """Connects at the first call.
 
         Args:
-            target: ``host:port``, ``unix:/path``, or any other name that gRPC resolves.
+            target: ``host:port`` (or ``grpc://host:port``), ``unix:/path``, or any other name that gRPC resolves.
             api_key: sent with each call; without ``tls`` anybody on the way can read it.
             tls: True for the system's certificates.
             timeout: of each call, in seconds (default: none).
@@ -77,8 +81,9 @@ class Client:
 
         Raises:
             OSError: a file of ``tls`` cannot be read.
-            ValueError: ``keepalive`` or ``api_key`` is impossible.
+            ValueError: ``target``, ``keepalive`` or ``api_key`` is impossible.
         """
+        target = checked_target(target)
         link = connection(api_key, tls, retry, keepalive)
         if link.credentials is None:
             self._channel = grpc.insecure_channel(target, link.options)
@@ -86,7 +91,12 @@ class Client:
             self._channel = grpc.secure_channel(target, link.credentials, link.options)
         self._stub = InferenceStub(self._channel)
         self._metadata = link.metadata
+        self._shown = f"<{type(self).__name__} {target}{'' if link.credentials is None else ', TLS'}>"
+        self._explain = explainer(target, tls)
         self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return self._shown
 
     def close(self) -> None:
         """Ends the connection, and every call that is still open."""
@@ -146,7 +156,7 @@ class Client:
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests(prompts), **self._settings(timeout))
         try:
-            with _translated():
+            with _translated(self._explain):
                 for response in call:
                     if (item := batch.take(response)) is not None:
                         yield item
@@ -166,7 +176,7 @@ class Client:
     ) -> list[int]:
         """The token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
-        with _translated():
+        with _translated(self._explain):
             return list(self._stub.Tokenize(request, **self._settings(timeout)).token_ids)
 
     def detokenize(
@@ -179,27 +189,27 @@ class Client:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        with _translated():
+        with _translated(self._explain):
             return self._stub.Detokenize(request, **self._settings(timeout)).text
 
     def score(
         self,
         prompt: str | None = None,
+        continuations: Sequence[str | Sequence[int]] = (),
         *,
         token_ids: Sequence[int] | None = None,
         messages: Sequence[ChatMessage] | None = None,
-        continuations: Sequence[str | Sequence[int]],
         timeout: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[Scored]:
         """Log probabilities of each continuation behind the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
-        with _translated():
+        with _translated(self._explain):
             return [read_scored(item) for item in self._stub.Score(request, **self._settings(timeout)).scored]
 
     def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
         """Describe the served model, with its defaults and limits."""
-        with _translated():
+        with _translated(self._explain):
             return read_model_info(
                 self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model), **self._settings(timeout))
             )
@@ -211,7 +221,7 @@ class Client:
             NotFound: the server does not know the service.
         """
         check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
-        with _translated():
+        with _translated(self._explain):
             return read_health(check(health_request(service), **self._settings(timeout)))
 
     def wait_ready(self, timeout: float | None = None) -> None:
@@ -219,6 +229,7 @@ class Client:
 
         Raises:
             DeadlineExceeded: it is not ready after ``timeout`` seconds.
+            Incompatible: it never will be, for this client.
         """
         seconds = self._timeout if timeout is None else timeout
         end = None if seconds is None else time.monotonic() + seconds
@@ -234,15 +245,15 @@ class Client:
     def _watched_ready(self, timeout: float | None) -> bool:
         """False: the server ended the watch before it was ready."""
         watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
-        call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata, wait_for_ready=True)
+        call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata)
         try:
-            with _translated():
+            with _translated(self._explain):
                 return any(read_health(response) is Health.SERVING for response in call)
         finally:
             call.cancel()
 
     def _open(self, request: pb.GenerateRequest, timeout: float | None) -> Stream:
-        return Stream(self._stub.Generate(request, **self._settings(timeout)))
+        return Stream(self._stub.Generate(request, **self._settings(timeout)), self._explain)
 
     def _settings(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": self._timeout if timeout is None else timeout, "metadata": self._metadata}
@@ -260,8 +271,8 @@ class Stream:
     Iterating raises `ServerError` where the call fails, `Truncated` where it ends too soon.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Any, explain: Explain) -> None:
+        self._call, self._explain = call, explain
         self._answer = Answer()
 
     def __enter__(self) -> Stream:
@@ -318,7 +329,7 @@ class Stream:
         try:
             return next(self._call)
         except grpc.RpcError as error:
-            raise from_call(error) from error
+            raise self._explain(from_call(error)) from error
         except StopIteration:
             if self._answer.usage is None:
                 raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did") from None
@@ -326,8 +337,8 @@ class Stream:
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translated(explain: Explain) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise from_call(error) from error
+        raise explain(from_call(error)) from error

@@ -90,7 +90,8 @@ class AsyncEngine:
 
     Clients put calls into an inbox, which the thread empties between two steps: no lock is held while it steps, and
     without work it sleeps in the inbox. Deltas go to each loop once a step. What a client has not fetched yet is
-    merged, one delta for each sample, so that a slow one costs others nothing and loses no token.
+    merged, one delta for each sample, so that a slow one costs others nothing and loses no token. Where the engine
+    does not run, all that asks it raises EngineDeadError.
 
     ```
     async with AsyncEngine(engine) as served:
@@ -117,11 +118,7 @@ class AsyncEngine:
     # ---- life
 
     def start(self) -> None:
-        """Begin to serve.
-
-        Raises:
-            EngineDeadError: it was started before.
-        """
+        """Begin to serve. Raises EngineDeadError if it was started before."""
         if self._thread is not None:
             raise EngineDeadError("the engine was started before")
         self._thread = threading.Thread(target=self._main, name="jaxinfer-engine", daemon=True)
@@ -159,11 +156,7 @@ class AsyncEngine:
                 yield delta
 
     async def submit(self, request: Request) -> Stream:
-        """`generate` in two steps: what is refused is refused here, before the first delta. Use it with ``async with``.
-
-        Raises:
-            RequestError, QueueFullError, EngineDeadError: see `generate`.
-        """
+        """`generate` in two steps: raises here, before the first delta. Use it with ``async with``."""
         stream = Stream(request, asyncio.get_running_loop(), self.detach)
         try:
             await asyncio.wrap_future(self.attach(stream))
@@ -173,10 +166,8 @@ class AsyncEngine:
         return stream
 
     def attach(self, feed: Feed) -> concurrent.futures.Future[None]:
-        """Submit ``feed.request``: its deltas go to ``feed.outlet``. The future fails as `submit` does.
-
-        Where the queue is full it has failed already: under overload nobody waits for the end of a step to be refused.
-        """
+        """Submit ``feed.request``, deltas go to ``feed.outlet``. The future fails as `submit` does, at once where the
+        queue is full: under overload nobody waits for the end of a step to be refused."""
         try:
             with self._counting:
                 if self._closed is None:
@@ -191,7 +182,6 @@ class AsyncEngine:
         return future
 
     def _joined(self, _: concurrent.futures.Future[None]) -> None:
-        """Added, refused, or given up before."""
         with self._counting:
             self._joining -= 1
 
@@ -200,11 +190,7 @@ class AsyncEngine:
         self._post(functools.partial(self._forget, feed))
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its samples; its stream gets a last delta that says so. Unknown ids are ignored.
-
-        Raises:
-            EngineDeadError: the engine does not run.
-        """
+        """End a request, or one of its samples; its stream gets a last delta that says so. Unknown ids are ignored."""
         await self._ask(functools.partial(self._abort, request_id, index))
 
     # ---- questions
@@ -214,12 +200,7 @@ class AsyncEngine:
         return await self._ask(self._engine.stats)
 
     def stats_now(self, timeout: float | None = None) -> EngineStats:
-        """`stats` for a thread without an event loop; ``timeout`` in seconds.
-
-        Raises:
-            TimeoutError: no step ended in time.
-            EngineDeadError: the engine does not run.
-        """
+        """`stats` for a thread without an event loop; TimeoutError if no step ends within ``timeout`` seconds."""
         return self._post(self._engine.stats).result(timeout)
 
     async def reset_prefix_cache(self) -> int:
@@ -334,11 +315,7 @@ class AsyncEngine:
 
 
 class Stream(DeltaStream):
-    """A stream whose reader is on an event loop of the engine's own process. Obtained from `AsyncEngine.submit`.
-
-    Attributes:
-        running: samples that have not ended; the engine thread's.
-    """
+    """A stream whose reader is on an event loop of the engine's own process: a `Feed`, from `AsyncEngine.submit`."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop, leave: Callable[[Stream], None]) -> None:
         super().__init__(request, leave)

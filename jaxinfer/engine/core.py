@@ -18,7 +18,7 @@ from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
-from jaxinfer.spec import Drafter, NgramDrafter
+from jaxinfer.spec import Bounded, make_drafter
 from jaxinfer.types import Request, SequenceDelta
 from jaxinfer.validate import SamplingLimits
 
@@ -52,11 +52,7 @@ class EngineCore(Protocol):
         ...
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """Check the queue as `add` would; see `Scheduler.check_room`. From any thread, also while a step runs.
-
-        Raises:
-            QueueFullError: too much is waiting.
-        """
+        """Raise QueueFullError where `add` would; see `Scheduler.check_room`. From any thread, also in a step."""
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -98,12 +94,13 @@ class PlanRunner(Protocol):
 
 
 class EngineLoop:
-    """An `EngineCore` around a runner: plans a step, launches it, reads an earlier one, commits it.
+    """An `EngineCore` (see there) around a runner: plans a step, launches it, reads an earlier one, commits it.
 
     Args:
         kv: holds nothing yet.
         runner: carries the plans out.
         size_classes: prefill sizes with equal bits, see `buckets.next_chunk`; None: each is a class of its own.
+        vocab_size: token ids that drafts may have.
         costs: what decides between swapping and recomputing a preempted sequence.
     """
 
@@ -115,13 +112,16 @@ class EngineLoop:
         *,
         limits: SamplingLimits | None = None,
         size_classes: Mapping[int, int] | None = None,
+        vocab_size: int = 2**31 - 1,
         costs: Costs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self._kv, self._runner = config, kv, runner
         self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
-        self._scheduler = Scheduler(config, kv, classes, drafter=_drafter(config), costs=costs, clock=clock)
+        drafter = make_drafter(config)
+        bounded = None if drafter is None else Bounded(drafter, vocab_size)
+        self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock)
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
@@ -129,7 +129,6 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """See `EngineCore`, as for all methods that are documented there."""
         return self._scheduler.has_work or bool(self._pending)
 
     def add(self, request: Request) -> Request:
@@ -177,14 +176,11 @@ class EngineLoop:
         due = self._pending and (not launched or len(self._pending) > self._ahead)
         before = self._pending.popleft() if due else None
         deltas = self._scheduler.commit(self._runner.read(before))
-        self._time_step(before is not None)
-        return deltas
-
-    def _time_step(self, read: bool) -> None:
-        now = time.monotonic()
-        if read:
-            self._scheduler.stats.step(now - self._last_read)
+        now, since = time.monotonic(), self._last_read
         self._last_read = now
+        if before is not None:
+            self._scheduler.stats.step(now - since)
+        return deltas
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -200,7 +196,7 @@ class EngineLoop:
         return 0
 
     def reset_prefix_cache(self) -> int:
-        return self._kv.reset_prefix_cache()
+        return self._scheduler.reset_prefix_cache()
 
     def check(self) -> None:
         self._scheduler.check()
@@ -219,9 +215,3 @@ def new_kv(engine: ResolvedEngine, windows: tuple[int | None, ...] = (None,)) ->
             prefix_caching=engine.enable_prefix_caching,
         )
     )
-
-
-def _drafter(engine: ResolvedEngine) -> Drafter | None:
-    if engine.speculative is None:
-        return None
-    return NgramDrafter(engine.prompt_lookup_min, engine.prompt_lookup_max)

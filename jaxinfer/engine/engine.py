@@ -46,13 +46,17 @@ class Engine(EngineLoop):
             raise ValueError("an engine runs on one replica: jaxinfer.engine.distributed.replicas makes several")
         model, engine, limits = prepared
         self._executor = make_executor(model, engine, limits, mesh, progress)
-        self.calibration = found = calibration or calibrate(self._executor, engine, model, limits)
+        platform = mesh.devices.flat[0].platform
+        self.calibration = found = calibration or calibrate(self._executor, prepared, platform)
         kv = new_kv(engine, model.cache_spec.windows)
         if not found.exact_resume:
             kv.stop_caching()  # a prompt that goes on within a piece would have other bits
-        runner = Runner(self._executor, engine, limits, kv.tables, model.config.vocab_size, found.prefill_batches)
+        vocab = model.config.vocab_size
+        runner = Runner(self._executor, engine, limits, kv.tables, vocab, found.prefill_batches)
         engine = dataclasses.replace(engine, multi_step=found.multi_step)
-        super().__init__(engine, kv, runner, limits=limits, size_classes=found.size_classes, costs=found.costs)
+        super().__init__(
+            engine, kv, runner, limits=limits, size_classes=found.size_classes, vocab_size=vocab, costs=found.costs
+        )
         ready = contextlib.ExitStack()
         self._compiled = ready.enter_context(count_compilations())
         weakref.finalize(self, ready.close)

@@ -65,17 +65,22 @@ def stored(spec: CacheSpec, dtype: jnp.dtype, platform: str) -> jnp.dtype:
     return jnp.dtype(jnp.uint8) if platform == "cpu" and bits.meant(jnp.uint8) == wanted else wanted
 
 
-def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype) -> str | None:
-    """The refusal of the attention kernels for such a cache and queries of the same dtype; None: they run."""
+def no_kernel(spec: CacheSpec, page_size: int, dtype: jnp.dtype, target: Target | None = None) -> str | None:
+    """The refusal of the attention kernels for such a cache and queries of the same dtype; None: they run.
+
+    Args:
+        target: default: a Hopper GPU.
+    """
+    target = target or Target("gpu", HOPPER)
     pool = jax.ShapeDtypeStruct(spec.pool_shape(1, page_size), stored(spec, dtype, "gpu"))
     scales = jax.ShapeDtypeStruct(spec.scales_shape(1, page_size), jnp.float32) if spec.dtype else None
     q = jax.ShapeDtypeStruct((1, spec.kv_heads, spec.head_dim), dtype)
     operands = (q, pool, jax.ShapeDtypeStruct((1, 1), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
-    rank, hopper = spec.layers[0].latent_rank, Target("gpu", HOPPER)
+    rank = spec.layers[0].latent_rank
     if rank is None:
-        chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=hopper)
+        chosen = paged_attention.explain_decode(*operands, AttentionOptions(1.0, scales=scales), target=target)
     else:
-        chosen = mla_attention.explain(*operands, LatentOptions(1.0, rank, scales), target=hopper)
+        chosen = mla_attention.explain(*operands, LatentOptions(1.0, rank, scales), target=target)
     return None if chosen.path == "mosaic" else chosen.why
 
 
@@ -114,7 +119,8 @@ class _PagedAttend:
         if v is None:
             cache = _with_latents(cache, k[:, :, 0], *places, layer)
         else:
-            cache = _with_written(cache, k, self._by_chunk(v), *places, self.backend)
+            written = kv_write.write(cache.data, k, self._by_chunk(v), *places, scales=cache.scales, path=self.backend)
+            cache = LayerPool(written.pool, written.scales)
         return self._attended(self._by_chunk(q), cache, table, _options(cache, layer, scale, sinks)), cache
 
     def fused(
@@ -130,10 +136,13 @@ class _PagedAttend:
         """See `FusedAttend`."""
         if not fuses(cache, qkv, rope, interleaved, self.backend):
             return None
-        qkv, table = self._by_chunk(qkv), self.tables[self.spec.group(layer)]
-        places, angles = self._places(table, qkv.shape[1], cache), (self._by_chunk(rope[0]), self._by_chunk(rope[1]))
-        q, cache = _projected(cache, qkv, angles, interleaved, *places, self.backend)
-        return self._attended(q, cache, table, _options(cache, layer, scale, sinks)), cache
+        qkv, angles, table = self._by_chunk(qkv), tuple(map(self._by_chunk, rope)), self.tables[self.spec.group(layer)]
+        pages, offsets = self._places(table, qkv.shape[1], cache)
+        options: dict[str, Any] = {"rope": angles, "scales": cache.scales, "interleaved": interleaved}
+        written = kv_write.write_projected(cache.data, qkv, pages, offsets, **options, path=self.backend)
+        assert written.q is not None
+        cache = LayerPool(written.pool, written.scales)
+        return self._attended(written.q, cache, table, _options(cache, layer, scale, sinks)), cache
 
     def _by_chunk(self, x: jax.Array) -> jax.Array:
         """Reshape rows to ``[batch, chunk, ...]``."""
@@ -214,24 +223,6 @@ class PrefillAttend(_PagedAttend):
         op = paged_attention if isinstance(options, AttentionOptions) else mla_attention
         mixed = op.prefill(q, cache.data, table, self.starts, ends, options, path=self.backend)
         return mixed.reshape(-1, *mixed.shape[2:])
-
-
-def _with_written(
-    cache: LayerPool, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array, backend: Wish
-) -> LayerPool:
-    """Write keys and values ``[batch, chunk, kv_heads, head_dim]``, quantised where the pool has scales."""
-    done = kv_write.write(cache.data, k, v, pages, offsets, scales=cache.scales, path=backend)
-    return LayerPool(done.pool, done.scales)
-
-
-def _projected(
-    cache: LayerPool, qkv: jax.Array, rope: Rope, interleaved: bool, pages: jax.Array, offsets: jax.Array, backend: Wish
-) -> tuple[jax.Array, LayerPool]:
-    """Rotate ``qkv [batch, chunk, ...]``; return its queries, and the pool with its keys and values."""
-    options: dict[str, Any] = {"rope": rope, "scales": cache.scales, "interleaved": interleaved, "path": backend}
-    done = kv_write.write_projected(cache.data, qkv, pages, offsets, **options)
-    assert done.q is not None
-    return done.q, LayerPool(done.pool, done.scales)
 
 
 def _with_latents(

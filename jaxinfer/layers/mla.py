@@ -61,7 +61,9 @@ class LatentAttention(Layer):
         down = matmul(x, self.weight("down"))
         if self.bias:
             down = down + self.weight("down_bias").astype(x.dtype)
-        wanted, latent, key = jnp.split(down, self._parts(), axis=-1)
+        first, rank = self.q_rank or 0, self.layer.latent_rank
+        assert rank is not None
+        wanted, latent, key = jnp.split(down, [first, first + rank], axis=-1)
         q = self._queries(x if self.q_rank is None else self.q_norm(wanted), angles)
         key = rotate(key[..., None, :], *angles, interleaved=self.interleaved)
         k = jnp.concatenate([self.kv_norm(latent)[..., None, :], key], axis=-1)
@@ -69,12 +71,6 @@ class LatentAttention(Layer):
         values = matmul_heads(mixed, self.weight("up_value"))
         out = own_tokens(matmul(values.reshape(*x.shape[:-1], -1), self.weight("out")))
         return out + self.weight("out_bias").astype(x.dtype) if self.bias else out, cache
-
-    def _parts(self) -> list[int]:
-        """Offsets of the latent of keys and of the key to rotate in the output of ``down``."""
-        first, rank = self.q_rank or 0, self.layer.latent_rank
-        assert rank is not None
-        return [first, first + rank]
 
     def _queries(
         self, x: Float[Array, "*batch k"], angles: tuple[jax.Array, jax.Array]

@@ -14,9 +14,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.brief import Brief
 
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RopeConfig(Brief):
     """Position embedding of a checkpoint, with the parameters of config.json.
 
     Attributes:

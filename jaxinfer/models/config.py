@@ -6,9 +6,13 @@ import dataclasses
 import math
 import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from jaxinfer.brief import Brief
+from jaxinfer.layers.mlp import ACTIVATIONS
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
+from jaxinfer.types import LayerSpec
 
 
 class ConfigError(ValueError):
@@ -33,38 +37,49 @@ def shown(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigReader:
-    """Typed access to the fields of config.json. A field that is absent or null takes its default."""
+    """Typed access to the fields of config.json. A field that is absent or null takes its default.
+
+    Attributes:
+        defaults: of the family; those of the fields that it has not are given to each method.
+        names: the family's own, by those that most families use and that methods are given.
+    """
 
     fields: Mapping[str, Any]
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    names: Mapping[str, str] = MappingProxyType({})
 
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.fields.get(name)
-        if value is None:
-            if default is _REQUIRED:
-                raise ConfigError(f"config.json: {name} is missing")
-            return default
+    def spelled(self, name: str) -> str:
+        """Return the family's own name of a field."""
+        return self.names.get(name, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Read a field unchecked."""
+        value = self.fields.get(self.spelled(name))
+        value = self.defaults.get(name, default) if value is None else value
+        if value is _REQUIRED:
+            raise ConfigError(f"config.json: {self.spelled(name)} is missing")
         return value
 
     def positive(self, name: str, default: Any = _REQUIRED) -> int:
-        value = self._get(name, default)
+        value = self.get(name, default)
         self.require(isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31, name, "must be > 0")
-        most = _MOST.get(name, value)
+        most = _MOST.get(self.spelled(name), value)
         self.require(value <= most, name, f"must be at most {most}")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
-        value = self._get(name, default)
+        value = self.get(name, default)
         real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         self.require(real, name, "must be a finite number")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._get(name, default)
+        value = self.get(name, default)
         self.require(isinstance(value, bool), name, "must be true or false")
         return value
 
     def text(self, name: str, default: Any = _REQUIRED) -> str:
-        value = self._get(name, default)
+        value = self.get(name, default)
         self.require(isinstance(value, str), name, "must be a string")
         return value
 
@@ -75,7 +90,65 @@ class ConfigReader:
 
     def require(self, condition: bool, name: str, what: str) -> None:
         if not condition:
+            name = self.spelled(name)
             raise ConfigError(f"config.json: {name} = {shown(self.fields.get(name))} {what}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class DecoderConfig(Brief):
+    """A checkpoint's config.json, resolved, as far as families are alike: no optional field is left open.
+
+    Attributes:
+        kv_heads, head_dim: of the KV cache.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    max_position: int
+    norm_eps: float
+    activation: str
+    tied: bool
+
+
+def decoder_fields(
+    read: ConfigReader, *, mlp_ratio: int | None = None, head_dim: int | None = None, cut_heads: bool = False
+) -> dict[str, Any]:
+    """Read the fields of `DecoderConfig` but ``layers``, by the names that most families use.
+
+    Args:
+        mlp_ratio: hidden sizes that an ``intermediate_size`` which is left out has (None: it must be there).
+        head_dim: the family's own, whatever the file says.
+        cut_heads: heads have no size of their own, all together that of the hidden state.
+
+    Raises:
+        ConfigError: a field is missing, of the wrong type or not supported.
+    """
+    hidden, heads = read.positive("hidden_size"), read.positive("num_attention_heads")
+    kv_heads, all_heads = (
+        read.positive("num_key_value_heads", heads),
+        f"{read.spelled('num_attention_heads')} ({heads})",
+    )
+    read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide {all_heads}")
+    read.require(not cut_heads or hidden % heads == 0, "hidden_size", f"must be a multiple of {all_heads}")
+    if head_dim is None:
+        head_dim = hidden // heads if cut_heads else read.positive("head_dim", hidden // heads)
+    return {
+        "vocab_size": read.positive("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": read.positive("intermediate_size", mlp_ratio * hidden if mlp_ratio else _REQUIRED),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position": read.positive("max_position_embeddings", 2048),
+        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "activation": read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
+        "tied": read.flag("tie_word_embeddings", False),
+    }
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -84,30 +157,32 @@ def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 
 
 # The defaults of `transformers` where config.json leaves these out; null means no window.
-_SLIDING_WINDOW = 4096
+SLIDING_WINDOW = 4096
 _MAX_WINDOW_LAYERS = 28
 
 
-def layer_windows(read: ConfigReader, model_type: str) -> list[int | None]:
-    """The sliding window of each layer in tokens, None for full attention."""
-    count = read.positive("num_hidden_layers")
-    sliding = model_type == "mistral" or (model_type in ("qwen2", "qwen3") and read.flag("use_sliding_window", False))
-    if not sliding or read.fields.get("sliding_window", _SLIDING_WINDOW) is None:
-        return [None] * count
-    window = read.positive("sliding_window", _SLIDING_WINDOW)
-    return [window] * count if model_type == "mistral" else _windows_by_layer(read, window, count)
-
-
-def _windows_by_layer(read: ConfigReader, window: int, count: int) -> list[int | None]:
-    """The windows of Qwen's layers: of those in ``layer_types``, or of all after ``max_window_layers``."""
-    kinds = read.fields.get("layer_types")
+def sliding_layers(read: ConfigReader) -> list[bool] | None:
+    """Read from ``layer_types`` which layers have a window; None: it is left out."""
+    kinds, count = read.get("layer_types"), read.positive("num_hidden_layers")
     if kinds is None:
-        first = read.fields.get("max_window_layers", _MAX_WINDOW_LAYERS)
-        read.require(isinstance(first, int) and first >= 0, "max_window_layers", "must be >= 0")
-        return [window if index >= first else None for index in range(count)]
-    known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
+        return None
+    known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
     read.require(known and len(kinds) == count, "layer_types", f"must name {count} full or sliding attentions")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def qwen_window(read: ConfigReader) -> int | None:
+    """Read the window of Qwen's models: null is none; one that is not used may be 0."""
+    if not read.flag("use_sliding_window", False) or read.fields.get("sliding_window", SLIDING_WINDOW) is None:
+        return None
+    return read.positive("sliding_window", SLIDING_WINDOW)
+
+
+def max_window_layers(read: ConfigReader) -> int:
+    """Read the number of layers that Qwen's models treat otherwise than those behind them."""
+    count = read.get("max_window_layers", _MAX_WINDOW_LAYERS)
+    read.require(type(count) is int and count >= 0, "max_window_layers", "must be >= 0")
+    return count
 
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -138,9 +213,9 @@ def layer_rope(
     partial: bool = False,
 ) -> RopeConfig:
     """`rope_config` where ``scaling`` is what config.json says of these layers alone."""
-    known = {name: read.fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    known = {name: read.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     known |= {name: value for name, value in scaling.items() if value is not None}
-    original = read.fields.get("original_max_position_embeddings")
+    original = read.get("original_max_position_embeddings")
     inner = ConfigReader(known if original is None else known | {"original_max_position_embeddings": original})
     kind = inner.text("rope_type", inner.text("type", "default"))
     inner.require(kind in ROPE_KINDS, "rope_type", f"is not supported (known: {', '.join(ROPE_KINDS)})")

@@ -11,25 +11,34 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.mla import LatentAttention
-from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig, yarn_mscale
-from jaxinfer.models.config import ConfigReader, rope_config
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, plain, rms_norm
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
+from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # V3's checkpoint has a layer behind the last one, which predicts a second token. It is for drafts.
 IGNORE = ("model.layers.61.*",)
 
 _ROPES = ("default", "linear", "yarn", "llama3")
+# The defaults in which transformers' two configurations differ.
+_V2 = {"first_k_dense_replace": 0, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
+_V3 = {
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class DeepseekConfig:
-    """A checkpoint's config.json, resolved.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class DeepseekConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`.
 
     Attributes:
         q_rank, nope, rope_dim, value_dim: see `LatentAttention`; the rank of its latents is that of ``layers``.
@@ -40,22 +49,13 @@ class DeepseekConfig:
         corrected: experts have a bias that counts while they are chosen.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
     q_rank: int | None
     nope: int
     rope_dim: int
     value_dim: int
-    layers: tuple[LayerSpec, ...]
-    max_position: int
     rope: RopeConfig
     scale: float
     interleaved: bool
-    norm_eps: float
-    activation: str
-    tied: bool
     attention_bias: bool
     dense: int
     experts: int
@@ -77,7 +77,7 @@ class DeepseekConfig:
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read = ConfigReader(config)
+        read = ConfigReader(config, _V2)
         _require(read, "scoring_func", "softmax")
         _require(read, "mlp_bias", False)
         # transformers takes no notice of it, and DeepSeek's own code does not scale the weights that it divides.
@@ -86,12 +86,12 @@ class DeepseekConfig:
         rule = RoutingRule(read.positive("num_experts_per_tok"), scale=read.number("routed_scaling_factor", 1.0))
         if limited:
             rule = dataclasses.replace(rule, groups=read.positive("n_group"), top_groups=read.positive("topk_group"))
-        return _common(read, rule, corrected=False, interleaved=True, defaults=_Defaults(2048, 0, 64, 1407, 2))
+        return _common(read, rule, corrected=False, interleaved=True)
 
     @staticmethod
     def from_v3(config: Mapping[str, Any]) -> DeepseekConfig:
         """Read the config.json of a DeepseekV3ForCausalLM; errors as in `from_v2`."""
-        read = ConfigReader(config)
+        read = ConfigReader(config, _V3)
         _require(read, "scoring_func", "sigmoid")
         _require(read, "topk_method", "noaux_tc")
         rule = RoutingRule(
@@ -103,56 +103,34 @@ class DeepseekConfig:
             top_groups=read.positive("topk_group", 4),
             group_score="top2",
         )
-        interleaved = read.flag("rope_interleave", True)
-        return _common(read, rule, corrected=True, interleaved=interleaved, defaults=_Defaults(4096, 3, 256, 2048, 1))
+        return _common(read, rule, corrected=True, interleaved=read.flag("rope_interleave", True))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Defaults:
-    """The defaults in which transformers' two configurations differ."""
-
-    max_position: int
-    dense: int
-    experts: int
-    expert_size: int
-    shared: int
-
-
-def _common(
-    read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleaved: bool, defaults: _Defaults
-) -> DeepseekConfig:
-    heads, count = read.positive("num_attention_heads"), read.positive("num_hidden_layers")
-    _require(read, "num_key_value_heads", heads)
+def _common(read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleaved: bool) -> DeepseekConfig:
+    _require(read, "num_key_value_heads", read.positive("num_attention_heads"))
     _require(read, "moe_layer_freq", 1)
     nope, rope_dim = read.positive("qk_nope_head_dim", 128), read.positive("qk_rope_head_dim", 64)
     read.require(rope_dim % 2 == 0, "qk_rope_head_dim", "must be even")
-    rank = read.positive("kv_lora_rank", 512)
-    max_position = read.positive("max_position_embeddings", defaults.max_position)
-    rope = rope_config(read, max_position, rope_dim)
+    rank, count = read.positive("kv_lora_rank", 512), read.positive("num_hidden_layers")
+    fields = decoder_fields(read, head_dim=rank + rope_dim) | {"kv_heads": 1}
+    rope = rope_config(read, fields["max_position"], rope_dim)
     read.require(rope.kind in _ROPES, "rope_scaling", f"is not supported (known: {', '.join(_ROPES)})")
-    expert_size = read.positive("moe_intermediate_size", defaults.expert_size)
+    expert_size = read.positive("moe_intermediate_size")
     return DeepseekConfig(
-        vocab_size=read.positive("vocab_size"),
-        hidden_size=read.positive("hidden_size"),
-        intermediate_size=read.positive("intermediate_size"),
-        heads=heads,
+        **fields,
+        layers=(LayerSpec(latent_rank=rank),) * count,
         q_rank=_q_rank(read),
         nope=nope,
         rope_dim=rope_dim,
         value_dim=read.positive("v_head_dim", 128),
-        layers=(LayerSpec(latent_rank=rank),) * count,
-        max_position=max_position,
         rope=rope,
         scale=(nope + rope_dim) ** -0.5 * _score_scale(read, rope),
         interleaved=interleaved,
-        norm_eps=read.number("rms_norm_eps", 1e-6),
-        activation=read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
-        tied=read.flag("tie_word_embeddings", False),
         attention_bias=read.flag("attention_bias", False),
-        dense=min(_dense(read, defaults.dense), count),
-        experts=_experts(read, rule, defaults.experts),
+        dense=min(_dense(read), count),
+        experts=_experts(read, rule),
         expert_size=expert_size,
-        shared_size=expert_size * read.positive("n_shared_experts", defaults.shared),
+        shared_size=expert_size * read.positive("n_shared_experts"),
         rule=rule,
         corrected=corrected,
     )
@@ -169,15 +147,14 @@ def _q_rank(read: ConfigReader) -> int | None:
     return None if null else read.positive("q_lora_rank", 1536)
 
 
-def _dense(read: ConfigReader, default: int) -> int:
-    value = read.fields.get("first_k_dense_replace")
-    value = default if value is None else value
+def _dense(read: ConfigReader) -> int:
+    value = read.get("first_k_dense_replace")
     read.require(type(value) is int and value >= 0, "first_k_dense_replace", "must be >= 0")
     return value
 
 
-def _experts(read: ConfigReader, rule: RoutingRule, default: int) -> int:
-    count = read.positive("n_routed_experts", default)
+def _experts(read: ConfigReader, rule: RoutingRule) -> int:
+    count = read.positive("n_routed_experts")
     least = 2 if rule.group_score == "top2" else 1
     read.require(
         count % rule.groups == 0 and count >= least * rule.groups, "n_group", f"does not divide {count} experts"
@@ -233,8 +210,6 @@ class DeepseekBlock(Layer):
 
 
 class Deepseek(Decoder):
-    """The whole decoder: see `Decoder`."""
-
     config: DeepseekConfig
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
@@ -245,12 +220,7 @@ class Deepseek(Decoder):
         return SparseContext(self.config.rope.angles(positions, self.config.rope_dim), positions >= 0)
 
 
-def cache_spec(cfg: DeepseekConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, 1, cfg.rank + cfg.rope_dim)
-
-
 def param_specs(cfg: DeepseekConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     return decoder(cfg, lambda index, prefix: _block_specs(cfg, prefix, index < cfg.dense))
 
 

@@ -19,18 +19,34 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, MLP
+from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigReader, renamed, rope_config
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed, rope_config
 from jaxinfer.models.decoder import LayerNormDecoder
 from jaxinfer.models.specs import decoder, layer_norm, linear, plain, plain_mlp
 from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
 
+_NAMES = {
+    "intermediate_size": "ffn_hidden_size",
+    "num_key_value_heads": "num_attention_heads",  # see `_kv_heads`
+    "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation",
+}
+_DEFAULTS = {
+    "vocab_size": 65024,
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+}
 
-@dataclasses.dataclass(frozen=True)
-class FalconConfig:
-    """A checkpoint's config.json, resolved.
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class FalconConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`.
 
     Attributes:
         rope: None where positions are an ALiBi bias.
@@ -38,63 +54,34 @@ class FalconConfig:
         norms: layer norms of a layer: 2 where attention and MLP have one each.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    layers: tuple[LayerSpec, ...]
-    max_position: int
     rope: RopeConfig | None
-    norm_eps: float
-    activation: str
-    tied: bool
     bias: bool
     parallel: bool
     norms: int
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.heads
-
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> FalconConfig:
-        """Read config.json.
-
-        Raises:
-            ConfigError: a field is of the wrong type or not supported.
-        """
-        read = ConfigReader(renamed(config, {"n_embed": "hidden_size"}))
-        hidden, heads = read.positive("hidden_size", 4544), read.positive("num_attention_heads", 71)
-        read.require(hidden % heads == 0, "hidden_size", f"must be a multiple of num_attention_heads ({heads})")
-        max_position = read.positive("max_position_embeddings", 2048)
-        new = read.flag("new_decoder_architecture", False)
-        parallel = read.flag("parallel_attn", True)
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader(renamed(config, {"n_embed": "hidden_size"}), _DEFAULTS, _NAMES)
+        new, parallel = read.flag("new_decoder_architecture", False), read.flag("parallel_attn", True)
         read.require(parallel or not new, "parallel_attn", "must be true where new_decoder_architecture is")
-        kv_heads = _kv_heads(read, heads, new)
-        alibi = read.flag("alibi", False)
-        read.require(not alibi or kv_heads == heads, "alibi", "is not supported where heads share keys")
+        kv_heads = _kv_heads(read, new)
+        fields, alibi = decoder_fields(read, mlp_ratio=4, cut_heads=True), read.flag("alibi", False)
+        read.require(not alibi or kv_heads == fields["heads"], "alibi", "is not supported where heads share keys")
         return FalconConfig(
-            vocab_size=read.positive("vocab_size", 65024),
-            hidden_size=hidden,
-            intermediate_size=read.positive("ffn_hidden_size", 4 * hidden),
-            heads=heads,
-            kv_heads=kv_heads,
-            layers=(LayerSpec(),) * read.positive("num_hidden_layers", 32),
-            max_position=max_position,
-            rope=None if alibi else rope_config(read, max_position, hidden // heads),
-            norm_eps=read.number("layer_norm_epsilon", 1e-5),
-            activation=read.choice("activation", "gelu", tuple(ACTIVATIONS)),
-            tied=read.flag("tie_word_embeddings", True),
+            **fields | {"kv_heads": kv_heads},
+            layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
+            rope=None if alibi else rope_config(read, fields["max_position"], fields["head_dim"]),
             bias=read.flag("bias", False),
             parallel=parallel,
             norms=_norms(read, new, parallel),
         )
 
 
-def _kv_heads(read: ConfigReader, heads: int, new: bool) -> int:
+def _kv_heads(read: ConfigReader, new: bool) -> int:
     if not new and read.flag("multi_query", True):
         return 1
+    heads = read.positive("num_attention_heads")
     kv_heads = read.positive("num_kv_heads", heads)
     fits = heads % kv_heads == 0 if new else heads == kv_heads
     read.require(fits, "num_kv_heads", f"must {'divide' if new else 'be'} num_attention_heads ({heads})")
@@ -178,14 +165,8 @@ class FalconBlock(Layer):
     def setup(self) -> None:
         cfg = self.config
         self.attention_norm = LayerNorm(cfg.norm_eps)
-        self.attention = Attention(
-            heads=cfg.heads,
-            kv_heads=cfg.kv_heads,
-            head_dim=cfg.head_dim,
-            layer=self.layer,
-            qkv_bias=cfg.bias,
-            out_bias=cfg.bias,
-        )
+        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
+        self.attention = Attention(*sizes, qkv_bias=cfg.bias, out_bias=cfg.bias)
         if cfg.norms == 2:
             self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = MLP(cfg.activation, cfg.bias)
@@ -209,8 +190,6 @@ class FalconBlock(Layer):
 
 
 class Falcon(LayerNormDecoder):
-    """The whole decoder: see `Decoder`."""
-
     config: FalconConfig
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
@@ -228,7 +207,6 @@ def cache_spec(cfg: FalconConfig) -> CacheSpec:
 
 
 def param_specs(cfg: FalconConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     return decoder(
         cfg,
         lambda _, prefix: _block_specs(cfg, prefix),

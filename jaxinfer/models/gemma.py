@@ -16,32 +16,52 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigReader, layer_rope, rope_config
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, layer_rope, rope_config, sliding_layers
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.llama import attention_specs
 from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
-from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
+from jaxinfer.types import LayerSpec, ParamTree
 
-# What transformers takes where config.json leaves a size out.
-_SIZES = {
-    "gemma": {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "gemma2": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
-    "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+# What transformers takes where config.json leaves these out.
+_ALL = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
 }
-_VOCABULARY = {"gemma": 256_000, "gemma2": 256_000, "gemma3_text": 262_208}
-_KV_HEADS = {"gemma": 16, "gemma2": 4, "gemma3_text": 4}
-_CONTEXT = {"gemma": 8192, "gemma2": 8192, "gemma3_text": 131_072}
+_GEMMA2 = _ALL | {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
+_DEFAULTS = {
+    "gemma": _GEMMA2
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2 | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+}
 # Every so many layers one sees the whole text; the others have a window.
 _PATTERN = {"gemma2": 2, "gemma3_text": 6}
 _OFFSET = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class GemmaConfig:
-    """A checkpoint's config.json, resolved: no optional field is left open.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GemmaConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`.
 
     Attributes:
         local: which layers have a window, and with it ``local_rope``.
@@ -50,20 +70,9 @@ class GemmaConfig:
         final_softcap: logits become ``c * tanh(logit / c)`` (None: they stay).
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: tuple[LayerSpec, ...]
     local: tuple[bool, ...]
-    max_position: int
     rope: RopeConfig
     local_rope: RopeConfig
-    norm_eps: float
-    activation: str
-    tied: bool
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
@@ -78,58 +87,43 @@ class GemmaConfig:
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read = ConfigReader(config)
-        kind = read.choice("model_type", "gemma", tuple(_SIZES))
-        read.require(
-            not read.flag("use_bidirectional_attention", False), "use_bidirectional_attention", "is no decoder"
-        )
-        sizes = {name: read.positive(name, default) for name, default in _SIZES[kind].items()}
-        heads, kv_heads = sizes["num_attention_heads"], read.positive("num_key_value_heads", _KV_HEADS[kind])
-        read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
-        head_dim, max_position = (
-            read.positive("head_dim", 256),
-            read.positive("max_position_embeddings", _CONTEXT[kind]),
-        )
-        local = _local(read, kind, sizes["num_hidden_layers"])
-        rope, local_rope = _ropes(read, kind, max_position, head_dim)
+        kind = ConfigReader(config).choice("model_type", "gemma", tuple(_DEFAULTS))
+        names = {} if kind == "gemma" else {"hidden_act": "hidden_activation"}
+        read = ConfigReader(config, _DEFAULTS[kind], names)
+        bidirectional = read.flag("use_bidirectional_attention", False)
+        read.require(not bidirectional, "use_bidirectional_attention", "is no decoder")
+        fields, local, bias = decoder_fields(read), _local(read, kind), read.flag("attention_bias", False)
+        rope, local_rope = _ropes(read, kind, fields["max_position"], fields["head_dim"])
+        if kind == "gemma" and fields["activation"] == "gelu":  # means the approximation there, as in `transformers`
+            fields["activation"] = "gelu_pytorch_tanh"
         return GemmaConfig(
-            vocab_size=read.positive("vocab_size", _VOCABULARY[kind]),
-            hidden_size=sizes["hidden_size"],
-            intermediate_size=sizes["intermediate_size"],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            **fields,
             layers=_layers(read, kind, local),
             local=local,
-            max_position=max_position,
             rope=rope,
             local_rope=local_rope,
-            norm_eps=read.number("rms_norm_eps", 1e-6),
-            activation=_activation(read, kind),
-            tied=read.flag("tie_word_embeddings", True),
-            qkv_bias=read.flag("attention_bias", False),
-            out_bias=read.flag("attention_bias", False),
+            qkv_bias=bias,
+            out_bias=bias,
             qk_norm=kind == "gemma3_text",
             sandwich=kind != "gemma",
-            scale=_scale(read, kind, head_dim),
+            scale=_scale(read, kind, fields["head_dim"]),
             final_softcap=_cap(read, "final_logit_softcapping", 30.0 if kind == "gemma2" else None, kind),
         )
 
 
-def _local(read: ConfigReader, kind: str, count: int) -> tuple[bool, ...]:
+def _local(read: ConfigReader, kind: str) -> tuple[bool, ...]:
+    count = read.positive("num_hidden_layers")
     if kind == "gemma":
         return (False,) * count
-    kinds = read.fields.get("layer_types")
-    if kinds is None:
+    local = sliding_layers(read)
+    if local is None:
         every = _PATTERN[kind] if kind == "gemma2" else read.positive("sliding_window_pattern", _PATTERN[kind])
-        return tuple((index + 1) % every != 0 for index in range(count))
-    known = isinstance(kinds, list) and all(one in ("full_attention", "sliding_attention") for one in kinds)
-    read.require(known and len(kinds) == count, "layer_types", f"must name {count} full or sliding attentions")
-    return tuple(one == "sliding_attention" for one in kinds)
+        local = [(index + 1) % every != 0 for index in range(count)]
+    return tuple(local)
 
 
 def _layers(read: ConfigReader, kind: str, local: tuple[bool, ...]) -> tuple[LayerSpec, ...]:
-    window = read.positive("sliding_window", 4096) if any(local) else None
+    window = read.positive("sliding_window") if any(local) else None
     softcap = _cap(read, "attn_logit_softcapping", 50.0, kind) if kind == "gemma2" else None
     return tuple(LayerSpec(window if near else None, softcap) for near in local)
 
@@ -144,16 +138,9 @@ def _cap(read: ConfigReader, name: str, default: float | None, kind: str) -> flo
 
 
 def _scale(read: ConfigReader, kind: str, head_dim: int) -> float:
-    scalar = head_dim if kind == "gemma" else read.number("query_pre_attn_scalar", 256)
+    scalar = head_dim if kind == "gemma" else read.number("query_pre_attn_scalar")
     read.require(scalar > 0, "query_pre_attn_scalar", "must be > 0")
     return float(scalar) ** -0.5
-
-
-def _activation(read: ConfigReader, kind: str) -> str:
-    """Read the activation: "gelu" in Gemma's first checkpoints means the approximation, as in `transformers`."""
-    name = "hidden_act" if kind == "gemma" else "hidden_activation"
-    activation = read.choice(name, "gelu_pytorch_tanh", tuple(ACTIVATIONS))
-    return "gelu_pytorch_tanh" if kind == "gemma" and activation == "gelu" else activation
 
 
 def _ropes(read: ConfigReader, kind: str, max_position: int, head_dim: int) -> tuple[RopeConfig, RopeConfig]:
@@ -240,12 +227,7 @@ class Gemma(Decoder):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def cache_spec(cfg: GemmaConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
-
-
 def param_specs(cfg: GemmaConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     final = _norm("model.norm", cfg.hidden_size)
     return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix), final_norm=final)
 

@@ -10,68 +10,56 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, MLP
+from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
-from jaxinfer.models.config import ConfigReader, renamed
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
 from jaxinfer.models.decoder import LayerNormDecoder
 from jaxinfer.models.specs import decoder, layer_norm, plain
 from jaxinfer.quant import take
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, ParamTree, Source
+from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
 # Masks, which every reader makes for itself.
 IGNORE = ("*.attn.bias", "*.attn.masked_bias")
 
+# As the files call what other families call otherwise; they may have either name.
 GENERAL_NAMES = {
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
+NAMES = GENERAL_NAMES | {
+    "intermediate_size": "n_inner",
+    "num_key_value_heads": "n_head",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+}
+_DEFAULTS = {
+    "vocab_size": 50257,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_new",
+    "tie_word_embeddings": True,
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class GPT2Config:
-    """A checkpoint's config.json, resolved. ``scales``: of the attention scores, one a layer."""
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GPT2Config(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``scales``: of the attention scores, one a layer."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    layers: tuple[LayerSpec, ...]
     scales: tuple[float, ...]
-    max_position: int
-    norm_eps: float
-    activation: str
-    tied: bool
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.heads
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GPT2Config:
-        """Read config.json.
-
-        Raises:
-            ConfigError: a field is of the wrong type or not supported.
-        """
-        read = ConfigReader(renamed(config, GENERAL_NAMES))
-        hidden, heads = read.positive("n_embd", 768), read.positive("n_head", 12)
-        read.require(hidden % heads == 0, "n_embd", f"must be a multiple of n_head ({heads})")
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader(renamed(config, GENERAL_NAMES), _DEFAULTS, NAMES)
         read.require(not read.flag("add_cross_attention", False), "add_cross_attention", "is not supported")
-        count = read.positive("n_layer", 12)
-        return GPT2Config(
-            vocab_size=read.positive("vocab_size", 50257),
-            hidden_size=hidden,
-            intermediate_size=read.positive("n_inner", 4 * hidden),
-            heads=heads,
-            layers=(LayerSpec(),) * count,
-            scales=_scales(read, count, hidden // heads),
-            max_position=read.positive("n_positions", 1024),
-            norm_eps=read.number("layer_norm_epsilon", 1e-5),
-            activation=read.choice("activation_function", "gelu_new", tuple(ACTIVATIONS)),
-            tied=read.flag("tie_word_embeddings", True),
-        )
+        fields, count = decoder_fields(read, mlp_ratio=4, cut_heads=True), read.positive("num_hidden_layers")
+        scales = _scales(read, count, fields["head_dim"])
+        return GPT2Config(**fields, layers=(LayerSpec(),) * count, scales=scales)
 
 
 def _scales(read: ConfigReader, count: int, head_dim: int) -> tuple[float, ...]:
@@ -90,15 +78,8 @@ class GPT2Block(Layer):
     def setup(self) -> None:
         cfg = self.config
         self.attention_norm = LayerNorm(cfg.norm_eps)
-        self.attention = Attention(
-            heads=cfg.heads,
-            kv_heads=cfg.heads,
-            head_dim=cfg.head_dim,
-            layer=self.layer,
-            qkv_bias=True,
-            out_bias=True,
-            scale=self.scale,
-        )
+        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
+        self.attention = Attention(*sizes, qkv_bias=True, out_bias=True, scale=self.scale)
         self.mlp_norm = LayerNorm(cfg.norm_eps)
         self.mlp = MLP(cfg.activation)
 
@@ -129,12 +110,7 @@ class GPT2(LayerNormDecoder):
         return super().embed(tokens, positions) + take(self.weight("positions")["table"], positions)
 
 
-def cache_spec(cfg: GPT2Config) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.heads, cfg.head_dim)
-
-
 def param_specs(cfg: GPT2Config) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     tree = decoder(
         cfg,
         lambda _, prefix: _block_specs(cfg, prefix),

@@ -10,13 +10,23 @@ from typing import Any
 
 from jaxinfer.layers.moe import ClampedGLU, RoutingRule
 from jaxinfer.models import sparse
-from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.sparse import Defaults, SparseConfig
+from jaxinfer.models.config import ConfigReader, sliding_layers
+from jaxinfer.models.sparse import SparseConfig
 from jaxinfer.models.specs import plain
 from jaxinfer.types import ParamSpec, ParamTree, Source
 
-_DEFAULTS = Defaults(kv_heads=8, experts=128, top_k=4, norm_eps=1e-5, theta=150000.0, max_position=131072)
-_HEAD_DIM, _SIZE, _WINDOW = 64, 2880, 128
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "max_position_embeddings": 131072,
+}
+_WINDOW = 128
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -28,21 +38,15 @@ _ROPE = {
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read config.json as `transformers` (old or new style) writes it.
-
-    Raises:
-        ConfigError: a field is missing, of the wrong type or not supported.
-    """
-    read = ConfigReader(_with_defaults(config))
+    """Read config.json as `transformers` (old or new style) writes it; errors as of `sparse.read_config`."""
+    scaled = any(config.get(name) is not None for name in ("rope_parameters", "rope_scaling"))
+    read = sparse.reader(config if scaled else {**config, "rope_parameters": _ROPE}, _DEFAULTS)
     bias = read.flag("attention_bias", True)
-    size = read.positive("intermediate_size", _SIZE)
     return sparse.read_config(
         read,
-        _DEFAULTS,
         _windows(read),
-        RoutingRule(read.positive("num_experts_per_tok", _DEFAULTS.top_k), scores="softmax of chosen"),
-        intermediate_size=size,
-        expert_size=size,
+        RoutingRule(read.positive("num_experts_per_tok"), scores="softmax of chosen"),
+        expert_size=read.positive("intermediate_size"),
         glu=ClampedGLU(read.number("swiglu_alpha", 1.702), read.number("swiglu_limit", 7.0)),
         qkv_bias=bias,
         out_bias=bias,
@@ -51,30 +55,15 @@ def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
     )
 
 
-def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {**config}
-    if "head_dim" not in fields:
-        fields["head_dim"] = _HEAD_DIM
-    if fields.get("rope_parameters") is None and fields.get("rope_scaling") is None:
-        fields["rope_parameters"] = _ROPE
-    return fields
-
-
 def _windows(read: ConfigReader) -> list[int | None]:
     """Read the windows by layer: the first has one, the second none, and so on, unless ``layer_types`` is set."""
-    count = read.positive("num_hidden_layers", 36)
-    absent = "sliding_window" not in read.fields
-    window = read.positive("sliding_window", _WINDOW) if absent or read.fields["sliding_window"] is not None else None
-    kinds = read.fields.get("layer_types")
-    if kinds is None:
-        return [None if index % 2 else window for index in range(count)]
-    known = isinstance(kinds, list) and set(kinds) <= {"full_attention", "sliding_attention"}
-    read.require(known and len(kinds) == count, "layer_types", f"must name {count} full or sliding attentions")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
+    window, local = None if null else read.positive("sliding_window", _WINDOW), sliding_layers(read)
+    local = [index % 2 == 0 for index in range(read.positive("num_hidden_layers"))] if local is None else local
+    return [window if near else None for near in local]
 
 
 def param_specs(cfg: SparseConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     tree: dict[str, Any] = {**sparse.param_specs(cfg, _experts)}
     for index in range(len(cfg.layers)):
         name = f"model.layers.{index}.self_attn.sinks"

@@ -11,57 +11,37 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, MLP
+from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig, rope_angles
-from jaxinfer.models.config import ConfigReader, renamed
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, renamed
 from jaxinfer.models.decoder import LayerNormDecoder
-from jaxinfer.models.gpt2 import GENERAL_NAMES
+from jaxinfer.models.gpt2 import GENERAL_NAMES, NAMES
 from jaxinfer.models.specs import decoder, fused_qkv, layer_norm, linear, plain_mlp
-from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
+from jaxinfer.types import LayerSpec, ParamTree
+
+_DEFAULTS = {
+    "vocab_size": 50400,
+    "hidden_size": 4096,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_new",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class GPTJConfig:
-    """A checkpoint's config.json, resolved. ``rotary_dim``: how many numbers of a head are rotated."""
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GPTJConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``rotary_dim``: rotated numbers of a head."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
     rotary_dim: int
-    layers: tuple[LayerSpec, ...]
-    max_position: int
-    norm_eps: float
-    activation: str
-    tied: bool
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.heads
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> GPTJConfig:
-        """Read config.json.
-
-        Raises:
-            ConfigError: a field is of the wrong type or not supported.
-        """
-        read = ConfigReader(renamed(config, GENERAL_NAMES))
-        hidden, heads = read.positive("n_embd", 4096), read.positive("n_head", 16)
-        read.require(hidden % heads == 0, "n_embd", f"must be a multiple of n_head ({heads})")
-        return GPTJConfig(
-            vocab_size=read.positive("vocab_size", 50400),
-            hidden_size=hidden,
-            intermediate_size=read.positive("n_inner", 4 * hidden),
-            heads=heads,
-            rotary_dim=_rotary_dim(read, hidden // heads),
-            layers=(LayerSpec(),) * read.positive("n_layer", 28),
-            max_position=read.positive("n_positions", 2048),
-            norm_eps=read.number("layer_norm_epsilon", 1e-5),
-            activation=read.choice("activation_function", "gelu_new", tuple(ACTIVATIONS)),
-            tied=read.flag("tie_word_embeddings", False),
-        )
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader(renamed(config, GENERAL_NAMES), _DEFAULTS, NAMES)
+        fields, layers = decoder_fields(read, mlp_ratio=4, cut_heads=True), read.positive("num_hidden_layers")
+        return GPTJConfig(**fields, layers=(LayerSpec(),) * layers, rotary_dim=_rotary_dim(read, fields["head_dim"]))
 
 
 def _rotary_dim(read: ConfigReader, head_dim: int) -> int:
@@ -80,7 +60,7 @@ class GPTJBlock(Layer):
     def setup(self) -> None:
         cfg = self.config
         self.norm = LayerNorm(cfg.norm_eps)
-        self.attention = Attention(cfg.heads, cfg.heads, cfg.head_dim, self.layer, interleaved=True)
+        self.attention = Attention(cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer, interleaved=True)
         self.mlp = MLP(cfg.activation)
 
     def __call__(
@@ -95,8 +75,6 @@ class GPTJBlock(Layer):
 
 
 class GPTJ(LayerNormDecoder):
-    """The whole decoder: see `Decoder`."""
-
     config: GPTJConfig
     head_bias = True
 
@@ -107,12 +85,7 @@ class GPTJ(LayerNormDecoder):
         return rope_angles(positions, RopeConfig().inverse_frequencies(self.config.rotary_dim))
 
 
-def cache_spec(cfg: GPTJConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.heads, cfg.head_dim)
-
-
 def param_specs(cfg: GPTJConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     return decoder(
         cfg,
         lambda _, prefix: _block_specs(cfg, prefix),

@@ -15,35 +15,33 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigReader, layer_windows, rope_config
+from jaxinfer.models.config import (
+    SLIDING_WINDOW,
+    ConfigReader,
+    DecoderConfig,
+    decoder_fields,
+    max_window_layers,
+    qwen_window,
+    rope_config,
+    sliding_layers,
+)
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, plain, rms_norm
-from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
+from jaxinfer.types import LayerSpec, ParamTree
 
 
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """A checkpoint's config.json, resolved: no optional field is left open."""
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class LlamaConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: tuple[LayerSpec, ...]
-    max_position: int
     rope: RopeConfig
-    norm_eps: float
-    activation: str
-    tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> LlamaConfig:
@@ -52,33 +50,34 @@ class LlamaConfig:
         Raises:
             ConfigError: a field is missing, of the wrong type or not supported.
         """
-        read = ConfigReader(config)
-        model_type = read.text("model_type", "llama")
-        heads = read.positive("num_attention_heads")
-        hidden = read.positive("hidden_size")
-        kv_heads = read.positive("num_key_value_heads", heads)
-        read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
-        max_position = read.positive("max_position_embeddings", 2048)
-        attention_bias = read.flag("attention_bias", False)
-        head_dim = read.positive("head_dim", 128 if model_type == "qwen3" else hidden // heads)
+        model_type = ConfigReader(config).text("model_type", "llama")
+        read = ConfigReader(config, {"head_dim": 128} if model_type == "qwen3" else {})
+        fields, attention_bias = decoder_fields(read), read.flag("attention_bias", False)
         return LlamaConfig(
-            vocab_size=read.positive("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=read.positive("intermediate_size"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            layers=tuple(LayerSpec(window) for window in layer_windows(read, model_type)),
-            max_position=max_position,
-            rope=rope_config(read, max_position, head_dim),
-            norm_eps=read.number("rms_norm_eps", 1e-6),
-            activation=read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
-            tied=read.flag("tie_word_embeddings", False),
+            **fields,
+            layers=tuple(LayerSpec(window) for window in _windows(read, model_type)),
+            rope=rope_config(read, fields["max_position"], fields["head_dim"]),
             qkv_bias=attention_bias or model_type == "qwen2",
             out_bias=attention_bias and model_type != "qwen2",
             mlp_bias=read.flag("mlp_bias", False),
             qk_norm=model_type == "qwen3",
         )
+
+
+def _windows(read: ConfigReader, model_type: str) -> list[int | None]:
+    """Read the sliding window of each layer in tokens, None for full attention."""
+    count = read.positive("num_hidden_layers")
+    if model_type == "mistral":
+        null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
+        return [None if null else read.positive("sliding_window", SLIDING_WINDOW)] * count
+    window = qwen_window(read) if model_type in ("qwen2", "qwen3") else None
+    if window is None:
+        return [None] * count
+    local = sliding_layers(read)
+    if local is None:
+        first = max_window_layers(read)
+        local = [index >= first for index in range(count)]
+    return [window if near else None for near in local]
 
 
 class LlamaBlock(Layer):
@@ -88,17 +87,10 @@ class LlamaBlock(Layer):
     layer: LayerSpec
 
     def setup(self) -> None:
-        cfg = self.config
+        cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
+        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
         self.attention_norm = RMSNorm(cfg.norm_eps)
-        self.attention = Attention(
-            heads=cfg.heads,
-            kv_heads=cfg.kv_heads,
-            head_dim=cfg.head_dim,
-            layer=self.layer,
-            qkv_bias=cfg.qkv_bias,
-            out_bias=cfg.out_bias,
-            qk_norm_eps=cfg.norm_eps if cfg.qk_norm else None,
-        )
+        self.attention = Attention(*sizes, qkv_bias=cfg.qkv_bias, out_bias=cfg.out_bias, qk_norm_eps=eps)
         self.mlp_norm = RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation, cfg.mlp_bias)
 
@@ -126,12 +118,7 @@ class Llama(Decoder):
         return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
 
 
-def cache_spec(cfg: LlamaConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
-
-
 def param_specs(cfg: LlamaConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
 
     def block(_: int, prefix: str) -> dict[str, Any]:
         mlp = gated_mlp(f"{prefix}.mlp", cfg.hidden_size, cfg.intermediate_size, cfg.mlp_bias)

@@ -7,35 +7,30 @@ from typing import Any
 
 from jaxinfer.layers.moe import RoutingRule
 from jaxinfer.models import sparse
-from jaxinfer.models.config import ConfigReader
-from jaxinfer.models.sparse import Defaults, SparseConfig
+from jaxinfer.models.sparse import SparseConfig
 from jaxinfer.models.specs import gated_experts, plain
 from jaxinfer.types import ParamTree
 
-_DEFAULTS = Defaults(kv_heads=8, experts=8, top_k=2, norm_eps=1e-5, theta=1e6, max_position=131072)
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 131072,
+}
 
 
 def config_from_json(config: Mapping[str, Any]) -> SparseConfig:
-    """Read config.json as `transformers` (old or new style) writes it.
-
-    Raises:
-        ConfigError: a field is missing, of the wrong type or not supported.
-    """
-    read = ConfigReader(config)
+    """Read config.json as `transformers` (old or new style) writes it; errors as of `sparse.read_config`."""
+    read = sparse.reader(config, _DEFAULTS)
     window = None if read.fields.get("sliding_window") is None else read.positive("sliding_window")
-    size = read.positive("intermediate_size")
-    return sparse.read_config(
-        read,
-        _DEFAULTS,
-        [window] * read.positive("num_hidden_layers"),
-        RoutingRule(read.positive("num_experts_per_tok", _DEFAULTS.top_k), renormalise=True),
-        intermediate_size=size,
-        expert_size=size,
-    )
+    rule = RoutingRule(read.positive("num_experts_per_tok"), renormalise=True)
+    windows = [window] * read.positive("num_hidden_layers")
+    return sparse.read_config(read, windows, rule, expert_size=read.positive("intermediate_size"))
 
 
 def param_specs(cfg: SparseConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     return sparse.param_specs(cfg, _experts)
 
 

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.layers.attention import causal_attend
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
+from jaxinfer.parallel.mesh import require_auto
 from jaxinfer.quant import for_kernels, is_stored, with_activations
-from jaxinfer.types import CacheSpec, ParamTree
+from jaxinfer.types import CacheSpec, ParamTree, walk_specs
 
 _DECLARED: Any = None  # by the family, of the config
 
 
-@dataclasses.dataclass(frozen=True)
+@runtime_checkable
+class Origin(Protocol):
+    """The folder of a checkpoint."""
+
+    def save(self, model: Model, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None) -> None:
+        """See `Model.save`."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class Model:
     """A model: `load_model` returns one, `LLM` serves it.
+
+    A pytree, whose leaves are those of ``params``: `jax.jit` and `jax.grad` take a model as an argument.
 
     Attributes:
         module: the Flax module; `module.clone(...)` makes an edited one.
@@ -32,6 +45,7 @@ class Model:
         config: the family's frozen config.
         family: derives specs, cache and module from the config.
         tokenizer, chat_template, generation_config: as the checkpoint's folder has them.
+        origin: the checkpoint that it was loaded from, which `save` writes again.
         specs: a tree like ``params`` with a `ParamSpec` for each array: as the family declares them, unless given.
         cache_spec: the KV cache that the model needs: as the family declares it, unless given.
     """
@@ -44,6 +58,7 @@ class Model:
     tokenizer: Any = None
     chat_template: Any = None
     generation_config: Any = dataclasses.field(default_factory=dict)
+    origin: Origin | None = None
     specs: ParamTree = _DECLARED
     cache_spec: CacheSpec = _DECLARED
 
@@ -53,11 +68,30 @@ class Model:
                 if getattr(self, name) is _DECLARED:
                     object.__setattr__(self, name, value)
 
+    def __hash__(self) -> int:
+        return hash((self.module, self.config, self.name))
+
+    def __repr__(self) -> str:
+        leaves = [leaf for leaf in jax.tree.leaves(self.params) if isinstance(leaf, jax.Array)]
+        devices = {device for leaf in leaves if not isinstance(leaf, Tracer) for device in leaf.devices()}
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_stored))
+        parts = [
+            type(self.module).__name__,
+            *([f"{_rounded(numbers)} parameters", str(self.dtype)] if numbers else []),
+            f"{len(self.cache_spec.layers)} layers",
+            *([f"{len(devices)} device{'s' * (len(devices) > 1)}"] if devices else []),
+        ]
+        return f"<{f'Model {self.name}'.strip()}: {', '.join(parts)}>"
+
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of activations, as unquantised weights have it."""
         leaves = jax.tree.leaves(self.params, is_leaf=is_stored)
         return next(leaf.dtype for leaf in leaves if not is_stored(leaf))
+
+    def __call__(self, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
+        """Logits under the model's own parameters, see `apply`."""
+        return self.apply(self.params, tokens)
 
     def apply(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time vocab"]:
         """Logits (float32) of every position of contiguous sequences. Pure: jit, grad and vmap go through it."""
@@ -65,7 +99,13 @@ class Model:
         return apply({"params": params}, self.hidden(params, tokens), method="head")
 
     def hidden(self, params: Any, tokens: Int[Array, "*batch time"]) -> Float[Array, "*batch time d"]:
-        """Hidden states after the final norm."""
+        """Hidden states after the final norm.
+
+        Raises:
+            TypeError: ``tokens`` is no array of integers, or one that lies on a mesh with Explicit axes.
+        """
+        _require_ids(tokens)
+        require_auto("params", jax.tree.leaves(params)[0])
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         apply: Any = self.module.apply
         return apply({"params": params}, tokens, positions, causal_attend, None)[0]
@@ -95,16 +135,86 @@ class Model:
         """The model for sequences of at most ``length`` tokens, see `Decoder.up_to`."""
         return self.replace(module=self.module.up_to(length)) if isinstance(self.module, Decoder) else self
 
+    def save(self, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None = None) -> None:
+        """Write a Hugging Face folder with these parameters, and with the tokenizer of the model's own folder.
+
+        Args:
+            config_json: in place of the one that the model was loaded with, where another config was put in its place.
+
+        Raises:
+            ValueError: what `load_model` would read there is another model: the sentence says why.
+            OSError: the folder cannot be written.
+        """
+        if self.origin is None:
+            raise ValueError(
+                "the model was not loaded from a folder: jaxinfer.weights.save_params writes its parameters"
+            )
+        self.origin.save(self, folder, config_json)
+
     def replace(self, **changes: Any) -> Model:
         """Copy the model with other parameters, another module, ...: served exactly as it is.
 
-        With another config or family, specs and cache are declared anew where these declare others.
+        With another config or family, module, specs and cache are those that these declare, unless given.
+
+        Raises:
+            ValueError: the parameters would have other shapes and are not given, or the module has no config.
         """
         if not changes.keys().isdisjoint(("config", "family")):
-            before = _declared(self.family, self.config)
-            after = _declared(changes.get("family", self.family), changes.get("config", self.config))
-            changes = {name: value for name, value in after.items() if value != before[name]} | changes
+            changes = self._redeclared(**changes) | changes
         return dataclasses.replace(self, **changes)
+
+    def _redeclared(self, **changes: Any) -> dict[str, Any]:
+        """Fields that a config or family among the ``changes`` declares otherwise than the present ones."""
+        family, config = changes.get("family", self.family), changes.get("config", self.config)
+        before, after = _declared(self.family, self.config), _declared(family, config)
+        found = {name: value for name, value in after.items() if value != before[name]}
+        if changes.keys().isdisjoint(("params", "specs")):
+            _require_same_shapes(before["specs"], after["specs"])
+        if "module" not in changes:
+            found["module"] = self._module_with(family, config)
+        return found
+
+    def _module_with(self, family: Family, config: Any) -> nn.Module:
+        if family.module is not self.family.module:
+            return family.module(config)
+        if not hasattr(self.module, "config"):
+            raise ValueError(f"config: the module {type(self.module).__name__} has none: pass module=..., too")
+        return self.module.clone(config=config)
+
+
+def _flatten(model: Model) -> tuple[tuple[tuple[jax.tree_util.GetAttrKey, Any]], Model]:
+    return ((jax.tree_util.GetAttrKey("params"), model.params),), dataclasses.replace(model, params=())
+
+
+def _unflatten(rest: Model, children: Any) -> Model:
+    return dataclasses.replace(rest, params=next(iter(children)))
+
+
+jax.tree_util.register_pytree_with_keys(Model, _flatten, _unflatten)
+
+
+def _require_ids(tokens: Any) -> None:
+    if not hasattr(tokens, "dtype"):
+        raise TypeError(f"tokens is a {type(tokens).__name__}: pass an array of token ids, jnp.array(...)")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens are {tokens.dtype}: pass an array of token ids, which are integers")
+    require_auto("tokens", tokens)
+
+
+def _require_same_shapes(before: ParamTree, after: ParamTree) -> None:
+    old, new = (dict(walk_specs(specs)) for specs in (before, after))
+    for path in old | new:
+        shapes = [specs[path].shape if path in specs else "absent" for specs in (old, new)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"config: {'.'.join(path)} is {shapes[0]} and would be {shapes[1]}: pass params=..., too")
+
+
+def _rounded(count: int) -> str:
+    """A number of parameters as people say it: 4.9M, 8B."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
 
 
 def _declared(family: Family, config: Any) -> dict[str, Any]:

@@ -11,58 +11,43 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, MLP
+from jaxinfer.layers.mlp import MLP
 from jaxinfer.layers.norm import LayerNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigError, ConfigReader, rope_config
+from jaxinfer.models.config import ConfigError, ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import LayerNormDecoder
 from jaxinfer.models.specs import decoder, fused_qkv, layer_norm, linear, plain, plain_mlp
-from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
+from jaxinfer.types import LayerSpec, ParamTree
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {
+    "vocab_size": 51200,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_new",
+    "partial_rotary_factor": 0.5,
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class PhiConfig:
-    """A checkpoint's config.json, resolved: no optional field is left open."""
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PhiConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: tuple[LayerSpec, ...]
-    max_position: int
     rope: RopeConfig
-    norm_eps: float
-    activation: str
-    tied: bool
     qk_norm: bool
 
     @staticmethod
     def from_json(config: Mapping[str, Any]) -> PhiConfig:
-        """Read config.json.
-
-        Raises:
-            ConfigError: a field is of the wrong type or not supported.
-        """
-        read = ConfigReader({"partial_rotary_factor": 0.5, **config})
-        hidden, heads = read.positive("hidden_size", 2048), read.positive("num_attention_heads", 32)
-        kv_heads = read.positive("num_key_value_heads", heads)
-        read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
-        head_dim, max_position = hidden // heads, read.positive("max_position_embeddings", 2048)
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader(config, _DEFAULTS, {"rms_norm_eps": "layer_norm_eps"})
+        fields = decoder_fields(read, cut_heads=True)
         return PhiConfig(
-            vocab_size=read.positive("vocab_size", 51200),
-            hidden_size=hidden,
-            intermediate_size=read.positive("intermediate_size", 8192),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            layers=(LayerSpec(),) * read.positive("num_hidden_layers", 24),
-            max_position=max_position,
-            rope=_rope(read, max_position, head_dim),
-            norm_eps=read.number("layer_norm_eps", 1e-5),
-            activation=read.choice("hidden_act", "gelu_new", tuple(ACTIVATIONS)),
-            tied=read.flag("tie_word_embeddings", False),
+            **fields,
+            layers=(LayerSpec(),) * read.positive("num_hidden_layers"),
+            rope=_rope(read, fields["max_position"], fields["head_dim"]),
             qk_norm=read.flag("qk_layernorm", False),
         )
 
@@ -85,18 +70,10 @@ class PhiBlock(Layer):
     layer: LayerSpec
 
     def setup(self) -> None:
-        cfg = self.config
+        cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
+        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
         self.norm = LayerNorm(cfg.norm_eps)
-        self.attention = Attention(
-            heads=cfg.heads,
-            kv_heads=cfg.kv_heads,
-            head_dim=cfg.head_dim,
-            layer=self.layer,
-            qkv_bias=True,
-            out_bias=True,
-            qk_norm_eps=cfg.norm_eps if cfg.qk_norm else None,
-            qk_layer_norm=True,
-        )
+        self.attention = Attention(*sizes, qkv_bias=True, out_bias=True, qk_norm_eps=eps, qk_layer_norm=True)
         self.mlp = MLP(cfg.activation)
 
     def __call__(
@@ -111,8 +88,6 @@ class PhiBlock(Layer):
 
 
 class Phi(LayerNormDecoder):
-    """The whole decoder: see `Decoder`."""
-
     config: PhiConfig
     head_bias = True
 
@@ -120,12 +95,7 @@ class Phi(LayerNormDecoder):
         return (override or PhiBlock)(self.config, self.config.layers[index], parent=None)
 
 
-def cache_spec(cfg: PhiConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
-
-
 def param_specs(cfg: PhiConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     final = layer_norm("model.final_layernorm", cfg.hidden_size)
     return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix), final_norm=final, head_bias=True)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.layers.mlp import ACTIVATIONS
-from jaxinfer.models.config import ConfigReader, rope_config
+from jaxinfer.models.config import ConfigReader, decoder_fields, rope_config
 from jaxinfer.models.llama import LlamaConfig
 from jaxinfer.models.specs import decoder, linear, rms_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
@@ -20,40 +19,18 @@ _DEFAULTS = {
     "num_attention_heads": 32,
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
 }
 
 
 def config_from_json(config: Mapping[str, Any]) -> LlamaConfig:
-    """Read config.json as `transformers` (old or new style) writes it.
-
-    Raises:
-        ConfigError: a field is missing, of the wrong type or not supported.
-    """
-    read = ConfigReader(_DEFAULTS | {name: value for name, value in _as_longrope(config).items() if value is not None})
-    heads, hidden = read.positive("num_attention_heads"), read.positive("hidden_size")
-    kv_heads = read.positive("num_key_value_heads", heads)
-    read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
-    head_dim, max_position = read.positive("head_dim", hidden // heads), read.positive("max_position_embeddings")
-    rope = rope_config(read, max_position, head_dim, partial=True)
+    """Read config.json as `transformers` (old or new style) writes it; errors as of `LlamaConfig.from_json`."""
+    read = ConfigReader(_as_longrope(config), _DEFAULTS)
+    fields = decoder_fields(read)
+    rope = rope_config(read, fields["max_position"], fields["head_dim"], partial=True)
     read.require(rope.kind in ("default", "longrope"), "rope_scaling", "must be longrope or nothing for Phi-3")
-    return LlamaConfig(
-        vocab_size=read.positive("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read.positive("intermediate_size"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        layers=(_layer(read, max_position),) * read.positive("num_hidden_layers"),
-        max_position=max_position,
-        rope=rope,
-        norm_eps=read.number("rms_norm_eps", 1e-5),
-        activation=read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
-        tied=read.flag("tie_word_embeddings", False),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-    )
+    layers = (_layer(read, fields["max_position"]),) * read.positive("num_hidden_layers")
+    return LlamaConfig(**fields, layers=layers, rope=rope)
 
 
 def _as_longrope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +50,6 @@ def _layer(read: ConfigReader, max_position: int) -> LayerSpec:
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:
-    """Every parameter with its shape, logical axes and the checkpoint tensors it is made of."""
     return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
 
 

@@ -11,6 +11,7 @@ import flax.linen as nn
 
 from jaxinfer.models import deepseek, falcon, gemma, gpt2, gpt_oss, gptj, llama, mixtral, phi, phi3, qwen_moe, sparse
 from jaxinfer.models.config import ConfigError, shown
+from jaxinfer.models.specs import cache_spec
 from jaxinfer.types import CacheSpec, ParamTree
 
 
@@ -19,6 +20,7 @@ class Family:
     """A family of models: its config from config.json, its parameters, its cache and its forward pass.
 
     Attributes:
+        param_specs: every parameter with its shape, logical axes and the checkpoint tensors it is made of.
         ignore: patterns of tensors that checkpoints hold and no parameter is made of.
         prefix: what the names of all tensors of the decoder begin with; checkpoints of the bare decoder leave it out.
     """
@@ -31,30 +33,22 @@ class Family:
     prefix: str = ""
 
 
-LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, llama.cache_spec, llama.Llama)
-GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, gemma.cache_spec, gemma.Gemma)
-PHI3 = Family(phi3.config_from_json, phi3.param_specs, llama.cache_spec, llama.Llama)
-GPT2 = Family(
-    gpt2.GPT2Config.from_json, gpt2.param_specs, gpt2.cache_spec, gpt2.GPT2, ignore=gpt2.IGNORE, prefix="transformer."
-)
-GPTJ = Family(
-    gptj.GPTJConfig.from_json, gptj.param_specs, gptj.cache_spec, gptj.GPTJ, ignore=gpt2.IGNORE, prefix="transformer."
-)
-PHI = Family(phi.PhiConfig.from_json, phi.param_specs, phi.cache_spec, phi.Phi, prefix="model.")
+LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
+GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, cache_spec, gemma.Gemma)
+PHI3 = Family(phi3.config_from_json, phi3.param_specs, cache_spec, llama.Llama)
+GPT2 = Family(gpt2.GPT2Config.from_json, gpt2.param_specs, cache_spec, gpt2.GPT2, gpt2.IGNORE, "transformer.")
+GPTJ = Family(gptj.GPTJConfig.from_json, gptj.param_specs, cache_spec, gptj.GPTJ, gpt2.IGNORE, "transformer.")
+PHI = Family(phi.PhiConfig.from_json, phi.param_specs, cache_spec, phi.Phi, prefix="model.")
 FALCON = Family(
     falcon.FalconConfig.from_json, falcon.param_specs, falcon.cache_spec, falcon.Falcon, prefix="transformer."
 )
-MIXTRAL = Family(mixtral.config_from_json, mixtral.param_specs, sparse.cache_spec, sparse.Sparse)
-QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
-QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, sparse.cache_spec, sparse.Sparse)
-GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, sparse.cache_spec, sparse.Sparse)
-DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, deepseek.cache_spec, deepseek.Deepseek)
+MIXTRAL = Family(mixtral.config_from_json, mixtral.param_specs, cache_spec, sparse.Sparse)
+QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, cache_spec, sparse.Sparse)
+QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, cache_spec, sparse.Sparse)
+GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, cache_spec, sparse.Sparse)
+DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cache_spec, deepseek.Deepseek)
 DEEPSEEK_V3 = Family(
-    deepseek.DeepseekConfig.from_v3,
-    deepseek.param_specs,
-    deepseek.cache_spec,
-    deepseek.Deepseek,
-    ignore=deepseek.IGNORE,
+    deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek, deepseek.IGNORE
 )
 
 FAMILIES: dict[str, Family] = {
@@ -92,4 +86,5 @@ def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = 
     for name in names:
         if name in known:
             return known[name]
-    raise ConfigError(f"config.json: architectures = {shown(names)} is not supported (known: {', '.join(known)})")
+    what = f"is not supported (known: {', '.join(known)}; --family names another)"
+    raise ConfigError(f"config.json: architectures = {shown(names)} {what}")

@@ -6,7 +6,7 @@ A family's module reads its config.json into a `SparseConfig` and names its expe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,20 +14,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.layers.attention import Attend, Attention
 from jaxinfer.layers.base import Layer
-from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
+from jaxinfer.layers.mlp import GatedMLP
 from jaxinfer.layers.moe import GLU, ClampedGLU, MoE, RoutingRule
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import RopeConfig
-from jaxinfer.models.config import ConfigReader, rope_config
+from jaxinfer.models.config import ConfigReader, DecoderConfig, decoder_fields, rope_config
 from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.llama import block_specs
 from jaxinfer.models.specs import decoder, gated_mlp
-from jaxinfer.types import CacheSpec, LayerSpec, ParamTree
+from jaxinfer.types import LayerSpec, ParamTree
 
 
-@dataclasses.dataclass(frozen=True)
-class SparseConfig:
-    """A checkpoint's config.json, resolved.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class SparseConfig(DecoderConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`.
 
     Attributes:
         sparse: whether a layer has experts, or is a dense one of ``intermediate_size``.
@@ -37,90 +37,46 @@ class SparseConfig:
         sinks: see `Attention`.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: tuple[LayerSpec, ...]
     sparse: tuple[bool, ...]
-    max_position: int
     rope: RopeConfig
-    norm_eps: float
-    activation: str
-    tied: bool
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool
-    sinks: bool
     experts: int
     expert_size: int
-    expert_bias: bool
     rule: RoutingRule
     glu: GLU | ClampedGLU
-    shared_size: int | None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    expert_bias: bool = False
+    shared_size: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Defaults:
-    """The defaults of transformers for fields that a config.json leaves out."""
-
-    kv_heads: int
-    experts: int
-    top_k: int
-    norm_eps: float
-    theta: float
-    max_position: int
+def reader(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ConfigReader:
+    """Make a reader with the defaults of transformers, which takes either name for the number of experts."""
+    heads = ("num_key_value_heads", "head_dim")  # null: of the other heads, whatever is meant where they are left out
+    known = {name: value for name, value in defaults.items() if name not in heads or name not in config}
+    local = config.get("num_local_experts") is not None
+    return ConfigReader(config, known, {"num_experts": "num_local_experts"} if local else {})
 
 
-def read_config(
-    read: ConfigReader, defaults: Defaults, windows: list[int | None], rule: RoutingRule, **switches: Any
-) -> SparseConfig:
+def read_config(read: ConfigReader, windows: list[int | None], rule: RoutingRule, **switches: Any) -> SparseConfig:
     """Read the fields that all families name alike; ``switches`` are the other fields of `SparseConfig`.
 
     Raises:
         ConfigError: a field is missing, of the wrong type or not supported.
     """
-    heads, hidden = read.positive("num_attention_heads"), read.positive("hidden_size")
-    kv_heads = read.positive(
-        "num_key_value_heads", heads if "num_key_value_heads" in read.fields else defaults.kv_heads
-    )
-    read.require(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
-    max_position = read.positive("max_position_embeddings", defaults.max_position)
-    activation = read.choice("hidden_act", "silu", tuple(ACTIVATIONS))
-    experts = read_experts(read, defaults)
+    fields, experts = decoder_fields(read), read.positive("num_experts")
     read.require(rule.top_k <= experts, "num_experts_per_tok", f"must be at most the number of experts ({experts})")
-    common: dict[str, Any] = {
-        "vocab_size": read.positive("vocab_size"),
-        "hidden_size": hidden,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": read.positive("head_dim", hidden // heads),
+    common = {
+        **fields,
         "layers": tuple(LayerSpec(window) for window in windows),
         "sparse": (True,) * len(windows),
-        "max_position": max_position,
-        "rope": rope_config(with_theta(read, defaults.theta), max_position),
-        "norm_eps": read.number("rms_norm_eps", defaults.norm_eps),
-        "activation": activation,
-        "tied": read.flag("tie_word_embeddings", False),
+        "rope": rope_config(read, fields["max_position"]),
         "experts": experts,
         "rule": rule,
-        "glu": GLU(activation),
-        **dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "sinks", "expert_bias"), False),
-        "shared_size": None,
+        "glu": GLU(fields["activation"]),
     }
     return SparseConfig(**common | switches)
-
-
-def read_experts(read: ConfigReader, defaults: Defaults) -> int:
-    """Read the number of experts: transformers takes either name for it."""
-    return read.positive("num_local_experts", read.positive("num_experts", defaults.experts))
-
-
-def with_theta(read: ConfigReader, theta: float) -> ConfigReader:
-    """Set the default of ``rope_theta``."""
-    return read if read.fields.get("rope_theta") is not None else ConfigReader({**read.fields, "rope_theta": theta})
 
 
 class SparseContext(NamedTuple):
@@ -138,18 +94,10 @@ class SparseBlock(Layer):
     sparse: bool
 
     def setup(self) -> None:
-        cfg = self.config
+        cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
+        sizes, biases = (cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer), (cfg.qkv_bias, cfg.out_bias)
         self.attention_norm = RMSNorm(cfg.norm_eps)
-        self.attention = Attention(
-            heads=cfg.heads,
-            kv_heads=cfg.kv_heads,
-            head_dim=cfg.head_dim,
-            layer=self.layer,
-            qkv_bias=cfg.qkv_bias,
-            out_bias=cfg.out_bias,
-            qk_norm_eps=cfg.norm_eps if cfg.qk_norm else None,
-            sinks=cfg.sinks,
-        )
+        self.attention = Attention(*sizes, *biases, qk_norm_eps=eps, sinks=cfg.sinks)
         self.mlp_norm = RMSNorm(cfg.norm_eps)
         self.mlp: Any = self._experts() if self.sparse else GatedMLP(cfg.activation)
 
@@ -168,8 +116,6 @@ class SparseBlock(Layer):
 
 
 class Sparse(Decoder):
-    """The whole decoder: see `Decoder`."""
-
     config: SparseConfig
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
@@ -182,10 +128,6 @@ class Sparse(Decoder):
     def up_to(self, length: int) -> Sparse:
         rope = self.config.rope.up_to(length)
         return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
-
-
-def cache_spec(cfg: SparseConfig) -> CacheSpec:
-    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
 
 
 def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[str, Any]]) -> ParamTree:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxinfer.types import ParamSpec, Source
+from jaxinfer.models.config import DecoderConfig
+from jaxinfer.types import CacheSpec, ParamSpec, Source
 
 
 def plain(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: str = "normal") -> ParamSpec:
@@ -36,6 +37,11 @@ def layer_norm(prefix: str, size: int) -> dict[str, Any]:
 def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
     """A table of embeddings, or a head."""
     return {"table": matrix(name, (vocab, d), ("vocab", "embed"))}
+
+
+def cache_spec(cfg: DecoderConfig) -> CacheSpec:
+    """The KV cache of keys and values that are stored as they are."""
+    return CacheSpec(cfg.layers, cfg.kv_heads, cfg.head_dim)
 
 
 def decoder(

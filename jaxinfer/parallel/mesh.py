@@ -90,6 +90,36 @@ def _mesh(devices: np.ndarray) -> Mesh:
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def require_mesh(mesh: Mesh) -> Mesh:
+    """Return the mesh, if it is one of `make_mesh`.
+
+    Raises:
+        EngineConfigError: its axes have other names, or are Explicit.
+    """
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        kinds = ", ".join(f"{name} ({kind.name})" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+        raise EngineConfigError(
+            f"mesh has the axes {kinds}, and must have {', '.join(AXES)} (Auto): "
+            f"jaxinfer.parallel.mesh.make_mesh(tensor=..., data=...) makes one"
+        )
+    return mesh
+
+
+def require_auto(name: str, array: Any) -> None:
+    """Refuse an array on a mesh whose axes are Explicit, as `jax.make_mesh` makes them unless told otherwise: where
+    results lie is left to XLA here.
+
+    Raises:
+        TypeError: it is one, perhaps within a program that is being traced.
+    """
+    mesh = jax.typeof(array).sharding.mesh
+    if not mesh.empty and not mesh.are_all_axes_auto:
+        raise TypeError(
+            f"{name} lies on a mesh with Explicit axes {mesh.axis_names}: make the mesh with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+        )
+
+
 def replicas(mesh: Mesh) -> list[Mesh]:
     """The parts of a mesh along ``data``: what runs on one of them knows nothing of the others."""
     return _along(mesh, "data")

@@ -1,4 +1,4 @@
-"""A model's weights quantised layer by layer: what `python -m jaxinfer.convert --quantize` does."""
+"""A model's weights quantised layer by layer: what `jaxinfer convert --quantize` does."""
 
 from jaxinfer.quant.make.recipe import METHODS, Recipe, RecipeError
 from jaxinfer.quantize.calibration import BUILT_IN, Calibration, read_calibration

@@ -25,7 +25,8 @@ from jaxinfer.quantize.calibration import Calibration, embedded, observed, passe
 from jaxinfer.quantize.fold import Folder, Statistics, can_fold
 from jaxinfer.quantize.folder import TARGETS, Target
 from jaxinfer.quantize.layer import LayerWeights, Linear, linears, tensors
-from jaxinfer.quantize.work import Tell, Work
+from jaxinfer.quantize.summary import Summary
+from jaxinfer.quantize.work import Work
 from jaxinfer.weights import CheckpointError
 from jaxinfer.weights.load import Progress
 from jaxinfer.weights.native.writer import Unfinished, unfinished
@@ -43,11 +44,10 @@ def quantize(
     calibration: Calibration | None = None,
     dtype: str = "auto",
     progress: Progress | None = None,
-    tell: Tell = lambda sentence: None,
     check_finite: bool = False,
     output_format: str = "safetensors",
-) -> None:
-    """Writes a folder with quantised weights, which ``--model`` takes.
+) -> Summary:
+    """Writes a folder with quantised weights, which ``--model`` takes; returns what became of them.
 
     Args:
         source: "demo", a folder or a hub id of a model that is not quantised.
@@ -55,7 +55,6 @@ def quantize(
         calibration: what the model is run on; needed where the recipe is ``calibrated``.
         dtype: of what is not quantised; "auto": the source's own.
         progress: called with layers done, layers in all, and a name.
-        tell: called with a sentence for each weight that stays as it is, and why.
         check_finite: refuse NaN and infinite weights.
         output_format: "safetensors": a Hugging Face folder in the recipe's format, which others read as well; "orbax":
             the folder that converting that one would give.
@@ -71,13 +70,14 @@ def quantize(
         raise RecipeError(f"{type(model.module).__name__} has no layers that can be run one by one")
     if recipe.calibrated and calibration is None:
         raise RecipeError(f"{recipe.method} needs samples of text")
-    work = Work(files, model, recipe, calibration if recipe.calibrated else None, tell)
+    work = Work(files, model, recipe, calibration if recipe.calibrated else None)
     _require_foldable(work)
     with unfinished(destination, _identity(work, output_format, check_finite)) as started:
         target = TARGETS[output_format](work, started)
         _write_layers(work, started, target, progress)
         (started.folder / _HIDDEN.format(work.layers)).unlink(missing_ok=True)
         target.finish()
+    return work.summary
 
 
 def _require_foldable(work: Work) -> None:
@@ -155,12 +155,9 @@ def _quantized(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> di
     made: dict[str, np.ndarray] = {}
     done = set()
     for linear in linears(layer.specs):
-        reason = work.recipe.refusal(*linear.shape)
-        if reason:
-            work.tell(f"{linear.name} stays as it is: {reason}")
-            continue
-        made |= _make(work, layer, linear, statistics)
-        done.add(linear.name)
+        if not work.summary.kind(linear).reason:
+            made |= _make(work, layer, linear, statistics)
+            done.add(linear.name)
     for name, (value, dtype) in tensors(layer.specs, layer.values).items():
         if name not in done:
             made[name] = value.astype(target_dtype(dtype or work.dtype))
@@ -168,9 +165,11 @@ def _quantized(work: Work, layer: LayerWeights, hidden: np.ndarray | None) -> di
 
 
 def _make(work: Work, layer: LayerWeights, linear: Linear, statistics: Statistics) -> dict[str, np.ndarray]:
-    weight = jnp.asarray(layer.weight(linear))
-    made = work.recipe.made(weight, _gram(work, linear, statistics), work.dtype)
-    layer.replace(linear, np.asarray(made.dequantize()))
+    weight = layer.weight(linear)
+    made = work.recipe.made(jnp.asarray(weight), _gram(work, linear, statistics), work.dtype)
+    values = np.asarray(made.dequantize())
+    work.summary.kind(linear).add(weight, values)
+    layer.replace(linear, values)
     return tensors_of(linear.module, made, work.stored)
 
 
@@ -182,6 +181,6 @@ def _gram(work: Work, linear: Linear, statistics: Statistics) -> jax.Array | Non
     if linear.expert is not None:
         seen = InputStatistics(*(part[linear.expert] for part in seen))
     if not enough_tokens(float(seen.rows), linear.shape[1]):
-        work.tell(f"{linear.name} is rounded to nearest: of the samples only {float(seen.rows):.0f} tokens came by")
+        work.summary.kind(linear).starved += 1
         return None
     return jnp.asarray(seen.gram)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ from jaxinfer.models.model import Model
 from jaxinfer.quant.make.formats import Stored, config_of
 from jaxinfer.quant.make.recipe import Recipe, RecipeError
 from jaxinfer.quantize.calibration import Calibration
-from jaxinfer.quantize.layer import LayerWeights, linears
+from jaxinfer.quantize.layer import LayerWeights, Linear, linears
+from jaxinfer.quantize.summary import Summary
 from jaxinfer.types import ParamTree, walk_specs
 from jaxinfer.weights.files import ModelFiles
 from jaxinfer.weights.tree import Path
 
 _WITHIN = re.compile(r"^(?:.*?\.)?\d+\.(.+)$")  # what follows a layer's number
-
-Tell = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +29,12 @@ class Work:
 
     Attributes:
         calibration: None where the recipe needs none.
-        tell: called with a sentence for each weight that stays as it is, and why.
     """
 
     files: ModelFiles
     model: Model
     recipe: Recipe
     calibration: Calibration | None
-    tell: Tell
 
     @property
     def module(self) -> Any:
@@ -65,6 +61,15 @@ class Work:
     def rest(self) -> dict[str, Any]:
         """The parameters outside of the layers."""
         return {name: node for name, node in self.specs.items() if not name.startswith("layers_")}
+
+    def linears(self, index: int) -> list[Linear]:
+        """The linear weights of a layer."""
+        return linears(dict(walk_specs(self.specs[layer_name(index)])))
+
+    @functools.cached_property
+    def summary(self) -> Summary:
+        """Kinds of the model's weights; what is made is noted there."""
+        return Summary(self.recipe, map(self.linears, range(self.layers)))
 
     def layer(self, index: int) -> LayerWeights:
         """Reads one layer."""
@@ -107,17 +112,16 @@ class Work:
                 else:
                     dense.append(module)
         if not inside:
-            raise RecipeError(f"{self.recipe.method} cannot take any weight of this model ({self._why()})")
+            advice = f": try {self.summary.advice}" if self.summary.advice else ""
+            raise RecipeError(f"{self.recipe.method} cannot take any weight of this model ({self._why()}){advice}")
         return config_of(self.stored, dense, list(inside))
 
     def taken(self, index: int) -> set[str]:
         """The names of a layer's weights that are quantised."""
-        found = linears(dict(walk_specs(self.specs[layer_name(index)])))
-        return {linear.name for linear in found if not self.recipe.refusal(*linear.shape)}
+        return {linear.name for linear in self.linears(index) if not self.recipe.refusal(*linear.shape)}
 
     def _why(self) -> str:
-        found = linears(dict(walk_specs(self.specs[layer_name(0)])))
-        reasons = (f"{linear.name}: {self.recipe.refusal(*linear.shape)}" for linear in found)
+        reasons = (f"{linear.name}: {self.recipe.refusal(*linear.shape)}" for linear in self.linears(0))
         return next(reasons, "its layers have no linear weights of their own")
 
 

@@ -1,5 +1,6 @@
 """Choosing tokens on the device: processors, selection, log probabilities."""
 
+from jaxinfer.sampling.drafts import DraftRows
 from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs
 from jaxinfer.sampling.sample import Sampled, sample
 from jaxinfer.sampling.slots import (
@@ -15,6 +16,7 @@ from jaxinfer.sampling.slots import (
 from jaxinfer.validate import SamplingLimits
 
 __all__ = [
+    "DraftRows",
     "HostSlots",
     "Logprobs",
     "Sampled",

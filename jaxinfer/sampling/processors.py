@@ -18,15 +18,21 @@ Rows = Bool[Array, " rows"]
 
 
 def process(
-    logits: Logits, slots: SlotParams, state: SlotState, generated: Int32[Array, " rows"], active: Rows
+    logits: Logits,
+    slots: SlotParams,
+    state_of_rows: Callable[[], SlotState],
+    generated: Int32[Array, " rows"],
+    active: Rows,
 ) -> Logits:
-    """Logits from which tokens are chosen. ``generated``: how many tokens each slot has generated so far."""
+    """Logits from which tokens are chosen. ``generated``: how many tokens each row's slot has generated before it.
+    The state is asked for where a row needs a processor alone."""
     short = active & (generated < slots.min_tokens)
     words = active & (slots.bad_words[:, :, -1] >= 0).any(axis=1)
     biased = active & slots.has_bias
     penalised = active & ((slots.presence != 0) | (slots.frequency != 0) | (slots.repetition != 1))
 
     def all_of_them(logits: Logits) -> Logits:
+        state = state_of_rows()
         logits = _where_any(biased, lambda x: x + state.bias, logits)
         logits = _where_any(words, lambda x: _ban(x, _completing(slots.bad_words, state.recent)), logits)
         logits = _where_any(short, lambda x: _ban(x, slots.stop_ids), logits)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from jaxinfer.sampling.drafts import DraftRows, advance, params_of_rows, state_of_rows
 from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.select import select
@@ -28,26 +29,27 @@ def sample(
     generated: Int32[Array, " rows"],
     active: Bool[Array, " rows"],
     max_logprobs: int,
-    advancing: Bool[Array, " rows"] | None = None,
+    drafts: DraftRows | None = None,
 ) -> tuple[Sampled, SlotState]:
     """Choose the next token of every row.
 
     Args:
         logits: any float type; all arithmetic is float32.
-        slots: the parameters of each row.
-        state: of slot ``i`` at row ``i``.
+        slots: the parameters of each slot; slot ``i`` is row ``i`` but for rows of drafts.
+        state: of each slot.
         positions: absolute position of the token that is chosen.
         generated: how many tokens the slot has generated before this one.
         active: rows that decode in this step; others leave their state as it is and have no meaningful token.
         max_logprobs: static width of the reported most likely tokens.
-        advancing: active rows that use the parameters of their own slot, whose state advances (default: all active).
-            The others must use no feature that reads the state: see `jaxinfer.types.needs_sampler_state`.
+        drafts: the same rows where some of them may hold drafts; None: none does.
     """
     raw = logits.astype(jnp.float32)
-    processed = process(raw, slots, state, generated, active)
-    tokens = select(processed, slots, positions, active)
-    logprobs = wanted_logprobs(raw, tokens, active & slots.logprobs, max_logprobs)
-    return Sampled(tokens, logprobs), _advance(state, tokens, active if advancing is None else advancing)
+    rows = slots if drafts is None else params_of_rows(slots, drafts)
+    processed = process(raw, rows, lambda: state if drafts is None else state_of_rows(state, drafts), generated, active)
+    tokens = select(processed, rows, positions, active)
+    logprobs = wanted_logprobs(raw, tokens, active & rows.logprobs, max_logprobs)
+    after = _advance(state, tokens, active) if drafts is None else advance(state, drafts, tokens)
+    return Sampled(tokens, logprobs), after
 
 
 def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:

@@ -154,7 +154,7 @@ class HostSlots:
         mine.repetition[slot] = min(max(params.repetition_penalty, _SMALL), _LARGE)
         mine.seed[slot] = (params.seed >> 32) & 0xFFFFFFFF, params.seed & 0xFFFFFFFF
         mine.sample_index[slot] = sample_index
-        mine.has_bias[slot] = _has_bias(request)
+        mine.has_bias[slot] = bool(params.logit_bias) or params.allowed_token_ids is not None
         mine.stop_ids[slot, : len(request.stop_token_ids)] = sorted(request.stop_token_ids)
         mine.min_tokens[slot] = params.min_tokens
         for word, ids in enumerate(request.bad_words_ids):
@@ -190,7 +190,3 @@ class HostSlots:
         for token, value in (request.params.logit_bias or {}).items():
             bias[token] += value
         return prompt, bias
-
-
-def _has_bias(request: Request) -> bool:
-    return bool(request.params.logit_bias) or request.params.allowed_token_ids is not None

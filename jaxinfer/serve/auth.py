@@ -1,6 +1,6 @@
 """Authorise callers: API keys with scopes, kept as hashes in a file. No jax.
 
-The file is a YAML list, `python -m jaxinfer.serve.keys` writes its entries:
+The file is a YAML list, `jaxinfer keys` writes its entries:
 
 ```yaml
 - name: alice

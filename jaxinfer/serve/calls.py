@@ -41,6 +41,7 @@ class Call:
         timeout: seconds that the client waits from now on, the queue included; None: for ever.
         tenant: whose request it is, see `jaxinfer.serve.tenants`: ids, cached prefixes and turns are its own.
         trace: the W3C headers ``traceparent`` and ``tracestate``, where the client sent them.
+        logged: it is a request of its own, with a line in the log, and no part of one.
     """
 
     prompt: Input
@@ -53,6 +54,7 @@ class Call:
     timeout: float | None = None
     tenant: str = ""
     trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    logged: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ class ServeError(Exception):
         field: which field of the request is wrong, if one is.
         retry_after: seconds after which it is worth trying again, if it is.
         fault: under INTERNAL, the id in the message.
+        logged: the log of requests has its line.
     """
 
     kind: Kind
@@ -50,6 +51,7 @@ class ServeError(Exception):
     field: str | None = None
     retry_after: float | None = None
     fault: str | None = None
+    logged: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.message

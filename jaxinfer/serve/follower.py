@@ -12,7 +12,7 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class Follower:
-    """Everything behind `python -m jaxinfer.serve --process-id 1`, with the methods of `Server` that its life needs.
+    """Everything behind `jaxinfer serve --process-id 1`, with the methods of `Server` that its life needs.
 
     A core that ends, with its group or alone, is started again, and looks for process 0 until that is there.
 

@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.serve.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.backend import Backend
-from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits
+from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits, Usage
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answered, unavailable
-from jaxinfer.serve.generation import Generation, expired, gone
+from jaxinfer.serve.generation import Generation, expired, failing
 from jaxinfer.serve.reading import LONG_CHARACTERS, LongTexts
 from jaxinfer.serve.room import Load, Place, Room
 from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
-from jaxinfer.serve.templates import Renderer
+from jaxinfer.serve.templates import Renderer, fitted
 from jaxinfer.serve.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
@@ -56,6 +56,7 @@ class Frontend:
             threads, as short ones).
 
     Attributes:
+        leaving: new calls are still taken, but readiness is gone: others shall be asked.
         draining: new calls are refused.
         room: who waits for the engine.
     """
@@ -79,7 +80,7 @@ class Frontend:
         most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
         self.tokenizer, self.template = tokenizer, template
-        self.draining = False
+        self.leaving = self.draining = False
         self.room = Room(card.engine)
         self._backend, self._clock = backend, clock
         self._tracing = tracing or Tracing()
@@ -87,6 +88,7 @@ class Frontend:
         self._allow_templates = allow_request_templates
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, SamplingLimits(max_logprobs=most))
         self._renderer = Renderer(template, template_seconds)
+        self._sources = list(template.sources.values()) if template is not None else []
         self._long = None if folder is None or tokenizer is None else LongTexts(folder)
         # What is long has threads of its own: nobody who asks for little waits for it.
         self._threads, self._long_threads = (
@@ -102,6 +104,16 @@ class Frontend:
     async def warm(self) -> None:
         """Start what renders templates, so that the first conversation need not wait for it."""
         await self._renderer.warm()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new calls are wanted."""
+        return not (self.leaving or self.draining)
+
+    async def leave(self, seconds: float) -> None:
+        """Take calls for so long, while readiness says that others should be asked."""
+        self.leaving = True
+        await asyncio.sleep(seconds)
 
     async def drain(self, timeout: float) -> int:
         """Refuse new calls, wait for the others, and after ``timeout`` seconds end those that are left: their readers
@@ -149,14 +161,8 @@ class Frontend:
             place: from `reserve`.
         """
         trace = self._tracing.begin(call, self.card.name)
-        try:
+        with failing(trace):
             generation = await self._generate(call, place)
-        except asyncio.CancelledError:
-            trace.failed(gone())
-            raise
-        except ServeError as error:
-            trace.failed(error)
-            raise
         generation.trace = trace
         return generation
 
@@ -218,24 +224,33 @@ class Frontend:
         tenant: str = "",
     ) -> list[Scored]:
         """The log probability of each continuation behind the same prompt, under the raw logits."""
-        call = Call(prompt, model=model, add_special_tokens=add_special_tokens, timeout=timeout, tenant=tenant)
-        with answered():
+        call = Call(
+            prompt, model=model, add_special_tokens=add_special_tokens, timeout=timeout, tenant=tenant, logged=False
+        )
+        line = self._tracing.line(call)
+        with failing(line), answered():
             self._check_open()
             self.check_model(model)
             check_terms(call)
             check_prompt(prompt, self.limits, allow_templates=False)
             check_continuations(continuations, self.limits)
             async with _within(timeout):
-                if isinstance(prompt, str):
-                    self._intake.check_text("prompt", prompt)
-                context = await self._ids(prompt, add_special_tokens, tenant)
-                if not len(context):
-                    raise RequestError("prompt", "is empty: a score needs at least one token to stand behind")
-                check_lengths(context, (), self.card.max_model_len)
-                await self._off_loop(len(context), check_token_ids, "prompt_token_ids", context, self.card.vocab_size)
-                ids = [await self._continuation(rank, each, tenant) for rank, each in enumerate(continuations)]
-                check_lengths(context, ids, self.card.max_model_len)
-                return await score_all(self.generate, call, context, ids)
+                results = await self._score(call, continuations)
+        line.finished(Usage(sum(len(each.tokens) for each in results), 0, 0), ["score"])
+        return results
+
+    async def _score(self, call: Call, continuations: Sequence[str | Sequence[int]]) -> list[Scored]:
+        prompt, tenant = call.prompt, call.tenant
+        if isinstance(prompt, str):
+            self._intake.check_text("prompt", prompt)
+        context = await self._ids(prompt, call.add_special_tokens, tenant)
+        if not len(context):
+            raise RequestError("prompt", "is empty: a score needs at least one token to stand behind")
+        check_lengths(context, (), self.card.max_model_len)
+        await self._off_loop(len(context), check_token_ids, "prompt_token_ids", context, self.card.vocab_size)
+        ids = [await self._continuation(rank, each, tenant) for rank, each in enumerate(continuations)]
+        check_lengths(context, ids, self.card.max_model_len)
+        return await score_all(self.generate, call, context, ids)
 
     # ---- text
 
@@ -373,7 +388,8 @@ class Frontend:
     async def _rendered(self, conversation: Conversation, tenant: str) -> str:
         if self.tokenizer is None or (self.template is None and conversation.template is None):
             raise RequestError("messages", f": the model {self.card.name!r} has no chat template")
-        text = await self._renderer.render(conversation, tenant)
+        sources = [conversation.template] if conversation.template is not None else self._sources
+        text = await self._renderer.render(fitted(conversation, sources), tenant)
         check_prompt(text, self.limits, allow_templates=False)
         return text
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxinfer.engine.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
@@ -135,7 +135,7 @@ class Generation:
     def _trace_end(self) -> None:
         self.trace.accepted(self._stream.request)
         if self._running:
-            self.trace.failed(self._failure or self._cut or gone())
+            self.trace.failed(self._failure or self._cut or gone(), self.usage)
         else:
             self.trace.finished(self.usage, [reason for _, reason in sorted(self._reasons.items())])
 
@@ -180,6 +180,19 @@ class Generation:
     async def _abort(self, index: int) -> None:
         with contextlib.suppress(EngineDeadError):  # whose readers are told by their streams
             await self._backend.abort(self._engine_id, index)
+
+
+@contextlib.contextmanager
+def failing(trace: Trace) -> Iterator[None]:
+    """Tell ``trace`` of the error that what is inside ends with, be it that nobody waits for it any more."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        trace.failed(gone())
+        raise
+    except ServeError as error:
+        trace.failed(error)
+        raise
 
 
 def gone() -> ServeError:

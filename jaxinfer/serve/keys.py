@@ -1,4 +1,4 @@
-"""Makes API keys: `python -m jaxinfer.serve.keys new alice --scopes infer,observe >> keys.yaml`. No jax.
+"""`jaxinfer keys new alice --scopes infer,observe >> keys.yaml`: API keys for a server. No jax.
 
 The entry for the file, which has only the key's hash, goes to stdout. The key itself is shown once, on stderr. To take
 a key away, delete its entry: servers notice within a second, and end what it has begun.
@@ -10,27 +10,59 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from jaxinfer.cli.app import run as run_command
+from jaxinfer.cli.parser import Parser
 from jaxinfer.serve.auth import SCOPES, KeysError, key_entry, new_key
 
+_ABOUT = """Make an API key for a server. Its entry for the file of keys, with nothing but the key's hash, goes to
+stdout, the key itself, this once, to stderr. To take a key away, delete its entry: servers notice within a second."""
+_EXAMPLES = (
+    "jaxinfer keys new alice --scopes infer,observe >> keys.yaml",
+    "jaxinfer keys hash alice < key.txt >> keys.yaml",
+)
+_SHORTEST = 32  # characters; anybody who reads the file may try short ones
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 2 for a name or a scope that is not allowed."""
-    parser = argparse.ArgumentParser(prog="python -m jaxinfer.serve.keys", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    new = commands.add_parser("new", help="make a key; append what is printed to the file of keys")
-    new.add_argument("name", help="whose key it is: the tenant, whose ids, cached prefixes and turns are its own")
-    new.add_argument("--scopes", default="infer", help=f"some of {','.join(SCOPES)} (default: infer)")
-    new.add_argument("--cache-group", help="names of the same group share cached prefixes (default: with nobody)")
-    new.add_argument("--weight", type=float, help="its share under the fair policy (default: 1)")
-    args = parser.parse_args(arguments)
-    key = new_key()
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see `run`."""
+    return run_command("keys", argv)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = Parser("jaxinfer keys", _ABOUT, _EXAMPLES, ("scopes", "cache_group", "weight"))
+    what = "new: make a key; hash: take the one on standard input"
+    parser.add_argument("what", choices=("new", "hash"), metavar="new|hash", help=what)
+    parser.add_argument("name", metavar="NAME", help="the tenant, whose ids, cached prefixes and turns are its own")
+    group = parser.add_argument_group("its entry")
+    scopes = f"some of {','.join(SCOPES)} (default: infer)"
+    group.add_argument("--scopes", default="infer", metavar="NAME,...", help=scopes)
+    shared = "names of the same group share cached prefixes (default: with nobody)"
+    group.add_argument("--cache-group", metavar="NAME", help=shared)
+    group.add_argument("--weight", type=float, metavar="X", help="its share under the fair policy (default: 1)")
+    args: argparse.Namespace = parser.parse_args(argv)
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 2 for a key, a name or a scope that is not allowed."""
     try:
+        key = new_key() if args.what == "new" else _given_key()
         entry = key_entry(key, args.name, args.scopes.split(","), args.cache_group, args.weight)
     except KeysError as error:
-        parser.error(str(error))
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     sys.stdout.write(entry)
-    sys.stderr.write(f"{key}\n")
+    if args.what == "new":
+        sys.stderr.write(f"{key}\n")
     return 0
+
+
+def _given_key() -> str:
+    key = sys.stdin.readline().strip()
+    if len(key) < _SHORTEST:
+        raise KeysError(f"a key of {len(key)} characters can be guessed: it must have at least {_SHORTEST}")
+    return key
 
 
 if __name__ == "__main__":

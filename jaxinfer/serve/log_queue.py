@@ -16,7 +16,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, override, runtime_checkable
 
 QUEUE_BYTES = 1 << 20
@@ -27,6 +27,9 @@ REPORT_SECONDS = 5.0
 """Seconds between two lines that say how many of a kind were left out."""
 REASONS = ("rate", "queue", "write")
 """Reasons why a line is not in the log: too many of its kind, too many wait, or it could not be written."""
+
+REQUESTS = "jaxinfer.serve.requests"
+"""The logger of requests that the engine has worked on (`jaxinfer.serve.request_log`): it bounds their number."""
 
 FLUSH_SECONDS = 1.0
 """Seconds for which the end of a process waits for its log."""
@@ -99,16 +102,21 @@ class Limiter:
     """Leaves out lines beyond the rate of their kind: of one logger, with one template, at one level.
 
     The number of kinds is bounded: where a template is a client's own, what is beyond it counts as its logger's.
+
+    Args:
+        unlimited: loggers whose lines something else bounds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, unlimited: Collection[str] = frozenset({REQUESTS})
+    ) -> None:
+        self._clock, self._unlimited = clock, unlimited
         self._kinds: dict[tuple[str, int, str], _Kind] = {}
         self._swept = -math.inf
 
     def admit(self, record: logging.LogRecord) -> bool:
         """Lines for debugging are not counted: who asks for them wants them."""
-        if record.levelno <= logging.DEBUG:
+        if record.levelno <= logging.DEBUG or record.name in self._unlimited:
             return True
         now = self._clock()
         return self._kind(record, now).admit(now)

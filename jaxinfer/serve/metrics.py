@@ -197,7 +197,8 @@ def _counters(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
         "prefix_cache_hits": (stats.prefix_hits, "Tokens found in the prefix cache."),
         "prompt_tokens": (stats.prompt_tokens, "Prompt tokens of the requests that were given a slot."),
         "generation_tokens": (stats.generated_tokens, "Tokens generated."),
-        "spec_decode_num_draft_tokens": (stats.draft_tokens, "Draft tokens proposed."),
+        "spec_decode_num_drafts": (stats.drafts, "Drafts verified."),
+        "spec_decode_num_draft_tokens": (stats.draft_tokens, "Draft tokens verified."),
         "spec_decode_num_accepted_tokens": (stats.draft_accepted, "Draft tokens that the model confirmed."),
         "replayed_tokens": (stats.replayed_tokens, "Known tokens computed again after a preemption."),
         "replay_mismatches": (stats.replay_mismatches, "Replayed tokens that came out different."),
@@ -206,6 +207,9 @@ def _counters(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
     }
     for name, (value, what) in totals.items():
         yield _counter(name, what, model, _one(value))
+    places = {str(place): count for place, count in enumerate(stats.draft_accepted_at or (0,))}
+    what = "Draft tokens that the model confirmed, by their place in the draft."
+    yield _counter("spec_decode_num_accepted_tokens_per_pos", what, model, _by("position", places))
     yield _counter("num_preemptions", "Preemptions, by kind.", model, _by("kind", stats.preemptions))
     finished = {reason.value: count for reason, count in stats.finished.items()}
     yield _counter("request_success", "Sequences that ended, by reason.", model, _by("finished_reason", finished))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import pathlib
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.serve import descriptors
@@ -18,10 +18,13 @@ from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.metrics import ServerMetrics
+from jaxinfer.serve.request_log import RequestLog
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.serve.tenants import ALL, cache_scope
+from jaxinfer.serve.throughput import Throughput
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.load import load_template, load_tokenizer
+from jaxinfer.version import __version__
 
 _CUT_SECONDS = 1.0
 """Seconds for streams that were ended to tell their clients so."""
@@ -30,7 +33,7 @@ _log = logging.getLogger("jaxinfer.serve")
 
 
 class Server:
-    """Everything behind `python -m jaxinfer.serve`. Belongs to one event loop.
+    """Everything behind `jaxinfer serve`. Belongs to one event loop.
 
     The doors are open from the start: until the engine is READY they answer UNAVAILABLE, and health says so.
 
@@ -57,11 +60,16 @@ class Server:
         self.frontend: Frontend | None = None
         self._supervisor = Supervisor(config, command)
         metrics = ServerMetrics(self)
-        self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed)
+        self._requests = RequestLog(config.log_requests)
+        self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed, log=self._requests)
         self._authoriser = authoriser = Authoriser(config.api_keys)
-        version = importlib.metadata.version("jaxinfer")
         self._door = Door(
-            version, config.limits, authoriser, engine=lambda: self._supervisor.condition, metrics=metrics
+            __version__,
+            config.limits,
+            authoriser,
+            engine=lambda: self._supervisor.condition,
+            metrics=metrics,
+            requests=self._requests,
         )
         open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(
@@ -71,10 +79,12 @@ class Server:
             authoriser,
             more=[(oip.SERVICE, open_inference)],
             observer=metrics.called,
+            refused=self._requests.refused,
             cut=metrics.grpc_cut.inc,
         )
         self._http = HttpServer(config, self._door) if config.http_port is not None else None
         self._metrics = HttpServer(config, self._door, metrics=True) if config.metrics_port is not None else None
+        self._throughput = Throughput()
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- what is known
@@ -109,6 +119,20 @@ class Server:
         }
 
     @property
+    def _addresses(self) -> str:
+        """Tell where the doors are, as their clients write it."""
+        config, http = self.config, "http" if self.config.tls_cert is None else "https"
+        found = [f"gRPC at {_address(config.host, self.grpc_port)}"]
+        if self.http_port is not None:
+            url = f"{http}://{_address(config.host, self.http_port)}"
+            found.append(f"the OpenAI API at {url}/v1, its page at {url}/docs")
+        if self.metrics_port is not None:
+            found.append(f"figures at {http}://{_address(config.metrics_host, self.metrics_port)}/metrics")
+        if self.control_port is not None:
+            found.append(f"Control at {_address(config.control_host, self.control_port)}")
+        return "; ".join(found)
+
+    @property
     def state(self) -> str:
         """The engine's, see `Supervisor`; "starting" until the front end is there, too."""
         state = self._supervisor.state
@@ -117,7 +141,7 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether a generation would be accepted."""
-        return self.frontend is not None and not self.frontend.draining and self.state == READY
+        return self.frontend is not None and self.frontend.is_open and self.state == READY
 
     @property
     def active(self) -> int:
@@ -155,6 +179,7 @@ class Server:
         await self._supervisor.start()
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
         self._tasks.append(asyncio.create_task(self._authoriser.run()))
+        self._tasks.append(asyncio.create_task(self._throughput.run(lambda: self.frontend)))
 
     async def until_ready(self) -> None:
         """Raises:
@@ -172,9 +197,13 @@ class Server:
         return await ended or "the engine was stopped"
 
     async def drain(self) -> int:
-        """Refuse new requests and leave the others ``drain_seconds``; how many had to be ended after that."""
+        """Let readiness go, take requests for ``drain_delay`` more seconds, then refuse new ones and leave the others
+        ``drain_seconds``; how many had to be ended after that."""
         if self.frontend is None:
             return 0
+        if self.config.drain_delay:
+            _log.info("not ready any more: requests are taken for %g s", self.config.drain_delay)
+            await self.frontend.leave(self.config.drain_delay)
         _log.info("draining: %d requests run", self.frontend.active)
         return await self.frontend.drain(self.config.drain_seconds)
 
@@ -225,6 +254,7 @@ class Server:
             self._opened()
         self.frontend = self._door.frontend = frontend
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
+        _log.info("serving %s", self._addresses)
 
     @property
     def _parted(self) -> bool:
@@ -251,3 +281,9 @@ class Server:
             if event.phase not in (last, STARTING, READY, FAILED):
                 _log.info("%s", event.phase.replace("_", " "))
             last = event.phase
+
+
+def _address(host: str, port: int) -> str:
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

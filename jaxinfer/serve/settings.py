@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import pathlib
+import re
 import reprlib
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import yaml
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, EngineConfigError, check
+from jaxinfer.names import DTYPES, advice, known_dtype
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.logs import FORMATS, LEVELS
 from jaxinfer.serve.tenants import SHARING, TENANT
@@ -27,11 +29,18 @@ QUEUE: Mapping[str, Any] = {
 
 _MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 2_000_000  # 23 days: gRPC counts milliseconds in 31 bits
+_MISSING = {"model": 'name one ("demo", a folder, a .gguf file, or a hub id): jaxinfer serve MODEL'}
 _PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
+OFF = ("off", False)  # YAML reads ``off`` as false
 
 
 class ServeConfigError(ValueError):
     """A setting that cannot be served. The message names the setting and the value."""
+
+
+def _unless_off(value: Any) -> Any:
+    return None if isinstance(value, str | bool) and value in OFF else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +48,11 @@ class ServedModelConfig:
     """The model, and how it is loaded.
 
     Attributes:
-        model: "demo", a folder, or a hub id.
+        model: "demo", a folder, a .gguf file, or a hub id.
         served_model_name: what clients call it (default: the folder's name).
         dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
+        family: module:NAME of the model's family, if it is not one of the known ones (docs/add_a_model.md). That module
+            is imported, and its code runs.
         compilation_cache_dir: where compiled programs are kept between runs; "" keeps none.
         check_finite: refuse weights with NaN or infinity.
     """
@@ -49,6 +60,7 @@ class ServedModelConfig:
     model: str
     served_model_name: str | None = None
     dtype: str = "auto"
+    family: str | None = None
     compilation_cache_dir: str | None = None
     check_finite: bool = False
 
@@ -60,7 +72,7 @@ class DoorConfig:
     Attributes:
         host: address to listen on. Anything but loopback needs api_keys or tls_client_ca, or insecure.
         grpc_port: of Inference, health and reflection; 0: any free one.
-        http_port: of the OpenAI API and /metrics (default: no HTTP).
+        http_port: of the OpenAI API and /metrics; 0: any free one; off: no HTTP.
         metrics_port: of /metrics, /health and /ready alone, for servers without HTTP or networks of their own (default:
             none); 0: any free one.
         metrics_host: address of these.
@@ -70,7 +82,7 @@ class DoorConfig:
 
     host: str = "127.0.0.1"
     grpc_port: int = 50051
-    http_port: int | None = None
+    http_port: Annotated[int | None, pydantic.BeforeValidator(_unless_off)] = 8000
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     control_port: int | None = None
@@ -82,7 +94,7 @@ class AccessConfig:
     """Access, and what tenants share.
 
     Attributes:
-        api_keys: file of hashed keys with their scopes (python -m jaxinfer.serve.keys makes them).
+        api_keys: file of hashed keys with their scopes (`jaxinfer keys new NAME` makes them).
         prefix_cache_sharing: who finds whose cached prefixes: "tenant": a key its own, and those of its cache_group;
             "all": everybody everybody's, which tells clients what others have asked.
         insecure: allow an address beyond loopback without keys.
@@ -90,6 +102,7 @@ class AccessConfig:
         tls_key: PEM file of its private key.
         tls_client_ca: PEM file; clients must show a certificate that it signed.
         allow_request_templates: requests may bring chat templates of their own (they run in the sandbox).
+        allowed_origins: web pages that may use the HTTP door, as https://chat.example.com; "*": all (default: none).
     """
 
     api_keys: str | None = None
@@ -99,6 +112,7 @@ class AccessConfig:
     tls_key: str | None = None
     tls_client_ca: str | None = None
     allow_request_templates: bool = False
+    allowed_origins: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +121,8 @@ class PatienceConfig:
 
     Attributes:
         template_seconds: a chat template that runs longer is stopped.
+        drain_delay: seconds after SIGTERM in which requests are still taken, while readiness is gone already: what a
+            load balancer needs to notice (docs/deploying.md). Then drain_seconds begin.
         drain_seconds: what SIGTERM leaves running requests; a second one aborts them.
         step_timeout: seconds without progress in a step after which the engine counts as hung (default: 10, or 20 times
             the 99th percentile of the steps so far, if that is more).
@@ -120,6 +136,7 @@ class PatienceConfig:
     """
 
     template_seconds: float = 1.0
+    drain_delay: float = 0.0
     drain_seconds: float = 30.0
     step_timeout: float | None = None
     startup_timeout: float = 600.0
@@ -157,19 +174,21 @@ class LogConfig:
     Attributes:
         log_format: "text" or "json".
         log_level: "debug", "info", "warning" or "error".
+        log_requests: a line for each request when it has ended: id, key, tokens, times, how it ended; never its text.
         otlp_endpoint: where OpenTelemetry traces go (default: nowhere).
         profile_dir: where StartProfile writes (default: profiling is refused).
     """
 
     log_format: str = "text"
     log_level: str = "info"
+    log_requests: bool = True
     otlp_endpoint: str | None = None
     profile_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig(LogConfig, GroupConfig, PatienceConfig, AccessConfig, DoorConfig, ServedModelConfig):
-    """A server: one model behind gRPC and, if asked for, HTTP."""
+    """A server: one model behind gRPC and HTTP."""
 
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
     engine: EngineConfig = dataclasses.field(default_factory=lambda: EngineConfig(**QUEUE))
@@ -212,8 +231,9 @@ def make_config(*layers: Settings) -> ServeConfig:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name, value = ".".join(map(str, first["loc"])), reprlib.repr(first.get("input"))
-        missing = first["type"] == "missing"
-        raise ServeConfigError(f"{name} is not set" if missing else f"{name} = {value}: {first['msg']}") from error
+        if first["type"] == "missing":
+            raise ServeConfigError(f"{name} is not set: {_MISSING.get(name, 'it has no default')}") from error
+        raise ServeConfigError(f"{name} = {value}: {first['msg']}") from error
     _check(config)
     return config
 
@@ -223,7 +243,7 @@ def _merged(kind: type, layers: tuple[Settings, ...], prefix: str) -> dict[str, 
     kinds, merged = typing.get_type_hints(kind), dict[str, Any]()
     for name in dict.fromkeys(name for layer in layers for name in layer):
         if name not in kinds:
-            raise ServeConfigError(f"{prefix}{name} is not a setting; there are {', '.join(kinds)}")
+            raise ServeConfigError(f"{prefix}{name} is not a setting: {_meant(name)}")
         values = [layer[name] for layer in layers if name in layer]
         if dataclasses.is_dataclass(kinds[name]) and all(isinstance(value, Mapping) for value in values):
             merged[name] = _merged(kinds[name], tuple(values), f"{prefix}{name}.")
@@ -232,14 +252,30 @@ def _merged(kind: type, layers: tuple[Settings, ...], prefix: str) -> dict[str, 
     return merged
 
 
+def _meant(name: str) -> str:
+    """Say what a wrong name may have meant, among all settings of all levels."""
+    nested: dict[str, type] = {"": ServeConfig, "engine.": EngineConfig, "limits.": ServeLimits}
+    known = {field.name: prefix for prefix, kind in nested.items() for field in dataclasses.fields(kind)}
+    if name in known:
+        return f"did you mean {known[name]}{name}?"
+    return advice(name, known, lambda each: known[each] + each) or "docs/serving.md and docs/settings.md list them"
+
+
 def _check(config: ServeConfig) -> None:
+    _require(known_dtype(config.dtype) is not None, "dtype", config.dtype, f"must be one of {', '.join(DTYPES)}")
     for name in _PORTS:
         port = getattr(config, name)
         _require(port is None or 0 <= port < 65536, name, port, "must be a port from 0 to 65535")
+    _check_doors(config)
     for name in TIMES:
         seconds = getattr(config, name)
         what = f"must be a number of seconds above 0 and at most {_MOST_SECONDS}"
         _require(seconds is None or 0 < seconds <= _MOST_SECONDS, name, seconds, what)
+    good = 0 <= config.drain_delay <= _MOST_SECONDS
+    _require(good, "drain_delay", config.drain_delay, f"must be a number of seconds from 0 to {_MOST_SECONDS}")
+    for origin in config.allowed_origins:
+        good = _ORIGIN.fullmatch(origin) is not None
+        _require(good, "allowed_origins", origin, "must be an origin, as https://chat.example.com, or *")
     for name in ("max_connections", "max_receive_bytes"):
         _require(getattr(config, name) >= 1, name, getattr(config, name), "must be at least 1")
     for name, value in dataclasses.asdict(config.limits).items():
@@ -254,6 +290,19 @@ def _check(config: ServeConfig) -> None:
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
     _check_group(config)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
+    try:
+        check(config.engine)
+    except EngineConfigError as error:
+        raise ServeConfigError(f"engine.{error}") from error
+
+
+def _check_doors(config: ServeConfig) -> None:
+    hosts = {"metrics_port": config.metrics_host, "control_port": config.control_host}
+    taken = dict[tuple[str, int], str]()
+    for name in _PORTS:
+        if port := getattr(config, name):
+            other = taken.setdefault((hosts.get(name, config.host), port), name)
+            _require(other == name, name, port, f"is {other} already: each door has a port of its own")
 
 
 def _check_group(config: ServeConfig) -> None:

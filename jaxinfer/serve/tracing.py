@@ -5,6 +5,7 @@ https://opentelemetry.io/docs/specs/semconv/gen-ai/
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from jaxinfer.serve.calls import Call, Conversation, Usage
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.request_log import RequestLog
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import Request
 
@@ -36,16 +38,17 @@ class Trace(Protocol):
     def accepted(self, request: Request) -> None: ...
     def token(self) -> None: ...
     def finished(self, usage: Usage, reasons: Sequence[str]) -> None: ...
-    def failed(self, error: ServeError) -> None: ...
+    def failed(self, error: ServeError, usage: Usage | None = None) -> None: ...
 
 
 class Tracing:
-    """Makes a `Trace` for each call, and sends the spans in the background.
+    """Makes a `Trace` for each call: a line of the log, and a span that is sent in the background.
 
     Args:
         endpoint: of an OTLP collector (gRPC), "http://..." for one without TLS; None: nothing is recorded.
         exporter: in place of one to ``endpoint``.
         failed: told of each generation that was refused or failed, recorded or not.
+        log: has a line for each request.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class Tracing:
         endpoint: str | None = None,
         exporter: SpanExporter | None = None,
         failed: Callable[[ServeError], None] | None = None,
+        log: RequestLog | None = None,
     ) -> None:
+        self._log = log or RequestLog(enabled=False)
         if exporter is None and endpoint is not None:
             exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
         self._provider: TracerProvider | None = None
@@ -66,9 +71,15 @@ class Tracing:
             self._tracer = self._provider.get_tracer("jaxinfer")
 
     def begin(self, call: Call, model: str) -> Trace:
-        """The trace of a call, a child of the client's own where it sent its context."""
-        if self._tracer is None:
-            return self._unrecorded
+        """The trace of a call: its span is a child of the client's own, where it sent its context."""
+        span = self._unrecorded if self._tracer is None else self._recorded(self._tracer, call, model)
+        return _Both(self._log.begin(call), span) if call.logged and self._log.enabled else span
+
+    def line(self, call: Call) -> Trace:
+        """The line in the log alone, for what is made of several calls."""
+        return self._log.begin(call) if self._log.enabled else NOTHING
+
+    def _recorded(self, tracer: Tracer, call: Call, model: str) -> Trace:
         operation = "chat" if isinstance(call.prompt, Conversation) else "text_completion"
         attributes: dict[str, str] = {
             "gen_ai.operation.name": operation,
@@ -77,7 +88,7 @@ class Tracing:
             "gen_ai.response.model": model,
         }
         parent = TraceContextTextMapPropagator().extract(_lower(call.trace))
-        span = self._tracer.start_span(f"{operation} {model}", parent, SpanKind.SERVER, attributes)
+        span = tracer.start_span(f"{operation} {model}", parent, SpanKind.SERVER, attributes)
         return _Recorded(span, self._failed)
 
     def close(self) -> None:
@@ -112,7 +123,7 @@ class _Recorded:
         self._span.set_attribute("gen_ai.response.finish_reasons", list(reasons))
         self._span.end()
 
-    def failed(self, error: ServeError) -> None:
+    def failed(self, error: ServeError, usage: Usage | None = None) -> None:
         self._span.set_attribute("error.type", error.kind.name.lower())
         if error.kind not in _EXPECTED:
             self._span.set_status(StatusCode.ERROR, error.message)
@@ -130,8 +141,32 @@ class _Nothing:
     def token(self) -> None: ...
     def finished(self, usage: Usage, reasons: Sequence[str]) -> None: ...
 
-    def failed(self, error: ServeError) -> None:
+    def failed(self, error: ServeError, usage: Usage | None = None) -> None:
         self._failed(error)
+
+
+@dataclasses.dataclass(slots=True)
+class _Both:
+    """Two that are told the same."""
+
+    first: Trace
+    second: Trace
+
+    def accepted(self, request: Request) -> None:
+        self.first.accepted(request)
+        self.second.accepted(request)
+
+    def token(self) -> None:
+        self.first.token()
+        self.second.token()
+
+    def finished(self, usage: Usage, reasons: Sequence[str]) -> None:
+        self.first.finished(usage, reasons)
+        self.second.finished(usage, reasons)
+
+    def failed(self, error: ServeError, usage: Usage | None = None) -> None:
+        self.first.failed(error, usage)
+        self.second.failed(error, usage)
 
 
 NOTHING: Trace = _Nothing()

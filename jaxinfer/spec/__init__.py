@@ -1,5 +1,21 @@
 """Speculation on the host: guesses at what a sequence goes on with, for the engine to verify. No jax."""
 
-from jaxinfer.spec.ngram import Drafter, NgramDrafter
+from jaxinfer.spec.acceptance import Acceptance, Tempo
+from jaxinfer.spec.drafter import Bounded, Drafted, Drafter, make_drafter, register
+from jaxinfer.spec.ngram import NgramDrafter
+from jaxinfer.spec.suffix import SuffixDrafter
 
-__all__ = ["Drafter", "NgramDrafter"]
+__all__ = [
+    "Acceptance",
+    "Bounded",
+    "Drafted",
+    "Drafter",
+    "NgramDrafter",
+    "SuffixDrafter",
+    "Tempo",
+    "make_drafter",
+    "register",
+]
+
+register("ngram", lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max))
+register("suffix", lambda config: SuffixDrafter(config.suffix_cache_tokens))

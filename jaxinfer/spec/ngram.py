@@ -7,22 +7,14 @@ at what follows now. Good at summaries, edits and code; free of charge elsewhere
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
+from jaxinfer.spec.drafter import Drafted
+
 # A longest match this near is taken without a look at the rest: sequences in a loop have thousands of candidates.
 _RECENT = 256
-
-
-@runtime_checkable
-class Drafter(Protocol):
-    """Guesses the continuation of a sequence."""
-
-    def propose(self, history: Int32[np.ndarray, " tokens"], limit: int) -> Int32[np.ndarray, " drafts"]:
-        """Propose at most ``limit`` token ids to follow those of ``history``; none if there is no good guess."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +32,10 @@ class NgramDrafter:
         if not 1 <= self.min_n <= self.max_n:
             raise ValueError(f"min_n = {self.min_n} and max_n = {self.max_n}: 1 <= min_n <= max_n is needed")
 
-    def propose(self, history: Int32[np.ndarray, " tokens"], limit: int) -> Int32[np.ndarray, " drafts"]:
+    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
         """The tokens after that occurrence; O(tokens). A guess may run into itself, as a match in LZ77 does, so a
         history that ends in a loop is continued for ``limit`` tokens, however short the loop."""
+        history = sequence.tokens
         n, end = self._occurrence(history[-_RECENT:])
         if n < self.max_n and len(history) > _RECENT:
             n, end = self._occurrence(history)
@@ -50,6 +43,12 @@ class NgramDrafter:
             return history[:0]
         follows = history[-end:]
         return follows[np.arange(max(limit, 0)) % end]
+
+    def end(self, sequence: Drafted) -> None:
+        """Nothing is kept."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
 
     def _occurrence(self, history: Int32[np.ndarray, " tokens"]) -> tuple[int, int]:
         """The length of the longest suffix that occurred before (0: none) and how many tokens ago it last ended."""

@@ -80,6 +80,9 @@ class Tokenizer:
         self._prepend_bos = prepend_bos and ids.bos is not None
         self._bytes: dict[int, bytes | None] = {}
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer: {self.vocab_size} tokens, bos {self.bos_id}, eos {self.eos_ids}, pad {self.pad_id}>"
+
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, else tokenizer.model, and what the folder's configurations say about special tokens.

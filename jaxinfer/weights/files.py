@@ -60,6 +60,11 @@ class ModelFiles:
         """Whether the checkpoint says that it holds quantised weights."""
         return bool(self.config_json.get("quantization_config") or self.config_json.get("compression_config"))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, as they are stored."""
+        return sum(info.nbytes for info in self.tensors.tensors.values())
+
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
         """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
         names = (*self.tensors.tensors, *self._stored[0])

@@ -22,10 +22,12 @@ def open_model_files(path: pathlib.Path) -> ModelFiles:
     """`open_files`, but a folder that `jaxinfer.convert` wrote is known by its manifest, and a file is a GGUF file.
 
     Raises:
-        CheckpointError: see `open_files`, `read_manifest` and `open_gguf`.
+        CheckpointError: see `open_files`, `read_manifest` and `open_gguf`; or the file to name is in the folder.
     """
     if path.is_file():
         return GgufFiles.open(path)
+    if not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        raise CheckpointError(f"{path} holds a GGUF file and no config.json: pass {quoted(str(files[0]))}")
     return ConvertedFiles.open(path) if is_converted(path) else open_files(path)
 
 
@@ -49,6 +51,10 @@ class GgufFiles(ModelFiles):
     def tensors(self) -> Tensors:
         """Tensors of plain numbers: all of them."""
         return self.opened
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(weight.nbytes for weight in self.opened.weights.values())
 
     @property
     def quantized(self) -> bool:
@@ -83,6 +89,10 @@ class ConvertedFiles(ModelFiles):
     def tensors(self) -> Tensors:
         """Tensors of other forms than the engine's: none."""
         return Checkpoint(self.path, {})
+
+    @property
+    def nbytes(self) -> int:
+        return self.manifest.nbytes
 
     @property
     def quantized(self) -> bool:

@@ -8,6 +8,7 @@ import re
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
+from jaxinfer.names import no_model
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 
@@ -15,8 +16,6 @@ from jaxinfer.weights.native.manifest import MANIFEST, PARAMS
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl"]
 _UNWANTED = ["*/*", "consolidated*.safetensors", *_PICKLES]
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 # The library's HTTP client changed over the years; the bases of its error always include that client's own error,
 # which also covers proxies and timeouts.
@@ -39,16 +38,10 @@ def locate(model: str) -> pathlib.Path:
     Raises:
         CheckpointError: there is no such folder, and the hub did not give one; the message says what to do.
     """
+    if (reason := no_model(model)) is not None:
+        raise CheckpointError(reason)
     path = pathlib.Path(model)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    if path.exists():
-        raise CheckpointError(
-            f"{quoted(model)} is a file: pass the folder that holds config.json and the weights, or a .gguf file"
-        )
-    if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"no folder {quoted(model)}, and it is not a hub id of the form org/name either")
-    return _download(model)
+    return path if path.exists() else _download(model)
 
 
 def _download(model: str) -> pathlib.Path:

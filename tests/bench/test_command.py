@@ -7,24 +7,27 @@ import pathlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from jaxinfer.bench import self_test
 from jaxinfer.bench.__main__ import main
 from jaxinfer.bench.datasets import Asked, Lengths
+from jaxinfer.bench.load import Load
 from jaxinfer.bench.null_server import Script, serve_grpc, serve_http
 from jaxinfer.bench.options import parse
-from jaxinfer.bench.plot import draw
+from jaxinfer.bench.plot import draw, offered, plain
 from jaxinfer.bench.progress import Progress
 from jaxinfer.bench.prompts import Ids
 from jaxinfer.bench.record import Record
-from jaxinfer.bench.serve import Load, Session, known
+from jaxinfer.bench.serve import OF_THE_GENERATOR, Session, below, judged, known
 from jaxinfer.bench.sweep import Knee
 from jaxinfer.bench.target import Served
 from tests.bench.virtual import Scripted, run
 
 SCRIPT = Script(ttft=0.02, itl=0.002)
+MEASURED = (0, 3)  # 3: the generator was the bottleneck, as on a busy machine it may be
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +69,20 @@ def test_an_open_loop(
     protocol: str, servers: dict[str, str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, png = tmp_path / "raw.jsonl", tmp_path / "picture.png"
-    words = "--request-rate 50 --num-requests 20 --warmup 2 --output-len 5:9 --goodput ttft:10000 --max-lag 1e4"
+    words = "--request-rate 50 --num-requests 20 --warmup 2 --output-len 5:9 --goodput ttft:10000"
     files = ["--out", str(out), "--plot", str(png)]
-    assert main(["serve", "--target", servers[protocol], *words.split(), *files]) == 0
+    assert main(["serve", "--target", servers[protocol], *words.split(), *files]) in MEASURED
     shown = capsys.readouterr().out
     assert "20 of 20" in shown
+    head = shown.partition("milliseconds")[0]
+    for words in (
+        f"{servers[protocol]}: null, ",
+        "random, 128 tokens in, 5 to 9 out, temperature 0, seed 0",
+        "open loop, 50 requests/s, Poisson, 20 requests",
+        "ttft 10000 ms",
+        " UTC, jaxinfer.bench ",
+    ):
+        assert words in head
     assert "100.0% within ttft 10000 ms" in shown
     assert png.read_bytes().startswith(b"\x89PNG\r\n")
     raw = lines(out)
@@ -95,7 +107,7 @@ def test_equal_seeds_make_equal_runs(servers: dict[str, str], tmp_path: pathlib.
     def dues(seed: int) -> list[tuple[float, int]]:
         out = tmp_path / "raw.jsonl"
         words = f"--request-rate 200 --num-requests 12 --output-len 2:6 --seed {seed} --out {out}"
-        assert main(["serve", "--target", servers["http"], *words.split()]) == 0
+        assert main(["serve", "--target", servers["http"], *words.split()]) in MEASURED
         return [(request["due"], request["asked_output"]) for request in lines(out)["request"]]
 
     assert dues(1) == dues(1) != dues(2)
@@ -120,15 +132,22 @@ def test_what_warms_up_is_in_no_figure(tmp_path: pathlib.Path, monkeypatch: pyte
     target, out = Scripted(ttft=0.001, itl=0.0), tmp_path / "raw.jsonl"
     monkeypatch.setattr("jaxinfer.bench.serve.make_target", lambda options: target)
     words = f"--target grpc://a --num-requests 4 --warmup 3 --out {out}"
-    assert main(["serve", *words.split()]) == 0
+    assert main(["serve", *words.split()]) in MEASURED
     assert (len(target.messages), len(lines(out)["request"])) == (7, 4)
 
 
 def test_a_rate_at_which_requests_fail_does_not_hold() -> None:
     session = Session(parse(["serve", "--target", "grpc://a"]), Scripted(), Served("a"), Asked(Ids(5), 1.0))
-    figures = {"goodput": None, "keeping_up": 1.0, "requests": 100}
-    assert session._breaks({**figures, "completed": 98}) == "errors"
+    figures = {"goodput": None, "keeping_up": 1.0, "requests": 100, "error_examples": {}}
+    assert session._breaks({**figures, "completed": 98}) == "2 of 100 failed"
+    told = {**figures, "completed": 98, "error_examples": {"INVALID": "n=0 is too small", "UNAVAILABLE": "draining"}}
+    assert session._breaks(told) == "2 of 100 failed: n=0 is too small"
     assert session._breaks({**figures, "completed": 99}) is None
+
+
+def test_a_share_below_its_bound_is_told_so_that_one_sees_it() -> None:
+    assert below(0.85, 0.9) == "85 % < 90 %"
+    assert below(0.8996, 0.9) == "89.96 % < 90.00 %"
 
 
 def test_ctrl_c_reports_what_there_is(
@@ -160,14 +179,45 @@ def test_ctrl_c_reports_what_there_is(
     assert "failed" in capsys.readouterr().out
 
 
-def test_strict_refuses_a_run_that_tells_of_the_generator(
+def test_a_run_that_tells_of_the_generator_says_so_once_and_ends_with_3(
     servers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--request-rate 100 --num-requests 10 --output-len 2 --max-lateness 0.000001"
-    command = ["serve", "--target", servers["http"], *words.split()]
-    assert main(command) == 0
-    assert main([*command, "--strict"]) == 1
-    assert "the generator was the bottleneck" in capsys.readouterr().out
+    words = "--request-rate 100 --num-requests 10 --output-len 2 --max-lag 1e-6 --max-lateness 1e-6"
+    assert main(["serve", "--target", servers["http"], *words.split()]) == OF_THE_GENERATOR == 3
+    shown = capsys.readouterr().out
+    assert shown.count("the generator was the bottleneck") == 1
+    assert "requests left late: p99" in shown
+    assert "its event loop lagged: p99" in shown
+
+
+def test_a_sweep_by_an_overloaded_generator_claims_no_knee(
+    servers: dict[str, str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not cut at 80 columns either: nobody said how wide a pipe is."""
+    out = tmp_path / "raw.jsonl"
+    words = "--sweep --request-rate 20 --duration 0.5 --output-len 2 --goodput ttft:0.001 --max-lateness 1e-6"
+    files = ["--out", str(out), "--plot", str(tmp_path / "a.png")]
+    assert main(["serve", "--target", servers["http"], *words.split(), *files]) == 3
+    shown = capsys.readouterr().out
+    assert shown.count("the generator was the bottleneck") == 1
+    assert "at 2 of 2 rates" in shown
+    assert "no knee is claimed" in shown
+    assert "the knee:" not in shown
+    assert "open loop, a sweep from 20 requests/s, Poisson, 0.5 s a rate" in shown
+    for head in ("done/s", "tokens/s", "TTFT p99", "no: goodput 0 % < 90 %", "20*"):
+        assert head in shown
+    assert lines(out)["end"][0]["knee"]["doubted"]
+
+
+def test_only_the_two_rates_of_the_knee_put_it_in_doubt() -> None:
+    def runs(*doubted: float) -> list[dict]:
+        doubts = {rate: ["it lagged"] if rate in doubted else [] for rate in (1.0, 2.0, 4.0, 8.0)}
+        return [{"rate": rate, "generator": {"doubts": doubts[rate]}} for rate in doubts]
+
+    knee = Knee(2.0, 4.0)
+    assert judged(knee, runs(1.0, 8.0)) == knee
+    assert judged(knee, runs(2.0)).doubted
+    assert judged(knee, runs(4.0)).doubted
 
 
 @pytest.mark.parametrize(
@@ -196,7 +246,7 @@ def session(target: Scripted, *words: str) -> Session:
     return Session(options, target, Served("scripted"), asked)
 
 
-@pytest.mark.parametrize(("goal", "why"), [([], "queue grows"), (["--goodput", "ttft:700"], "goals")])
+@pytest.mark.parametrize(("goal", "why"), [([], "keeps up"), (["--goodput", "ttft:700"], "goodput")])
 def test_a_sweep_finds_the_capacity(goal: list[str], why: str) -> None:
     """Eight slots of 0.8 seconds: ten requests a second."""
 
@@ -210,8 +260,8 @@ def test_a_sweep_finds_the_capacity(goal: list[str], why: str) -> None:
     assert knee.breaks is not None
     assert knee.holds <= 12 < 13 < 2 * knee.breaks
     assert knee.holds > 8
-    assert {each["breaks"] for each in runs} == {None, why}
-    assert known(runs) == knee
+    assert {each["breaks"] and each["breaks"].startswith(why) for each in runs} == {None, True}
+    assert judged(known(runs), runs) == knee
 
 
 def test_a_sweep_of_a_server_that_meets_no_goal_ends() -> None:
@@ -222,20 +272,49 @@ def test_a_sweep_of_a_server_that_meets_no_goal_ends() -> None:
         return await made.sweep(Load.of(made.options), None), made.runs
 
     knee, runs = run(measured())
-    assert knee == Knee(None, 5.0)
+    assert (knee.holds, knee.breaks) == (None, 5.0)
     assert [each["rate"] for each in runs] == [20.0, 10.0, 5.0]
 
 
-def test_a_plot_with_a_knee(tmp_path: pathlib.Path) -> None:
-    def point(rate: float) -> dict:
-        latency = {name: {"p50": rate / 100, "p99": rate / 50} for name in ("ttft", "tpot")}
-        return {"rate": rate, "completed": 1, "output_tokens_per_second": 10 * rate, "latency": latency}
+def point(rate: float | None, breaks: str | None = None) -> dict:
+    latency = {name: {"p50": 0.6, "p99": 1.2} for name in ("ttft", "tpot")}
+    known = {"requests_per_second": 3.0, "output_tokens_per_second": 10 * (rate or 3.0), "latency": latency}
+    return {"rate": rate, "breaks": breaks, **known}
 
-    without, with_knee = tmp_path / "a.png", tmp_path / "b.png"
-    draw(without, [point(1), point(2), point(4)], None, "t")
-    draw(with_knee, [point(1), point(2), point(4)], Knee(2, 4), "t")
-    assert with_knee.read_bytes()[:4] == without.read_bytes()[:4] == b"\x89PNG"
-    assert with_knee.read_bytes() != without.read_bytes()
+
+def drawn(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, points: list[dict], knee: Knee | None) -> Any:
+    """The figure that is saved."""
+    found = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, *args, **more: found.append(self))
+    draw(tmp_path / "a.png", points, knee, {"server": "demo at home", "date": "today"})
+    found[0].draw_without_rendering()
+    return found[0]
+
+
+def test_a_plot_is_over_the_offered_rate(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates in any order make no zigzag, ticks are plain numbers, and what was run stands above."""
+    figure = drawn(tmp_path, monkeypatch, [point(4, "too slow"), point(1), point(2)], Knee(2, 4))
+    assert figure.get_suptitle() == "demo at home\ntoday"
+    for axis in figure.axes:
+        lines = [line.get_xdata() for line in axis.get_lines() if line.get_linestyle() == "-"]
+        assert [list(xs) for xs in lines] == [[1, 2, 4]] * len(lines)
+        assert [line.get_xdata()[0] for line in axis.get_lines() if line.get_linestyle() == "--"] == [2]
+        for markers in axis.collections:
+            assert [bool(colour[3]) for colour in markers.get_facecolors()] == [True, True, False]
+    ticks = [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
+    assert ticks
+    assert not any("$" in tick or "e" in tick for tick in ticks)
+    assert (plain(0.5), plain(600), plain(12000)) == ("0.5", "600", "12,000")
+
+
+def test_a_plot_claims_no_knee_that_is_in_doubt(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for knee in (None, Knee(2, 4, doubted=True), Knee(4, None)):
+        figure = drawn(tmp_path, monkeypatch, [point(2), point(4)], knee)
+        assert not any(line.get_linestyle() == "--" for axis in figure.axes for line in axis.get_lines())
+
+
+def test_a_run_without_a_rate_stands_where_it_was_answered() -> None:
+    assert [offered(point(rate)) for rate in (None, float("inf"), 2.0)] == [3.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

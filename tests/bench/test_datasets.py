@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from jaxinfer.bench import traces
 from jaxinfer.bench.datasets import DATASETS, Asked, DatasetError, Lengths
-from jaxinfer.bench.options import OptionsError, goals, parse
+from jaxinfer.bench.options import goals, parse
 from jaxinfer.bench.prompts import Ids, Words
 from jaxinfer.bench.serve import Load
 from jaxinfer.bench.target import Item
@@ -142,11 +143,12 @@ def test_loads() -> None:
         ("--goodput tpot:-3", "ttft:MS"),
     ],
 )
-def test_options_that_contradict_each_other(words: str, said: str) -> None:
-    with pytest.raises(OptionsError, match=said):
-        load(*words.split())
-    with pytest.raises(OptionsError, match="--target"):
-        parse(["serve"])
+def test_options_that_contradict_each_other(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["serve", "--target", "grpc://a", *words.split()], ["serve"]):
+        with pytest.raises(SystemExit) as left:
+            parse(arguments)
+        assert left.value.code == 2
+        assert re.search(said if len(arguments) > 1 else "--target", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("words", ["--request-rate 0", "--input-len 9:3", "--target ftp://x", "--num-requests 0"])

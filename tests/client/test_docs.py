@@ -13,7 +13,7 @@ from tests.serve.fake_engine import Mischief
 
 def test_programs_run(repo: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (repo / "docs" / "client.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     with served(Mischief()) as run:
         for block in blocks:
             assert "localhost:50051" in block

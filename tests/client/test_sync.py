@@ -378,6 +378,15 @@ def test_what_cannot_be_sent_is_named(client: c.Client, how: dict[str, Any], err
         client.generate(**how)
 
 
+def test_a_client_and_its_answers_show_themselves_in_few_lines(client: c.Client) -> None:
+    with c.Client("example.org:50051", api_key="secret") as plain, c.Client("grpc://[::1]:1", tls=True) as safe:
+        assert (repr(plain), repr(safe)) == ("<Client example.org:50051>", "<Client [::1]:1, TLS>")
+    completion = client.generate("Hi", max_tokens=400, seed=SEED, ignore_eos=True)
+    assert repr(completion).startswith("Completion(request_id=")
+    assert "outputs=[Output(text=" in repr(completion)
+    assert len(repr(completion)) < 1500
+
+
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="attempts=9"):
         c.RetryPolicy(attempts=9)
@@ -387,6 +396,11 @@ def test_settings_that_cannot_be() -> None:
         c.TLS(cert="a.pem")
     with pytest.raises(ValueError, match="api_key"):
         c.Client("x", api_key="a\nb")
+    for other in ("http://localhost:8000", "https://a:8000", "grpcs://a:1"):
+        with pytest.raises(ValueError, match=f"target='{other}' must be HOST:PORT of the gRPC door"):
+            c.Client(other)
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            c.AsyncClient(other)
     with pytest.raises(FileNotFoundError):
         c.Client("x", tls=c.TLS(ca=pathlib.Path("nowhere.pem")))
 

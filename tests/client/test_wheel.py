@@ -1,12 +1,12 @@
-"""The wheel in an environment of its own with grpcio and protobuf alone: its client talks to a server."""
+"""Wheels in environments of their own with grpcio and protobuf alone: their client talks to a server."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 
 import pytest
@@ -15,7 +15,8 @@ from tests.client.serving import SEED, expected, served
 
 PROGRAM = """
 import importlib.util, sys
-from jaxinfer.client import Client, InvalidRequest
+import asyncio
+from jaxinfer.client import AsyncClient, Client, DeadlineExceeded, InvalidRequest
 import jaxinfer.v1.inference_pb2, jaxinfer.protos.v1
 assert jaxinfer.v1.inference_pb2 is jaxinfer.protos.v1.inference_pb2
 assert importlib.util.find_spec("jax") is None and importlib.util.find_spec("numpy") is None
@@ -26,27 +27,42 @@ with Client(sys.argv[1], timeout=20) as client:
         client.generate("Hi", top_p=2)
     except InvalidRequest as error:
         print(error.field)
+
+
+async def main():
+    async with AsyncClient(sys.argv[1], timeout=20) as client:
+        await client.wait_ready()
+        print((await client.generate("Hi", max_tokens=9, seed=int(sys.argv[2]))).text)
+    async with AsyncClient("127.0.0.1:9") as client:
+        try:
+            await client.wait_ready(timeout=0.01)
+        except DeadlineExceeded:
+            print("not ready")
+
+
+asyncio.run(main())
 """
+OLDEST = "3.10"
 _PROTOS = ("protos", "protos/internal", "protos/oip", "protos/v1")
 PACKAGES = ("bench", "client", *_PROTOS, "serve", "serve/grpc", "serve/http", "v1")
 
 
 @pytest.fixture(scope="module")
-def wheel(repo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Built from a copy: setuptools leaves its build folder where the sources are."""
+def wheels(repo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
+    """Both, by their distributions. Built from a copy: setuptools leaves its build folder where the sources are."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("jaxinfer", "pallas_kernels"):
+    for name in ("jaxinfer", "pallas_kernels", "packaging"):
         shutil.copytree(repo / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repo / name, folder / name)
-    _run(sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--quiet", "--wheel-dir", "dist", cwd=folder)
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
+    for source in (".", "./packaging/client"):
+        _run(sys.executable, "-m", "pip", "wheel", source, "--no-deps", "--quiet", "--wheel-dir", "dist", cwd=folder)
+    return {path.name.partition("-")[0]: path for path in (folder / "dist").glob("*.whl")}
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_what_is_served_and_its_types(wheel: pathlib.Path, repo: pathlib.Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_holds_what_is_served_and_its_types(wheels: dict[str, pathlib.Path], repo: pathlib.Path) -> None:
+    names = set(zipfile.ZipFile(wheels["jaxinfer"]).namelist())
     assert {"jaxinfer/py.typed", "jaxinfer/quant/codebooks.npz"} <= names
     missing = [
         path
@@ -59,14 +75,50 @@ def test_the_wheel_holds_what_is_served_and_its_types(wheel: pathlib.Path, repo:
 
 
 @pytest.mark.slow
-def test_the_client_runs_with_grpcio_and_protobuf_alone(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    _run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel))
-    _run(python, "-m", "pip", "install", "--quiet", "grpcio", "protobuf")
+def test_the_clients_files_are_those_of_the_whole(wheels: dict[str, pathlib.Path]) -> None:
+    """So that whichever is installed last changes nothing; and they are of one version."""
+    whole, client = (zipfile.ZipFile(wheels[name]) for name in ("jaxinfer", "jaxinfer_client"))
+    names = [name for name in client.namelist() if ".dist-info/" not in name and not name.endswith("LICENSE")]
+    assert {"jaxinfer/__init__.py", "jaxinfer/client/sync.py", "jaxinfer/py.typed"} <= set(names)
+    files = {"__init__.py", "py.typed", "version.py", "brief.py"}
+    assert {name.split("/")[1] for name in names} == files | {"client", "protos", "v1"}
+    assert [name for name in names if client.read(name) != whole.read(name)] == []
+    assert wheels["jaxinfer"].name.split("-")[1] == wheels["jaxinfer_client"].name.split("-")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("distribution", "python"), [("jaxinfer", ""), ("jaxinfer_client", ""), ("jaxinfer_client", OLDEST)]
+)
+def test_the_client_runs_with_grpcio_and_protobuf_alone(
+    distribution: str, python: str, wheels: dict[str, pathlib.Path], tmp_path: pathlib.Path
+) -> None:
+    _run(_interpreter(python), "-m", "venv", str(tmp_path / "venv"))
+    inside = str(tmp_path / "venv" / "bin" / "python")
+    _run(inside, "-m", "pip", "install", "--quiet", "grpcio", "protobuf")
+    _run(inside, "-m", "pip", "install", "--quiet", "--no-deps", str(wheels[distribution]))
     with served() as run:
-        output = _run(python, "-I", "-c", PROGRAM, run.target, str(SEED), cwd=tmp_path)
-    assert output == f"{expected('Hi', 9)}\ntop_p\n"
+        output = _run(inside, "-I", "-c", PROGRAM, run.target, str(SEED), cwd=tmp_path)
+    assert output == f"{expected('Hi', 9)}\ntop_p\n{expected('Hi', 9)}\nnot ready\n"
+    if distribution == "jaxinfer_client":
+        program = "import jaxinfer\ntry:\n    jaxinfer.LLM\nexcept ImportError as error:\n    print(error)"
+        assert "is not in jaxinfer-client: install jaxinfer" in _run(inside, "-I", "-c", program)
+
+
+def _interpreter(version: str) -> str:
+    """A Python of this version, with which environments can be made."""
+    if not version:
+        return sys.executable
+    root = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
+    known = [shutil.which(f"python{version}"), *map(str, root.glob(f"versions/{version}.*/bin/python"))]
+    found = next((each for each in known if each and _can_make_venvs(each)), None)
+    if found is None:
+        pytest.skip(f"no Python {version} here")
+    return found
+
+
+def _can_make_venvs(python: str) -> bool:
+    return not subprocess.run((python, "-c", "import ensurepip"), capture_output=True).returncode
 
 
 def _run(*command: str, cwd: pathlib.Path | None = None) -> str:

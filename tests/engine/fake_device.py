@@ -19,8 +19,8 @@ import numpy as np
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.buckets import rule_size
 from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob, needs_sampler_state
+from jaxinfer.engine.scheduling.sequence import Sequence, needs_sampler_state
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, TokenLogprob
 
 VOCAB, EOS = 11, 10
 DECODE = -1  # the class of the decode program
@@ -179,6 +179,7 @@ class FakeDevice:
         self._owners: dict[int, Sequence] = {}
         self._states: dict[int, int] = {}
         self._microbatch = 0
+        self._before = 0, 0, False  # of the row before: what it sampled, from which state, whether its drafts are true
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
@@ -270,7 +271,6 @@ class FakeDevice:
             assert self._own(row) == first, "the first row of a sequence is its slot"
             assert first or row.position == before[id(sequence)] + 1, "rows of a sequence are out of order"
             assert first or row.token >= 0, "a draft row without a token"
-            assert first or not sequence.stateful, "a draft row of a sequence with sampler state"
             before[id(sequence)] = row.position
         assert plan.steps == 1 or len(before) == len(plan.decodes), "drafts in a run of several steps"
         assert 1 <= plan.steps <= max(1, self._engine.multi_step)
@@ -374,12 +374,21 @@ class FakeDevice:
         seen = chain.feed(token, klass)
         self._write(sequence, position, chain.new, klass)
         self.computed["decode"] += 1
-        state = self._states[sequence.slot]
+        state, accepted = self._sampler_state(row, token)
         sampled, logprob = self._model.answer(sequence.request, sequence.index, position, seen, state)
-        if self._own(row):
+        if accepted:
             self._states[sequence.slot] = self._model.next_state(sequence.request, state, sampled)
+        if self._own(row):
             self._last[sequence.slot] = sequence, position, sampled
+        self._before = sampled, state, accepted
         return sampled, logprob
+
+    def _sampler_state(self, row: DecodePlan, fed: int) -> tuple[int, bool]:
+        """What the sampler sees in a row: as if the drafts up to it were accepted; and whether they are."""
+        if self._own(row):
+            return self._states[row.sequence.slot], True
+        sampled, state, accepted = self._before
+        return self._model.next_state(row.sequence.request, state, fed), accepted and sampled == fed
 
     def _own(self, row: DecodePlan) -> bool:
         """Whether it is the row of its sequence's slot."""

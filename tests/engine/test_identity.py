@@ -18,6 +18,7 @@ from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.spec import Drafted, register
 from jaxinfer.types import SamplingParams
 from tests.engine.test_invariance import bits
 from tests.fakes import medium_model, mixed_params, random_model
@@ -26,6 +27,7 @@ Requests = list[tuple[list[int], SamplingParams]]
 LENGTH = 160
 SETTINGS: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": LENGTH, "page_size": 16, "prefill_sizes": (16, 64)}
 ROOMY, TIGHT = 200, 24  # pages
+VOCAB = 97  # of random_model
 
 
 def make_requests(count: int, vocab: int, longest: int = 24) -> Requests:
@@ -59,6 +61,24 @@ def alone(model: Model, requests: Requests, **settings: Any) -> list[Any]:
     return results
 
 
+class Adversary:
+    """Says anything: tokens of the sequence and of none, too many, nothing."""
+
+    def __init__(self) -> None:
+        self._chance = np.random.default_rng(0)
+
+    def propose(self, sequence: Drafted, limit: int) -> np.ndarray:
+        tokens = self._chance.choice(sequence.tokens, self._chance.integers(0, 2 * limit + 1)).astype(np.int64)
+        wild = self._chance.choice([-1, -7, 2**40, VOCAB, 0, VOCAB - 1], len(tokens))
+        return np.where(self._chance.random(len(tokens)) < 0.2, wild, tokens)
+
+    def end(self, sequence: Drafted) -> None: ...
+    def reset(self) -> None: ...
+
+
+register("adversary", lambda config: Adversary())
+
+
 def preempted(kind: str) -> Callable[[EngineStats], bool]:
     return lambda stats: stats.preemptions.get(kind, 0) > 0
 
@@ -71,7 +91,15 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
     "swapped": ({"num_pages": TIGHT}, preempted("swap")),
     "synchronous": ({"async_scheduling": False}, lambda stats: True),
     "several steps": ({"multi_step": 4}, lambda stats: True),
-    "drafts": ({"speculative": "ngram"}, lambda stats: stats.draft_accepted > 0),
+    "drafts": ({"speculative": "ngram", "speculative_adaptive": False}, lambda stats: stats.draft_accepted > 0),
+    "drafts of suffixes": (
+        {"speculative": "suffix", "speculative_adaptive": False, "num_speculative_tokens": 7, "max_num_seqs": 3},
+        lambda stats: stats.draft_accepted > 0,
+    ),
+    "drafts of an adversary": (
+        {"speculative": "adversary", "speculative_adaptive": False, "num_speculative_tokens": 7, "max_num_seqs": 3},
+        lambda stats: 0 < stats.draft_accepted < 0.5 * stats.draft_tokens,
+    ),
     "fair": ({"scheduling_policy": "fair"}, lambda stats: True),
     "priority": ({"scheduling_policy": "priority"}, lambda stats: True),
     "one page a step": (
@@ -84,7 +112,7 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
         preempted("recompute"),
     ),
 }
-SLOW = ("small budget", "no prefix cache", "synchronous", "drafts", "priority", "static")
+SLOW = ("small budget", "no prefix cache", "synchronous", "drafts", "drafts of suffixes", "priority", "static")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`LLM` as its users call it."""
 
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -156,9 +157,32 @@ def test_bad_settings_name_the_setting(changes, message):
         LLM(random_model(), **changes)
 
 
-def test_an_unknown_setting_is_an_error():
-    with pytest.raises(TypeError, match="max_sequences"):
-        LLM(random_model(), max_sequences=3)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_num_seq", "LLM has no setting max_num_seq: did you mean max_num_seqs?"),
+        ("gpu_memory_utilization", "LLM has no setting gpu_memory_utilization: it is called memory_utilization here"),
+        ("xyzzy", "LLM has no setting xyzzy: docs/settings.md lists them"),
+    ],
+)
+def test_an_unknown_setting_is_an_error_with_the_nearest_name(name, said):
+    with pytest.raises(TypeError) as refused:
+        LLM("demo-draft", **{name: 3})
+    assert str(refused.value) == said
+
+
+def test_prompts_are_text_or_ids(llm):
+    for prompts in (5, None, {"prompt": "a"}):
+        with pytest.raises(RequestError, match=r"^prompts=.* must be a text, a list of token ids, or a list of these"):
+            llm.generate(prompts)
+
+
+def test_a_prompt_that_is_refused_is_told_by_its_place(llm):
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt_token_ids has 300 tokens") as refused:
+        llm.generate([[1], [1] * 300, [2]])
+    assert refused.value.field == "prompts"
+    with pytest.raises(RequestError, match=r"^prompt_token_ids has 300 tokens"):
+        llm.generate([1] * 300)
 
 
 def test_settings_stand_above_the_configuration():
@@ -202,3 +226,83 @@ def test_an_edited_model_is_served_as_it_is(llm):
     for step, (token, got) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
         assert abs(got[token].logprob - want[2 + step, token]) <= 1e-5
     assert sample.token_ids != llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids  # the edit matters
+
+
+@pytest.mark.parametrize("prompts", [[[1], [2, 3], [97]], [[1], [2, 3], []]])
+def test_the_error_of_one_prompt_among_several_says_which_it_is(llm, prompts):
+    with pytest.raises(RequestError, match=r"^prompts\[2\]: prompt_token_ids") as caught:
+        llm.generate(prompts, GREEDY)
+    assert caught.value.field == "prompts"
+    with pytest.raises(RequestError, match=r"^prompt_token_ids"):
+        llm.generate(prompts[2:], GREEDY)
+
+
+def test_scores_are_the_log_probabilities_of_apply(llm):
+    context, continuations = [3, 1, 4], [[1, 5], [9, 2, 6], [5]]
+    for ids, score in zip(continuations, llm.score(context, continuations), strict=True):
+        want = teacher_forced(llm, context + ids)
+        chosen = [want[len(context) - 1 + place, token] for place, token in enumerate(ids)]
+        assert score.token_ids == ids
+        assert [position[token].logprob for token, position in zip(ids, score.logprobs, strict=True)] == pytest.approx(
+            chosen, abs=1e-5
+        )
+        assert score.logprob == pytest.approx(sum(chosen), abs=1e-4)
+    greedy = llm.generate([context], GREEDY)[0].outputs[0].token_ids[:4]
+    other = [*greedy[:3], (greedy[3] + 1) % 97]
+    assert [score.is_greedy for score in llm.score(context, [greedy, other])] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuations", "message"),
+    [
+        ([], [[1]], r"^prompt is empty"),
+        ([1], [[2], []], r"^continuations\[1\] is empty"),
+        ([1], [[2], [97]], r"^continuations\[1\]: prompt_token_ids: 97"),
+        ([1], [[2], [3] * 200], r"^continuations\[1\]: prompt_token_ids has 201 tokens"),
+        ([1], "text", r"^continuations is a text, and must be a list"),
+        ("text", [[1]], r"^prompt is text, but the model has no tokenizer"),
+    ],
+)
+def test_bad_scores_name_what_is_wrong(llm, prompt, continuations, message):
+    with pytest.raises(RequestError, match=message):
+        llm.score(prompt, continuations)
+    assert not llm.engine.has_work
+
+
+def test_default_sampling_has_two_names(llm):
+    assert LLM.get_default_sampling_params is LLM.default_sampling_params
+    assert llm.get_default_sampling_params(top_k=3) == SamplingParams(top_k=3)
+
+
+def test_an_llm_and_its_results_show_themselves_in_few_lines(llm):
+    shown = "random: Llama, 21.7K parameters, float32, 2 layers, 1 device"
+    assert repr(llm) == f"<LLM {shown}; 4 sequences of up to 200 tokens, 1024 tokens of KV cache>"
+    output = llm.generate([[7] * 150], SamplingParams(temperature=0.0, max_tokens=40, logprobs=5, seed=1))[0]
+    assert "prompt_token_ids=[7, 7, 7, 7, 7, 7, 7, 7, ... 150 in all]" in repr(output)
+    assert "token_ids=[" in repr(output.outputs[0])
+    assert len(repr(output)) < 4000
+
+
+def test_a_bar_counts_the_prompts_that_are_done(llm, capsys):
+    for asked in ({}, {"progress": False}, {"use_tqdm": False}, {"progress": True, "on_delta": lambda _: None}):
+        llm.generate([[1], [2], [3]], SamplingParams(max_tokens=2, n=2), **asked)
+        assert ("3/3" in capsys.readouterr().err) == asked.get("progress", False)
+    llm.generate([[1], [2]], GREEDY, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_a_closed_llm_gives_its_memory_back_and_says_so():
+    model, before = random_model(), None
+    few = {"max_num_seqs": 2, "num_pages": 16, "page_size": 16, "prefill_sizes": (16,)}
+    LLM(model, **few).close()
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+    with LLM(model, **few) as llm:
+        llm.generate([[1, 2, 3]], GREEDY)
+        assert sum(array.nbytes for array in jax.live_arrays() if id(array) not in before) > 0
+    assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+    assert repr(llm) == "<LLM: closed>"
+    with pytest.raises(RuntimeError, match="this LLM is closed: make another one"):
+        llm.generate([[1]], GREEDY)
+    llm.close()
+    assert float(model(jnp.array([[1, 2]])).sum()) != 0  # what was handed in stays

@@ -16,7 +16,7 @@ INTERPRETED = (
     "kernels/paged_attention/test_ampere",
     "kernels/test_mla_attention",
     "kernels/test_tune",
-    "tools/test_gpu_check",
+    "gpu_check/test_gpu_check",
 )
 
 

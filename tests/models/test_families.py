@@ -81,7 +81,8 @@ def test_a_request_has_the_same_bits_alone_and_among_others(llm: LLM):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_budget(model: Model, dtype: str):
-    model, requests = model.replace(params=jax.tree.map(lambda x: x.astype(dtype), model.params)), requests_of(model)
+    params = jax.tree.map(lambda spec, x: x.astype(spec.dtype or dtype), model.specs, model.params)
+    model, requests = model.replace(params=params), requests_of(model)
     expected = alone(model, requests, **SETTINGS)
     for changes in ({"max_num_batched_tokens": 36}, {"num_pages": 14, "swap_space_gib": 0}):
         assert run(LLM(model, **{"num_pages": 64, **SETTINGS, **changes}), requests) == expected, changes

@@ -6,16 +6,19 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.models.llama import LlamaBlock
-from jaxinfer.models.model import Model, abstract
+from jaxinfer.models.llama import Llama, LlamaBlock
+from jaxinfer.models.model import Model, _require_ids, abstract
 from jaxinfer.types import LayerSpec, ParamSpec
 from jaxinfer.weights import init_params
 from tests.fakes import llama_json, random_model
+
+TOKENS = jnp.arange(3, 12)[None]
 
 
 def by_hand() -> Model:
@@ -48,7 +51,7 @@ def test_what_was_given_beside_the_familys_own_stays_under_another_config() -> N
 def test_another_config_declares_its_own() -> None:
     model = random_model().with_cache("int8")
     windows = dataclasses.replace(model.config, layers=(LayerSpec(window=8),) * 3)
-    changed = model.replace(config=windows)
+    changed = model.replace(config=windows, params={})
     assert changed.cache_spec == model.family.cache_spec(windows) != model.cache_spec
     assert changed.specs.keys() == model.specs.keys() | {"layers_2"}
     assert model.replace(config=windows, specs=model.specs).specs is model.specs
@@ -57,7 +60,7 @@ def test_another_config_declares_its_own() -> None:
 def test_another_family_declares_its_own() -> None:
     model = random_model()
     family = dataclasses.replace(model.family, param_specs=lambda config: {"table": ParamSpec((2,), (None,))})
-    changed = model.replace(family=family)
+    changed = model.replace(family=family, params={})
     assert (changed.specs, changed.cache_spec) == (family.param_specs(None), model.cache_spec)
 
 
@@ -75,8 +78,122 @@ def test_a_model_with_another_config_is_served() -> None:
     """Windows: the engine's cache has those of the config that it is given."""
     model = by_hand()
     config = dataclasses.replace(model.config, layers=(LayerSpec(window=8), LayerSpec()))
-    edited = model.replace(config=config, module=model.module.clone(config=config))
+    edited = model.replace(config=config)
+    assert not bool((edited(TOKENS) == model(TOKENS)).all())
     require_served(edited)
+
+
+def test_another_config_is_the_modules_too() -> None:
+    """As if the checkpoint had said so; and blocks that were put in the place of others stay there."""
+    model = by_hand()
+    rope = dataclasses.replace(model.config.rope, theta=77.0)
+    edited = model.replace(config=dataclasses.replace(model.config, rope=rope))
+    described = abstract(llama_json(rope_theta=77.0), "float32")
+    assert (edited.module, edited.config) == (described.module, described.config)
+    assert bool((edited(TOKENS) == described.apply(model.params, TOKENS)).all())
+    gained = model.replace(module=model.module.clone(overrides=((1, GainedBlock),)))
+    assert gained.replace(config=edited.config).module.overrides == ((1, GainedBlock),)
+
+
+def test_another_familys_module_is_its_own() -> None:
+    model = by_hand()
+    family = dataclasses.replace(model.family, module=OtherLlama)
+    assert type(model.replace(family=family).module) is OtherLlama
+    assert type(model.replace(family=family, module=model.module).module) is type(model.module)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": 64}, r"embed.table is \(97, 32\) and would be \(97, 64\): pass params=..., too"),
+        ({"layers": (LayerSpec(),) * 3}, r"layers_2.attention_norm.scale is absent and would be \(32,\)"),
+        ({"tied": True}, r"head.table is \(97, 32\) and would be absent"),
+    ],
+)
+def test_a_config_under_which_the_parameters_would_be_others_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    model = by_hand()
+    with pytest.raises(ValueError, match=sentence):
+        model.replace(config=dataclasses.replace(model.config, **changes))
+
+
+def test_a_module_without_a_config_takes_none() -> None:
+    model = by_hand().replace(module=nn.Dense(3))
+    with pytest.raises(ValueError, match=r"config: the module Dense has none: pass module=..., too"):
+        model.replace(config=dataclasses.replace(model.config, norm_eps=0.1))
+
+
+def test_a_model_shows_itself_in_a_line() -> None:
+    model = random_model(num_hidden_layers=5)
+    assert repr(model) == "<Model random: Llama, 45K parameters, float32, 5 layers, 1 device>"
+    assert repr(model.apply) == f"<bound method Model.apply of {model!r}>"
+    assert "layers=5 * (LayerSpec(),)" in repr(model.config)
+    assert repr(abstract(llama_json(), "bfloat16")) == "<Model: Llama, 21.7K parameters, bfloat16, 2 layers>"
+    assert repr(model.replace(params={})) == "<Model random: Llama, 5 layers>"
+    shown = []
+    jax.eval_shape(lambda traced: shown.append(repr(traced)), model)
+    assert shown == ["<Model random: Llama, 45K parameters, float32, 5 layers>"]
+
+
+def test_a_model_is_an_argument_of_jax_functions() -> None:
+    model = by_hand()
+
+    def loss(model: Model) -> jax.Array:
+        return jax.nn.log_softmax(model(TOKENS))[..., 3].mean()
+
+    grads = jax.jit(jax.grad(loss))(model)
+    expected = jax.grad(lambda params: loss(model.replace(params=params)))(model.params)
+    assert isinstance(grads, Model)
+    assert jax.tree.structure(grads) == jax.tree.structure(model)
+    near = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=1e-6)), grads.params, expected)
+    assert all(jax.tree.leaves(near))
+    halved = jax.tree.map(lambda x: x / 2, model)
+    assert (halved.config, halved.specs) == (model.config, model.specs)
+    assert hash(halved) == hash(model) != hash(model.replace(name="another"))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    assert paths[0] == ".params['embed']['table']"
+
+
+def test_a_function_of_models_is_compiled_once_for_all_that_differ_in_parameters_alone() -> None:
+    model, traced = by_hand(), []
+
+    @jax.jit
+    def logits(model: Model) -> jax.Array:
+        traced.append(model.config)
+        return model(TOKENS)
+
+    first, halved = logits(model), logits(jax.tree.map(lambda x: x / 2, model))
+    assert len(traced) == 1
+    assert not bool((first == halved).all())
+    logits(model.replace(config=dataclasses.replace(model.config, norm_eps=0.5)))
+    assert [config.norm_eps for config in traced] == [model.config.norm_eps, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ([1, 2], r"tokens is a list: pass an array of token ids, jnp.array\(...\)"),
+        (jnp.ones(3), "tokens are float32: pass an array of token ids"),
+    ],
+)
+def test_what_is_no_array_of_ids_is_refused(tokens: Any, sentence: str) -> None:
+    with pytest.raises(TypeError, match=sentence):
+        _require_ids(tokens)
+
+
+def test_arrays_on_explicit_axes_are_refused() -> None:
+    """`jax.make_mesh` makes such axes, unless told otherwise."""
+    model, mesh = by_hand(), jax.make_mesh((1,), ("mine",))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    with pytest.raises(TypeError, match=r"tokens lies on a mesh with Explicit axes \('mine',\): .*AxisType.Auto"):
+        model(jax.device_put(TOKENS, everywhere))
+    with pytest.raises(TypeError, match="params lies on a mesh"):
+        jax.jit(model.apply)(jax.device_put(model.params, everywhere), TOKENS)
+    auto = jax.make_mesh((1,), ("mine",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert model(jax.device_put(TOKENS, jax.NamedSharding(auto, jax.P()))).shape == (1, 9, 97)
+
+
+class OtherLlama(Llama):
+    """A module of another type, for another family."""
 
 
 class GainedBlock(LlamaBlock):

@@ -1,10 +1,12 @@
 """`python -m jaxinfer.convert --quantize`: flags become a recipe, and what cannot be is said in one sentence."""
 
 import pathlib
+import re
 
 import pytest
 
 from jaxinfer import convert
+from jaxinfer.cli.convert import make_parser
 from jaxinfer.loading import model_folder
 from jaxinfer.quantize import BUILT_IN, Recipe, read_calibration
 from jaxinfer.quantize.command import recipe_of
@@ -17,13 +19,13 @@ from tests.quantize.models import folder_of
 def test_flags_are_a_recipe():
     flags = "a b --quantize gptq --bits 3 --group-size 64 --no-symmetric --act-order --damp 0.05"
     asked = Recipe("gptq", bits=3, group_size=64, symmetric=False, act_order=True, damp=0.05)
-    assert recipe_of(convert._parser().parse_args(flags.split())) == asked
+    assert recipe_of(make_parser().parse_args(flags.split())) == asked
     flags = "a b --quantize awq --no-clip --weight-format compressed-tensors --short-groups"
     asked = Recipe("awq", clip=False, weight_format="compressed-tensors", short_groups=True)
-    assert recipe_of(convert._parser().parse_args(flags.split())) == asked
+    assert recipe_of(make_parser().parse_args(flags.split())) == asked
     flags = "a b --quantize nf4 --no-nested"
-    assert recipe_of(convert._parser().parse_args(flags.split())) == Recipe("nf4", nested=False)
-    assert recipe_of(convert._parser().parse_args(["a", "b"])) is None
+    assert recipe_of(make_parser().parse_args(flags.split())) == Recipe("nf4", nested=False)
+    assert recipe_of(make_parser().parse_args(["a", "b"])) is None
 
 
 def test_the_format_is_orbax_unless_another_is_asked_for(tmp_path: pathlib.Path):
@@ -54,8 +56,10 @@ def test_a_folder_is_quantized(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
     arguments = [str(source), str(tmp_path / "made"), *flags.split(), "--calibration", str(text)]
     assert convert.main(arguments) == 0
     told = capsys.readouterr()
-    assert told.out == f"wrote {tmp_path / 'made'}\n"
-    assert "model.layers.0.self_attn.q_proj.weight stays as it is: groups of 128 do not divide its 64" in told.err
+    assert "2 of 64 x 64: groups of 128 do not divide its 64 inputs" in told.out
+    assert re.search(r"mlp\.down_proj +2 of 64 x 128: relative error \d+(\.\d+)? %", told.out)
+    assert "to quantise these, too: --group-size 64 or --short-groups\n" in told.out
+    assert f"wrote {tmp_path / 'made'}: weights of " in told.out.splitlines()[-1]
     config = read_json_object(tmp_path / "made" / "config.json")["quantization_config"]
     assert "model.layers.1.self_attn.q_proj" in config["ignore"]
     assert "model.layers.1.mlp.down_proj" not in config["ignore"]

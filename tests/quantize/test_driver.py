@@ -132,10 +132,10 @@ def test_what_another_run_left_is_not_used(source: pathlib.Path, tmp_path: pathl
 @pytest.mark.slow
 def test_experts_without_tokens_are_rounded(tmp_path: pathlib.Path):
     folder = folder_of("qwen2_moe-hub", tmp_path / "source")
-    said: list[str] = []
     recipe = Recipe("gptq", group_size=20, short_groups=True, weight_format="compressed-tensors")
-    quantize(str(folder), tmp_path / "made", recipe, samples(1, 10), tell=said.append)
-    assert any("experts" in sentence and "is rounded to nearest: of the samples only" in sentence for sentence in said)
+    summary = quantize(str(folder), tmp_path / "made", recipe, samples(1, 10))
+    assert any("experts" in kind.name and kind.starved for kind in summary.quantized)
+    assert "rounded to nearest for want of samples" in "\n".join(summary.lines())
     assert np.isfinite(logits(tmp_path / "made")).all()
 
 

@@ -107,7 +107,7 @@ def test_logits_and_weights_have_the_same_bits_in_every_batch(name: str) -> None
 def JIT_WEIGHTS(  # noqa: N802
     raw: jax.Array, slots: SlotParams, state: SlotState, generated: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    processed = process(raw, slots, state, generated, jnp.asarray(ON))
+    processed = process(raw, slots, lambda: state, generated, jnp.asarray(ON))
     random = slots.temperature > 0
     return processed, _weights(processed, processed.max(axis=1), slots, random)
 

@@ -179,6 +179,7 @@ PROBES: dict[str, Probe] = {
     "one model": lambda _: ("/v1/models/fake", None),
     "version": lambda _: ("/version", None),
     "docs": lambda _: ("/docs", None),
+    "a file of docs": lambda _: ("/docs/swagger-ui.css", None),
     "openapi": lambda _: ("/openapi.json", None),
 }
 

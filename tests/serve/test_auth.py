@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 
@@ -223,12 +224,28 @@ def test_the_door_puts_a_key_into_a_group(tmp_path, capsys):
 
 
 def test_the_door_refuses_unknown_scopes(capsys):
-    with pytest.raises(SystemExit) as caught:
-        keys.main(["new", "alice", "--scopes", "root"])
-    assert caught.value.code == 2
+    assert keys.main(["new", "alice", "--scopes", "root"]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert "root" in err
+
+
+def test_the_door_hashes_a_key_of_somebody_elses(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x" * 32 + "\n"))
+    assert keys.main(["hash", "carol"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    path = tmp_path / "keys.yaml"
+    path.write_text(out)
+    assert Authoriser(path).authorise("x" * 32, "infer").name == "carol"
+
+
+def test_the_door_hashes_no_key_that_can_be_guessed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("secret\n"))
+    assert keys.main(["hash", "carol"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "a key of 6 characters can be guessed" in err
 
 
 def test_keys_differ():

@@ -12,6 +12,7 @@ from typing import Any
 
 import promql_parser as promql
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.client import Client, InvalidRequest
@@ -92,6 +93,16 @@ def test_every_metric_of_the_dashboard_is_shown(board: dict[str, Any], samples: 
     assert asked - samples.keys() == set()
 
 
+def test_every_alarm_asks_for_what_is_shown(repo: pathlib.Path, samples: dict[str, set[str]]) -> None:
+    (group,) = yaml.safe_load((repo / "configs/prometheus/alerts.yaml").read_text())["groups"]
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) >= 5
+    for rule in group["rules"]:
+        promql.parse(rule["expr"])  # raises ValueError
+        asked = set(_NAME.findall(rule["expr"]))
+        assert asked <= samples.keys(), rule["alert"]
+        assert asked or rule["expr"].startswith("up{")
+
+
 def test_every_figure_of_ours_is_on_the_dashboard(board: dict[str, Any], samples: dict[str, set[str]]) -> None:
     on_it = {_SUFFIX.sub("", name) for expression in expressions(board) for name in _NAME.findall(expression)}
     assert {_SUFFIX.sub("", name) for name in samples if name.startswith("jaxinfer:")} - on_it == set()
@@ -142,6 +153,11 @@ def labels_of(tree: promql.Expr, samples: dict[str, set[str]]) -> set[str]:
             assert by <= labels_of(tree.expr, samples), by
             return by
         case promql.BinaryExpr(rhs=promql.NumberLiteral()):
+            return labels_of(tree.lhs, samples)
+        case promql.BinaryExpr(lhs=promql.NumberLiteral()):
+            return labels_of(tree.rhs, samples)
+        case promql.BinaryExpr(rhs=promql.Call(func=promql.Function(name="scalar"))):
+            assert not labels_of(tree.rhs.args[0], samples), "a scalar is one number"
             return labels_of(tree.lhs, samples)
         case promql.BinaryExpr():
             left = labels_of(tree.lhs, samples)

@@ -29,7 +29,9 @@ VLLM = {
     "generation_tokens": "counter",
     "num_preemptions": "counter",
     "request_success": "counter",
+    "spec_decode_num_drafts": "counter",
     "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens_per_pos": "counter",
     "spec_decode_num_accepted_tokens": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
@@ -62,8 +64,8 @@ def busy() -> EngineStats:
     clock.now += 1.0
     recorder.finished(sequence.end(FinishReason.DEADLINE))
     recorder.prefix(31, 29)
-    recorder.drafted(23)
-    recorder.accepted(19)
+    recorder.drafted(20, 18)
+    recorder.drafted(3, 1)
     recorder.replayed(True)
     recorder.replayed(False)
     for _ in range(5):
@@ -117,7 +119,11 @@ def test_names_and_kinds() -> None:
         ("num_preemptions_total", "kind=recompute", 0),
         ("request_success_total", "finished_reason=deadline", 1),
         ("request_success_total", "finished_reason=stop", 0),
+        ("spec_decode_num_drafts_total", "", 2),
         ("spec_decode_num_draft_tokens_total", "", 23),
+        ("spec_decode_num_accepted_tokens_per_pos_total", "position=0", 2),
+        ("spec_decode_num_accepted_tokens_per_pos_total", "position=17", 1),
+        ("spec_decode_num_accepted_tokens_per_pos_total", "position=19", 0),
         ("spec_decode_num_accepted_tokens_total", "", 19),
         ("replayed_tokens_total", "", 2),
         ("replay_mismatches_total", "", 1),

@@ -1,5 +1,7 @@
 """`python -m jaxinfer.serve` as its user meets it: exit statuses, signals, sentences, and nothing left behind."""
 
+import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -12,11 +14,12 @@ import urllib.request
 import grpc
 import pytest
 
+from jaxinfer.client import Client, Health
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from tests.serve.processes import fake_server, is_alive, started, wait_until
 
-SERVE = ["-m", "jaxinfer.serve", "--grpc-port", "0"]
+SERVE = ["-m", "jaxinfer.serve", "--grpc-port", "0", "--http-port", "off"]
 DEMO = [*SERVE, "--model", "demo", "--max-num-seqs", "2", "--max-model-len", "256"]
 
 
@@ -62,6 +65,47 @@ def test_a_server_without_http_has_figures(tmp_path):
         assert server.wait() == 0
 
 
+def test_a_server_that_leaves_says_so_first_and_goes_on_for_a_while(tmp_path):
+    """Balancers and clients that keep a connection go elsewhere; a second signal ends the wait."""
+    with fake_server(tmp_path, drain_delay=1000.0) as server:
+        with Client(f"127.0.0.1:{server.grpc_port}", retry=None) as client:
+            assert client.health() is Health.SERVING
+            server.signal(signal.SIGTERM)
+            server.until_logged("not ready any more: requests are taken for 1000 s")
+            status, told, _ = asked(server, "/ready")
+            assert (status, told["state"], told["reason"]) == (503, "draining", "the server is draining")
+            assert client.health() is Health.NOT_SERVING
+            assert client.health("") is Health.SERVING
+            assert client.generate("Hi", max_tokens=3).outputs[0].finish_reason == "length"
+        line = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+        with contextlib.closing(line):  # which keeps its connection, unless it is told to go
+            body = json.dumps({"prompt": "Hi", "max_tokens": 3})
+            line.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            answer = line.getresponse()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_after_the_delay_it_drains(tmp_path):
+    with fake_server(tmp_path, drain_delay=0.1) as server:
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert server.log().index("not ready any more") < server.log().index("draining: 0 requests run")
+
+
+def test_what_was_decided_is_in_the_log(tmp_path):
+    with fake_server(tmp_path, metrics_port=0) as server:
+        (line,) = [line for line in server.log().splitlines() if "serving gRPC" in line]
+        for found in (
+            f"gRPC at 127.0.0.1:{server.grpc_port}",
+            f"the OpenAI API at http://127.0.0.1:{server.http_port}/v1, its page at http://127.0.0.1:{server.http_port}/docs",
+            f"figures at http://127.0.0.1:{server.port('metrics')}/metrics",
+            f"Control at 127.0.0.1:{server.control_port}",
+        ):
+            assert found in line
+
+
 def test_ctrl_c_during_the_start_ends_it_in_order(tmp_path):
     """The terminal's signal goes to the whole group; the core leaves it to the front end to answer it."""
     with started(DEMO, tmp_path) as server:
@@ -76,8 +120,13 @@ def test_ctrl_c_during_the_start_ends_it_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
-        (["--model", "/nowhere/at/all"], 1, "/nowhere/at/all"),
-        (["--model", "demo", "--num-pages", "1"], 1, "num_pages"),
+        (["--model", "/nowhere/at/all"], 2, "/nowhere/at/all"),
+        (["--model", "demo", "--num-pages", "1"], 2, "num_pages"),
+        (
+            ["--model", "demo", "--max-model-len", "4096"],
+            2,
+            "max_model_len = 4096 is beyond the model's context of 2048",
+        ),
         (["--model", "demo", "--http-port", "65536"], 2, "http_port = 65536 must be a port"),
         (["--model", "demo", "--host", "0.0.0.0"], 2, "host = '0.0.0.0' is not loopback"),
         (["--model", "demo", "--api-keys", "/nowhere/keys"], 2, "/nowhere/keys"),
@@ -89,6 +138,8 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path, arguments, status, sent
         assert server.wait() == status
     assert last_line(server).startswith("error: ")
     assert sentence in last_line(server)
+    assert "listens on port" not in server.log() or "num_pages" in sentence, "what a glance refuses opens no door"
+    assert sum(sentence in line for line in server.log().splitlines()) == 1
     assert "Traceback" not in server.log()
 
 
@@ -96,10 +147,10 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path, arguments, status, sent
 def test_a_port_in_use_is_one_sentence(tmp_path, door):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        arguments = ["-m", "jaxinfer.serve", "--model", "demo", "--grpc-port", "0", f"--{door}-port", str(port)]
-        with started(arguments, tmp_path) as server:
+        with started([*SERVE, "--model", "demo", f"--{door}-port", str(port)], tmp_path) as server:
             assert server.wait() == 2
-    assert last_line(server).startswith(f"error: {door}_port={port}")
+    assert server.log().startswith(f"error: {door}_port={port}: cannot listen on 127.0.0.1: another program does")
+    assert f"(--{door}-port)" in last_line(server)
     assert "Traceback" not in server.log()
 
 

@@ -6,8 +6,8 @@ import typing
 
 import pytest
 
+from jaxinfer.cli.serve import parse
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve.__main__ import _layers, parse
 from jaxinfer.serve.settings import QUEUE, TIMES, ServeConfig, ServeConfigError, make_config, read_settings
 
 
@@ -27,8 +27,17 @@ def test_lists_become_what_the_field_is():
 GROUP = {"model": "demo", "num_processes": 2, "coordinator_address": "[::1]:7654", "group_key_file": "key"}
 
 REFUSED = [
-    ({}, "model is not set"),
-    ({"model": "demo", "port": 1}, "port is not a setting"),
+    ({}, "model is not set: name one"),
+    ({"model": "demo", "port": 1}, "port is not a setting: it is called http_port here"),
+    ({"model": "demo", "http_prot": 1}, "http_prot is not a setting: did you mean http_port?"),
+    ({"model": "demo", "max_num_seqs": 1}, "max_num_seqs is not a setting: did you mean engine.max_num_seqs?"),
+    ({"model": "demo", "gpu_memory_utilization": 1}, "it is called engine.memory_utilization here"),
+    ({"model": "demo", "engine": {"http_port": 1}}, "engine.http_port is not a setting: did you mean http_port?"),
+    ({"model": "demo", "api_key": "x"}, "api_key is not a setting: hashed keys stand in the file that api_keys names"),
+    ({"model": "demo", "xyzzy": 1}, "xyzzy is not a setting: docs/serving.md and docs/settings.md list them"),
+    ({"model": "demo", "dtype": "int3"}, "dtype = 'int3' must be one of auto, float32"),
+    ({"model": "demo", "engine": {"page_size": 3}}, "engine.page_size = 3 must be a power of two"),
+    ({"model": "demo", "engine": {"scheduling_policy": "lifo"}}, "engine.scheduling_policy = lifo must be one of fcfs"),
     ({"model": "demo", "prefix_cache_sharing": "none"}, "prefix_cache_sharing = 'none' must be one of tenant, all"),
     ({"model": "demo", "engine": {"pages": 1}}, "engine.pages is not a setting"),
     ({"model": "demo", "engine": 5}, "engine = 5"),
@@ -65,9 +74,34 @@ def test_what_cannot_be_served_is_refused_by_name(settings, message):
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "port"),
+    [("", 8000), ("http_port: off", None), ("http_port: 'off'", None), ("http_port: null", None), ("http_port: 0", 0)],
+)
+def test_http_is_on_unless_it_is_off(tmp_path, text, port):
+    """YAML reads off as false, which must not become port 0."""
+    (tmp_path / "config.yaml").write_text(f"model: demo\n{text}\n")
+    assert make_config(read_settings(tmp_path / "config.yaml")).http_port == port
+
+
+def test_http_is_off_by_a_flag():
+    for given, port in ((["--http-port", "off"], None), (["--http-port", "0"], 0), ([], 8000)):
+        assert parse(["--model", "demo", *given]).configuration.http_port == port
+    with pytest.raises(SystemExit):
+        parse(["--model", "demo", "--http-port", "on"])
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, 2e6 + 1])
+def test_the_delay_of_a_drain_may_be_nothing_but_not_for_ever(seconds):
+    assert make_config({"model": "demo", "drain_delay": 0}).drain_delay == 0.0
+    with pytest.raises(ServeConfigError, match=r"^drain_delay = .* must be a number of seconds from 0 to 2000000"):
+        make_config({"model": "demo", "drain_delay": seconds})
+
+
 def test_times_are_all_that_there_are():
     hints = typing.get_type_hints(ServeConfig)
-    assert {name for name, hint in hints.items() if hint in (float, float | None)} == set(TIMES)
+    times = {name for name, hint in hints.items() if hint in (float, float | None)}
+    assert times == {*TIMES, "drain_delay"}  # that alone may be 0
 
 
 @pytest.mark.parametrize("name", TIMES)
@@ -77,11 +111,19 @@ def test_no_time_is_infinite(name, value):
     with pytest.raises(ServeConfigError, match=f"^{name} = .* must be a number of seconds above 0 and at most 2000000"):
         make_config({"model": "demo", name: value})
     with pytest.raises(ServeConfigError, match=f"^{name} = "):
-        make_config(*_layers(parse(["--model", "demo", f"--{name.replace('_', '-')}={value}"])))
+        make_config({"model": "demo"}, {name: float(value)})
 
 
 def test_a_process_of_a_group_is_what_it_is_told():
     assert make_config({**GROUP, "process_id": 1}).process_id == 1
+
+
+@pytest.mark.parametrize("name", ["http_port", "metrics_port", "control_port"])
+def test_each_door_has_a_port_of_its_own(name):
+    with pytest.raises(ServeConfigError, match=f"^{name} = 50051 is grpc_port already"):
+        make_config({"model": "demo", name: 50051})
+    assert make_config({"model": "demo", "grpc_port": 0, name: 0})
+    assert make_config({"model": "demo", "metrics_port": 50051, "metrics_host": "127.0.0.2"})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
@@ -111,3 +153,23 @@ def test_the_deployments_of_the_repository_are_valid(repo):
     assert len(files) >= 2
     for path in files:
         make_config(read_settings(path))
+
+
+def test_flags_go_before_the_file_and_the_model_needs_none(tmp_path, capsys):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nhttp_port: 1\nengine:\n  page_size: 32\n")
+    config = parse(["--config", str(path), "--port", "2", "-tp", "2"]).configuration
+    assert (config.model, config.http_port, config.engine.page_size) == ("demo", 2, 32)
+    assert config.engine.tensor_parallel_size == 2
+    assert parse(["demo-draft", "--config", str(path)]).configuration.model == "demo-draft"
+    with pytest.raises(SystemExit):
+        parse(["demo", "--model", "demo-draft"])
+    assert "name one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "-1"])
+def test_a_flag_that_cannot_be_ends_the_command(value, capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(["demo", f"--drain-seconds={value}"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("error: drain_seconds = ")

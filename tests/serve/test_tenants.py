@@ -37,8 +37,8 @@ LENGTH = 120  # characters, and tokens: seven pages and a part of one
 
 
 def secret(number: int) -> str:
-    """One of 62 texts, no two of which begin alike."""
-    first = (string.ascii_letters + string.digits)[number]
+    """One of 64 texts, no two of which begin alike."""
+    first = (string.ascii_letters + string.digits + "+-")[number]
     return first + "".join(random.Random(number).choices(string.ascii_letters, k=LENGTH - 1))
 
 
@@ -59,7 +59,8 @@ class Watched(FakeEngine):
 def test_there_is_a_probe_for_everything_that_a_tenant_may_ask() -> None:
     asked = {probe("x")[0] for probe in PROBES.values()}
     mine = {path for path, scope in RPC_SCOPES.items() if scope == "infer"}
-    mine |= {path.replace("{model:path}", "fake") for path, scope in ROUTES.items() if scope == "infer"}
+    routes = {path for path, scope in ROUTES.items() if scope == "infer"}
+    mine |= {path.replace("{model:path}", "fake").replace("{file}", "swagger-ui.css") for path in routes}
     assert asked == mine
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.spec import Drafter, NgramDrafter
+from tests.spec.sequences import sequence
 
 
 def naive(history: list[int], min_n: int, max_n: int, limit: int) -> list[int]:
@@ -28,7 +29,7 @@ def test_same_as_a_naive_search_for_every_short_history(lengths: tuple[int, int]
     drafter = NgramDrafter(*lengths)
     for length in range(8):
         for history in itertools.product(range(3), repeat=length):
-            drafts = drafter.propose(np.array(history, np.int32), 3)
+            drafts = drafter.propose(sequence(history), 3)
             assert drafts.tolist() == naive(list(history), *lengths, 3), history
 
 
@@ -41,7 +42,7 @@ def test_same_as_a_naive_search_for_every_short_history(lengths: tuple[int, int]
 def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: int, recent: int) -> None:
     drafter = NgramDrafter(min_n=lengths[0], max_n=lengths[1])
     with mock.patch("jaxinfer.spec.ngram._RECENT", recent):
-        drafts = drafter.propose(np.array(history, np.int32), limit)
+        drafts = drafter.propose(sequence(history), limit)
     assert drafts.dtype == np.int32
     assert drafts.tolist() == naive(history, *lengths, limit)
 
@@ -65,14 +66,14 @@ def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: i
 def test_what_is_proposed(history: list[int], limit: int, expected: list[int], recent: int) -> None:
     drafter: Drafter = NgramDrafter()
     with mock.patch("jaxinfer.spec.ngram._RECENT", recent):
-        assert drafter.propose(np.array(history, np.int32), limit).tolist() == expected
+        assert drafter.propose(sequence(history), limit).tolist() == expected
 
 
 def test_the_history_is_left_alone() -> None:
-    history = np.array([1, 2, 3, 1, 2], np.int32)
-    drafts = NgramDrafter().propose(history, 2)
+    given = sequence([1, 2, 3, 1, 2])
+    drafts = NgramDrafter().propose(given, 2)
     drafts[:] = 0
-    assert history.tolist() == [1, 2, 3, 1, 2]
+    assert given.tokens.tolist() == [1, 2, 3, 1, 2]
 
 
 @pytest.mark.parametrize("lengths", [(0, 2), (3, 2), (-1, -1)])

@@ -31,6 +31,11 @@ def test_encode_is_the_librarys(pair: tuple[Tokenizer, Library]) -> None:
             assert ours.encode(text, special) == library.encode(text, add_special_tokens=special).ids
 
 
+def test_a_tokenizer_shows_itself_in_a_line(tmp_path: pathlib.Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), config={"eos_token_id": [7, 9]})
+    assert repr(Tokenizer.load(folder)) == "<Tokenizer: 331 tokens, bos None, eos (7, 9), pad None>"
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama-2", "llama-3"])
 def test_published_encodings(test_data: pathlib.Path, name: str) -> None:
     ours = Tokenizer.load(test_data / "tokenizers" / name)

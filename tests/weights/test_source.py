@@ -8,7 +8,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.native.manifest import MANIFEST
+from jaxinfer.weights.open import open_model_files
 from jaxinfer.weights.source import locate
 from tests.weights.files import refused
 
@@ -128,3 +130,9 @@ def test_without_a_network_the_real_library_fails_the_same_way(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with refused("could not be fetched from the Hugging Face hub"):
         locate("jaxinfer-tests/does-not-exist")
+
+
+def test_a_folder_with_nothing_but_a_gguf_file_is_told_to_name_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match=r"holds a GGUF file and no config\.json: pass '.*/model\.gguf'"):
+        open_model_files(tmp_path)

@@ -12,12 +12,11 @@ from typing import override
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.distributed.lockstep import Lockstep, RankExecutor
+from jaxinfer.engine.distributed.lockstep import Lockstep
 from jaxinfer.engine.distributed.replicas import Replicas, config_of_each
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.execution.calibration import Calibration
 from jaxinfer.engine.execution.compiled import CompileProgress
-from jaxinfer.engine.execution.prepare import Prepared, prepare
+from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 
@@ -44,7 +43,7 @@ class DpAttentionEngine(Replicas):
         self._lockstep = Lockstep(*prepared, mesh, progress)
         engines, found = list[Engine](), None
         for rank in self._lockstep.ranks:
-            engine = _engine_of(rank, prepared, mesh, found)
+            engine = Engine(prepared, mesh, None, lambda *_, rank=rank: rank, found)
             found = engine.calibration  # of programs that all ranks run
             self._lockstep.size_classes = found.size_classes
             engines.append(engine)
@@ -53,7 +52,3 @@ class DpAttentionEngine(Replicas):
     @override
     def _launched(self) -> None:
         self._lockstep.run()
-
-
-def _engine_of(rank: RankExecutor, prepared: Prepared, mesh: Mesh, found: Calibration | None) -> Engine:
-    return Engine(prepared, mesh, None, lambda *_: rank, found)

@@ -93,7 +93,7 @@ class LeaderExecutor:
     """The `Executor` of process 0: runs each command here, and has the others that take part run it, too.
 
     Results lie whole on its own devices, or are another process's `Answer`; of `ReadPages` it gives what is here. A
-    command costs a message to each other process, and waits for none of them.
+    command costs a message to each other process, and waits for none of them: `wait` is for this process's devices.
 
     Args:
         group: of which this is process 0.
@@ -125,7 +125,6 @@ class LeaderExecutor:
         group.ready()
 
     def run[Result](self, command: Command[Result]) -> Result:
-        """See `Executor.run`."""
         if isinstance(command, Decode) and self._host_tokens is not None:
             return cast(Result, self._decode(command, self._host_tokens[command.microbatch]))
         if isinstance(command, ReadPages):
@@ -148,7 +147,6 @@ class LeaderExecutor:
         return result
 
     def _decode(self, command: Decode, host: HostInputTokens) -> Sampled:
-        """The first stage's tokens come from the host, which waits for the microbatch's last step."""
         batch = host.with_tokens(command.batch)
         sampled = self._answered(Decode(command.microbatch, batch))
         host.sampled(batch, sampled.tokens)
@@ -163,31 +161,19 @@ class LeaderExecutor:
         return np.concatenate([found, *digests], -1)
 
     def wait(self) -> None:
-        """See `Executor.wait`; of this process's devices."""
         self.local.wait()
 
     def temporaries(self) -> int:
-        """See `Executor.temporaries`; of this process's devices."""
         return self.local.temporaries()
-
-    def parameters(self) -> int:
-        """See `Executor.parameters`."""
-        return self.local.parameters()
-
-    @property
-    def platform(self) -> str:
-        """See `Executor.platform`."""
-        return self.local.platform
 
 
 def follow(executors: Mapping[int, LocalExecutor], group: Group) -> None:
     """Run what process 0 runs, on this process's executors. Does not return while the group lives.
 
+    Raises GroupError where process 0 calls what there is not: it runs another version.
+
     Args:
         executors: by the numbers of replicas of which this process has devices.
-
-    Raises:
-        GroupError: process 0 calls what there is not: it runs another version.
     """
     group.ready()
     for frame in group.calls():

@@ -54,12 +54,11 @@ class Awaited:
 
 
 def _awaited(kind: Any) -> Any:
-    """A named tuple of what is awaited."""
     return kind(*(Awaited() for _ in kind._fields))
 
 
 class RankExecutor:
-    """The `Executor` of one rank's engine. Results are `Awaited`.
+    """The `Executor` of one rank's engine. Results are `Awaited`; `wait` is for all ranks.
 
     Before READY, when one rank tries programs out, a command that must see what the device has done runs what was asked
     for so far. There is nothing for several steps in one call: settings refuse them beside ranks.
@@ -75,7 +74,6 @@ class RankExecutor:
         self.pending = collections.defaultdict(collections.deque)
 
     def run[Result](self, command: Command[Result]) -> Result:
-        """See `Executor.run`."""
         return cast(Result, self._run(command))
 
     def _run(self, command: Command[Any]) -> Any:
@@ -115,21 +113,10 @@ class RankExecutor:
         return slot_bytes(np.asarray(found[0]))
 
     def wait(self) -> None:
-        """See `Executor.wait`; of all ranks."""
         self._all.wait()
 
     def temporaries(self) -> int:
-        """See `Executor.temporaries`."""
         return self._all.programs.temporaries()
-
-    def parameters(self) -> int:
-        """See `Executor.parameters`."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self._all.params))
-
-    @property
-    def platform(self) -> str:
-        """See `Executor.platform`."""
-        return str(self._all.mesh.devices.flat[0].platform)
 
 
 class _IdleOperands(NamedTuple):
@@ -184,7 +171,6 @@ class Lockstep:
         return jax.device_put(tree, self._sharding)
 
     def _new_slots(self, rows: int, limits: SamplingLimits) -> tuple[Array, SlotState]:
-        """Make the slots' last tokens and the sampler's state, on the devices where they stay."""
         vocab = self._model.config.vocab_size
 
         def new() -> tuple[Array, SlotState]:
@@ -263,10 +249,7 @@ class Lockstep:
             if one is not None:
                 device_slots.update(one[0].fields)
                 changed |= one[0].fields.keys()
-        fields = {
-            name: np.concatenate([device_slots[name] for device_slots in self._device_slots])
-            for name in sorted(changed)
-        }
+        fields = {name: np.concatenate([slots[name] for slots in self._device_slots]) for name in sorted(changed)}
         self._slots = self._slots._replace(**self._placed(fields))
 
     def _slot_numbers(self, pending: list[Any]) -> Int32[np.ndarray, " ranks"]:

@@ -33,7 +33,8 @@ class Replicas:
     """An `EngineCore` of several engines. A request is served by one replica from its first to its last token.
 
     Every setting holds for each of the replicas, but two: the limits of the queue and ``swap_space_gib`` are for all.
-    One thread drives all: steps of all replicas are launched before the first result is read.
+    One thread drives all: steps of all replicas are launched before the first result is read. Methods are documented
+    there.
 
     Args:
         progress: see `Engine`.
@@ -88,7 +89,6 @@ class Replicas:
         return any(engine.has_work for engine in self._engines)
 
     def add(self, request: Request) -> Request:
-        """See `EngineCore.add`."""
         if request.request_id in self._owners:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
         self.check_room(request)
@@ -110,12 +110,10 @@ class Replicas:
         return self._engines[min(rank, key=rank.__getitem__)]
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """See `EngineCore.check_room`."""
         queued = Queued(*map(sum, zip(*(engine.queued for engine in self._engines), strict=True)))
         require_room(self.config, queued, request, ahead)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """See `EngineCore.abort`."""
         if (owner := self._owners.get(request_id)) is not None:
             owner[0].abort(request_id, index)
             self._ended(request_id, index)
@@ -127,7 +125,6 @@ class Replicas:
             del self._owners[request_id]
 
     def step(self) -> list[SequenceDelta]:
-        """See `EngineCore.step`."""
         working = [(engine, engine.launch()) for engine in self._engines if engine.has_work]
         self._launched()
         deltas = [delta for engine, launched in working for delta in engine.read(launched)]
@@ -144,15 +141,12 @@ class Replicas:
         return merged([engine.stats() for engine in self._engines], self._compiled.count)
 
     def temporaries(self) -> int:
-        """See `EngineCore.temporaries`."""
         return max(engine.temporaries() for engine in self._engines)
 
     def reset_prefix_cache(self) -> int:
-        """See `EngineCore.reset_prefix_cache`."""
         return sum(engine.reset_prefix_cache() for engine in self._engines)
 
     def check(self) -> None:
-        """See `EngineCore.check`."""
         for engine in self._engines:
             engine.check()
 

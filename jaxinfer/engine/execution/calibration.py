@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfer.config import ResolvedEngine
+import jax
+
 from jaxinfer.engine.execution.commands import Executor
 from jaxinfer.engine.execution.measure import measure_costs
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.probe import Probe
 from jaxinfer.engine.scheduling.preemption import Costs
-from jaxinfer.models.model import Model
-from jaxinfer.sampling import SamplingLimits
 
 # Operations that a CPU may spend on finding out which prefill sizes agree: a second or two.
 _CPU_OPERATIONS = 300_000_000_000
@@ -37,21 +37,18 @@ class Calibration:
     costs: Costs
 
 
-def calibrate(executor: Executor, engine: ResolvedEngine, model: Model, limits: SamplingLimits) -> Calibration:
+def calibrate(executor: Executor, prepared: Prepared, platform: str) -> Calibration:
     """Try an executor's programs out. Its pools hold nothing yet, and mean nothing afterwards."""
+    model, engine, limits = prepared
     spec = model.cache_spec
     groups, exact = len(spec.windows), engine.exactness == "exact"
     probe = Probe(executor, engine, model.config.vocab_size, groups, model.dtype.itemsize, spec.exact_per_token)
     batches = probe.prefill_batches()
     classes, resume = {size: number for number, size in enumerate(engine.prefill_sizes)}, True
-    if exact and engine.enable_prefix_caching and _affordable(executor, probe.size_class_tokens()):
+    operations = 2 * probe.size_class_tokens() * sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    if exact and engine.enable_prefix_caching and (platform != "cpu" or operations <= _CPU_OPERATIONS):
         classes = probe.size_classes()
         resume = probe.exact_resume(classes)
     several = engine.multi_step > 1 and (not exact or probe.multi_step(limits))
-    return Calibration(
-        batches, classes, resume, engine.multi_step if several else 1, measure_costs(executor, engine, groups)
-    )
-
-
-def _affordable(executor: Executor, tokens: int) -> bool:
-    return executor.platform != "cpu" or 2 * tokens * executor.parameters() <= _CPU_OPERATIONS
+    costs = measure_costs(executor, engine, groups)
+    return Calibration(batches, classes, resume, engine.multi_step if several else 1, costs)

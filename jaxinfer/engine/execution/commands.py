@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, dataclass_transform, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Shaped, UInt8
@@ -27,7 +27,7 @@ class DecodeBatch(NamedTuple):
     sequence has generated before the one that this row samples.
 
     ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
-    one is borrowed: it neither reads nor changes what is kept of a slot. None: all rows are their slots' own.
+    one is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own.
     """
 
     tokens: Int[Any, " rows"]
@@ -57,8 +57,9 @@ def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
     return DecodeBatch(none, none, none, tables, owners)
 
 
+@dataclass_transform(frozen_default=True, eq_default=False)
 class Command[Result]:
-    """Something that an executor does. ``Result`` is what `Executor.run` returns for it.
+    """Something that an executor does: a frozen dataclass. ``Result`` is what `Executor.run` returns for it.
 
     Attributes:
         by_last_stage: only a process that has the last pipeline stage has results; others have None in their place.
@@ -66,11 +67,13 @@ class Command[Result]:
 
     by_last_stage: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
+
 
 # ---- steps
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Decode(Command[Sampled]):
     """Sample one token for each row of a microbatch."""
 
@@ -79,7 +82,6 @@ class Decode(Command[Sampled]):
     by_last_stage = True
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class DecodeMany(Command[tuple[Sampled, Array]]):
     """Run several decode steps in one call, where there is one stage. Also gives how many ran."""
 
@@ -88,14 +90,12 @@ class DecodeMany(Command[tuple[Sampled, Array]]):
     by_last_stage = True
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Prefill(Command[None]):
     """Compute keys and values of prompt chunks."""
 
     batch: PrefillBatch
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class PrefillLogprobs(Command[Logprobs]):
     """Compute one chunk of the largest size, and how probable each token ``following`` in the prompt was."""
 
@@ -107,7 +107,6 @@ class PrefillLogprobs(Command[Logprobs]):
 # ---- pages, in all layers. Ids stand by group of the cache; a target beyond the pool is dropped.
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CopyPages(Command[None]):
     """Copy pages to other pages."""
 
@@ -115,7 +114,6 @@ class CopyPages(Command[None]):
     target: Int32[np.ndarray, "groups copies"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ExportPages(Command[None]):
     """Copy pages to pages of the host; `SettlePages` waits for them."""
 
@@ -123,14 +121,12 @@ class ExportPages(Command[None]):
     hosts: Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class SettlePages(Command[None]):
     """Wait until exported pages are in the host's memory."""
 
     hosts: Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ImportPages(Command[None]):
     """Copy pages back from the host."""
 
@@ -138,7 +134,6 @@ class ImportPages(Command[None]):
     target: Int32[np.ndarray, "groups pages"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ReadPages(Command[UInt8[np.ndarray, "pages slots bytes"]]):
     """Read the bytes of each slot of pages, as far as the process has them. Waits."""
 
@@ -148,7 +143,6 @@ class ReadPages(Command[UInt8[np.ndarray, "pages slots bytes"]]):
 # ---- slots; each is a row of its microbatch
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class SetSlots(Command[None]):
     """Set sampling parameters of a microbatch's slots, by name in `SlotParams`."""
 
@@ -156,7 +150,6 @@ class SetSlots(Command[None]):
     fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class AdmitSlot(Command[None]):
     """Begin the sampler state of a slot anew."""
 
@@ -165,7 +158,6 @@ class AdmitSlot(Command[None]):
     bias: Float32[np.ndarray, " vocab"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class SaveSlot(Command[None]):
     """Copy the sampler state of a slot; the executor keeps it by the number ``snapshot``."""
 
@@ -173,7 +165,6 @@ class SaveSlot(Command[None]):
     snapshot: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class RestoreSlot(Command[None]):
     """Give a slot the sampler state of a snapshot."""
 
@@ -181,7 +172,6 @@ class RestoreSlot(Command[None]):
     snapshot: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class SaveSampler(Command[None]):
     """Copy the sampler state of all slots of a microbatch. Waits."""
 
@@ -189,7 +179,6 @@ class SaveSampler(Command[None]):
     snapshot: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class RestoreSampler(Command[None]):
     """Give all slots of a microbatch the sampler state of a snapshot."""
 
@@ -197,14 +186,12 @@ class RestoreSampler(Command[None]):
     snapshot: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class DropSnapshots(Command[None]):
     """Forget snapshots."""
 
     snapshots: Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ReadLastTokens(Command[Int32[np.ndarray, " rows"]]):
     """Read what the slots of a microbatch sampled last. Waits."""
 
@@ -230,15 +217,6 @@ class Executor(Protocol):
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses on a device while it runs."""
-        ...
-
-    def parameters(self) -> int:
-        """Elements of the model's parameters, in all stages."""
-        ...
-
-    @property
-    def platform(self) -> str:
-        """Platform of the devices, as JAX names it."""
         ...
 
 

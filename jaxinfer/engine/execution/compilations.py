@@ -41,13 +41,8 @@ def count_compilations() -> Iterator[Compilations]:
 
 @dataclasses.dataclass
 class CacheUse:
-    """Hits and misses of the persistent cache in this process.
-
-    Attributes:
-        wanted: compilations by the backend or in their place.
-        found: of them, read from the persistent cache.
-        kept: of them, compiled and written to it.
-    """
+    """The persistent cache in this process: compilations ``wanted`` by the backend or in their place; of them those
+    ``found`` in the cache, and those that were compiled and ``kept`` there."""
 
     wanted: int = 0
     found: int = 0

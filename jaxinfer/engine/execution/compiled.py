@@ -19,13 +19,7 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.placement import StageArrays
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import (
-    StepState,
-    make_move_programs,
-    make_pass_programs,
-    make_programs,
-    unpack,
-)
+from jaxinfer.engine.execution.step import StepState, make_move_programs, make_pass_programs, make_programs, unpack
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
@@ -46,9 +40,8 @@ _GPU_LOOP_OPTIONS = {
 class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and how many chunks.
 
-    They take a batch as `engine.step.pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
-    `PassPrograms`, and what needs the head or the sampler is None. ``decode_many`` is None unless several steps may run
-    without the host.
+    They take a batch as `pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
+    `PassPrograms`, and what needs the head or the sampler is None, as is ``decode_many`` where one step is the most.
     """
 
     decode: Callable[..., Any]
@@ -56,11 +49,11 @@ class CompiledStage:
     copy: Callable[..., Any]
     export: Callable[..., Any]
     restore: Callable[..., Any]
-    decode_many: Callable[..., Any] | None = None
-    prefill_logprobs: Callable[..., Any] | None = None
-    admit: Callable[..., Any] | None = None
-    save_slot: Callable[..., Any] | None = None
-    restore_slot: Callable[..., Any] | None = None
+    decode_many: Any = None
+    prefill_logprobs: Any = None
+    admit: Any = None
+    save_slot: Any = None
+    restore_slot: Any = None
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
@@ -70,10 +63,8 @@ class CompiledStage:
 
 
 class _Job(NamedTuple):
-    """A function, the arguments that it will be called with, which of them is donated, and where its results lie.
-
-    ``loops``: it is a loop of steps. ``batch``: the argument that the host makes for each call, packed into one array.
-    """
+    """A function, its arguments, which of them is donated, where results lie; ``loops``: it is a loop of steps;
+    ``batch``: the argument that the host makes for each call, packed into one array."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -122,8 +113,6 @@ def temporary_bytes(executable: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """Compilation work of a stage, whose arrays are abstract."""
-
     stage: Stage
     arrays: StageArrays
     engine: ResolvedEngine
@@ -157,33 +146,19 @@ class _Work:
         return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
-        engine = self.engine
-        programs = make_pass_programs(
-            self.stage, engine.attention_backend, spread_tokens=engine.sequence_parallel_norms
-        )
+        backend, spread = self.engine.attention_backend, self.engine.sequence_parallel_norms
+        programs = make_pass_programs(self.stage, backend, spread_tokens=spread)
         (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.replicated)
         batch = self._decode_batch()
-        jobs = {
-            "decode": _Job(
-                programs.decode, (params, pools, batch, self._arriving(batch.positions.shape[0])), 1, results, batch=2
-            )
-        }
-        for size, count in self.prefills:
-            arriving = None if self.stage.first else self._arriving(size * count)
-            arguments = (params, pools, self._prefill_batch(size, count), arriving)
-            jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, arguments, 1, results, batch=2)
-        return jobs
+        rows = (params, pools, batch, self._arriving(batch.positions.shape[0]))
+        decode = _Job(programs.decode, rows, 1, results, batch=2)
+        return {"decode": decode, **self._prefill_jobs(programs.prefill, results)}
 
     def _whole(self) -> dict[str, _Job]:
         engine, (params, pools, slots, last_tokens, sampler) = self.engine, self.arrays
         limit, state, batch = engine.max_logprobs, StepState(pools, last_tokens, sampler), self._decode_batch()
-        programs = make_programs(
-            self.stage,
-            limit,
-            engine.multi_step,
-            engine.attention_backend,
-            spread_tokens=engine.sequence_parallel_norms,
-        )
+        backend, spread = engine.attention_backend, engine.sequence_parallel_norms
+        programs = make_programs(self.stage, limit, engine.multi_step, backend, spread_tokens=spread)
         carried, out, pages = _shardings(state), self.replicated, _shardings(pools)
         arriving = self._arriving(batch.positions.shape[0])
         jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, arriving), 2, (carried, out), batch=3)}
@@ -193,9 +168,14 @@ class _Work:
         largest = engine.prefill_sizes[-1]
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
+        return jobs | self._prefill_jobs(programs.prefill, pages)
+
+    def _prefill_jobs(self, function: Callable[..., Any], results: Any) -> dict[str, _Job]:
+        jobs = {}
         for size, count in self.prefills:
-            arguments = (params, pools, self._prefill_batch(size, count), self._arriving(size * count))
-            jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, arguments, 1, pages, batch=2)
+            arriving = None if self.stage.first else self._arriving(size * count)
+            arguments = (*self.arrays[:2], self._prefill_batch(size, count), arriving)
+            jobs[f"prefill_{size}x{count}"] = _Job(function, arguments, 1, results, batch=2)
         return jobs
 
     def moving(self) -> dict[str, _Job]:
@@ -288,13 +268,14 @@ def _compile(
     on_progress, total = progress or (lambda done, total: None), sum(len(jobs) for _, jobs in work)
     on_progress(0, total)
     lowered = {
-        (place, name): _lowered(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
-    }
-    options = {
-        (place, name): _options(mesh, job) for place, (mesh, jobs) in enumerate(work) for name, job in jobs.items()
+        (place, name): (_lowered(mesh, job), _options(mesh, job))
+        for place, (mesh, jobs) in enumerate(work)
+        for name, job in jobs.items()
     }
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as threads:
-        running = {key: threads.submit(low.compile, compiler_options=options[key]) for key, low in lowered.items()}
+        running = {
+            key: threads.submit(low.compile, compiler_options=options) for key, (low, options) in lowered.items()
+        }
         for done, _ in enumerate(concurrent.futures.as_completed(running.values()), start=1):
             on_progress(done, total)
         return [{name: running[place, name].result() for name in jobs} for place, (_, jobs) in enumerate(work)]

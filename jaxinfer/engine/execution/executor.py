@@ -6,13 +6,13 @@ Of several processes each has those stages of which it has devices, and takes pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
@@ -33,10 +33,7 @@ _ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results tha
 
 
 class StageRuntime:
-    """A pipeline stage on its devices: parameters, pools, pages in host memory, executables.
-
-    ``pools`` are donated to each call: whoever calls stores what comes back.
-    """
+    """A pipeline stage on its devices: parameters, pools (donated to each call), pages in host memory, executables."""
 
     def __init__(self, stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> None:
         model = stage.model
@@ -76,11 +73,8 @@ class StageRuntime:
 
 @dataclasses.dataclass
 class MicrobatchState:
-    """Slots that decode together, as the last stage has them.
-
-    ``input_tokens`` is ``last_tokens`` once more, on its way to the first stage; None where that is the last one, too,
-    or where the host feeds it.
-    """
+    """Slots that decode together, as the last stage has them. ``input_tokens`` is ``last_tokens`` on its way to the
+    first stage; None where that is the last one, too, or where the host feeds it."""
 
     slots: SlotParams
     last_tokens: Array
@@ -113,14 +107,13 @@ class LocalExecutor:
         mesh: Mesh,
         progress: CompileProgress | None = None,
     ) -> None:
-        self._engine, self._mesh, meshes = engine, mesh, stages(mesh)
+        self._engine, meshes = engine, stages(mesh)
         cuts = cut(model, len(meshes))
         places = [
             StageRuntime(stage, engine, stage_mesh) if own_devices(stage_mesh) else None
             for stage, stage_mesh in zip(cuts, meshes, strict=True)
         ]
         self.runtimes, last = [runtime for runtime in places if runtime is not None], places[-1]
-        self._parameters = sum(leaf.size for stage in cuts for leaf in jax.tree.leaves(stage.model.params))
         rows = engine.rows // engine.microbatches
         self._passing = list(zip(places[:-1], _links(cuts, meshes, engine, rows), strict=True))
         self._first = places[0] if self._passing else None
@@ -142,12 +135,9 @@ class LocalExecutor:
     def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
         model, slots = last.stage.model, HostSlots(rows, limits).snapshot()
         return [
-            self._microbatch(put_whole(slots, last.replicated), *new_slots(model, rows, limits, last.mesh))
-            for _ in range(self._engine.microbatches)
+            MicrobatchState(put_whole(slots, last.replicated), tokens, sampler, self._input_tokens(tokens))
+            for tokens, sampler in (new_slots(model, rows, limits, last.mesh) for _ in range(self._engine.microbatches))
         ]
-
-    def _microbatch(self, slots: SlotParams, last_tokens: Array, sampler: SlotState) -> MicrobatchState:
-        return MicrobatchState(slots, last_tokens, sampler, self._input_tokens(last_tokens))
 
     def _input_tokens(self, last_tokens: Array) -> Array | None:
         return self._first.arrive(last_tokens) if self._first is not None and self._loops else None
@@ -159,7 +149,7 @@ class LocalExecutor:
         return StageArrays(runtime.params, runtime.pools, microbatch.slots, microbatch.last_tokens, microbatch.sampler)
 
     def run[Result](self, command: Command[Result]) -> Result:
-        """See `Executor.run`. The one place that knows what a command does."""
+        """Run a command: the one place that knows what each does."""
         return cast(Result, self._run(command))
 
     def _run(self, command: Command[Any]) -> Any:
@@ -172,10 +162,6 @@ class LocalExecutor:
                 return self._prefill(batch)
             case commands.PrefillLogprobs(batch, following):
                 return self._prefill_logprobs(batch, following)
-            case commands.SetSlots(microbatch, fields):
-                return self._set_slots(microbatch, fields)
-            case commands.AdmitSlot(slot, prompt, bias):
-                return self._admit_slot(slot, prompt, bias)
             case commands.SettlePages(hosts):
                 return self._each(lambda stage: stage.host.settle(hosts))
             case commands.CopyPages(source, target):
@@ -192,18 +178,38 @@ class LocalExecutor:
 
     def _run_with_state(self, command: Command[Any]) -> Any:
         """Run a command on the state that the last stage alone has."""
+        last, snapshots = self.runtimes[-1], self._snapshots
         match command:
+            case commands.SetSlots(number, fields):
+                chosen = self.microbatches[number]
+                chosen.slots = chosen.slots._replace(**put_whole(dict(fields), last.replicated))
+            case commands.AdmitSlot(slot, prompt, bias):
+                chosen, row = self._place(slot)
+                chosen.sampler = last.run.admit(chosen.sampler, row, prompt, bias)
             case commands.SaveSlot(slot, snapshot):
-                return self._save_slot(slot, snapshot)
+                chosen, row = self._place(slot)
+                snapshots[snapshot] = last.run.save_slot(chosen.sampler, row)
             case commands.RestoreSlot(slot, snapshot):
-                return self._restore_slot(slot, snapshot)
-            case commands.SaveSampler(microbatch, snapshot):
-                return self._save_sampler(self.microbatches[microbatch], snapshot)
-            case commands.RestoreSampler(microbatch, snapshot):
-                return self._restore_sampler(self.microbatches[microbatch], snapshot)
-            case commands.ReadLastTokens(microbatch):
-                return np.array(self.microbatches[microbatch].last_tokens)
-        raise TypeError(f"no executor runs {command!r}")
+                chosen, row = self._place(slot)
+                chosen.sampler = last.run.restore_slot(chosen.sampler, row, snapshots[snapshot])
+            case commands.SaveSampler(number, snapshot):
+                snapshots[snapshot] = jax.tree.map(np.array, self.microbatches[number].sampler)
+            case commands.RestoreSampler(number, snapshot):
+                copies = jax.tree.map(np.copy, snapshots[snapshot])  # what is donated is not the snapshot's
+                self.microbatches[number].sampler = put_whole(copies, last.replicated)
+            case commands.ReadLastTokens(number):
+                return np.array(self.microbatches[number].last_tokens)
+            case _:
+                raise TypeError(f"no executor runs {command!r}")
+        return None
+
+    def _drop(self, snapshots: Sequence[int]) -> None:
+        for number in snapshots:
+            self._snapshots.pop(number, None)
+
+    def _place(self, slot: int) -> tuple[MicrobatchState, np.int32]:
+        row, microbatch = divmod(slot, len(self.microbatches))
+        return self.microbatches[microbatch], np.int32(row)
 
     # ---- steps
 
@@ -222,7 +228,6 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE, _NONE
         chosen, last = self.microbatches[0], self.runtimes[-1]
-        assert last.run.decode_many is not None
         operands = pack(batch), np.int32(steps)
         state, sampled, ran = last.run.decode_many(last.params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
@@ -240,7 +245,6 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE.logprobs
         last = self.runtimes[-1]
-        assert last.run.prefill_logprobs is not None
         operands = pack(batch), arriving, following
         last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *operands)
         return logprobs
@@ -270,63 +274,15 @@ class LocalExecutor:
         for runtime in self.runtimes:
             call(runtime)
 
-    # ---- slots
-
-    def _set_slots(self, microbatch: int, fields: Mapping[str, Shaped[np.ndarray, "rows *shape"]]) -> None:
-        if self.microbatches:
-            chosen = self.microbatches[microbatch]
-            chosen.slots = chosen.slots._replace(**put_whole(dict(fields), self.runtimes[-1].replicated))
-
-    def _admit_slot(self, slot: int, prompt: Bool[np.ndarray, " vocab"], bias: Float32[np.ndarray, " vocab"]) -> None:
-        if self.microbatches:
-            microbatch, row, run = self._place(slot)
-            assert run.admit is not None
-            microbatch.sampler = run.admit(microbatch.sampler, row, prompt, bias)
-
-    def _save_slot(self, slot: int, snapshot: int) -> None:
-        microbatch, row, run = self._place(slot)
-        assert run.save_slot is not None
-        self._snapshots[snapshot] = run.save_slot(microbatch.sampler, row)
-
-    def _restore_slot(self, slot: int, snapshot: int) -> None:
-        microbatch, row, run = self._place(slot)
-        assert run.restore_slot is not None
-        microbatch.sampler = run.restore_slot(microbatch.sampler, row, self._snapshots[snapshot])
-
-    def _save_sampler(self, microbatch: MicrobatchState, snapshot: int) -> None:
-        self._snapshots[snapshot] = jax.tree.map(np.array, microbatch.sampler)
-
-    def _restore_sampler(self, microbatch: MicrobatchState, snapshot: int) -> None:
-        copies = jax.tree.map(np.copy, self._snapshots[snapshot])  # what is donated is not the snapshot's
-        microbatch.sampler = put_whole(copies, self.runtimes[-1].replicated)
-
-    def _drop(self, snapshots: Sequence[int]) -> None:
-        for number in snapshots:
-            self._snapshots.pop(number, None)
-
-    def _place(self, slot: int) -> tuple[MicrobatchState, np.int32, CompiledStage]:
-        row, microbatch = divmod(slot, len(self.microbatches))
-        return self.microbatches[microbatch], np.int32(row), self.runtimes[-1].run
-
     # ---- what is asked before READY
 
     def wait(self) -> None:
-        """See `Executor.wait`."""
         jax.block_until_ready(
             [runtime.pools for runtime in self.runtimes] + [microbatch.last_tokens for microbatch in self.microbatches]
         )
 
     def temporaries(self) -> int:
-        """See `Executor.temporaries`."""
         return max((runtime.run.temporaries() for runtime in self.runtimes), default=0)
-
-    def parameters(self) -> int:
-        """See `Executor.parameters`."""
-        return self._parameters
-
-    @property
-    def platform(self) -> str:
-        return str(self._mesh.devices.flat[0].platform)
 
 
 def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine, rows: int) -> list[Link]:

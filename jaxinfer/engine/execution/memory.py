@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,16 +32,16 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
 from jaxinfer.parallel.processes import own_devices
 
+_MORE_DEVICES = (2, 4, 8)
+_MOST_PERCENT = 95  # of a device's memory: the rest is for what nobody counts
+
 # A layer's pool stays below this many elements, so that no offset into it needs more than 32 bits.
 _INDEXABLE = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The share of a device's memory that an engine may take, in bytes.
-
-    ``total`` is what the device has, ``used`` what others hold of it already.
-    """
+    """The share of a device's memory that an engine may take, in bytes; ``used``: by others already."""
 
     total: int
     utilization: float
@@ -52,7 +53,7 @@ class Budget:
 
     def __str__(self) -> str:
         others = f" - {_size(self.used)} in use" if self.used else ""
-        return f"{self.utilization:.2f} x {_size(self.total)}{others} (memory_utilization)"
+        return f"{self.utilization:g} x {_size(self.total)}{others} (memory_utilization)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,48 +72,89 @@ class Needs:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ways:
+    """Other settings under which an engine may fit that does not.
+
+    Attributes:
+        page_size: tokens of a page.
+        small_page: bytes of a page whose elements have 8 bits; None where they have already.
+        devices: numbers of devices over which the model could be spread.
+    """
+
+    page_size: int
+    small_page: int | None = None
+    devices: tuple[int, ...] = ()
+
+    def out(self, needs: Needs, budget: Budget, width: int, asked: int | None) -> str:
+        """Name those that do fit, as far as is known."""
+        found = list(self._fitting(needs, budget, width, asked))
+        if not found:
+            return "no setting makes it fit: take a smaller model, or quantise it (jaxinfer convert --quantize int8)"
+        return "it fits with " + " or ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found)
+
+    def _fitting(self, needs: Needs, budget: Budget, width: int, asked: int | None) -> Iterator[str]:
+        pages, room = width if asked is None else asked, (budget.bytes - needs.fixed) // needs.page
+        if asked is None and room > 0:
+            yield f"max_model_len = {room * self.page_size}"
+        if asked is not None and room >= width:
+            yield "num_pages left open"
+        if self.small_page is not None and needs.fixed + pages * self.small_page <= budget.bytes:
+            yield "kv_cache_dtype = int8"
+        total, spread = needs.fixed + pages * needs.page, needs.weights + pages * needs.page
+        enough = (count for count in self.devices if total - spread + spread // count <= budget.bytes)
+        yield from (f"tensor_parallel_size = {count}" for count in itertools.islice(enough, 1))
+        share = math.ceil(100 * (total + budget.used) / budget.total)
+        if share <= _MOST_PERCENT:
+            yield f"memory_utilization = {share / 100:g}"
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Decision of `plan_memory`: ``pages`` in the pool."""
+    """Decision of `plan_memory`: ``pages`` in the pool, of which a sequence may need ``width``."""
 
     needs: Needs
     budget: Budget
     pages: int
+    width: int
+    ways: Ways
 
     def require(self, temporaries: Callable[[], int]) -> None:
-        """Check what the compiled programs use, unless the plan knew it; ``temporaries`` finds out.
-
-        Raises:
-            EngineConfigError: the pool of the plan does not fit beside that; the message holds the sum.
-        """
+        """Raise EngineConfigError, with the sum, if the plan's pool does not fit beside what the compiled programs use:
+        unless the plan knew it, ``temporaries`` finds out."""
         if self.needs.temporaries is None:
             needs = dataclasses.replace(self.needs, temporaries=temporaries())
-            _require_fit(needs, self.budget, self.pages, f"a pool of {self.pages} pages")
+            out = functools.partial(self.ways.out, needs, self.budget, self.width, self.pages)
+            _require_fit(needs, self.budget, self.pages, f"a pool of {self.pages} pages", out)
 
 
-def plan_memory(needs: Needs, budget: Budget, *, length: int, width: int, asked: int | None, most: int) -> MemoryPlan:
+def plan_memory(
+    needs: Needs, budget: Budget, *, length: int, width: int, asked: int | None, most: int, ways: Ways
+) -> MemoryPlan:
     """The size of the pool. Arithmetic only.
 
     Args:
         length, width: tokens of the longest sequence and its pages: the least that a pool must hold.
         asked: pages that the user wants; None: as many as fit, but not more than ``most``.
+        ways: what the message offers.
 
     Raises:
-        EngineConfigError: it does not fit; the message holds the sum.
+        EngineConfigError: it does not fit; the message holds the sum, and what to change.
     """
     purpose = f"1 sequence of {length} tokens ({width} pages)" if asked is None else f"num_pages = {asked}"
-    _require_fit(needs, budget, width if asked is None else asked, purpose)
+    out = functools.partial(ways.out, needs, budget, width, asked)
+    _require_fit(needs, budget, width if asked is None else asked, purpose, out)
     room = (budget.bytes - needs.fixed) // needs.page
-    return MemoryPlan(needs, budget, asked or max(width, min(room, most)))
+    return MemoryPlan(needs, budget, asked or max(width, min(room, most)), width, ways)
 
 
-def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str) -> None:
+def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str, out: Callable[[], str]) -> None:
     total = needs.fixed + pages * needs.page
     if total <= budget.bytes:
         return
     parts = {"weights": needs.weights, "temporaries": needs.temporaries, "sampler state": needs.sampler}
     terms = [f"{name} {_size(size)}" for name, size in parts.items() if size]
     raise EngineConfigError(
-        f"{' + '.join([*terms, f'{purpose} {_size(pages * needs.page)}'])} = {_size(total)} > {budget}"
+        f"{' + '.join([*terms, f'{purpose} {_size(pages * needs.page)}'])} = {_size(total)} > {budget}: {out()}"
     )
 
 
@@ -170,23 +212,36 @@ def _plan_stage(
         width=engine.table_width,
         asked=config.num_pages,
         most=most,
+        ways=_ways(part, engine, platform),
     )
-    plan = decide(needs)
-    if platform == "cpu" and 2 * (needs.fixed + plan.pages * needs.page) <= budget.bytes:
-        return plan
+    least = engine.table_width if config.num_pages is None else config.num_pages
+    fits = needs.fixed + least * needs.page <= budget.bytes
+    if not fits and (config.num_pages is not None or needs.fixed + needs.page > budget.bytes):
+        return decide(needs)  # which refuses: the programs' own memory would change nothing
+    if fits and platform == "cpu":
+        plan = decide(needs)
+        if 2 * (needs.fixed + plan.pages * needs.page) <= budget.bytes:
+            return plan
     # More pages allow wider programs.
     roomy = dataclasses.replace(config, num_pages=config.num_pages or max(most, engine.table_width))
     temporaries = _temporaries(part, arrays, resolve_for(model, roomy, platform))
     return decide(dataclasses.replace(needs, temporaries=temporaries))
 
 
-def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
-    """Bytes of a pipeline stage on each of its devices, its programs aside. Arithmetic: nothing is compiled.
+def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
+    """Settings that could help. More devices do on accelerators alone: those of a CPU share its memory."""
+    cache, itemsize = part.model.cache_spec, part.model.dtype.itemsize
+    small = None
+    if cache.dtype is None:
+        small = cache.stored_as("int8").bytes_per_page(engine.page_size, itemsize, engine.devices)
+    plain = platform != "cpu" and engine.devices == engine.dp_ranks == 1 and not cache.latent
+    devices = tuple(n for n in _MORE_DEVICES if cache.kv_heads % n == 0) if plain else ()
+    return Ways(engine.page_size, small, devices)
 
-    Args:
-        part: of a `Prepared` model.
-        arrays: the stage's `abstract_arrays`.
-    """
+
+def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
+    """Bytes of a stage of a `Prepared` model on each of its devices, its programs aside; ``arrays``: its
+    `abstract_arrays`."""
     page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, engine.devices)
     return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.microbatches, page)
 
@@ -196,7 +251,7 @@ def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> in
 
 
 def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Device]:
-    """Bytes that parameters take already, by device, of those that lie where the model's will stay."""
+    """Bytes of parameters that lie where the model's will stay, by device."""
     found: collections.Counter[jax.Device] = collections.Counter()
     own, wanted = {name: params[name] for name in model.params}, abstract_params(model, mesh)
     for leaf, place in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):

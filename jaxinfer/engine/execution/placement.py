@@ -113,7 +113,6 @@ def new_slots(model: Model, rows: int, limits: SamplingLimits, mesh: Mesh) -> tu
 def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits, mesh: Mesh) -> StageArrays:
     """Arrays that a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one microbatch."""
     model, rows = stage.model, engine.rows // engine.microbatches
-
     placed = abstract(jax.eval_shape(lambda: _pools(model, engine, mesh)), pool_sharding(mesh, model.cache_spec))
     params = abstract_params(model, mesh)
     if not stage.last:

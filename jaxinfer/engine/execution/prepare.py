@@ -16,6 +16,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
+from jaxinfer.spec import make_drafter
 
 
 class Prepared(NamedTuple):
@@ -48,11 +49,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
 
 
 def with_activations(model: Model, config: EngineConfig) -> Model:
-    """The model with products as ``activation_dtype`` asks for.
-
-    Raises:
-        EngineConfigError: no weight is stored in a way that goes with it.
-    """
+    """The model with products as ``activation_dtype`` asks for; EngineConfigError if no weight goes with it."""
     changed = model.with_activations(config.activation_dtype)
     if config.activation_dtype not in ("auto", "none") and not rounds_activations(changed.params):
         raise EngineConfigError(
@@ -63,24 +60,19 @@ def with_activations(model: Model, config: EngineConfig) -> Model:
 
 
 def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEngine:
-    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a platform.
-
-    Raises:
-        EngineConfigError: a setting cannot be served.
-    """
+    """`jaxinfer.config.resolve` for a model, whose parameters may be abstract, on a platform."""
     # XLA:CPU runs one-row products of bfloat16 or 8-bit numbers twenty times slower than two-row ones.
     narrow = model.dtype != jnp.float32 or rounds_activations(model.params)
-    min_rows = 2 if platform == "cpu" and narrow else 1
-    resolved = resolve(
+    _require_backend(model, config, platform)
+    make_drafter(config)  # refuses a name that nobody has registered
+    return resolve(
         config,
         model.cache_spec,
         max_position=model.config.max_position,
         itemsize=model.dtype.itemsize,
-        min_rows=min_rows,
+        min_rows=2 if platform == "cpu" and narrow else 1,
         prefill_rows=_prefill_rows(model, platform),
     )
-    _require_backend(model, config, platform)
-    return resolved
 
 
 def _require_backend(model: Model, config: EngineConfig, platform: str) -> None:

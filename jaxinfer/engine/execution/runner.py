@@ -26,10 +26,7 @@ _Column = Integer[np.ndarray, " planned"]
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step on its way: the plan and arrays that will hold its results.
-
-    ``ran`` is how many steps were taken, None if the decode program ran once.
-    """
+    """A step on its way: its plan, arrays that will hold its results, steps that ``ran`` (None: decode, once)."""
 
     plan: StepPlan
     sampled: Sampled | None
@@ -94,10 +91,8 @@ class Runner:
         plan, sampled = launched.plan, launched.sampled
         if plan.exports:
             self._executor.run(commands.SettlePages([export.host for export in plan.exports]))
-        prompt = [
-            [] if result is None else prompt_logprobs(prefill, result)
-            for prefill, result in zip(plan.prefills, launched.prompt, strict=True)
-        ]
+        pairs = zip(plan.prefills, launched.prompt, strict=True)
+        prompt = [[] if result is None else prompt_logprobs(prefill, result) for prefill, result in pairs]
         if sampled is None:
             return StepResult(plan, [], [], prompt)
         steps = None if launched.ran is None else int(np.asarray(launched.ran))
@@ -113,9 +108,8 @@ class Runner:
 
     def _copy(self, copies: list[Copy]) -> None:
         for some in itertools.batched(copies, COPIES):
-            self._executor.run(
-                commands.CopyPages(*(self._ids((copy[side] for copy in some), COPIES) for side in (0, 1)))
-            )
+            source, target = (self._ids((copy[side] for copy in some), COPIES) for side in (0, 1))
+            self._executor.run(commands.CopyPages(source, target))
 
     def _import(self, imports: list[Import]) -> None:
         for some in itertools.batched(imports, TRANSFER_PAGES):

@@ -20,6 +20,7 @@ from jaxinfer.kv.transfer import export_pages, import_pages
 from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.parallel.tokens import tokens_spread
 from jaxinfer.sampling import (
+    DraftRows,
     Logprobs,
     Sampled,
     SlotParams,
@@ -35,10 +36,8 @@ from pallas_kernels.choice import Wish
 
 
 class StepState(NamedTuple):
-    """State that lives on the device between steps and is donated to each of them.
-
-    ``last_tokens[slot]`` is the slot's last sampled token: the next step reads it there, so that the host never waits.
-    """
+    """State that lives on the device and is donated to each step. ``last_tokens[slot]`` is what the slot sampled last:
+    the next step reads it there, so that the host never waits."""
 
     pools: list[LayerPool]
     last_tokens: Int[Array, " rows"]
@@ -74,10 +73,8 @@ class Programs(NamedTuple):
 
 
 class PassPrograms(NamedTuple):
-    """Programs of a stage that others follow: each also returns the hidden states for the next one.
-
-    The first stage of a decode step receives the tokens that the slots sampled last.
-    """
+    """Programs of a stage that others follow: each also returns the hidden states for the next one. The first stage of
+    a decode step receives the tokens that the slots sampled last."""
 
     decode: Callable[[Any, list[LayerPool], DecodeBatch, Any], tuple[list[LayerPool], jax.Array]]
     prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], tuple[list[LayerPool], jax.Array]]
@@ -116,10 +113,7 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
         hidden, pools = stage.backbone(params, x, batch.positions, attend, pools)
         return pools, hidden
 
-    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any) -> Any:
-        return chunks(params, pools, batch, arriving)
-
-    return PassPrograms(decode, prefill)
+    return PassPrograms(decode, chunks)
 
 
 def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
@@ -148,24 +142,15 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
         hidden, pools = stage.backbone(params, x, batch.positions, attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
-        slots, advancing = _of_rows(slots, batch.owners, active)
+        drafts = None if batch.owners is None else DraftRows(batch.owners, batch.tokens, batch.positions, active)
         sampled, slot_state = sample(
-            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, advancing
+            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts
         )
-        last_tokens = jnp.where(advancing, sampled.tokens, state.last_tokens)
+        own = active if drafts is None else drafts.slot_rows
+        last_tokens = jnp.where(own, sampled.tokens, state.last_tokens)
         return StepState(pools, last_tokens, slot_state), sampled
 
     return decode
-
-
-def _of_rows(
-    slots: SlotParams, owners: Int[Array, " rows"] | None, active: Bool[Array, " rows"]
-) -> tuple[SlotParams, Bool[Array, " rows"]]:
-    """The parameters of each row, and which rows are active and their slots' own."""
-    if owners is None:
-        return slots, active
-    of_rows = SlotParams(*(jnp.take(x, owners, axis=0, mode="clip") for x in slots))
-    return of_rows, active & (owners == jnp.arange(owners.shape[0]))
 
 
 def _decode_many(
@@ -206,7 +191,6 @@ def _decode_many(
 def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]) -> Bool[Array, ""]:
     """Whether a row sampled a token that ends its sequence (those that a length ends are the scheduler's business)."""
     active = batch.positions >= 0
-    slots, _ = _of_rows(slots, batch.owners, active)
     stops = jnp.any(tokens[:, None] == slots.stop_ids, axis=1)
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
 

@@ -43,10 +43,8 @@ def next_chunk(
 
 
 def page_code(page: int, page_size: int, end: int, sizes: Sequence[int], classes: Mapping[int, int]) -> int:
-    """Code of the programs that compute the tokens of a page: equal codes, equal bits.
-
-    ``split`` tokens of it are prompt tokens and run in prefill programs of one class; the others run as decode rows.
-    """
+    """Code of the programs that compute the tokens of a page: equal codes, equal bits. ``split`` of them run in prefill
+    programs of one class, the others as decode rows."""
     first = page * page_size
     split = min(max(end - first, 0), page_size)
     return classes[rule_size(first, end, sizes)] * (page_size + 1) + split if split else 0

@@ -15,12 +15,7 @@ OUTPUT_TOKEN = 2
 
 @dataclasses.dataclass(eq=False)
 class _Tenant:
-    """Tenant that has sequences here.
-
-    Attributes:
-        used: tokens computed for it, divided by its weight.
-        fresh: nothing was computed for it since it came.
-    """
+    """Tenant that has sequences here; ``used``: tokens computed for it, by weight; ``fresh``: none since it came."""
 
     name: str
     place: int

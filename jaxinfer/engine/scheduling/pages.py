@@ -47,11 +47,8 @@ class SequencePages:
         return True
 
     def place(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:
-        """Give a waiting sequence what it needs to go on in ``slot``, if that leaves ``spare`` pages.
-
-        Returns the tokens that it need not compute for the first time, or None: no room, or its next chunk is larger
-        than ``budget``.
-        """
+        """Give a waiting sequence what it needs to go on in ``slot``, if that leaves ``spare`` pages. Returns the
+        tokens that it need not compute for the first time; None: no room, or its next chunk is above ``budget``."""
         leader = sequence.leader
         if sequence.swapped is not None:
             return self._swap_in(sequence, slot, spare)
@@ -107,10 +104,8 @@ class SequencePages:
         return self._kv.match(self.keys(sequence), self._codes(sequence), limit)
 
     def preempt(self, sequence: Sequence, *, swap: bool) -> bool:
-        """Take the pages of a sequence that gives way; whether its bytes are kept on the host.
-
-        Otherwise its pages may still be found in the tree when it comes back.
-        """
+        """Take the pages of a sequence that gives way; whether its bytes are kept on the host. Otherwise its pages may
+        still be found in the tree when it comes back."""
         if swap:
             sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)
         if sequence.swapped is None:

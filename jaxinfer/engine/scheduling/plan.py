@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence as Row
 from typing import NamedTuple
 
@@ -33,6 +34,22 @@ class DecodePlan(NamedTuple):
     token: int
 
 
+class Draft(NamedTuple):
+    """Draft tokens that rows of a step are fed, from position ``start`` on."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+
+    def outcome(self) -> tuple[int, int]:
+        """How many were accepted, and whether the next one failed (1) or the sequence ended before it (0). To be asked
+        when the step's results are known."""
+        known = self.sequence.tokens[self.start : self.start + len(self.tokens)].tolist()
+        agree = (one == other for one, other in zip(known, self.tokens, strict=False))
+        accepted = sum(itertools.takewhile(bool, agree))
+        return accepted, int(accepted < len(known))
+
+
 class Preempted(NamedTuple):
     """A sequence that leaves ``slot`` and will be back: its sampler state must be kept."""
 
@@ -52,6 +69,7 @@ class StepPlan:
         decodes: one token each; a sequence's rows in order of position.
         steps: how often the decode rows run, each time on what they sampled before (at most: until one stops).
         microbatch: the part of the slots that the decode rows belong to, see `ResolvedEngine.microbatches`.
+        drafts: those among the decode rows; None: sequences did not wait for any.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -63,6 +81,7 @@ class StepPlan:
     decodes: list[DecodePlan] = dataclasses.field(default_factory=list)
     steps: int = 1
     microbatch: int = 0
+    drafts: list[Draft] | None = None
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

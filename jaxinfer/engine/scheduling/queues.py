@@ -99,12 +99,8 @@ class Queued(NamedTuple):
 
 
 def require_room(engine: ResolvedEngine, queued: Queued, request: Request, ahead: int = 0) -> None:
-    """Refuse a request that may not wait behind those that do, and behind ``ahead`` more. One that is alone always may:
-    no time would ever come at which a greater one is taken.
-
-    Raises:
-        QueueFullError: too much is waiting.
-    """
+    """Raise QueueFullError for a request that may not wait behind those that do, and behind ``ahead`` more. One that is
+    alone always may: no time would ever come at which a greater one is taken."""
     most, waiting = engine.max_waiting_requests, queued.requests + ahead
     if most is not None and waiting >= most:
         raise QueueFullError(f"{waiting} requests wait already, max_waiting_requests = {most}")
@@ -125,11 +121,7 @@ _RANKS: dict[str, Callable[[Sequence], tuple[float, ...]]] = {
 
 
 class RankQueue:
-    """Serves by a rank that never changes.
-
-    Args:
-        urgent: who runs gives its slot to one that waits and has a lower ``priority``.
-    """
+    """Serves by a rank that never changes; ``urgent``: who runs gives its slot to one of a lower ``priority``."""
 
     def __init__(self, rank: Callable[[Sequence], tuple[float, ...]], *, urgent: bool = False) -> None:
         self._rank, self._urgent = rank, urgent

@@ -16,26 +16,20 @@ from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.decode import DecodePlanner
+from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
 from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
-from jaxinfer.engine.scheduling.sequence import Sequence, Status
+from jaxinfer.engine.scheduling.sequence import Sequence, Status, needs_sampler_state
 from jaxinfer.engine.scheduling.siblings import Siblings
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.identity import cache_identity
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.spec import Drafter
-from jaxinfer.types import (
-    FinishReason,
-    PositionLogprobs,
-    Request,
-    RequestError,
-    SequenceDelta,
-    needs_sampler_state,
-)
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, RequestError, SequenceDelta
 
 
 class Scheduler:
@@ -65,7 +59,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self.stats = stats or StatsRecorder(clock)
         self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
-        self._decode = DecodePlanner(engine, self._pages, drafter, self.stats)
+        self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
+        self._decode = DecodePlanner(engine, self._pages, self._drafts)
         self._siblings = Siblings(self._enqueue)
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(engine.max_num_seqs))  # a heap: the lowest free slot is taken first
@@ -120,6 +115,12 @@ class Scheduler:
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id)
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page that no sequence uses, and what drafters learnt; how many pages those were."""
+        if self._drafts is not None:
+            self._drafts.reset()
+        return self._kv.reset_prefix_cache()
+
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples, wherever it is. Its pages are free at once: launched steps run
         before any later one that could be given them."""
@@ -145,21 +146,13 @@ class Scheduler:
         length, engine = samples[0].final_length, self._engine
         needed = self._kv.pages_for(length)
         if needed > engine.num_pages:
-            raise RequestError(
-                "prompt",
-                f"and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}",
-            )
+            reason = f"and max_tokens = {length} tokens need {needed} KV pages, the pool has {engine.num_pages}"
+            raise RequestError("prompt", reason)
         self.check_room(samples[0].request)
 
     def check_room(self, request: Request, ahead: int = 0) -> None:
-        """Refuse a request that may not wait. From any thread: it only reads, what is true at some moment of the call.
-
-        Args:
-            ahead: requests that are on their way here and will be added before it.
-
-        Raises:
-            QueueFullError: too much is waiting.
-        """
+        """Raise QueueFullError for a request that may not wait, ``ahead`` being on their way here before it. From any
+        thread: it only reads, what is true at some moment of the call."""
         require_room(self._engine, self.queued, request, ahead)
 
     def _enqueue(self, sequence: Sequence) -> None:
@@ -176,16 +169,17 @@ class Scheduler:
         self._decode.advance(self._running)
         preempted, admitted = self._grow(), list[Sequence]()
         outranked = [] if preempted or self._batch_runs else self._outrank()
-        started = self._started()
+        # Whose prompts are being computed, in the order in which they get on.
+        started = sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
         if started:
             self._admit(preempted, admitted, started)
         self._continue(started, preempted)
         self._admit(preempted, admitted)
-        decodes, steps = self._decodes(admitted)
+        decodes, steps, drafts = self._decodes(admitted)
         prefills = self._prefill.plans
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
-        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, self._decode.microbatch)
+        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, self._decode.microbatch, drafts)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -212,6 +206,8 @@ class Scheduler:
                 deltas.append(delta)
                 emitted.append(sequence)
         self.stats.emitted(emitted)
+        if self._drafts is not None:
+            self._drafts.committed(result.plan, sum(len(delta.token_ids) for delta in deltas))
         return deltas
 
     # ---- planning
@@ -235,14 +231,12 @@ class Scheduler:
             while sequence.status is Status.RUNNING:
                 if self._pages.extend(sequence, sequence.scheduled + 1, slide=True):
                     break
-                preempted.append(self._preempt(self._last()))
+                preempted.append(self._preempt())
         return preempted
 
-    def _last(self) -> Sequence:
-        """The running sequence that is served last."""
-        return max(self._running.values(), key=self._queue.rank)
-
-    def _preempt(self, sequence: Sequence) -> Preempted:
+    def _preempt(self, sequence: Sequence | None = None) -> Preempted:
+        """Take the slot and the pages of a running sequence (None: of the one that is served last)."""
+        sequence = sequence or max(self._running.values(), key=self._queue.rank)
         preempted = Preempted(sequence, sequence.slot)
         swap = prefer_swap(sequence, self._kv.pages_for(sequence.scheduled), self._costs)
         swapped = self._pages.preempt(sequence, swap=swap)
@@ -252,16 +246,12 @@ class Scheduler:
         self._vacate(sequence)
         return preempted
 
-    def _started(self) -> list[Sequence]:
-        """Sequences whose prompts are being computed, in the order in which they get on."""
-        return sorted((s for s in self._running.values() if s.prefilling), key=self._queue.rank)
-
     def _continue(self, started: list[Sequence], preempted: list[Preempted]) -> None:
         """Plan chunks of the prompts that run."""
         for sequence in started:
             self._prefill.extend(sequence)
         if started and not self._prefill.plans and 1 < len(started) == len(self._running):
-            preempted.append(self._preempt(self._last()))  # prompts hold all pages and none can go on
+            preempted.append(self._preempt())  # prompts hold all pages and none can go on
 
     def _charge_prompt(self, sequence: Sequence) -> None:
         """Charge each token once: what is computed again after a preemption was paid for."""
@@ -277,11 +267,7 @@ class Scheduler:
         return [] if self._gave_way is None else [self._preempt(self._gave_way)]
 
     def _admit(self, preempted: list[Preempted], admitted: list[Sequence], started: Row[Sequence] = ()) -> None:
-        """Give slots and first chunks to those whose turn it is.
-
-        Args:
-            started: those alone that come before these prompts, which are being computed.
-        """
+        """Give slots and first chunks to those whose turn it is, before the prompts that are ``started``."""
         # Not in a step that throws somebody out: what was freed is for those that run.
         if preempted or self._batch_runs or not self._free_slots or not len(self._queue):
             return
@@ -313,12 +299,12 @@ class Scheduler:
             self._prefill.extend(sequence, theirs)
             spare += sequence.capacity < sequence.final_length
 
-    def _decodes(self, admitted: list[Sequence]) -> tuple[list[DecodePlan], int]:
-        """Rows and steps; none in static batching before the batch is full and its prompts are computed."""
+    def _decodes(self, admitted: list[Sequence]) -> tuple[list[DecodePlan], int, list[Draft] | None]:
+        """Rows, steps and drafts; none in static batching before the batch is full and its prompts are computed."""
         if self._engine.batching == "static":
             self._batch_runs = self._batch_runs or not (self._prefill.plans or admitted)
             if not self._batch_runs:
-                return [], 1
+                return [], 1, None
         return self._decode.plan(self._running, alone=not self._prefill.plans and not len(self._queue))
 
     # ---- results
@@ -332,8 +318,6 @@ class Scheduler:
         if row.token >= 0 and (at >= len(known) or known[at] != row.token):
             sequence.scheduled = min(sequence.scheduled, at)  # a draft that did not come true
             return delta
-        if delta is not None:  # what an earlier row gave is what this one was fed
-            self.stats.accepted()
         again = len(known) - 1 - at
         if again < 0:
             raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
@@ -369,6 +353,8 @@ class Scheduler:
             self._queue.remove(sequence)
             self._preempted.discard(sequence)
             self._pages.drop(sequence)
+        if self._drafts is not None:
+            self._drafts.end(sequence)
         sequence.status = Status.FINISHED
         self._siblings.release_of(sequence)
         self.stats.finished(sequence)

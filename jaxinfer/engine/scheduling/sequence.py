@@ -9,6 +9,7 @@ from array import array
 from jaxinfer.engine.scheduling.stats import Times
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.spec import Acceptance
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams
 
 
@@ -26,12 +27,10 @@ class Sequence:
     """A prompt and what was generated after it.
 
     ``tokens`` are those that the host knows: the prompt and what it has read (an array, which costs the garbage
-    collector nothing however many requests wait). ``scheduled`` counts the tokens whose
-    keys and values are computed, or will be by steps already launched. Tokens before ``prefill_end`` run in prefill
-    chunks; the last prompt token and every generated one run as decode rows. ``in_flight`` counts rows that were
-    launched and not read.
-
-    After a preemption by recomputing, ``scheduled`` falls behind ``tokens``: known tokens are fed again.
+    collector nothing however many requests wait). ``scheduled`` counts the tokens whose keys and values are computed,
+    or will be by steps already launched; after a preemption by recomputing it falls behind ``tokens``, which are fed
+    again. Tokens before ``prefill_end`` run in prefill chunks; the last prompt token and every generated one run as
+    decode rows. ``in_flight`` counts rows that were launched and not read.
 
     The device keeps, for each slot, the token that the slot's row sampled last. ``sampled`` is the position which that
     row of this sequence had since it took its slot; -1: none yet. So the token at ``position`` is the host's to feed
@@ -58,10 +57,11 @@ class Sequence:
     prompt_logprobs: list[PositionLogprobs | None] = dataclasses.field(default_factory=lambda: [None])
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    stateful: bool = False  # the sampler keeps counts or a bias for it: one row a step
+    stateful: bool = False  # the sampler keeps counts or a bias for it
     followers: list[Sequence] = dataclasses.field(default_factory=list)  # samples that share this one's prompt
     leader: Sequence | None = None  # the sample whose prompt this one shares
     sampler_state: object = None  # the runner's, while the sequence is swapped out
+    acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     times: Times = dataclasses.field(default_factory=Times)
 
     @property
@@ -104,3 +104,12 @@ class Sequence:
                 self.finish_reason = FinishReason.LENGTH
                 break
         return count
+
+
+def needs_sampler_state(request: Request) -> bool:
+    """Whether the sampler keeps something of this request between tokens: counts, a bias, the last tokens."""
+    params = request.params
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    long_words = any(len(ids) > 1 for ids in request.bad_words_ids)
+    bias = bool(params.logit_bias) or params.allowed_token_ids is not None
+    return penalties != (0.0, 0.0, 1.0) or long_words or bias

@@ -8,14 +8,7 @@ from jaxinfer.engine.scheduling.sequence import Sequence, Status
 
 
 class Siblings:
-    """Knows which samples wait for the prompt of their first one.
-
-    Args:
-        enqueue: is given each that need not wait any more.
-
-    Attributes:
-        waiting: how many do.
-    """
+    """Counts samples ``waiting`` for the prompt of their first one; ``enqueue`` gets each that need not any more."""
 
     def __init__(self, enqueue: Callable[[Sequence], None]) -> None:
         self._enqueue = enqueue

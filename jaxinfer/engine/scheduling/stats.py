@@ -7,6 +7,7 @@ The scheduler and the engine tell a `StatsRecorder` what happens; a `snapshot` o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -106,7 +107,8 @@ class EngineStats:
         finished: sequences, by reason.
         preemptions: by kind, see `PREEMPTIONS`.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        draft_tokens, draft_accepted: proposed, and confirmed by the model.
+        drafts, draft_tokens, draft_accepted: verified, tokens of them, and those that the model confirmed.
+        draft_accepted_at: those confirmed by their place in the draft, the first ones first.
         replayed_tokens, replay_mismatches: tokens computed again after a preemption, and those that came out different.
         steps: plans that were run.
         time_to_first_token, inter_token_latency, e2e_latency, queue_time, step_time: in seconds, see `StatsRecorder`.
@@ -122,8 +124,10 @@ class EngineStats:
     preemptions: Mapping[str, int]
     prefix_queries: int
     prefix_hits: int
+    drafts: int
     draft_tokens: int
     draft_accepted: int
+    draft_accepted_at: tuple[int, ...] = ()
     replayed_tokens: int
     replay_mismatches: int
     steps: int
@@ -146,6 +150,8 @@ def _merged(values: Sequence[Any]) -> Any:
             return None
         case int():
             return sum(values)
+        case tuple():
+            return tuple(map(sum, itertools.zip_longest(*values, fillvalue=0)))
         case Histogram() as first:
             counts = tuple(map(sum, zip(*(each.counts for each in values), strict=True)))
             return Histogram(first.bounds, counts, sum(each.sum for each in values))
@@ -163,6 +169,7 @@ class _Counters:
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    drafts: int = 0
     draft_tokens: int = 0
     draft_accepted: int = 0
     replayed_tokens: int = 0
@@ -183,6 +190,7 @@ class StatsRecorder:
         self._counters = _Counters()
         self._finished = dict.fromkeys(FinishReason, 0)
         self._preemptions = dict.fromkeys(PREEMPTIONS, 0)
+        self._draft_positions: list[int] = []
         self._first, self._gaps, self._whole = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
         self._queued, self._steps = HistogramRecorder(), HistogramRecorder()
 
@@ -221,7 +229,8 @@ class StatsRecorder:
             generated += new
             last, times.tokens, times.last_token = times.last_token, total, now
             if last is None:
-                self._first_token(times, now)
+                times.first_token = now
+                self._first.observe(now - (now if times.arrival is None else times.arrival))
                 last, new = now, new - 1
             gaps.append(now - last)
             counts.append(new)
@@ -247,12 +256,15 @@ class StatsRecorder:
         self._counters.prefix_queries += queries
         self._counters.prefix_hits += hits
 
-    def drafted(self, tokens: int) -> None:
+    def drafted(self, tokens: int, accepted: int) -> None:
+        """Count a draft that was verified, and of its tokens those that turned out to be what the model says."""
+        self._counters.drafts += 1
         self._counters.draft_tokens += tokens
-
-    def accepted(self, tokens: int = 1) -> None:
-        """Count draft tokens that turned out to be what the model says."""
-        self._counters.draft_accepted += tokens
+        self._counters.draft_accepted += accepted
+        positions = self._draft_positions
+        positions.extend([0] * (tokens - len(positions)))
+        for place in range(accepted):
+            positions[place] += 1
 
     def replayed(self, same: bool) -> None:
         """Count a known token that was computed again."""
@@ -279,6 +291,7 @@ class StatsRecorder:
             kv=kv,
             compilations=compilations,
             **dataclasses.asdict(self._counters),
+            draft_accepted_at=tuple(self._draft_positions),
             finished=MappingProxyType(dict(self._finished)),
             preemptions=MappingProxyType(dict(self._preemptions)),
             time_to_first_token=self._first.snapshot(),
@@ -287,7 +300,3 @@ class StatsRecorder:
             queue_time=self._queued.snapshot(),
             step_time=self._steps.snapshot(),
         )
-
-    def _first_token(self, times: Times, now: float) -> None:
-        times.first_token = now
-        self._first.observe(now - (now if times.arrival is None else times.arrival))

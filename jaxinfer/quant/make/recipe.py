@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import jax
@@ -34,6 +36,7 @@ METHODS: Mapping[str, str] = MappingProxyType(
 _INTEGERS = ("int4", "gptq", "awq")
 _BITS = {"compressed-tensors": (4,), "gptq": (2, 3, 4, 8), "awq": (4,)}
 _BLOCK = 128
+_GROUP_SIZES = (128, 64, 32, 16, 8)  # that are advised
 
 
 class RecipeError(ValueError):
@@ -152,6 +155,14 @@ class Recipe:
         if self.format == "awq" and out % 8:
             return f"its {out} outputs are not a multiple of 8"
         return ""
+
+    def advice(self, inputs: Collection[int]) -> str:
+        """Flags under which groups divide all these numbers of inputs; "": groups are not what is in the way."""
+        if self.format == "gptq" or self.short_groups or not any(map(self._short, inputs)):
+            return ""
+        fitting = math.gcd(*inputs)
+        sizes = (size for size in _GROUP_SIZES if size < self.group_size and fitting % size == 0)
+        return " or ".join((*(f"--group-size {size}" for size in itertools.islice(sizes, 1)), "--short-groups"))
 
     def _short(self, inputs: int) -> bool:
         """Whether groups do not divide the inputs."""

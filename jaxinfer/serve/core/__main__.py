@@ -19,8 +19,11 @@ from jaxinfer.serve.core import process
 from jaxinfer.serve.core.group import enter_group, run_follower
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.core.summary import summary
 from jaxinfer.text.intake import recommended_sampling
 from jaxinfer.weights.open import open_model_files
+
+_log = logging.getLogger("jaxinfer.serve.core")
 
 
 def build(settings: CoreSettings, report: Report) -> Built:
@@ -50,12 +53,14 @@ def build(settings: CoreSettings, report: Report) -> Built:
         settings.model,
         settings.engine,
         settings.dtype,
+        family=settings.family,
         check_finite=settings.check_finite,
         compilation_cache_dir=settings.compilation_cache_dir,
         show_progress=False,
         progress=progress,
         group=group,
     )
+    _log.info("%s", summary(model, engine.config))
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
     return Built(engine, describe(model, engine.config, settings, folder), str(folder), profiler)
 
@@ -66,6 +71,7 @@ def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress
         settings.engine,
         group,
         settings.dtype,
+        family=settings.family,
         check_finite=settings.check_finite,
         compilation_cache_dir=settings.compilation_cache_dir,
         progress=progress,

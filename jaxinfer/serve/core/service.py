@@ -137,7 +137,6 @@ class _Core(CoreServicer):
         try:
             built = building.result()
         except permanent as error:
-            _log.error("the engine cannot start: %s", error)
             self._outbox.put(pb.FromCore(failed=pb.Failed(message=str(error))))
             return FAILED
         except Exception as error:  # noqa: BLE001 - the boundary of the process: the log explains what clients hear of

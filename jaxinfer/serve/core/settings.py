@@ -23,6 +23,7 @@ class CoreSettings:
     model: str
     served_model_name: str | None = None
     dtype: str = "auto"
+    family: str | None = None
     log_format: str = "text"
     log_level: str = "info"
     profile_dir: str | None = None

@@ -41,8 +41,9 @@ _SAME = (  # fields of `SamplingParams` that are plain in the message too
     "logprobs",
     "prompt_logprobs",
     "skip_special_tokens",
+    "max_draft_tokens",
 )
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
 _REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -58,6 +59,7 @@ _COUNTERS = (
     "generated_tokens",
     "prefix_queries",
     "prefix_hits",
+    "drafts",
     "draft_tokens",
     "draft_accepted",
     "replayed_tokens",
@@ -274,6 +276,7 @@ def stats_message(stats: EngineStats) -> pb.Stats:
         waiting=stats.waiting,
         finished={reason.value: count for reason, count in stats.finished.items()},
         preemptions=stats.preemptions,
+        draft_accepted_at=stats.draft_accepted_at,
         kv=None if stats.kv is None else pb.Usage(**dataclasses.asdict(stats.kv)),
     )
 
@@ -287,6 +290,7 @@ def stats_of(message: pb.Stats) -> EngineStats:
         waiting=dict(message.waiting),
         finished={FinishReason(reason): count for reason, count in message.finished.items()},
         preemptions=dict(message.preemptions),
+        draft_accepted_at=tuple(message.draft_accepted_at),
         kv=KVUsage(**{field.name: getattr(kv, field.name) for field in dataclasses.fields(KVUsage)})
         if message.HasField("kv")
         else None,

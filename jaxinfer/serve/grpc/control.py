@@ -134,7 +134,7 @@ class Control(ControlServicer):
 
     def _state(self) -> str:
         state = self._engine.state
-        return "draining" if state == "ready" and self._frontend().draining else state
+        return "draining" if state == "ready" and not self._frontend().is_open else state
 
 
 def _fill(message: pb.Stats, stats: EngineStats) -> None:
@@ -146,6 +146,7 @@ def _fill(message: pb.Stats, stats: EngineStats) -> None:
         message.kv_pages.update(host_total=kv.host_total, host_used=kv.host_used)
     message.finished.update({reason.value: count for reason, count in stats.finished.items()})
     message.preemptions.update(stats.preemptions)
+    message.draft_accepted_at.extend(stats.draft_accepted_at)
     for name in _SAME:
         setattr(message, name, getattr(stats, name))
 
@@ -155,6 +156,7 @@ _SAME = (
     "generated_tokens",
     "prefix_queries",
     "prefix_hits",
+    "drafts",
     "draft_tokens",
     "draft_accepted",
     "steps",

@@ -70,6 +70,8 @@ class ManyRequests[Request: Message, Response: Message](abc.ABC):
         except aio.BaseError:  # the transport's: the stream is over
             raise
         except Exception as fault:  # noqa: BLE001 - the border to the client: every fault gets an answer
-            await self.write(self.failure(request, answer_to(fault)))
+            error = answer_to(fault)
+            self.rpc.answered_with(error)
+            await self.write(self.failure(request, error))
         finally:
             self._room.release()

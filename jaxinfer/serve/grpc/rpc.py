@@ -36,6 +36,9 @@ from jaxinfer.serve.grpc.decode import decode
 Observer = Callable[[str, grpc.StatusCode, float], None]
 """Told of every RPC that has ended: its full name ("package.Service/Method"), its status, how many seconds it took."""
 
+Refused = Callable[[ServeError, str, str], None]
+"""Told of every error that an RPC, or a request of its stream, is answered with: its full name, and its caller's."""
+
 _VALUES = ServeLimits().values
 _TRACE = ("traceparent", "tracestate")
 
@@ -55,8 +58,15 @@ class Rpc:
         reading_since: the same of the only request of a call that has one.
     """
 
-    def __init__(self, context: Any, request_class: type[Message], values: int) -> None:
+    def __init__(
+        self,
+        context: Any,
+        request_class: type[Message],
+        values: int,
+        refused: Callable[[ServeError, str], None] = lambda error, caller: None,
+    ) -> None:
         self.caller: Caller = Nobody()
+        self._refused = refused
         self.writing_since: float | None = None
         self.reading_since: float | None = None
         self._context, self._class, self._values = context, request_class, values
@@ -133,6 +143,10 @@ class Rpc:
 
     # ---- its end
 
+    def answered_with(self, error: ServeError) -> None:
+        """Tell the log that a request ends by ``error``."""
+        self._refused(error, self.caller.name)
+
     def cut(self, error: ServeError) -> None:
         """End the call with ``error``, whatever its servicer does."""
         if self._cut is None and self._task is not None:
@@ -200,6 +214,7 @@ class Registrar:
         slow: is told of every call.
         bounds: of messages that are under way, and of calls without a key.
         observer: is told of every call's end.
+        refused: is told of every error.
         values: that a request may hold, see `jaxinfer.serve.grpc.decode`.
     """
 
@@ -210,8 +225,10 @@ class Registrar:
         bounds: Bounds,
         observer: Observer | None = None,
         *,
+        refused: Refused = lambda error, method, caller: None,
         values: int = _VALUES,
     ) -> None:
+        self._refused = refused
         self._authoriser, self._slow, self._bounds, self._observer = authoriser, slow, bounds, observer
         self._values = values
 
@@ -231,8 +248,11 @@ class Registrar:
         request_class = GetMessageClass(method.input_type)
         run = _streamed if method.server_streaming else _single
 
+        def refused(error: ServeError, caller: str) -> None:
+            self._refused(error, path, caller)
+
         async def handle(_: Any, context: Any) -> bytes | None:
-            rpc = Rpc(context, request_class, self._values)
+            rpc = Rpc(context, request_class, self._values, refused)
 
             async def go() -> bytes | None:
                 request = rpc if method.client_streaming else await self._bounds.received(rpc, scope)
@@ -255,6 +275,7 @@ class Registrar:
             return response
         except ServeError as error:
             code = error.kind.code
+            rpc.answered_with(error)
             # Who does not read is refused late: the frames of what failed, and all that they hold, need not wait.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             await rpc.refuse(error)

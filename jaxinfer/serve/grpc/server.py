@@ -21,8 +21,9 @@ from jaxinfer.serve.grpc.connections import Connections
 from jaxinfer.serve.grpc.control import Control, Engine
 from jaxinfer.serve.grpc.health import Health
 from jaxinfer.serve.grpc.inference import Inference
-from jaxinfer.serve.grpc.rpc import Observer, Registrar, SlowClients
+from jaxinfer.serve.grpc.rpc import Observer, Refused, Registrar, SlowClients
 from jaxinfer.serve.grpc.tls import credentials_of
+from jaxinfer.serve.ports import listen
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 METADATA_BYTES = 16 << 10
@@ -50,6 +51,7 @@ class GrpcServers:
         frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
         more: further services of the first port.
         observer: is told of every call's end.
+        refused: is told of every error that a call is answered with.
         cut: is told of every connection that had to give way to others.
 
     Attributes:
@@ -65,13 +67,16 @@ class GrpcServers:
         *,
         more: Sequence[Service] = (),
         observer: Observer | None = None,
+        refused: Refused = lambda error, method, caller: None,
         cut: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._frontend, self._engine = config, frontend, engine
         self._slow = SlowClients(config.slow_reader_seconds, config.header_seconds)
         self._connections = Connections({}, cut)
         self._bounds = Bounds(config.limits.message_bytes, config.max_receive_bytes, self._connections)
-        self._registrar = Registrar(authoriser, self._slow, self._bounds, observer, values=config.limits.values)
+        self._registrar = Registrar(
+            authoriser, self._slow, self._bounds, observer, refused=refused, values=config.limits.values
+        )
         self._inference: list[Service] = [(_INFERENCE, Inference(frontend)), *more]
         control = Control(
             frontend, engine, drain_seconds=config.drain_seconds, profiling=config.profile_dir is not None
@@ -86,7 +91,7 @@ class GrpcServers:
     @property
     def is_ready(self) -> bool:
         """Whether requests are served now."""
-        return self._engine.state == "ready" and not self._frontend().draining
+        return self._engine.state == "ready" and self._frontend().is_open
 
     async def start(self) -> None:
         """Listen.
@@ -129,13 +134,14 @@ class GrpcServers:
     def _bind(self, server: aio.Server, host: str, setting: str) -> int:
         port = getattr(self._config, setting)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        listen(host, port, setting).close()  # gRPC itself would say so twice: in lines of its own, too
         credentials = credentials_of(self._config)
         try:
             if credentials is None:
                 return server.add_insecure_port(address)
             return server.add_secure_port(address, credentials)
-        except RuntimeError as error:  # grpc's for an address in use, and for any other
-            raise ServeConfigError(f"{setting}={port}: cannot listen on {host}: is it in use?") from error
+        except RuntimeError as error:  # somebody was faster, or anything else of gRPC's
+            raise ServeConfigError(f"{setting}={port}: cannot listen on {host}: {error}") from error
 
 
 def options_of(config: ServeConfig, connections: int) -> list[tuple[str, Any]]:

@@ -24,6 +24,7 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.errors import error_body
 from jaxinfer.serve.http.gate import Gate, error_response
+from jaxinfer.serve.http.page import add_page
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.metrics import render
 
@@ -44,7 +45,8 @@ def build_app(door: Door) -> Gate:
     Raises:
         KeyError: a route has no entry in `SCOPES`.
     """
-    app = FastAPI(title="jaxinfer", version=door.version, redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    app = FastAPI(title="jaxinfer", version=door.version, docs_url=None, redoc_url=None)
+    add_page(app)
     _add_operations(app)
     _add_routes(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -200,7 +202,7 @@ async def _detokenize(request: Request) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    _door(request).failed(error)
+    _door(request).refused(error, request.scope["state"])
     return error_response(error)
 
 
@@ -208,8 +210,9 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     """Answer where there is no such route, or not with this method."""
     assert isinstance(error, HTTPException)
     kind = Kind.NOT_FOUND if error.status_code == 404 else Kind.INVALID
-    refusal = ServeError(kind, f"{request.method} {request.url.path[:200]}: {error.detail}")
-    _door(request).failed(refusal)
+    reason = " is not served; /docs shows what is" if error.status_code == 404 else f": {error.detail}"
+    refusal = ServeError(kind, f"{request.method} {request.url.path[:200]}{reason}")
+    _door(request).refused(refusal, request.scope["state"])
     body = error_body(refusal, code="route_not_found")
     return Response(json.dumps(body), error.status_code, dict(error.headers or {}), "application/json")
 

@@ -15,6 +15,7 @@ from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.reading import BodyReader
+from jaxinfer.serve.request_log import RequestLog
 
 INFER, OBSERVE = "infer", "observe"
 OPEN: Mapping[str, None] = {"/health": None, "/ready": None}
@@ -30,11 +31,12 @@ SCOPES: Mapping[str, str | None] = {
     "/version": INFER,
     "/docs": INFER,
     "/openapi.json": INFER,
+    "/docs/{file}": INFER,
     "/metrics": OBSERVE,
 }
 """The scope that each route needs; None: no key at all. What is not listed is refused to those without a key too."""
 
-_MODEL = "/v1/models/"
+_MODEL, _PAGE = "/v1/models/", "/docs/"
 
 
 @dataclasses.dataclass
@@ -46,6 +48,7 @@ class Door:
         authoriser: knows the keys; without a file of them everybody may do everything.
         engine: how that is; asked by /health, /ready and /metrics.
         version: jaxinfer's.
+        requests: has a line for what is refused here.
         long: reads long bodies.
     """
 
@@ -55,6 +58,7 @@ class Door:
     frontend: Frontend | None = None
     engine: Callable[[], Condition] = lambda: Condition(READY)
     metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
+    requests: RequestLog = dataclasses.field(default_factory=lambda: RequestLog(enabled=False))
 
     def __post_init__(self) -> None:
         self.long = BodyReader(self.limits)
@@ -78,9 +82,19 @@ class Door:
             return found
         if self.frontend is None:
             return Condition(STARTING, "the model is loading")
-        if self.frontend.draining:
+        if not self.frontend.is_open:
             return Condition("draining", "the server is draining")
         return found
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether clients should take their next request elsewhere."""
+        return self.frontend is not None and not self.frontend.is_open
+
+    def refused(self, error: ServeError, state: Mapping[str, str]) -> None:
+        """A request is answered by an error; ``state``: what the gate knows of it."""
+        self.failed(error)
+        self.requests.refused(error, state["route"], state["tenant"], state["request_id"])
 
     def failed(self, error: ServeError) -> None:
         """A client is told of an error."""
@@ -91,6 +105,8 @@ def route_of(path: str) -> str | None:
     """The entry of `SCOPES` that serves a path."""
     if path in SCOPES:
         return path
+    if path.startswith(_PAGE):
+        return "/docs/{file}"
     return "/v1/models/{model:path}" if path.startswith(_MODEL) else None
 
 

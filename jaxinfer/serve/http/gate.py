@@ -45,7 +45,7 @@ class Gate:
         if scope["type"] != "http":
             return
         route = route_of(scope["path"])
-        answer = _Answer(send, request_id(Headers(scope=scope)))
+        answer = _Answer(send, request_id(Headers(scope=scope)), last=self._door.is_leaving)
         metrics = self._door.metrics
         named, leash = route or _UNKNOWN, _Leash()
         with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
@@ -63,7 +63,7 @@ class Gate:
     ) -> contextlib.AbstractContextManager[None]:
         """Authorise a request, and watch its key within the context. Raises `ServeError` for those who may not."""
         state = scope.setdefault("state", {})
-        state["request_id"], state["tenant"] = request_id, ""
+        state["request_id"], state["tenant"], state["route"] = request_id, "", route or _UNKNOWN
         if route in OPEN:
             return contextlib.nullcontext()
         if scope.get(CROWDED):
@@ -80,7 +80,7 @@ class Gate:
         if not answer.streams:
             await self._refuse(error, scope, receive, answer)
             return
-        self._door.failed(error)
+        self._door.refused(error, scope["state"])
         await answer.send({"type": "http.response.body", "body": error_event(error), "more_body": True})
         await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -88,7 +88,7 @@ class Gate:
         if answer.status:  # too late to say anything: the connection is closed before the answer is complete
             raise error
         refusal = answer_to(error)
-        self._door.failed(refusal)
+        self._door.refused(refusal, scope["state"])
         response = error_response(refusal)
         if scope.get(CROWDED):
             response.headers["connection"] = "close"
@@ -116,9 +116,14 @@ class _Leash:
 
 
 class _Answer:
-    """Sends, and notices the status (0: nothing is sent yet) and whether events are being streamed."""
+    """Sends, and notices the status (0: nothing is sent yet) and whether events are being streamed.
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    Args:
+        last: ends the connection behind it: a client that keeps it open would come back to a server that leaves.
+    """
+
+    def __init__(self, send: Send, request_id: str, *, last: bool = False) -> None:
+        self._last = last
         self._send, self.request_id, self.status, self.streams = send, request_id, 0, False
 
     async def send(self, message: Message) -> None:
@@ -126,6 +131,8 @@ class _Answer:
             self.status = message["status"]
             headers = MutableHeaders(raw=message["headers"])
             headers.setdefault("x-request-id", self.request_id)
+            if self._last:
+                headers["connection"] = "close"
             self.streams = headers.get("content-type", "").startswith("text/event-stream")
         elif not message.get("more_body"):
             self.streams = False

@@ -61,6 +61,7 @@ SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
     "skip_special_tokens",
+    "max_draft_tokens",
 )
 _NOTHING = (None,)
 
@@ -74,6 +75,11 @@ class Body(pydantic.BaseModel):
     """OpenAI's fields that are not served, and the values of them that ask for nothing."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """OpenAI's fields that are labels: they change no answer."""
+
+    @classmethod
+    def harmless(cls, name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Values of the unserved field ``name`` that ask for nothing, beside the others of the body."""
+        return cls.unserved[name]
 
 
 class StreamOptions(Body):
@@ -111,6 +117,7 @@ class Sampling(Body):
     ignore_eos: Boolean = None
     include_stop_str_in_output: Boolean = None
     skip_special_tokens: Boolean = None
+    max_draft_tokens: Integer = None
     prompt_logprobs: Integer = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -169,6 +176,12 @@ class ChatCompletionRequest(Sampling):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @classmethod
+    def harmless(cls, name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Some frameworks always say whether tools may be called side by side: without tools that asks for nothing."""
+        idle = name == "parallel_tool_calls" and not fields.get("tools")
+        return (None, True, False) if idle else super().harmless(name, fields)
+
 
 class TokenizeRequest(Body):
     """``POST /tokenize``: a ``prompt``, or the ``messages`` of a chat."""
@@ -200,9 +213,9 @@ def checked[B: Body](kind: type[B], fields: Mapping[str, Any]) -> B:
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    for name, harmless in kind.unserved.items():
+    for name in kind.unserved:
         value = fields.get(name)
-        if not any(value == other and type(value) is type(other) for other in harmless):
+        if not any(value == other and type(value) is type(other) for other in kind.harmless(name, fields)):
             raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
     known = {name: value for name, value in fields.items() if name not in kind.unserved and name not in kind.ignored}
     for name in known:

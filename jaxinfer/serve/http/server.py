@@ -7,9 +7,10 @@ import contextlib
 import functools
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from jaxinfer.serve.descriptors import OPERATORS
@@ -18,7 +19,8 @@ from jaxinfer.serve.http.connection import Bounds, Connection
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.idle import Idle
 from jaxinfer.serve.http.tls import ReloadingContext
-from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+from jaxinfer.serve.ports import listen
+from jaxinfer.serve.settings import ServeConfig
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds for which an idle connection is kept: longer than clients keep theirs, so that it is they who close."""
@@ -33,7 +35,7 @@ class HttpServer:
 
     Args:
         config: ``host``, ``http_port``, the files of TLS, ``max_connections``, ``header_seconds``,
-            ``slow_reader_seconds`` and ``limits``.
+            ``slow_reader_seconds``, ``allowed_origins`` and ``limits``.
         app: in place of ours, for a wrapper around it.
         metrics: serve `build_metrics_app` on ``metrics_host`` and ``metrics_port`` instead.
 
@@ -45,8 +47,8 @@ class HttpServer:
         self._config, self._door = config, door
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
         self._metrics = metrics
-        build = build_metrics_app if metrics else build_app
-        self._server = _Server(self._settings(build(door) if app is None else app))
+        own = (build_metrics_app if metrics else build_app)(door) if app is None else app
+        self._server = _Server(self._settings(own if metrics else _shared(own, config.allowed_origins)))
         self._tasks: list[asyncio.Task[None]] = []
         self._port: int | None = None
 
@@ -131,6 +133,15 @@ class HttpServer:
                 self._tls.reload()
 
 
+def _shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Let pages of these origins use ``app`` from a browser (CORS). It stands before the keys are looked at: a browser
+    asks first, without the page's key. Keys come in a header, never in a cookie: no page can use another's."""
+    if not origins:
+        return app
+    methods, shown = ("GET", "POST"), ("x-request-id", "retry-after", "retry-after-ms")
+    return CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=shown)
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -146,11 +157,7 @@ class _Server(uvicorn.Server):
 
 
 def _listen(host: str, port: int, name: str) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as cause:
-        raise ServeConfigError(f"{name}={port}: cannot listen on {host}: {cause}") from cause
+    listener = listen(host, port, name, _BACKLOG)
     # Connections inherit it. asyncio sets it only where the socket names its protocol, which this one does not; without
     # it each second write waits for the client's delayed acknowledgement, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -189,7 +189,7 @@ def is_converted(folder: pathlib.Path) -> bool:
     if (folder / MANIFEST).exists():
         return True
     if (folder / UNFINISHED).exists():
-        raise CheckpointError(f"{folder} is an unfinished conversion: run python -m jaxinfer.convert again")
+        raise CheckpointError(f"{folder} is an unfinished conversion: run jaxinfer convert again")
     return False
 
 

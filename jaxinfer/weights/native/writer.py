@@ -327,7 +327,7 @@ def save_params(
     beside: str | pathlib.Path | None = None,
     wait: bool = True,
 ) -> Saving:
-    """Writes parameters as a folder that ``--model`` takes, as ``python -m jaxinfer.convert`` does.
+    """Writes parameters as a folder that ``--model`` takes, as ``jaxinfer convert`` does.
 
     Args:
         folder: must not exist. It appears under its name when all of it is written.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution import memory
-from jaxinfer.engine.execution.memory import Budget, Needs, available_memory, device_budget, plan_engine, plan_memory
+from jaxinfer.engine.execution.memory import (
+    Budget,
+    Needs,
+    Ways,
+    available_memory,
+    device_budget,
+    plan_engine,
+    plan_memory,
+)
 from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.llm import LLM
 from jaxinfer.loading import abstract_model, load_model
@@ -20,27 +29,49 @@ from jaxinfer.types import SamplingParams
 from tests.fakes import llama_json, random_model
 
 GIB, MIB = 2**30, 2**20
+WAYS = Ways(page_size=16)
 CONFIG = EngineConfig(max_num_seqs=2, max_model_len=128, prefill_sizes=(16,), page_size=16)
 
 
 def test_what_does_not_fit_is_said_with_the_sum():
     needs = Needs(weights=15 * GIB, sampler=0, page=16 * MIB, temporaries=int(0.4 * GIB))
     with pytest.raises(EngineConfigError) as refused:
-        plan_memory(needs, Budget(16 * GIB, 0.9), length=8192, width=64, asked=None, most=1000)
+        plan_memory(needs, Budget(16 * GIB, 0.9), length=8192, width=64, asked=None, most=1000, ways=WAYS)
     assert str(refused.value) == (
         "weights 15.0 GiB + temporaries 0.4 GiB + 1 sequence of 8192 tokens (64 pages) 1.0 GiB = 16.4 GiB > "
-        "0.90 x 16.0 GiB (memory_utilization)"
+        "0.9 x 16.0 GiB (memory_utilization): no setting makes it fit: take a smaller model, or "
+        "quantise it (jaxinfer convert --quantize int8)"
     )
 
 
 def test_the_sum_names_the_pages_asked_for_and_what_others_use():
     needs = Needs(weights=3 * MIB, sampler=GIB, page=2 * MIB, temporaries=None)
     with pytest.raises(EngineConfigError) as refused:
-        plan_memory(needs, Budget(4 * GIB, 0.5, used=GIB), length=100, width=2, asked=3, most=10)
+        plan_memory(needs, Budget(4 * GIB, 0.5, used=GIB), length=100, width=2, asked=3, most=10, ways=WAYS)
     assert str(refused.value) == (
         "weights 3.0 MiB + sampler state 1.0 GiB + num_pages = 3 6.0 MiB = 1.0 GiB > "
-        "0.50 x 4.0 GiB - 1.0 GiB in use (memory_utilization)"
+        "0.5 x 4.0 GiB - 1.0 GiB in use (memory_utilization): it fits with memory_utilization = 0.51"
     )
+
+
+@pytest.mark.parametrize(
+    ("room", "asked", "offered"),
+    [
+        (80, None, "max_model_len = 5120, kv_cache_dtype = int8 or tensor_parallel_size = 2"),
+        (60, None, "max_model_len = 3840 or tensor_parallel_size = 2"),
+        (-30, None, "tensor_parallel_size = 4"),
+        (-60, None, "tensor_parallel_size = 8"),
+        (127, 200, "kv_cache_dtype = int8 or tensor_parallel_size = 2"),
+        (130, 200, "num_pages left open, kv_cache_dtype = int8 or tensor_parallel_size = 2"),
+    ],
+)
+def test_what_does_not_fit_is_told_the_ways_out(room, asked, offered):
+    """Weights of 100 MiB, and 128 pages of one MiB that a sequence needs."""
+    needs, ways = Needs(100 * MIB, 0, MIB, temporaries=0), Ways(64, 5 * MIB // 8, (2, 4, 8))
+    budget = Budget((100 + room) * MIB, 1.0)
+    with pytest.raises(EngineConfigError) as refused:
+        plan_memory(needs, budget, length=8192, width=128, asked=asked, most=1000, ways=ways)
+    assert str(refused.value).endswith(f": it fits with {offered}")
 
 
 sizes = st.integers(0, 10_000)
@@ -49,7 +80,7 @@ sizes = st.integers(0, 10_000)
 @given(sizes, sizes, sizes, st.integers(1, 500), st.integers(1, 20_000), st.integers(1, 50), st.integers(1, 300))
 def test_the_pool_takes_what_is_left_and_no_more(weights, sampler, temporaries, page, total, width, most):
     needs, budget = Needs(weights, sampler, page, temporaries), Budget(total, 1.0)
-    plan = functools.partial(plan_memory, needs, budget, length=width, width=width, most=most)
+    plan = functools.partial(plan_memory, needs, budget, length=width, width=width, most=most, ways=WAYS)
     fixed = weights + sampler + temporaries
     if fixed + width * page > total:
         with pytest.raises(EngineConfigError):
@@ -64,14 +95,13 @@ def test_the_pool_takes_what_is_left_and_no_more(weights, sampler, temporaries, 
 
 def test_programs_that_need_more_than_the_rest_are_refused_once_that_is_known():
     needs = Needs(weights=50, sampler=0, page=10)
-    plan = plan_memory(needs, Budget(100, 1.0), length=1, width=1, asked=None, most=4)
+    plan = plan_memory(needs, Budget(100, 1.0), length=1, width=1, asked=None, most=4, ways=WAYS)
     assert plan.pages == 4
     plan.require(lambda: 10)
     with pytest.raises(EngineConfigError, match=r"temporaries .* a pool of 4 pages"):
         plan.require(lambda: 11)
-    known = plan_memory(
-        Needs(weights=50, sampler=0, page=10, temporaries=1), Budget(100, 1.0), length=1, width=1, asked=4, most=4
-    )
+    needs = dataclasses.replace(needs, temporaries=1)
+    known = plan_memory(needs, Budget(100, 1.0), length=1, width=1, asked=4, most=4, ways=WAYS)
     known.require(lambda: 1000)  # the plan's own number counts
 
 
@@ -168,7 +198,7 @@ def test_a_cpu_that_is_nearly_full_leaves_room_for_programs(monkeypatch):
 def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_looked_for(tmp_path):
     config_json = llama_json(hidden_size=2**20, intermediate_size=2**22, num_hidden_layers=100)
     (tmp_path / "config.json").write_text(json.dumps(config_json))
-    with pytest.raises(EngineConfigError, match=r"weights \d+\.\d GiB .* = \d+\.\d GiB > 0.90 x .*memory_utilization"):
+    with pytest.raises(EngineConfigError, match=r"weights \d+\.\d GiB .* = \d+\.\d GiB > 0.9 x .*memory_utilization"):
         LLM(str(tmp_path), "bfloat16", compilation_cache_dir="")
 
 
@@ -199,3 +229,21 @@ def test_a_gpus_pool_is_filled_and_serves():
 def test_the_least_pool_holds_16_bit_pages_of_half_the_size():
     wide, narrow = (plan_engine(tiny_model(dtype), CONFIG, "cpu").needs.page for dtype in ("float32", "bfloat16"))
     assert wide == 2 * narrow == 2 * 2 * 2 * 16 * 8 * 4 // 2
+
+
+def test_the_ways_out_lead_out(monkeypatch):
+    """A machine with room for the model and half a sequence: each way is taken as the message offers it."""
+    model = random_model("float32", num_hidden_layers=1, max_position_embeddings=2048)
+    config = dataclasses.replace(CONFIG, max_num_seqs=1, max_model_len=2048)
+    needed = plan_engine(model, config, "cpu", None).needs
+    monkeypatch.setattr(memory, "_temporaries", lambda *_: MIB // 16)
+    total = needed.fixed + MIB // 16 + int(64.5 * needed.page)
+    monkeypatch.setattr(memory, "device_budget", lambda *_: Budget(total, 1.0))
+    with pytest.raises(EngineConfigError, match=r"temporaries 0\.1 MiB") as refused:
+        plan_engine(model, config, "cpu", None)
+    length = int(re.search(r"max_model_len = (\d+)", str(refused.value))[1])
+    assert "kv_cache_dtype = int8" in str(refused.value)
+    for change in ({"max_model_len": length}, {"kv_cache_dtype": "int8"}):
+        assert plan_engine(model, dataclasses.replace(config, **change), "cpu", None).pages > 0
+    with pytest.raises(EngineConfigError):
+        plan_engine(model, dataclasses.replace(config, max_model_len=length + 16), "cpu", None)

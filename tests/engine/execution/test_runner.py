@@ -14,16 +14,17 @@ from jaxinfer.config import EngineConfig, resolve
 from jaxinfer.engine.execution.calibration import calibrate
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.executor import LocalExecutor
+from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.runner import Runner, WrongTokenError
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
-from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.engine.scheduling.sequence import Sequence, needs_sampler_state
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.moves import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits, SlotState
-from jaxinfer.types import Request, SamplingParams, needs_sampler_state
+from jaxinfer.types import Request, SamplingParams
 from tests.fakes import random_model
 
 PAGE, PAGES, ROWS, WIDTH = 16, 40, 6, 6
@@ -55,7 +56,7 @@ class Bench:
         engine = resolve(EngineConfig(**{**CONFIG, **changes}), model.cache_spec, max_position=256, itemsize=4)
         self.tables = np.zeros((len(model.cache_spec.windows), ROWS, WIDTH), np.int32)
         self.executor = LocalExecutor(model, engine, LIMITS, make_mesh())
-        self.calibration = calibrate(self.executor, engine, model, LIMITS)
+        self.calibration = calibrate(self.executor, Prepared(model, engine, LIMITS), "cpu")
         batches = self.calibration.prefill_batches
         self.runner = Runner(self.executor, engine, LIMITS, self.tables, model.config.vocab_size, batches)
 

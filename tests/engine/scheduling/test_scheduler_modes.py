@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.spec import Drafted
 from tests.engine.fake_device import EOS
 from tests.engine.fake_loop import Loop, eos_request, ids, make_loop, make_request, rows, tokens_of
 
@@ -21,38 +22,116 @@ class Guess:
     def __init__(self, wrong: int) -> None:
         self.wrong = wrong
         self.truth: list[int] = []
+        self.ended: list[int] = []
 
-    def propose(self, history: np.ndarray, limit: int) -> np.ndarray:
-        start = len(history)
-        assert history.tolist() == self.truth[:start]
+    def propose(self, sequence: Drafted, limit: int) -> np.ndarray:
+        start = len(sequence.tokens)
+        if sequence.number > 1:
+            return np.zeros(0, np.int32)
+        assert sequence.tokens.tolist() == self.truth[:start]
         drafts = np.array(self.truth[start : start + limit], np.int32)
         drafts[self.wrong :] = (drafts[self.wrong :] + 1) % EOS
         return drafts
 
+    def end(self, sequence: Drafted) -> None:
+        self.ended.append(sequence.number)
 
-def guessing_loop(wrong: int, *, prompt: int = 12, most: int = 21, **changes) -> tuple[Loop, Guess]:
+    def reset(self) -> None:
+        self.ended.clear()
+
+
+def guessing_loop(
+    wrong: int,
+    *,
+    prompt: int = 12,
+    most: int = 21,
+    presence_penalty: float = 0.0,
+    max_draft_tokens: int | None = None,
+    **changes,
+) -> tuple[Loop, Guess]:
     guess = Guess(wrong)
-    loop = make_loop(speculative="ngram", num_speculative_tokens=4, **{"rows": 8, **changes})
-    loop.scheduler._decode._drafter = guess
-    loop.add(make_request("a", prompt, most))
+    settings = {"rows": 8, "speculative_adaptive": False, **changes}
+    loop = make_loop(speculative="ngram", num_speculative_tokens=4, **settings)
+    loop.scheduler._drafts._drafter = guess
+    own = {"presence_penalty": presence_penalty, "max_draft_tokens": max_draft_tokens}
+    loop.add(make_request("a", prompt, most, **own))
     guess.truth = tokens_of(loop, "a")
     return loop, guess
 
 
 @pytest.mark.parametrize(("wrong", "steps"), [(0, 21), (1, 11), (2, 7), (4, 5)])
 def test_accepted_drafts_save_steps_and_rejected_ones_do_no_harm(wrong, steps):
-    loop, _ = guessing_loop(wrong, async_scheduling=False)
+    loop, guess = guessing_loop(wrong, async_scheduling=False)
     loop.drain()
     assert loop.steps == steps, "each step yields the drafts that came true and one token more"
     assert len(loop.outputs["a"][0].tokens) == 21
+    assert guess.ended == [1]
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 4])
+def test_what_was_accepted_is_counted_by_place(wrong):
+    loop, _ = guessing_loop(wrong, async_scheduling=False)
+    loop.drain()
+    stats = loop.scheduler.stats.snapshot()
+    assert stats.draft_accepted == sum(stats.draft_accepted_at)
+    assert stats.drafts <= loop.steps
+    assert stats.draft_accepted == 21 - loop.steps
+    assert len(stats.draft_accepted_at) == 4
+    assert not any(stats.draft_accepted_at[wrong:])
+
+
+def test_a_sequence_whose_drafts_fail_rests_and_is_tried_again():
+    loop, _ = guessing_loop(0, most=90, speculative_adaptive=True)
+    loop.drain()
+    stats = loop.scheduler.stats.snapshot()
+    assert 4 <= stats.drafts <= 12, "some at first, then ever fewer"
+    assert loop.steps < 120, "while it rests nobody waits for the host"
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 4])
+def test_a_rest_ends_when_a_guess_that_was_not_fed_comes_true(wrong):
+    loop, _ = guessing_loop(wrong, most=60, speculative_adaptive=True)
+    tempo = loop.scheduler._drafts._tempo
+    tempo.drafts, tempo._rests, tempo._left = False, True, 1000
+    for _ in range(12):
+        loop.step()
+    assert tempo.rests == (wrong < 2), "two tokens in a row, or it was chance"
+    loop.drain()
+    assert bool(loop.scheduler.stats.snapshot().draft_accepted) == (wrong >= 2)
+
+
+@pytest.mark.parametrize(("asked", "steps"), [(None, 5), (9, 5), (2, 7), (1, 11), (0, 21)])
+def test_a_request_bounds_its_drafts(asked, steps):
+    loop, guess = guessing_loop(4, async_scheduling=False, max_draft_tokens=asked)
+    loop.drain()
+    assert loop.steps == steps
+    assert list(loop.outputs["a"][0].tokens) == guess.truth[12:]
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_whose_requests_want_no_drafts_wait_for_none(adaptive):
+    loop, _ = guessing_loop(4, max_draft_tokens=0, speculative_adaptive=adaptive)
+    plain = make_loop(rows=8)
+    plain.run(make_request("a", 12, 21))
+    loop.drain()
+    assert loop.steps == plain.steps
+    assert not loop.scheduler.stats.snapshot().drafts
+
+
+def test_a_full_batch_neither_drafts_nor_waits():
+    loop = make_loop(speculative="ngram", rows=2, max_num_seqs=2, num_speculative_tokens=1)
+    loop.run(make_request("a", (1, 2, 3, 4) * 6, 40), make_request("b", (1, 2, 3, 4) * 6, 40, seed=3, cache_salt="b"))
+    plain = make_loop(rows=2, max_num_seqs=2)
+    plain.run(make_request("a", (1, 2, 3, 4) * 6, 40), make_request("b", (1, 2, 3, 4) * 6, 40, seed=3, cache_salt="b"))
+    assert loop.steps <= plain.steps + 4
 
 
 def test_drafts_use_idle_rows_only():
-    loop, _ = guessing_loop(4, rows=0, async_scheduling=False)  # three rows: two idle ones
+    loop, _ = guessing_loop(4, rows=0, async_scheduling=False)  # five rows: those of one sequence's drafts
     loop.step()
     loop.add(make_request("b", 12, 6, seed=5, presence_penalty=1.0))
     plan = loop.step()
-    assert rows(plan) == [("a", 14), ("a", 15), ("b", 11)]
+    assert rows(plan) == [("a", 16), ("a", 17), ("a", 18), ("a", 19), ("b", 11)]
     loop.drain()
 
 
@@ -62,12 +141,10 @@ def test_there_are_no_drafts_beyond_the_last_token():
     loop.drain()
 
 
-def test_a_sequence_with_sampler_state_has_one_row_a_step():
-    loop = make_loop(speculative="ngram", rows=8)
-    loop.add(make_request("a", (1, 2, 3) * 6, 12, presence_penalty=1.0))
-    while loop.busy:
-        assert len(loop.step().decodes) <= 1
-    loop.check_idle()
+def test_drafts_of_a_sequence_with_sampler_state_come_true():
+    loop, _ = guessing_loop(4, async_scheduling=False, presence_penalty=1.0)
+    loop.drain()
+    assert loop.steps == 5
 
 
 def test_a_draft_never_makes_anybody_give_way():

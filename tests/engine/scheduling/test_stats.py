@@ -203,9 +203,8 @@ def test_latencies_add_up_to_the_time_from_first_to_last_token(steps: list[tuple
 def test_counters(recorder: StatsRecorder) -> None:
     recorder.prefix(30, 10)
     recorder.prefix(5, 5)
-    recorder.drafted(4)
-    recorder.accepted()
-    recorder.accepted(2)
+    recorder.drafted(4, 1)
+    recorder.drafted(3, 3)
     for same in (True, False, True):
         recorder.replayed(same)
     recorder.preempted("swap")
@@ -217,7 +216,8 @@ def test_counters(recorder: StatsRecorder) -> None:
         recorder.finished(Fake(finish_reason=reason))
     stats = recorder.snapshot()
     assert (stats.prefix_queries, stats.prefix_hits) == (35, 15)
-    assert (stats.draft_tokens, stats.draft_accepted) == (4, 3)
+    assert (stats.drafts, stats.draft_tokens, stats.draft_accepted) == (2, 7, 4)
+    assert stats.draft_accepted_at == (2, 1, 1, 0)
     assert (stats.replayed_tokens, stats.replay_mismatches) == (3, 1)
     assert stats.preemptions == {"recompute": 1, "swap": 2}
     assert stats.finished == dict.fromkeys(FinishReason, 1)

@@ -19,7 +19,14 @@ pytestmark = pytest.mark.attack
 SETTINGS: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 160, "page_size": 16, "prefill_sizes": (16, 64)}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"num_pages": 200},
-    "drafts, on the host": {"speculative": "ngram", "num_pages": 14, "swap_space_gib": 0.1},
+    # Whether drafts pay is measured of all together, as their load is.
+    "drafts, on the host": {
+        "speculative": "ngram",
+        "speculative_adaptive": False,
+        "num_pages": 14,
+        "swap_space_gib": 0.1,
+    },
+    "drafts of earlier answers": {"speculative": "suffix", "speculative_adaptive": False, "num_pages": 200},
 }
 LENGTH = 100
 

@@ -52,7 +52,9 @@ def test_a_folder_that_cannot_be_written_leaves_no_profile_behind(tmp_path):
 def test_a_profile_of_the_demo_model(tmp_path):
     folder = tmp_path / "traces"
     engine = EngineConfig(max_num_seqs=2, max_model_len=256)
-    config = ServeConfig(model="demo", grpc_port=0, control_port=0, profile_dir=str(folder), engine=engine)
+    config = ServeConfig(
+        model="demo", grpc_port=0, http_port=None, control_port=0, profile_dir=str(folder), engine=engine
+    )
     with live(config) as server, grpc.insecure_channel(f"127.0.0.1:{server.server.control_port}") as channel:
         control = ControlStub(channel)
         refused(lambda: control.StopProfile(pb.StopProfileRequest()), "No profile started")

@@ -64,6 +64,7 @@ sampling = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
     skip_special_tokens=st.booleans(),
+    max_draft_tokens=st.none() | st.integers(0, 2**31 - 1),
 )
 requests = st.builds(
     Request,
@@ -97,7 +98,7 @@ histograms = st.builds(
     st.floats(0, 1e9),
 )
 plain = ("running", "compilations", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits")
-plain += ("draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps")
+plain += ("drafts", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps")
 times = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time")
 stats = st.builds(
     EngineStats,
@@ -107,6 +108,7 @@ stats = st.builds(
     kv=st.none() | st.builds(KVUsage, *[counts] * 6),
     finished=st.dictionaries(st.sampled_from(FinishReason), counts),
     preemptions=st.dictionaries(text, counts, max_size=2),
+    draft_accepted_at=st.lists(counts, max_size=4).map(tuple),
 )
 values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | text, st.lists)
 cards = st.builds(

@@ -80,7 +80,8 @@ def test_every_figure_of_the_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         value = getattr(figures, name)
         if name == "finished":
             value = {reason.value: count for reason, count in value.items()}
-        assert (dict(getattr(told, name)) if isinstance(value, dict) else getattr(told, name)) == value, name
+        heard = getattr(told, name)
+        assert (type(value)(heard) if isinstance(value, dict | tuple) else heard) == value, name
     kv = {"total": 16, "free": 1, "cached": 3, "held": 12, "host_total": 11, "host_used": 4}
     assert (dict(told.kv_pages), dict(told.waiting)) == (kv, {"slot": 8, "pages": 5})
 

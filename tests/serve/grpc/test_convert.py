@@ -36,6 +36,7 @@ FIELDS = {
     "logprobs": INT32,
     "prompt_logprobs": INT32,
     "skip_special_tokens": st.booleans(),
+    "max_draft_tokens": INT32,
     "logit_bias": st.dictionaries(UINT32, DOUBLE, min_size=1, max_size=3),
     "bad_words": st.lists(st.text(), min_size=1, max_size=3),
     "stop": st.lists(st.text(), min_size=1, max_size=3),

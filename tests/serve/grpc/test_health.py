@@ -36,6 +36,9 @@ def test_check_and_list() -> None:
             assert {name: each.status for name, each in listed.items()} == {"": SERVING, READINESS: NOT_SERVING}
             server.supervisor.state = "ready"
             assert await check(health, READINESS) == SERVING
+            await server.frontend.leave(0.0)
+            assert [await check(health, name) for name in ("", READINESS)] == [SERVING, NOT_SERVING]
+            server.frontend.leaving = False
             server.frontend.draining = True
             assert [await check(health, name) for name in ("", READINESS)] == [SERVING, NOT_SERVING]
             found = await failure(health.Check(pb.HealthCheckRequest(service="other")))

@@ -41,6 +41,24 @@ def test_what_a_client_sets_reaches_the_front_end(tmp_path):
     assert [call.prompt for call in seen] == ["a", Conversation(MESSAGES, TOOLS), Conversation(MESSAGES, None)]
 
 
+def test_what_asks_for_nothing_is_no_mistake():
+    """Tools that the model shall not see, none at all, and calls side by side where there are none to call."""
+
+    async def test():
+        async with serving() as running, running.http() as client:
+            for harmless in (
+                {"tools": [], "parallel_tool_calls": False},
+                {"parallel_tool_calls": False},
+                {"tools": TOOLS, "tool_choice": "none"},
+                {"tool_choice": "auto"},
+            ):
+                asked = {"messages": MESSAGES, "max_tokens": 1, **harmless}
+                answer = await client.post("/v1/chat/completions", json=asked)
+                assert answer.status_code == 200, answer.text
+
+    run(test)
+
+
 def test_usage_is_that_of_all_prompts():
     async def test():
         async with serving() as running, running.http() as client:

@@ -64,7 +64,6 @@ def test_figures_are_there_when_the_engine_is_not():
 def test_the_openapi_page():
     async def test():
         async with serving() as running, running.http() as client:
-            assert (await client.get("/docs")).status_code == 200
             schema = (await client.get("/openapi.json")).json()
             assert schema["openapi"].startswith("3.")
             assert schema["info"] == {"title": "jaxinfer", "version": "1.2.3"}

@@ -16,6 +16,7 @@ from tests.serve.http.support import events, post, raw, run, serving
 
 PROMPT = {"prompt": "Hi"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 BAD_FIELDS = [
@@ -48,6 +49,9 @@ BAD_FIELDS = [
     ("chat/completions", {"messages": ["Hi"]}, "messages[0]", "messages[0]='Hi'"),
     ("chat/completions", {"messages": [{"content": "Hi"}]}, "messages[0].role", "role=None"),
     ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "content=3"),
+    ("chat/completions", {**CHAT, "tools": TOOLS}, "tools", "tools: the model's chat template has no place for tools"),
+    ("chat/completions", {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls", "=False"),
+    ("chat/completions", {**CHAT, "parallel_tool_calls": 0}, "parallel_tool_calls", "=0 is not served"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice", "'required'"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format", "'json_object'"),
     ("chat/completions", {**CHAT, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
@@ -166,6 +170,9 @@ def test_unknown_routes_and_methods():
                 answer = await client.request(method, path)
                 assert answer.status_code == status
                 assert answer.json()["error"]["code"] == "route_not_found"
+            answer = await client.post("/v1/embeddings", json={"model": "fake", "input": "a"})
+            said = "POST /v1/embeddings is not served; /docs shows what is"
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, said)
 
     run(test)
 

@@ -1,0 +1,180 @@
+"""Speculative decoding on this machine: tokens a second with each drafter over those without, and what is accepted.
+
+    python benchmarks/speculation.py                      the embedded model, two kinds of text, 1, 4 and 8 sequences
+    python benchmarks/speculation.py --model random-125m  a random Llama of 125M parameters, whose text repeats itself
+
+Engines take turns on the same requests; the median of the ratios of a turn counts. See docs/speculation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.kv_dtypes import random_llama
+from benchmarks.peers import machine
+from benchmarks.traces import record
+from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.llm import LLM
+from jaxinfer.loading import load_model
+from jaxinfer.models.model import Model
+from jaxinfer.types import SamplingParams
+
+SCENE = (
+    "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"
+    "First Citizen:\nYou are all resolved rather to die than to famish?\n\nAll:\nResolved. resolved.\n\n"
+)
+KINDS = {
+    "own kind": [
+        "ROMEO:",
+        "JULIET:",
+        "KING RICHARD III:",
+        "DUKE OF YORK:",
+        "First Citizen:",
+        "HAMLET:",
+        "CLIFFORD:",
+        "MENENIUS:",
+    ],
+    "repetitive": [
+        SCENE * 3 + name for name in ("First Citizen:", "All:", "First", "Citizen", "Speak", "Before", "You", "We")
+    ],
+}
+"""Texts of the model's own kind, and such as quote what was said before."""
+
+
+@dataclasses.dataclass
+class Way:
+    """An engine with a drafter, and what it has done."""
+
+    name: str
+    llm: LLM
+    ratios: list[float] = dataclasses.field(default_factory=list)
+    speeds: list[float] = dataclasses.field(default_factory=list)
+    before: EngineStats | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options, quiet = parse(arguments), record.Quiet()
+    model = random_llama(options.dtype) if options.model == "random-125m" else load_model(options.model, options.dtype)
+    print(
+        "| text | sequences | drafter | tokens/s | ratio | mean acceptance length | (1-a^(k+1))/(1-a) | tokens a step |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    rows = []
+    for count in options.sequences:
+        ways = engines(model, options, count)
+        for kind in options.texts:
+            rows += [line | {"text": kind, "sequences": count} for line in measure(ways, kind, count, options)]
+            for row in rows[-len(ways) :]:
+                print("| " + " | ".join(cells(row)) + " |", flush=True)
+    found = {"rows": rows}
+    result = record.base(options, len(machine.usable_cores()), quiet.others(len(machine.usable_cores()))) | found
+    print("\n".join(record.doubts(result)))
+    if options.out is not None:
+        record.keep(result, options.out)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="demo", help='"demo", "random-125m" or a folder')
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="the model's (default float32)")
+    add("--drafters", nargs="+", default=["ngram", "suffix"], help="default: ngram suffix")
+    add("--sequences", type=int, nargs="+", default=[1, 4, 8], help="requests at once (default 1 4 8)")
+    add("--rows", type=int, default=8, help="max_num_seqs of all engines (default 8)")
+    add("--texts", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of text (default: all)")
+    add("--num-speculative-tokens", type=int, default=7, help="most tokens of a draft (default 7)")
+    add("--max-tokens", type=int, default=256, help="of an answer (default 256)")
+    add("--temperature", type=float, default=0.0, help="default 0")
+    add("--rounds", type=int, default=5, help="turns (default 5)")
+    add("--out", type=pathlib.Path, help="JSON file (default: none)")
+    return parser.parse_args(arguments)
+
+
+def engines(model: Model, options: argparse.Namespace, count: int) -> list[Way]:
+    settings: dict[str, Any] = {"max_num_seqs": max(options.rows, count), "max_model_len": 1024, "show_progress": False}
+    drafts = {"num_speculative_tokens": options.num_speculative_tokens}
+    plain = Way("none", LLM(model, **settings))
+    return [plain, *(Way(name, LLM(model, speculative=name, **settings, **drafts)) for name in options.drafters)]
+
+
+def measure(ways: Sequence[Way], kind: str, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each way: the first one is what the others are compared with."""
+    params = SamplingParams(
+        temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True, seed=1, min_tokens=0
+    )
+    texts: list[list[str]] = []
+    for way in ways:
+        way.ratios, way.speeds, way.before = [], [], None
+    for turn in range(options.rounds + 1):
+        speeds = []
+        for way in ways:
+            way.before = way.before if turn > 1 else way.llm.engine.stats()
+            way.llm.engine.reset_prefix_cache()
+            begin = time.perf_counter()
+            outputs = way.llm.generate(KINDS[kind][:count], params)
+            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            speeds.append(tokens / (time.perf_counter() - begin))
+            texts.append([output.outputs[0].text for output in outputs])
+        if turn:
+            for way, speed in zip(ways, speeds, strict=True):
+                way.speeds.append(speed)
+                way.ratios.append(speed / speeds[0])
+    if any(other != texts[0] for other in texts):
+        raise AssertionError("a drafter has changed the text")
+    return [row(way, options) for way in ways]
+
+
+def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of a way since its first turn that counts."""
+    assert way.before is not None
+    now, before = way.llm.engine.stats(), way.before
+    drafts, tokens = now.drafts - before.drafts, now.draft_tokens - before.draft_tokens
+    accepted = now.draft_accepted - before.draft_accepted
+    failed = max(0, drafts - _whole(now, before, tokens, drafts))
+    share = accepted / (accepted + failed) if accepted + failed else 0.0
+    length = tokens / drafts if drafts else 0.0
+    return {
+        "drafter": way.name,
+        "tokens_per_second": statistics.median(way.speeds),
+        "ratio": statistics.median(way.ratios),
+        "drafts": drafts,
+        "draft_tokens": tokens,
+        "accepted": accepted,
+        "acceptance_length": 1 + accepted / drafts if drafts else None,
+        "formula": (1 - share ** (length + 1)) / (1 - share) if drafts and share < 1 else None,
+        "tokens_a_step": (now.generated_tokens - before.generated_tokens) / max(1, now.steps - before.steps),
+    }
+
+
+def _whole(now: EngineStats, before: EngineStats, tokens: int, drafts: int) -> int:
+    """Drafts that came true to the end, were all of the mean length."""
+    place = round(tokens / drafts) - 1 if drafts else 0
+    counts = [stats.draft_accepted_at[place] if place < len(stats.draft_accepted_at) else 0 for stats in (now, before)]
+    return counts[0] - counts[1]
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    numbers = (row["acceptance_length"], row["formula"], row["tokens_a_step"])
+    figures = [f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}"]
+    return [
+        row["text"],
+        str(row["sequences"]),
+        row["drafter"],
+        *figures,
+        *("" if x is None else f"{x:.2f}" for x in numbers),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""One command for all: `jaxinfer serve`, `jaxinfer generate` and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+
+from jaxinfer.cli.interrupts import INTERRUPTED, leaving_at_once, show_cursor, until_cut_off
+from jaxinfer.names import advice
+from jaxinfer.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Attributes:
+        summary: one line for the list.
+        flags: the module whose ``parse(argv)`` reads its flags. It is imported first, and is light.
+        work: the module whose ``run(args)`` does it, and returns the exit code.
+    """
+
+    summary: str
+    flags: str
+    work: str
+
+
+COMMANDS = {
+    "serve": Command("serve a model over gRPC and HTTP", "jaxinfer.cli.serve", "jaxinfer.serve.__main__"),
+    "generate": Command("text from a model, in this process", "jaxinfer.cli.generate", "jaxinfer.terminal.complete"),
+    "chat": Command("a conversation with a model, in this process", "jaxinfer.cli.chat", "jaxinfer.terminal.chat"),
+    "bench": Command("put load on a server, and measure it", "jaxinfer.bench.options", "jaxinfer.bench.__main__"),
+    "convert": Command("write a model as it loads fastest, or quantised", "jaxinfer.cli.convert", "jaxinfer.convert"),
+    "compile": Command("compile a server's programs ahead of its start", "jaxinfer.cli.compile", "jaxinfer.compile"),
+    "keys": Command("make API keys for a server", "jaxinfer.serve.keys", "jaxinfer.serve.keys"),
+    "eval": Command("a text's perplexity under a model", "jaxinfer.cli.eval", "jaxinfer.eval.__main__"),
+    "check-gpu": Command("measure this machine's GPU", "jaxinfer.gpu_check.__main__", "jaxinfer.gpu_check.__main__"),
+    "version": Command("versions of jaxinfer and what it stands on", "jaxinfer.cli.version", "jaxinfer.cli.version"),
+}
+
+_EXAMPLES = """
+jaxinfer generate demo --prompt "ROMEO:"
+jaxinfer chat path/to/folder
+jaxinfer serve path/to/folder
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `jaxinfer`; its exit code."""
+    return until_cut_off(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if name == "--version":
+        print(f"jaxinfer {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = advice(name, COMMANDS)
+        print(f"error: {name} is not a command of jaxinfer{near and f': {near}'} (--help lists them)", file=sys.stderr)
+        return 2
+    return _run(name, words[1:])
+
+
+def run(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; its exit code."""
+    return until_cut_off(lambda: _run(name, argv))
+
+
+def _run(name: str, argv: Sequence[str] | None) -> int:
+    """Run it. What it needs is imported in here, where Ctrl-C leaves no traceback."""
+    command = COMMANDS[name]
+    try:
+        with leaving_at_once():
+            args = importlib.import_module(command.flags).parse(argv)
+            work = importlib.import_module(command.work)
+        code: int = work.run(args)
+    except SystemExit as left:  # --help, --version, and flags that cannot be
+        code = left.code if isinstance(left.code, int) else 0
+    except KeyboardInterrupt:
+        show_cursor()
+        code = INTERRUPTED
+    return code
+
+
+def overview() -> str:
+    """The text of `jaxinfer --help`."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    examples = [f"  {line}" for line in _EXAMPLES.strip().splitlines()]
+    first = "usage: jaxinfer COMMAND ...\n\nLLM inference for people who think in JAX.\n\ncommands:"
+    return "\n".join([first, *rows, "\nexamples:", *examples, "\njaxinfer COMMAND --help says more of one of them."])

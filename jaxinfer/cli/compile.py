@@ -1,0 +1,60 @@
+"""Flags of `jaxinfer compile`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from jaxinfer.cli.engine import add_dtype
+from jaxinfer.cli.parser import Parser
+from jaxinfer.config import EngineConfig, EngineConfigError, check
+from jaxinfer.flags import add_groups, given_settings
+
+THIS = "this"
+GPUS = ("h100", "a100")
+FOLDER = "compiled"
+"""Where programs are kept, in the model's own folder."""
+
+_COMMON = ("target", "compilation_cache_dir", "dtype", "max_model_len", "max_num_seqs", "num_pages")
+_EXAMPLES = (
+    "jaxinfer compile path/to/folder --max-num-seqs 32",
+    "jaxinfer compile path/to/folder --target h100 --num-pages 6500",
+)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; ``settings`` are those of the engine that were given, ``argv`` is what they were read from."""
+    parser, words = make_parser(), list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
+    parser.take_model(args)
+    if args.model is None:
+        parser.error("no model is named: jaxinfer compile MODEL")
+    if args.target != THIS and args.num_pages is None:
+        parser.refuse(f"--target {args.target} needs --num-pages: on the GPU its free memory decides")
+    args.settings, args.argv = given_settings(args, EngineConfig), words
+    try:
+        check(EngineConfig(**args.settings))
+    except EngineConfigError as error:
+        parser.refuse(str(error))
+    return args
+
+
+def make_parser() -> Parser:
+    """The parser."""
+    about = "Compile every program that a server with the same flags will need, ahead of its first start."
+    parser = Parser("jaxinfer compile", about, _EXAMPLES, _COMMON)
+    parser.add_model()
+    group = parser.add_argument_group("what for, and where to")
+    group.add_argument("--model", "--model-path", metavar="MODEL", help="the model, where it is not the first word")
+    add_dtype(group)
+    target = "this machine, or GPUs that need not be there"
+    group.add_argument("--target", choices=(THIS, *GPUS), default=THIS, help=target)
+    where = f"where the programs are kept (default: {FOLDER} in the model's folder)"
+    group.add_argument("--compilation-cache-dir", metavar="DIR", help=where)
+    plugins = "where JAX's CUDA plugin is, for a GPU that is not there"
+    group.add_argument("--plugins", type=pathlib.Path, metavar="DIR", help=plugins)
+    group.add_argument("--prepared", action="store_true", help=argparse.SUPPRESS)
+    add_groups(parser, EngineConfig)
+    return parser

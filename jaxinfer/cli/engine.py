@@ -1,0 +1,95 @@
+"""Flags of the commands that have an engine in their own process: the model, the engine, sampling."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from jaxinfer.cli.parser import Parser
+from jaxinfer.config import EngineConfig, EngineConfigError, check
+from jaxinfer.flags import add_groups, all_flags, given_settings
+from jaxinfer.names import DTYPES, known_dtype
+from jaxinfer.types import SamplingParams
+
+# At a terminal --seed is the request's own: the engine's is where unset seeds of requests come from.
+_NO_FLAGS = ("seed",)
+
+MAX_TOKENS = 128
+
+# Options that go into SamplingParams under the same name; what is not given is the checkpoint's or the field's.
+SAMPLING: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "most tokens of an output"),
+    "temperature": (float, "0: always the likeliest token; more: more variety"),
+    "top_p": (float, "sample from the likeliest tokens whose probabilities come to this"),
+    "top_k": (int, "sample from so many of the likeliest tokens; 0: from all"),
+    "min_p": (float, "leave out tokens below this share of the likeliest one's probability"),
+    "presence_penalty": (float, "lowers logits of tokens that the output has"),
+    "frequency_penalty": (float, "the same, for each time that it has them"),
+    "repetition_penalty": (float, "divides positive logits of tokens of prompt and output"),
+    "seed": (int, "the same seed gives the same text (default: drawn; --stats and --json show it)"),
+    "n": (int, "outputs for each prompt"),
+    "min_tokens": (int, "tokens before which an output does not end"),
+    "logprobs": (int, "show the log probabilities of so many tokens at each position"),
+    "prompt_logprobs": (int, "the same for the prompt; with --json"),
+    "max_draft_tokens": (int, "most draft tokens of a step; 0: none"),
+}
+_LISTS = ("stop", "stop_token_ids", "bad_words")
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+def add_engine(parser: Parser, sequences: str) -> None:
+    """Add the flags of model and engine; ``sequences``: the default of max_num_seqs, in words."""
+    parser.add_model("demo")
+    group = parser.add_argument_group("the model, and how it is loaded")
+    group.add_argument("--model", "--model-path", metavar="MODEL", help="the model, where it is not the first word")
+    add_dtype(group)
+    group.add_argument("--family", metavar="MODULE:NAME", help="a family of your own: the module is imported and runs")
+    group.add_argument("--check-finite", action="store_true", help="refuse weights with NaN or infinity")
+    group.add_argument("--compilation-cache-dir", metavar="DIR", help='of compiled programs ("" keeps none)')
+    add_groups(parser, EngineConfig, skip=_NO_FLAGS, defaults={"max_num_seqs": sequences})
+
+
+def add_dtype(group: argparse._ArgumentGroup) -> None:
+    """Add ``--dtype``."""
+    shown = "{" + ",".join(DTYPES) + "}"
+    group.add_argument("--dtype", type=_dtype, default="auto", metavar=shown, help="of the weights (default: auto)")
+
+
+def _dtype(text: str) -> str:
+    found = known_dtype(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(DTYPES)}")
+    return found
+
+
+def engine_settings(parser: Parser, args: argparse.Namespace) -> dict[str, object]:
+    """The settings of the engine that were given; a setting that cannot be ends the command."""
+    settings = given_settings(args, EngineConfig, skip=_NO_FLAGS)
+    try:
+        check(EngineConfig(**settings))
+    except EngineConfigError as error:
+        parser.refuse(str(error))
+    return settings
+
+
+def add_sampling(parser: Parser) -> None:
+    """Add the flags of sampling."""
+    group = parser.add_argument_group("sampling (what the checkpoint recommends goes before the defaults below)")
+    own = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | {"max_tokens": MAX_TOKENS}
+    for name, (kind, text) in SAMPLING.items():
+        shown = text if own[name] is None else f"{text} (default: {own[name]})"
+        value = {int: "N", float: "X"}[kind]
+        group.add_argument(*all_flags(name), dest=name, type=kind, metavar=value, help=shown)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be given several times")
+    group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="tokens that end the output")
+    group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output does not have")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
+    group.add_argument("--include-stop-str-in-output", action="store_true", help="keep the text that ended it")
+    whether = "leave special tokens out of the text (default: on)"
+    group.add_argument("--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True, help=whether)
+
+
+def sampling_settings(args: argparse.Namespace) -> dict[str, object]:
+    """Fields of SamplingParams that were given."""
+    given = {name: value for name in (*SAMPLING, *_LISTS) if (value := getattr(args, name)) is not None}
+    return {"max_tokens": MAX_TOKENS, **given, **{name: getattr(args, name) for name in _SWITCHES}}

@@ -1,0 +1,41 @@
+"""Flags of `jaxinfer eval`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from jaxinfer.cli.engine import add_engine, engine_settings
+from jaxinfer.cli.parser import Parser
+
+LONGEST = 1024
+"""Tokens of a window, unless the context is shorter or another length is asked for."""
+
+_COMMON = ("max_length", "stride", "json", "dtype", "kv_cache_dtype", "tensor_parallel_size")
+_EXAMPLES = (
+    "jaxinfer eval perplexity FILE path/to/folder",
+    "jaxinfer eval perplexity FILE demo --max-length 512 --stride 256 --kv-cache-dtype int8",
+)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; ``settings`` are those of the engine that were given."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    parser.take_model(args)
+    args.settings = engine_settings(parser, args)
+    return args
+
+
+def make_parser() -> Parser:
+    """The parser."""
+    parser = Parser("jaxinfer eval", "Perplexity of a text under a model as it is served.", _EXAMPLES, _COMMON)
+    parser.add_argument("measure", choices=("perplexity",), metavar="perplexity", help="over windows of a fixed length")
+    parser.add_argument("file", metavar="FILE", help="text in UTF-8 (- is stdin)")
+    group = parser.add_argument_group("windows and output")
+    length = f"tokens of a window (default: {LONGEST}, or what fits)"
+    group.add_argument("--max-length", type=int, metavar="N", help=length)
+    group.add_argument("--stride", type=int, metavar="N", help="from one window to the next (default: half a window)")
+    group.add_argument("--json", action="store_true", help="the figures as one line of JSON")
+    add_engine(parser, "the engine's own")
+    return parser

@@ -1,0 +1,59 @@
+"""Flags of `jaxinfer serve`."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfer.cli.parser import Parser
+from jaxinfer.config import EngineConfig
+from jaxinfer.flags import add_flags, add_groups, given_settings
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
+
+_NESTED = ("limits", "engine")
+_LIMIT = "limit_"
+
+_COMMON = ("config", "host", "http_port", "grpc_port", "api_keys", "max_model_len", "max_num_seqs", "kv_cache_dtype")
+_MORE = ("memory_utilization", "tensor_parallel_size")
+_EXAMPLES = (
+    "jaxinfer serve demo",
+    "jaxinfer serve path/to/folder --host 0.0.0.0 --api-keys keys.yaml",
+    "jaxinfer serve --config configs/deployments/production.yaml",
+)
+_ABOUT = """Serve a model over gRPC and HTTP. Settings come from --config, and flags go before it. SIGTERM or Ctrl-C
+ends the server when its requests have ended, after --drain-seconds at the latest; a second one ends them at once."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; ``configuration`` is all that they and the file come to. A setting that cannot be ends the command."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    parser.take_model(args)
+    try:
+        args.configuration = make_config(*layers(args))
+    except ServeConfigError as error:
+        parser.refuse(str(error))
+    return args
+
+
+def make_parser() -> Parser:
+    """The parser."""
+    parser = Parser("jaxinfer serve", _ABOUT, _EXAMPLES, (*_COMMON, *_MORE))
+    parser.add_model()
+    file = parser.add_argument_group("file")
+    file.add_argument("--config", type=pathlib.Path, help="YAML file of settings, as in configs/deployments")
+    add_groups(parser, ServeConfig, skip=_NESTED)
+    add_flags(parser.add_argument_group("limits of one request"), ServeLimits, prefix=_LIMIT)
+    add_groups(parser, EngineConfig)
+    return parser
+
+
+def layers(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The settings of the file, if one is given, and those of the flags."""
+    flags = given_settings(args, ServeConfig, skip=_NESTED)
+    flags["limits"] = given_settings(args, ServeLimits, prefix=_LIMIT)
+    flags["engine"] = given_settings(args, EngineConfig)
+    return [flags] if args.config is None else [read_settings(args.config), flags]

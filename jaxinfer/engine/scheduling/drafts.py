@@ -1,0 +1,166 @@
+"""Drafts in the rows of a step that would be idle: for whom, how many, and whether they pay. No jax."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.pages import SequencePages
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, StepPlan
+from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.engine.scheduling.stats import StatsRecorder
+from jaxinfer.spec import Drafted, Drafter, Tempo
+
+
+class DraftPlanner:
+    """Plans draft rows behind the rows of sequences, and learns from what became of them.
+
+    Drafts need the last token on the host, so sequences that are to be drafted for wait until the step before is read.
+    All wait or none: else steps would take turns between those that do and those that do not.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        engine: ResolvedEngine,
+        pages: SequencePages,
+        drafter: Drafter,
+        stats: StatsRecorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pages, self._drafter, self._stats = pages, drafter, stats
+        self._most, self._rows = engine.num_speculative_tokens, engine.rows // engine.microbatches
+        self._adaptive, self._tempo, self._plans = engine.speculative_adaptive, Tempo(clock), 0
+        self._watched: Draft | None = None  # a guess that was not fed
+        self.waits = False
+        """Whether the plan that is being made drafts: its sequences wait for the host."""
+
+    def begin(self, sequences: Iterable[Sequence], count: int) -> None:
+        """Begin a plan of ``count`` sequences: choose whether it drafts."""
+        self._plans += 1
+        idle = self._rows - count
+        if self._adaptive and self._tempo.rests and idle > 0:
+            self._watch(sequences, count)
+        self.waits = idle > 0 and any(map(self._most_for, sequences)) and (not self._adaptive or self._tempo.drafts)
+
+    def _watch(self, sequences: Iterable[Sequence], count: int) -> None:
+        """Look whether drafts would come true again, of one sequence after the other: nobody waits for a guess that is
+        not fed. Two tokens in a row end the rest."""
+        if self._watched is not None:
+            accepted, failed = self._watched.outcome()
+            if accepted > 1:
+                self._tempo.wake()
+            elif not failed and not self._watched.sequence.finished:
+                return  # the next tokens will tell
+        self._watched = None
+        sequence = next(itertools.islice(sequences, self._plans % max(1, count), None), None)
+        if sequence is not None and not sequence.prefilling:
+            tokens = self._drafter.propose(self._drafted(sequence), self._allowed(sequence)).tolist()
+            self._watched = Draft(sequence, len(sequence.tokens), tokens) if len(tokens) > 1 else None
+
+    def _most_for(self, sequence: Sequence) -> int:
+        """Draft tokens that are worth a row, were they proposed."""
+        most, acceptance = self._allowed(sequence), sequence.acceptance
+        if not self._adaptive:
+            return most
+        return 0 if self._plans < acceptance.resume else min(most, acceptance.depth)
+
+    def _allowed(self, sequence: Sequence) -> int:
+        asked = sequence.params.max_draft_tokens
+        return self._most if asked is None else min(self._most, asked)
+
+    # ---- a plan
+
+    def add(self, rows: list[DecodePlan]) -> tuple[list[DecodePlan], list[Draft] | None]:
+        """The rows with those of drafts, which follow their sequence's own in order of position, and the drafts."""
+        used = {row.row for row in rows}
+        idle = [row for row in range(self._rows) if row not in used]
+        if not idle:
+            return rows, [] if self.waits else None
+        wanted = [self._wanted(row, len(idle)) for row in rows]
+        planned, drafts = list[DecodePlan](), list[Draft]()
+        for row, want, count in zip(rows, wanted, _deal(wanted, len(idle)), strict=True):
+            planned.append(row)
+            fed = self._feed(row, want.tokens[:count], idle, planned)
+            if fed and not want.known:
+                drafts.append(Draft(row.sequence, row.position + 1, fed))
+        return planned, drafts if self.waits else None
+
+    def _wanted(self, row: DecodePlan, idle: int) -> _Wanted:
+        """What to feed behind a row: known tokens after a preemption, else the drafter's."""
+        sequence = row.sequence
+        room = min(idle, sequence.final_length - sequence.scheduled)
+        known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
+        if row.token < 0 or (known and sequence.stateful):  # what is computed again, the sampler counts token by token
+            return _Wanted([], 0.0)
+        if known:
+            return _Wanted(known.tolist(), 1.0, known=True)
+        limit = min(room, self._most_for(sequence)) if self.waits else 0
+        if limit <= 0:
+            return _Wanted([], 0.0)
+        return _Wanted(self._drafter.propose(self._drafted(sequence), limit).tolist(), sequence.acceptance.rate)
+
+    def _feed(self, row: DecodePlan, tokens: list[int], idle: list[int], planned: list[DecodePlan]) -> list[int]:
+        """Plan rows for draft tokens as far as there are pages; which ones."""
+        sequence = row.sequence
+        newest = sequence.generated > 0 and row.position == len(sequence.tokens) - 1
+        for count, token in enumerate(tokens):
+            if not self._pages.extend(sequence, sequence.scheduled + 1, slide=newest):
+                return tokens[:count]
+            planned.append(DecodePlan(sequence, idle.pop(), sequence.scheduled, token))
+            sequence.scheduled += 1
+            sequence.in_flight += 1
+        return tokens
+
+    def _drafted(self, sequence: Sequence) -> Drafted:
+        keys = self._pages.keys(sequence)
+        return Drafted(sequence.arrival, keys.namespace, sequence.prefill_end + 1, keys.tokens)
+
+    # ---- what became of it
+
+    def committed(self, plan: StepPlan, tokens: int) -> None:
+        """Learn from a plan whose results are known. ``tokens``: that its sequences have got."""
+        for draft in plan.drafts or ():
+            accepted, failed = draft.outcome()
+            draft.sequence.acceptance.note(accepted, failed, self._plans)
+            self._stats.drafted(len(draft.tokens), accepted)
+        drafts = sum(len(draft.tokens) for draft in plan.drafts or ())
+        rows = len(plan.decodes) - drafts
+        self._tempo.note(plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
+
+    def end(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended."""
+        self._drafter.end(self._drafted(sequence))
+
+    def reset(self) -> None:
+        """Forget what drafters learnt from sequences that have ended: it is kept by the prefix cache's namespaces."""
+        self._drafter.reset()
+
+
+class _Wanted(NamedTuple):
+    """Tokens to feed behind a row, and the share of them that is accepted."""
+
+    tokens: list[int]
+    rate: float
+    known: bool = False
+
+
+def _deal(wanted: list[_Wanted], idle: int) -> list[int]:
+    """Tokens that each gets of ``idle`` rows: one after the other to whom the next token is the likeliest to help."""
+    if sum(len(want.tokens) for want in wanted) <= idle:
+        return [len(want.tokens) for want in wanted]
+    counts = [0] * len(wanted)
+    likely = [(-want.rate, place) for place, want in enumerate(wanted) if want.tokens]
+    heapq.heapify(likely)
+    for _ in range(idle):
+        chance, place = heapq.heappop(likely)
+        counts[place] += 1
+        if counts[place] < len(wanted[place].tokens):
+            heapq.heappush(likely, (chance * wanted[place].rate, place))
+    return counts

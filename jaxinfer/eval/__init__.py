@@ -1,0 +1,1 @@
+"""Quality of a model as it is served: `jaxinfer eval perplexity`."""

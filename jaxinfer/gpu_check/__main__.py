@@ -1,0 +1,288 @@
+"""``jaxinfer check-gpu [--only NAME,...] [--out DIR] [--quick]``: what this machine's GPU does with jaxinfer.
+
+Each section runs in a process of its own under its own time limit, so that a crash or a hang loses one section. What
+it finds lies beside the results file at once; the results file and its table in Markdown are rewritten after each.
+Needs JAX, Flax and numpy. See docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxinfer.cli.app import run as run_command
+from jaxinfer.cli.parser import Parser
+from jaxinfer.gpu_check import standins
+from jaxinfer.gpu_check.report import Report, read_records
+from jaxinfer.gpu_check.table import NOT_A_GPU, markdown
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Section(NamedTuple):
+    """A part of the check. ``memory`` is the share of the GPU's that JAX takes; peers need some of their own."""
+
+    name: str
+    module: str
+    seconds: int
+    memory: float = 0.92
+    asked: bool = True  # False: runs only where ``--only`` names it
+
+
+# In the order in which they run. All that run unasked stay under eight minutes together.
+SECTIONS = (
+    Section("device", "device", 15),
+    Section("copy", "bandwidth", 15),
+    Section("gemm", "gemm", 25),
+    Section("parity", "parity", 85),
+    Section("kernels", "kernels", 85),
+    Section("step", "step", 110),
+    Section("engine", "throughput", 60),
+    Section("peers", "peers", 40, memory=0.05),
+    Section("demo", "demo", 40),
+    Section("rows", "rows", 90, asked=False),
+)
+_ABOUT = """What this machine's GPU does with jaxinfer: bandwidth, products, every kernel against float64, the step of
+an 8B model, the demo's text. Under eight minutes."""
+BY_NAME = {section.name: section for section in SECTIONS}
+NAMES = tuple(BY_NAME)
+UNASKED = tuple(section.name for section in SECTIONS if section.asked)
+# By NVIDIA's datasheets, for a part of JAX's name of the device: memory bandwidth, and dense bfloat16 products.
+DATASHEET = {
+    "H100 80GB HBM3": {"gb_s": 3350.0, "tflop_s": 989.0},
+    "H200": {"gb_s": 4800.0, "tflop_s": 989.0},
+    "A100-SXM4-80GB": {"gb_s": 2039.0, "tflop_s": 312.0},
+}
+QUICK_PATIENCE = 4  # times the limits: a quick run may meet a slow machine, and there the limits guard nothing
+CPU_NOTE = f"{NOT_A_GPU[0].upper()}{NOT_A_GPU[1:]}."
+
+
+class Results:
+    """The results file: one per device and day; sections that are run again replace their earlier selves."""
+
+    def __init__(self, folder: pathlib.Path, device: dict[str, Any], quick: bool) -> None:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        slug = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower()).strip("-")
+        self.path = folder / f"{slug}-{date}{'-quick' if quick else ''}.json"
+        self.content: dict[str, Any] = {"date": date, "quick": quick, "device": device, "git": git_state()}
+        if device["platform"] == "cpu":
+            self.content["note"] = CPU_NOTE
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            earlier = json.loads(self.path.read_text(encoding="utf-8"))
+            self.content["sections"] = earlier["sections"]
+        self.content.setdefault("sections", {})
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Take in what a run that was cut off had written of its last section."""
+        for path in sorted(self.path.parent.glob(f"{self.path.stem}.*.part")):
+            name = path.suffixes[-2][1:]
+            if name in NAMES and (records := read_records(path)):
+                self.put(name, {"status": "cut off", "seconds": 0.0, "records": records})
+            path.unlink()
+
+    def part(self, name: str) -> pathlib.Path:
+        """The file that a section writes while it runs."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return self.path.with_name(f"{self.path.stem}.{name}.part")
+
+    def autotuned(self, name: str) -> pathlib.Path | None:
+        """The file of what XLA found out about its own kernels in a section; None where it tunes nothing."""
+        if self.content["device"]["platform"] == "cpu":
+            return None
+        folder = self.path.with_name(f"{self.path.stem}-autotune")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.txt"
+
+    def put(self, name: str, section: Mapping[str, Any]) -> None:
+        self.content["sections"][name] = {**section, "git": self.content["git"]}
+        self.content["sections"] = {
+            each: self.content["sections"][each] for each in NAMES if each in self.content["sections"]
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _rewrite(self.path, json.dumps(self.content, indent=1) + "\n")
+        _rewrite(self.path.with_suffix(".md"), markdown(self.content))
+
+    def limits(self) -> dict[str, dict[str, float]]:
+        """Limits of this device, measured and by its datasheet, see `Report.limits`."""
+        sections, kind = self.content["sections"], self.content["device"]["kind"]
+        known: dict[str, dict[str, float]] = {"gb_s": {}, "tflop_s": {}}
+        for section, unit in (("copy", "gb_s"), ("gemm", "tflop_s")):
+            for record in sections.get(section, {}).get("records", []):
+                if record["key"] == "best" and record.get(unit):
+                    known[unit][section] = record[unit]
+        for name, rates in DATASHEET.items():
+            if name in kind:
+                for unit, rate in rates.items():
+                    known[unit]["datasheet"] = rate
+        return known
+
+
+def _rewrite(path: pathlib.Path, text: str) -> None:
+    """Replace a file, so that it is never half written."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)
+
+
+def git_state() -> dict[str, Any]:
+    """The commit, and whether the tree differs from it; a reason where there is no repository."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"commit": None, "reason": str(error)[:200]}
+
+
+def run_section(
+    name: str,
+    quick: bool,
+    limits: Mapping[str, Any],
+    part: pathlib.Path,
+    autotuned: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Run one section in a process of its own; whatever it wrote into ``part`` comes back, with how it ended."""
+    limit = _limit(name, quick)
+    part.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log")
+        command = [sys.executable, "-m", "jaxinfer.gpu_check", "--section", name, "--records", str(part)]
+        command += ["--limits", json.dumps(limits)] + ["--quick"] * quick
+        start = time.monotonic()
+        with log.open("wb") as stderr:
+            environment = _environment(name, autotuned)
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=stderr, start_new_session=True)
+            status = _wait(process, limit)
+        section = {"status": status, "seconds": round(time.monotonic() - start, 1), "limit_seconds": limit}
+        if status != "ok":
+            section["stderr"] = log.read_text(encoding="utf-8", errors="replace")[-1500:]
+    return {**section, "records": read_records(part)}
+
+
+def _environment(name: str, autotuned: pathlib.Path | None) -> dict[str, str]:
+    """The 8B step needs nearly all of an 80 GB device, which JAX would not take by default."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if autotuned is not None:
+        flags += f" --xla_gpu_dump_autotune_results_to={autotuned}"
+    return {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(BY_NAME[name].memory), "XLA_FLAGS": flags.strip()}
+
+
+def _limit(name: str, quick: bool) -> float:
+    return BY_NAME[name].seconds * (QUICK_PATIENCE if quick else 1)
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
+    """ "ok", "failed (exit N)" or "stopped after N s"; at the limit the section's whole process group is killed."""
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return "ok" if code == 0 else f"failed (exit {code})"
+
+
+def section_main(arguments: argparse.Namespace) -> None:
+    """The child's side: run one section here."""
+    standins.provide()
+    module = BY_NAME[arguments.section].module
+    report = Report(
+        pathlib.Path(arguments.records),
+        seconds=_limit(arguments.section, arguments.quick) - 5,
+        quick=arguments.quick,
+        limits=json.loads(arguments.limits),
+    )
+    importlib.import_module(f"jaxinfer.gpu_check.{module}").run(report)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see `run`."""
+    return run_command("check-gpu", argv)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code 0; 1: a section did not end well, or found what must not be; 2: there is nothing to measure."""
+    if arguments.section:
+        section_main(arguments)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a section that runs is ended, too
+    with tempfile.TemporaryDirectory() as folder:
+        first = run_section("device", arguments.quick, {}, pathlib.Path(folder, "device"))
+    device = next((record for record in first["records"] if record["key"] == "device"), None)
+    if device is None:
+        print(f"gpu_check: JAX found no device: {first.get('stderr', '')}", file=sys.stderr)
+        return 2
+    if device["platform"] == "cpu" and not arguments.quick:
+        print("gpu_check: no GPU, JAX sees the CPU only; --quick runs the checks there at tiny sizes", file=sys.stderr)
+        return 2
+    results = Results(pathlib.Path(arguments.out), device, arguments.quick)
+    results.put("device", first)
+    for name in arguments.only:
+        if name != "device":
+            print(f"== {name}", flush=True)
+            part = results.part(name)
+            results.put(name, run_section(name, arguments.quick, results.limits(), part, results.autotuned(name)))
+            part.unlink(missing_ok=True)
+    return summary(results, arguments.only)
+
+
+def summary(results: Results, names: Sequence[str]) -> int:
+    """Print how each section ended; 1 if one did not end well, or a result is not what it must be."""
+    sections = {name: results.content["sections"][name] for name in names}
+    for name, section in sections.items():
+        print(f"{name:8} {section['status']:24} {section['seconds']:6.1f} s")
+    wrong = [
+        record["key"] for section in sections.values() for record in section["records"] if record.get("ok") is False
+    ]
+    for key in wrong:
+        print(f"WRONG: {key}")
+    print(results.content.get("note", ""), results.path, results.path.with_suffix(".md"), sep="\n")
+    return int(bool(wrong) or any(section["status"] != "ok" for section in sections.values()))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser("jaxinfer check-gpu", _ABOUT, ("jaxinfer check-gpu --only copy,gemm",), ("only", "out", "quick"))
+    group = parser.add_argument_group("what, and where to")
+    group.add_argument("--only", type=_names, default=UNASKED, metavar="NAME,...", help=f"of {', '.join(NAMES)}")
+    group.add_argument("--out", default=str(_results()), metavar="DIR", help="of the results (default: %(default)s)")
+    group.add_argument("--quick", action="store_true", help="tiny sizes, also without a GPU: does the code run?")
+    for hidden in ("--section", "--records", "--limits"):
+        group.add_argument(hidden, help=argparse.SUPPRESS)
+    arguments: argparse.Namespace = parser.parse_args(argv)
+    return arguments
+
+
+def _results() -> pathlib.Path:
+    """A checkout keeps its results; an installed package has no place for them but here."""
+    kept = ROOT / "benchmarks" / "results"
+    return kept if kept.is_dir() else pathlib.Path("gpu_check")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    chosen = tuple(text.split(","))
+    unknown = [name for name in chosen if name not in NAMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown section {', '.join(unknown)}; known: {', '.join(NAMES)}")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main())

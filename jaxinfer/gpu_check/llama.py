@@ -1,0 +1,85 @@
+"""A model of the shape of Llama-3.1-8B with random weights, and what a step of it costs at least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.gpu_check.measure import fill
+from jaxinfer.models.model import Model, abstract
+from jaxinfer.parallel.mesh import make_mesh, param_sharding
+from jaxinfer.types import ParamSpec
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+TINY = {
+    **LLAMA_8B,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def random_model(config_json: dict[str, Any]) -> Model:
+    """Make a model of random weights in bfloat16, which is on the device when this returns."""
+    model, mesh = abstract(config_json, "bfloat16"), make_mesh()
+    leaves, tree = jax.tree.flatten(model.specs)
+    params = [
+        jax.device_put(_random_weight(spec, seed), param_sharding(mesh, spec)) for seed, spec in enumerate(leaves)
+    ]
+    jax.block_until_ready(params)
+    return model.replace(params=jax.tree.unflatten(tree, params))
+
+
+def _random_weight(spec: ParamSpec, seed: int) -> jax.Array:
+    if spec.init != "normal":
+        return jnp.full(spec.shape, float(spec.init == "ones"), jnp.bfloat16)
+    return fill(seed, spec.shape, jnp.bfloat16, spec.scale)
+
+
+def weight_bytes(model: Model) -> tuple[int, int]:
+    """Bytes of all weights, and of those that a decode step reads whole: all but an embedding that is no head."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    return total, total - (0 if model.config.tied else model.params["embed"]["table"].nbytes)
+
+
+def bytes_per_token(model: Model, page: int) -> int:
+    """Bytes of a token's keys and values in all layers, 16 bits a number."""
+    return model.cache_spec.bytes_per_page(page, 2) // page
+
+
+def prefill_operations(config_json: dict[str, Any], start: int, tokens: int) -> int:
+    """Floating-point operations that a chunk of a prompt needs at least; what is masked does not count.
+
+    The last layer gives keys and values alone: what would follow is nobody's input. The head does not run.
+    """
+    hidden, wide = config_json["hidden_size"], config_json["intermediate_size"]
+    heads, kv_heads = config_json["num_attention_heads"], config_json["num_key_value_heads"]
+    key_value = 2 * hidden * (hidden // heads) * kv_heads
+    layer = 2 * hidden * hidden + key_value + 3 * hidden * wide
+    layers = config_json["num_hidden_layers"]
+    seen = tokens * start + tokens * (tokens + 1) // 2
+    return 2 * tokens * ((layers - 1) * layer + key_value) + (layers - 1) * 4 * hidden * seen

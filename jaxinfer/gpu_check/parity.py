@@ -1,0 +1,131 @@
+"""Section parity: every kernel, and every XLA path, against float64 on operands with poison; and the same bits always.
+
+A row's bits must not depend on its neighbours, nor on its place among them: the batch is computed twice, in reversed
+order, and each row alone. Interpreted kernels, which are slow, are spared all but the reversed order.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.gpu_check.measure import deviation
+from jaxinfer.gpu_check.problems import MOSAIC, PROBLEMS, XLA, Operands, Problem, host
+from jaxinfer.gpu_check.report import Report
+from pallas_kernels import compat
+
+_RESERVE_S = 4.0
+_THREADS = 8
+_TRACING = threading.Lock()  # nobody promises that kernels can be lowered by several threads at a time
+
+
+def run(report: Report) -> None:
+    """Kernels first, then the XLA paths of the same operands; without a GPU, where the former are slow, last."""
+    check(report, PROBLEMS, (MOSAIC, XLA) if jax.default_backend() == "gpu" else (XLA, MOSAIC))
+
+
+def check(report: Report, problems: Iterable[Problem], paths: tuple[str, ...]) -> None:
+    """Check one path of all problems after the other."""
+    operands: dict[str, Operands] = {}
+    # Compiling takes most of the time. The interpreter of kernels is one for all threads.
+    with concurrent.futures.ThreadPoolExecutor(_THREADS if jax.default_backend() == "gpu" else 1) as threads:
+        for path in paths:
+            done = threads.map(functools.partial(_check, report, operands, path), problems)
+            collections.deque(done, maxlen=0)
+
+
+def _check(report: Report, operands: dict[str, Operands], path: str, problem: Problem) -> None:
+    """Check one path of a problem, whose operands are made at the first."""
+    key = f"{problem} ({path})"
+    if not report.time_for(key, _RESERVE_S):
+        return
+    with report.attempt(key):
+        if str(problem) not in operands:
+            with jax.default_device(jax.devices("cpu")[0]):  # float64 is the CPU's business
+                operands[str(problem)] = problem.build(report.quick)
+        report.put(key, path=path, **_checked(problem, operands[str(problem)], path))
+
+
+class _Run:
+    """One path of a problem, as it is called here: interpreted, or compiled for each new shape of its operands."""
+
+    def __init__(self, problem: Problem, options: dict[str, Any], path: str) -> None:
+        self.interpret = path == MOSAIC and jax.default_backend() != "gpu"
+        extra = {"interpret": compat.interpret_params(), **problem.interpreted_tiles()} if self.interpret else {}
+        self.problem = problem
+        self._function = functools.partial(problem.function(path), **options, **extra)
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        operands = jax.tree.map(jnp.asarray, arrays)
+        if self.interpret:
+            out = compat.interpreted(lambda: self._function(**operands))
+        else:
+            out = self._program(operands)(**operands)
+        by_row, whole = self.problem.result(out)
+        return host(by_row), host(whole)
+
+    def _program(self, operands: dict[str, Any]) -> Callable[..., Any]:
+        shapes = tuple(x.shape for x in jax.tree.leaves(operands))
+        if shapes not in self._programs:
+            with _TRACING:
+                lowered = jax.jit(self._function).lower(**operands)
+            self._programs[shapes] = lowered.compile()
+        return self._programs[shapes]
+
+
+def _checked(problem: Problem, operands: Operands, path: str) -> dict[str, Any]:
+    runner = _Run(problem, operands.options, path)
+    got = runner(operands.arrays)
+    found = _compared(got, operands, problem.bound)
+    # XLA chooses another program for another number of rows: only kernels promise the same bits.
+    bits = _bits(runner, operands, got, alone=path == MOSAIC)
+    return {**found, **bits, "interpreted": runner.interpret, "ok": found["ok"] and all(bits.values())}
+
+
+def _compared(got: tuple[Any, Any], operands: Operands, bound: float) -> dict[str, Any]:
+    """The worst deviation of the parts of a result. Padding must be finite, and means nothing."""
+    by_row, exact = got[0], operands.exact[0]
+    finite = True
+    if operands.counts is not None:
+        finite = bool(np.isfinite(by_row.astype(np.float32)).all())
+        by_row, exact = by_row[operands.counts], exact[operands.counts]
+    pairs = zip(jax.tree.leaves((by_row, got[1])), jax.tree.leaves((exact, operands.exact[1])), strict=True)
+    found = [deviation(one, other, bound) for one, other in pairs]
+    worst = max(found, key=lambda each: (not each["ok"], each["relative_error"]))
+    return {**worst, "ok": worst["ok"] and finite}
+
+
+def _bits(runner: _Run, operands: Operands, got: tuple[Any, Any], *, alone: bool) -> dict[str, bool]:
+    arrays, by_row = operands.arrays, [name for name in runner.problem.by_row if name in operands.arrays]
+
+    def taken(rows: slice) -> dict[str, Any]:
+        return arrays | {name: jax.tree.map(lambda x: np.ascontiguousarray(x[rows]), arrays[name]) for name in by_row}
+
+    backwards = runner(taken(slice(None, None, -1)))
+    same = {"same_bits_reversed": _same((_reversed(backwards[0]), backwards[1]), got)}
+    if runner.interpret:
+        return same
+    same["same_bits_twice"] = _same(runner(arrays), got)
+    if alone and got[0] is not None:
+        rows = range(got[0].shape[0])
+        single = (_same(runner(taken(slice(row, row + 1)))[0], got[0][row : row + 1]) for row in rows)
+        same["same_bits_alone"] = all(single)
+    return same
+
+
+def _reversed(by_row: np.ndarray | None) -> np.ndarray | None:
+    return None if by_row is None else np.ascontiguousarray(by_row[::-1])
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(a.tobytes() == np.ascontiguousarray(b).tobytes() for a, b in pairs)

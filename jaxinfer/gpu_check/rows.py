@@ -1,0 +1,92 @@
+"""Section rows: for which numbers of rows does a GEMM give a row the same bits?
+
+The engine promises that a request's numbers do not depend on its neighbours. It keeps that promise by running every
+token in a program of a fixed row count; this section shows how far the promise could be had for less.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.gpu_check.measure import fill, time_calls
+from jaxinfer.gpu_check.report import Report
+from jaxinfer.quant import matmul, matmul_transposed
+
+# Llama-3.1-8B: name, inputs, outputs, and whether the weight lies as [out, in], as the model has it
+PROJECTIONS = (
+    ("qkv", 4096, 6144, False),
+    ("out", 4096, 4096, False),
+    ("gate_up", 4096, 28672, True),
+    ("down", 14336, 4096, False),
+    ("head", 4096, 128256, True),
+)
+QUICK_PROJECTIONS = (("qkv", 64, 96, False), ("gate_up", 96, 64, True))
+# The first wave covers the range, the second looks between; each wave is done for all projections before the next.
+WAVES = ((1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (3, 6, 12, 24, 48, 96, 192, 384), (5, 7, 9, 17, 33, 65, 129, 257))
+QUICK_WAVES = ((1, 2, 4), (3, 8))
+_COMPILE_THREADS = 8
+_RESERVE_S = 12.0  # what one wave of one projection may still need
+
+
+class Result(NamedTuple):
+    """Findings at one row count: a digest of row 0's bits, whether an equal last row came out equal, and the time."""
+
+    bits: str
+    slot_free: bool
+    timing: dict[str, Any]
+
+
+def run(report: Report) -> None:
+    waves, projections = (QUICK_WAVES, QUICK_PROJECTIONS) if report.quick else (WAVES, PROJECTIONS)
+    found: dict[str, dict[int, Result]] = {name: {} for name, *_ in projections}
+    for wave in waves:
+        for name, k, n, transposed in projections:
+            if report.left() < _RESERVE_S and not report.quick:
+                report.put("stopped", reason=f"time: {name} and what follows was not run for rows {wave}")
+                return
+            with report.attempt(name):
+                found[name].update(_measure(k, n, transposed, wave))
+                report.put(name, inputs=k, outputs=n, transposed=transposed, **_summary(found[name]))
+
+
+def _measure(k: int, n: int, transposed: bool, wave: tuple[int, ...]) -> dict[int, Result]:
+    weight = fill(2, (n, k) if transposed else (k, n), jnp.bfloat16, k**-0.5)
+    product = matmul_transposed if transposed else matmul
+    inputs = {rows: _inputs(k, rows) for rows in wave}
+
+    def compile_one(x: jax.Array) -> Any:
+        return jax.jit(product).lower(x, weight).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(_COMPILE_THREADS) as threads:
+        programs = dict(zip(wave, threads.map(compile_one, inputs.values()), strict=True))
+    return {rows: _result(programs[rows], inputs[rows], weight) for rows in wave}
+
+
+def _inputs(k: int, rows: int) -> jax.Array:
+    """Row 0 is the same for every row count, and the last row repeats it."""
+    x = fill(1, (rows, k), jnp.bfloat16)
+    return x.at[-1].set(x[0])
+
+
+def _result(program: Any, x: jax.Array, weight: jax.Array) -> Result:
+    out = program(x, weight)
+    first, last = (np.asarray(out[row]).tobytes() for row in (0, -1))
+    timing = time_calls(lambda: program(x, weight), rounds=3, round_ms=4)
+    return Result(hashlib.sha256(first).hexdigest(), first == last, timing)
+
+
+def _summary(found: dict[int, Result]) -> dict[str, Any]:
+    classes: dict[str, list[int]] = {}
+    for rows in sorted(found):
+        classes.setdefault(found[rows].bits, []).append(rows)
+    return {
+        "classes": list(classes.values()),
+        "row_depends_on_slot_at": [rows for rows in sorted(found) if not found[rows].slot_free],
+        "best_ms": {str(rows): found[rows].timing["best_ms"] for rows in sorted(found)},
+    }

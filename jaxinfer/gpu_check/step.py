@@ -1,0 +1,192 @@
+"""Section step: the engine's own decode and prefill programs at the shape of Llama-3.1-8B with random weights.
+
+Keys and values are random and every row stands at the end of its context, so that no prompt need be computed; the
+programs are what `engine/execution/step.py` defines, sampling included, state donated.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.engine.execution.step import StepState, make_programs
+from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, bytes_per_token, prefill_operations, random_model, weight_bytes
+from jaxinfer.gpu_check.measure import fill, time_calls
+from jaxinfer.gpu_check.report import Report
+from jaxinfer.kv.pool import LayerPool, new_pools
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh, replicated
+from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
+
+PAGE = 64
+LIMITS = SamplingLimits(max_logprobs=20)
+# As the engine compiles on a GPU (engine/execution/compiled.py): no GEMM is computed twice to save memory.
+GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+_RESERVE_S = 15.0
+# Of the memory, for what programs use beside weights and keys and values.
+_SPARE_BYTES = 3 << 30
+
+
+class Decode(NamedTuple):
+    rows: int
+    contexts: tuple[int, ...]
+    backend: Literal["auto", "xla"] = "auto"
+
+
+class Prefill(NamedTuple):
+    """A prompt of ``tokens`` on each of ``sequences``, computed in chunks."""
+
+    tokens: int
+    chunk: int
+    sequences: int = 1
+    backend: Literal["auto", "xla"] = "auto"
+
+
+# The most telling first: what the time does not suffice for is left out from the end.
+WORK: tuple[Decode | Prefill, ...] = (
+    Decode(64, (4096, 512)),
+    Decode(1, (4096, 512)),
+    Prefill(8192, 2048),
+    Prefill(2048, 2048),
+    Decode(256, (4096, 512)),
+    Decode(8, (4096, 512)),
+    Decode(64, (4096, 512), "xla"),
+    Prefill(2048, 2048, backend="xla"),
+    Prefill(256, 256, sequences=8),
+)
+QUICK_WORK: tuple[Decode | Prefill, ...] = (Decode(2, (64, 128)), Prefill(128, 64))
+
+
+def run(report: Report) -> None:
+    config = TINY if report.quick else LLAMA_8B
+    start = time.perf_counter()
+    model = random_model(config)
+    total, read = weight_bytes(model)
+    report.put("weights", bytes=total, read_per_step=read, seconds_to_fill=round(time.perf_counter() - start, 2))
+    for work in QUICK_WORK if report.quick else WORK:
+        if not report.time_for(str(work), _RESERVE_S):
+            return
+        with report.attempt(str(work)):
+            if isinstance(work, Decode):
+                _measure_decode(report, model, work)
+            else:
+                _measure_prefill(report, model, work, config)
+
+
+def _measure_decode(report: Report, model: Model, work: Decode) -> None:
+    rows, per_token = work.rows, bytes_per_token(model, PAGE)
+    contexts = dict.fromkeys(_fitting(report, model, rows, context) for context in work.contexts)
+    state, tables = _state(model, rows, max(contexts) // PAGE)
+    slots = jax.device_put(HostSlots(rows, LIMITS).snapshot(), replicated(make_mesh()))
+    function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).decode
+    program, seconds = _compiled(function, 2, model.params, slots, state, _decode_batch(tables, 1))
+    name = f"decode, {rows} rows, {work.backend}"
+    report.put(f"program: {name}", compile_s=seconds, **_look_at_program(program, state.pools))
+    for context in contexts:
+        timing, state = _time(program, (model.params, slots), state, [_decode_batch(tables, context)])
+        moved = weight_bytes(model)[1] + rows * context * per_token
+        speed = {"tokens_s": round(rows / timing["best_ms"] * 1e3, 1)}
+        report.put(f"{name}, context {context}", **timing, **speed, **report.bandwidth(moved, timing["best_ms"]))
+
+
+def _fitting(report: Report, model: Model, rows: int, context: int) -> int:
+    """``context``, or the longest multiple of 512 that there is memory for; then a record says so."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return context
+    each = rows * bytes_per_token(model, PAGE)
+    room = limit - weight_bytes(model)[0] - _SPARE_BYTES
+    if each * context <= room:
+        return context
+    fits = max(512, room // each // 512 * 512)
+    report.put(
+        f"not run: decode, {rows} rows, context {context}",
+        reason=f"keys and values are {each * context / 1e9:.0f} GB, there is room for {room / 1e9:.0f} GB",
+    )
+    return fits
+
+
+def _measure_prefill(report: Report, model: Model, work: Prefill, config: dict[str, Any]) -> None:
+    state, tables = _state(model, work.sequences, work.tokens // PAGE)
+    starts = range(0, work.tokens, work.chunk)
+    batches = [_prefill_batch(tables, start, work.chunk) for start in starts]
+    function = make_programs(Stage(model), LIMITS.max_logprobs, backend=work.backend).prefill
+    program, seconds = _compiled(function, 1, model.params, state.pools, batches[0])
+    name = f"prefill, {work.sequences} x {work.tokens} tokens in chunks of {work.chunk}, {work.backend}"
+    timing, pools = _time(program, (model.params,), state.pools, batches)
+    operations = work.sequences * sum(prefill_operations(config, start, work.chunk) for start in starts)
+    speed = {"tokens_s": round(work.sequences * work.tokens / timing["best_ms"] * 1e3, 1)}
+    found = report.rate(operations, timing["best_ms"])
+    report.put(name, compile_s=seconds, **timing, **speed, **found, **_look_at_program(program, pools))
+
+
+def _state(model: Model, rows: int, width: int) -> tuple[StepState, np.ndarray]:
+    """Pools of random keys and values, and the tables of all rows."""
+    pools = new_pools(model.cache_spec, 1, PAGE, jnp.dtype(jnp.bfloat16))
+    shape = model.cache_spec.pool_shape(rows * width, PAGE)
+    filled = [pool._replace(data=fill(seed, shape, jnp.bfloat16)) for seed, pool in enumerate(pools)]
+    slots = new_state(rows, model.config.vocab_size, LIMITS)
+    state = jax.device_put(StepState(filled, jnp.ones((rows,), jnp.int32), slots), replicated(make_mesh()))
+    return state, np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+
+
+def _compiled(function: Callable[..., Any], donated: int, *arguments: Any) -> tuple[Any, float]:
+    """The program, and the seconds that it took."""
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
+    start = time.perf_counter()
+    jitted = jax.jit(function, donate_argnums=donated, out_shardings=replicated(make_mesh()))
+    program = jitted.lower(*arguments).compile(compiler_options=options)
+    return program, round(time.perf_counter() - start, 2)
+
+
+def _decode_batch(tables: np.ndarray, context: int) -> DecodeBatch:
+    """A batch in which every row stands at the last position of its context and feeds what it sampled last."""
+    tokens, positions, generated = (np.full((tables.shape[0],), value, np.int32) for value in (-1, context - 1, 1))
+    return DecodeBatch(tokens, positions, generated, tables[None])
+
+
+def _prefill_batch(tables: np.ndarray, start: int, chunk: int) -> PrefillBatch:
+    sequences = tables.shape[0]
+    starts, lengths = (np.full((sequences,), value, np.int32) for value in (start, chunk))
+    return PrefillBatch(np.ones((sequences, chunk), np.int32), starts, lengths, tables[None])
+
+
+def _time(program: Any, before: tuple[Any, ...], carried: Any, batches: list[Any]) -> tuple[dict[str, Any], Any]:
+    """Time a call for each of the batches. What is donated goes from call to call: a decode step's state (a second
+    result is what was sampled), a prefill's pools."""
+    current = [carried]
+
+    def once() -> Any:
+        for batch in batches:
+            out = program(*before, current[0], batch)
+            current[0] = out[0] if isinstance(out, tuple) else out
+        return out
+
+    def wait(_: Any) -> None:
+        """Wait for what the last call gave: earlier results are donated by then."""
+        jax.block_until_ready(current[0])
+
+    timing = time_calls(once, rounds=5, round_ms=100, most=50, wait=wait)
+    return timing, current[0]
+
+
+def _look_at_program(program: Any, pools: list[LayerPool]) -> dict[str, Any]:
+    """Look for what `docs/gpu.md` names: how many GEMMs, whether pools are copied, how large temporaries are."""
+    text, memory = program.as_text(), program.memory_analysis()
+    pool = re.escape(f"bf16[{','.join(map(str, pools[0].data.shape))}]")
+    return {
+        "gemms_of_cublas": len(re.findall(r"custom_call_target=\"__cublas", text)),
+        "gemms_of_triton": len(re.findall(r"\"kind\":\"__triton(?:_nested)?_gemm_?\w*\"", text)),
+        "kernels_of_mosaic": len(re.findall(r"custom_call_target=\"mosaic_gpu", text)),
+        "pool_copies": len(re.findall(rf"= {pool}\S* copy\(", text)),
+        "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
+        "aliased_bytes": getattr(memory, "alias_size_in_bytes", None),
+    }

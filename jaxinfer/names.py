@@ -1,0 +1,104 @@
+"""Names of settings: the nearest to a wrong one, and what other engines call ours. No jax."""
+
+from __future__ import annotations
+
+import difflib
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+
+ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": ("model_path",),
+        "served_model_name": ("alias",),
+        "http_port": ("port",),
+        "tls_cert": ("ssl_certfile",),
+        "tls_key": ("ssl_keyfile",),
+        "tls_client_ca": ("ssl_ca_certs",),
+        "log_level": ("uvicorn_log_level",),
+        "coordinator_address": ("dist_init_addr",),
+        "num_processes": ("nnodes",),
+        "process_id": ("node_rank",),
+        "max_model_len": ("context_length", "ctx_size"),
+        "memory_utilization": ("gpu_memory_utilization", "mem_fraction_static"),
+        "kv_cache_bytes": ("kv_cache_memory_bytes",),
+        "num_pages": ("num_gpu_blocks_override",),
+        "page_size": ("block_size",),
+        "swap_space_gib": ("swap_space",),
+        "max_num_seqs": ("max_running_requests",),
+        "scheduling_policy": ("schedule_policy",),
+        "tensor_parallel_size": ("tp_size", "tp"),
+        "pipeline_parallel_size": ("pp_size", "pp"),
+        "data_parallel_size": ("dp_size", "dp"),
+        "expert_parallel_size": ("ep_size", "ep"),
+        "max_tokens": ("max_new_tokens", "n_predict"),
+    }
+)
+"""By our names those of vLLM, SGLang and llama.cpp for the same thing. On the command line they work."""
+
+HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "api_key": "hashed keys stand in the file that api_keys names (`jaxinfer keys new NAME` makes them)",
+        "trust_remote_code": "no code of a checkpoint is ever run",
+        "quantization": "it is recognised from the checkpoint, and `jaxinfer convert --quantize` makes one",
+        "load_format": "the format is recognised from the files",
+        "enforce_eager": "every program is compiled before the first request",
+        "enable_expert_parallel": "expert_parallel_size is the number of groups of devices",
+        "disable_radix_cache": "enable_prefix_caching is the switch, on the command line --no-enable-prefix-caching",
+        "chunked_prefill_size": "prefill_sizes are the sizes of chunks, max_num_batched_tokens bounds a step",
+        "speculative_config": "speculative is the drafter, num_speculative_tokens how many tokens it may guess",
+        "disable_log_requests": "requests are logged or not by log_requests",
+    }
+)
+"""By names of others that have no counterpart here: what there is in their place."""
+
+DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_LONGEST = 120
+_DEMOS = pathlib.Path(__file__).parent / "demo"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+
+
+def known_dtype(name: str) -> str | None:
+    """One of `DTYPES`, also by its short name ("bf16"); None where it is none."""
+    found = _DTYPES.get(name, name)
+    return found if found in DTYPES else None
+
+
+def demo_folder(model: str) -> pathlib.Path | None:
+    """The folder of a model that ships with the package; None for any other name."""
+    return _DEMOS / DEMO_FOLDERS[model] if model in DEMO_FOLDERS else None
+
+
+def no_model(model: str) -> str | None:
+    """Why there can be no model of this name, as far as it and this disk tell: it is neither shipped, nor a folder or
+    GGUF file, nor a hub id ``org/name``. None: there may be one."""
+    path = pathlib.Path(model)
+    if model in DEMO_FOLDERS or path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return None
+    shown = repr(model if len(model) <= _LONGEST else model[:_LONGEST] + "...")
+    if path.exists():
+        return f"{shown} is a file: pass the folder that holds config.json and the weights, or a .gguf file"
+    named = _HUB_ID.fullmatch(model) is not None
+    return None if named else f"no folder {shown}, and it is not a hub id of the form org/name either"
+
+
+def advice(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -> str:
+    """Say what somebody may have meant by ``name``, which is none of ``known``; "" where nothing is near.
+
+    Args:
+        shown: makes of a known name what the user would write.
+    """
+    names = list(known)
+    if (ours := _ALIASED.get(name)) in names:
+        return f"it is called {shown(ours)} here"
+    if name in HINTS:
+        return HINTS[name]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {shown(near[0])}?" if near else ""
+
+
+_ALIASED = {alias: name for name, aliases in ALIASES.items() for alias in aliases}

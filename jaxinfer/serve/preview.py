@@ -1,0 +1,41 @@
+"""Look at a model's config.json before anything is started: what it alone can refuse need not cost a start. No jax."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+from jaxinfer.names import demo_folder, no_model
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+
+_MOST_BYTES = 1 << 20
+_CONTEXT = ("max_position_embeddings", "n_positions")
+
+
+def refuse_early(config: ServeConfig) -> None:
+    """Refuse a model that nobody can have, and settings that contradict the model's own file. What these do not tell
+    is the engine's to refuse.
+
+    Raises:
+        ServeConfigError: names the setting and the value.
+    """
+    if (reason := no_model(config.model)) is not None:
+        raise ServeConfigError(f"model: {reason}")
+    described = _config_json(demo_folder(config.model) or pathlib.Path(config.model))
+    length = config.engine.max_model_len
+    for name in _CONTEXT:
+        context = described.get(name)
+        if isinstance(context, int) and length is not None and length > context:
+            what = f"is beyond the model's context of {context} tokens"
+            raise ServeConfigError(f"engine.max_model_len = {length} {what}")
+
+
+def _config_json(folder: pathlib.Path) -> dict[str, Any]:
+    """The file's object; empty where there is none that can be read, which the engine says better."""
+    try:
+        with (folder / "config.json").open("rb") as file:
+            found = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

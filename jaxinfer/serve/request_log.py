@@ -1,0 +1,96 @@
+"""Lines of the log for requests: who asked, how much, how long, how it ended. Never the text. No jax."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from jaxinfer.serve.calls import Call, Usage
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.log_queue import REQUESTS
+from jaxinfer.serve.tenants import own_id
+from jaxinfer.types import Request
+
+REFUSED = "jaxinfer.serve.refusals"
+"""The logger of requests that cost next to nothing: beyond a rate they are counted, not told (`log_queue.Limiter`)."""
+
+_ended, _refused = logging.getLogger(REQUESTS), logging.getLogger(REFUSED)
+
+
+class RequestLog:
+    """Writes one line for each request, when it has ended.
+
+    Args:
+        enabled: whether it does.
+        clock: in seconds.
+    """
+
+    def __init__(self, enabled: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.enabled, self._clock = enabled, clock
+
+    def begin(self, call: Call) -> RequestLine:
+        """The line of a call that begins now."""
+        return RequestLine(call, self._clock)
+
+    def refused(self, error: ServeError, route: str, key: str = "", request_id: str | None = None) -> None:
+        """Log a request that a door has refused, unless it has its line already.
+
+        Args:
+            route: of HTTP, or the method of an RPC.
+            key: the name of the client's, where it has one.
+        """
+        if self.enabled and not error.logged and error.kind is not Kind.CANCELLED:
+            _refusal(error, {"request_id": request_id, "key": key or None, "route": route})
+
+
+class RequestLine:
+    """What becomes the line of one request: a `jaxinfer.serve.tracing.Trace`."""
+
+    __slots__ = ("_clock", "_first", "_key", "_request_id", "_start")
+
+    def __init__(self, call: Call, clock: Callable[[], float]) -> None:
+        self._request_id, self._key = call.request_id, call.tenant or None
+        self._clock, self._start = clock, clock()
+        self._first: float | None = None
+
+    def accepted(self, request: Request) -> None:
+        self._request_id = own_id(request.request_id)
+
+    def token(self) -> None:
+        self._first = self._clock() - self._start
+
+    def finished(self, usage: Usage, reasons: Sequence[str]) -> None:
+        _ended.info("ended", extra=_known(self._about(usage) | {"finish": ",".join(dict.fromkeys(reasons))}))
+
+    def failed(self, error: ServeError, usage: Usage | None = None) -> None:
+        about = self._about(usage)
+        if usage is None:
+            _refusal(error, about)
+            return
+        error.logged = True
+        _ended.info("ended", extra=_known(about | _fault(error)))
+
+    def _about(self, usage: Usage | None) -> dict[str, object]:
+        about: dict[str, object] = {"request_id": self._request_id, "key": self._key}
+        if usage is not None:
+            about |= {"prompt_tokens": usage.prompt, "cached_tokens": usage.cached, "output_tokens": usage.completion}
+        return about | {"ttft": _seconds(self._first), "seconds": _seconds(self._clock() - self._start)}
+
+
+def _refusal(error: ServeError, about: dict[str, object]) -> None:
+    error.logged = True
+    _refused.info("refused", extra=_known(about | _fault(error)))
+
+
+def _fault(error: ServeError) -> dict[str, object]:
+    """An error without its sentence, which may hold what the client has sent: its kind and the field."""
+    return {"error": error.kind.name.lower(), "field": error.field, "fault": error.fault}
+
+
+def _known(about: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in about.items() if value is not None}
+
+
+def _seconds(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

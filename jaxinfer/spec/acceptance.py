@@ -1,0 +1,127 @@
+"""Whether drafts pay: of one sequence by what was accepted, of all by what was measured. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+_WORTH = 0.1
+"""A draft token is fed where it is accepted with this probability at least: its row would be idle."""
+_REST = 16
+"""Plans without drafts of a sequence whose drafts fail; twice as many each time."""
+_MEMORY = 0.8
+"""Weight of what was seen before, at each new draft or step."""
+_LONG_MEMORY = 0.97
+"""The same for figures of steps, which differ more."""
+_PROBE = 16
+"""Steps with drafts that tell whether they would pay."""
+_PLAIN = 4
+"""Steps without them that tell what such a step costs."""
+_EVERY = 128
+"""Steps with drafts that pay before a look at the others; steps without drafts that do not pay before a new try."""
+_LONGEST = 1024
+"""The same after several tries in vain."""
+_LOSS = 0.97
+"""Drafts go on while they bring so much of the tokens a second that there would be without: what they cost is little,
+what they bring is much and comes in bursts."""
+
+
+@dataclasses.dataclass(slots=True)
+class Mean:
+    """A mean in which what was seen before fades."""
+
+    value: float = 0.0
+    weight: float = 0.0
+
+    def note(self, value: float) -> None:
+        self.weight = _LONG_MEMORY * self.weight + 1
+        self.value += (value - self.value) / self.weight
+
+
+@dataclasses.dataclass(slots=True)
+class Tempo:
+    """Whether steps with drafts bring a sequence more tokens a second than steps without, as measured: a step's seconds
+    of either kind, and the tokens of those with drafts. The other kind is tried now and then, ever more seldom while
+    drafts do not pay.
+
+    Args:
+        clock: seconds.
+
+    Attributes:
+        drafts: whether the next step shall have drafts.
+    """
+
+    clock: Callable[[], float]
+    drafts: bool = True
+    _seconds: dict[bool, Mean] = dataclasses.field(default_factory=lambda: {True: Mean(), False: Mean()})
+    _tokens: Mean = dataclasses.field(default_factory=Mean)
+    _last: tuple[bool, float] | None = None
+    _left: int = _PROBE  # steps of this kind
+    _rests: bool = False  # drafts have not paid
+    _rest: int = _EVERY  # steps of the next rest
+
+    def note(self, drafted: bool, tokens: float | None) -> None:
+        """Note a step that was read. ``tokens`` of a sequence; None: not to be compared, prompts were computed too."""
+        now, last = self.clock(), self._last
+        self._last = None if tokens is None else (drafted, now)
+        if tokens is None or last is None or last[0] != drafted or drafted != self.drafts:
+            return
+        self._seconds[drafted].note(now - last[1])
+        if drafted:
+            self._tokens.note(tokens)
+        self._left -= 1
+        if self._left <= 0:
+            self._choose()
+
+    @property
+    def rests(self) -> bool:
+        """Whether there are no drafts because they have not paid."""
+        return self._rests
+
+    def wake(self) -> None:
+        """End a rest: a draft would have come true."""
+        if self._rests:
+            self.drafts, self._left, self._rests, self._tokens = True, _PROBE, False, Mean()
+
+    def _choose(self) -> None:
+        """Choose the kind of the next steps, and of how many: a run with drafts, a few without, and a verdict."""
+        if self.drafts:
+            self.drafts, self._left = False, _PLAIN
+        elif self._rests:
+            self.wake()
+        elif self._tokens.value * self._seconds[False].value >= _LOSS * self._seconds[True].value:
+            self.drafts, self._left, self._rest = True, _EVERY, _EVERY
+        else:
+            self._left, self._rests, self._rest = self._rest, True, min(2 * self._rest, _LONGEST)
+
+
+@dataclasses.dataclass(slots=True)
+class Acceptance:
+    """Share of a sequence's drafts that came true: each token is accepted with the same probability, the rest of a
+    draft fails with it."""
+
+    accepted: float = 2.0
+    failed: float = 0.5
+    resume: int = 0  # the plan from which on there are drafts again
+    rest: int = _REST
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / (self.accepted + self.failed)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of a draft that are worth a row."""
+        rate = self.rate
+        return 1 << 30 if rate >= 1 else int(math.log(_WORTH) / math.log(rate))
+
+    def note(self, accepted: int, failed: int, plan: int) -> None:
+        """Note a draft. ``failed``: whether a token of it did (1) or not (0)."""
+        self.accepted = _MEMORY * self.accepted + accepted
+        self.failed = _MEMORY * self.failed + failed
+        if self.depth:
+            self.rest = _REST if accepted else self.rest
+            return
+        self.resume, self.rest = plan + self.rest, min(2 * self.rest, 64 * _REST)
+        self.accepted, self.failed = 0.3, 0.7  # one token at a time, until one comes true

@@ -1,0 +1,87 @@
+"""What a drafter is, and which ones there are. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+from jaxinfer.config import EngineConfigError, SpeculativeConfig
+
+
+class Drafted(NamedTuple):
+    """A sequence as drafters see it.
+
+    Attributes:
+        number: the same for as long as the sequence lives, and never another's.
+        namespace: of the prefix cache; nothing may be learnt from sequences of another one.
+        prompt: tokens of the prompt.
+        tokens: all that are known, the prompt first; a view, good until the call returns.
+    """
+
+    number: int
+    namespace: bytes
+    prompt: int
+    tokens: Int32[np.ndarray, " tokens"]
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Guesses continuations of sequences. Whatever it says, output stays the same: it decides about speed alone."""
+
+    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
+        """Propose at most ``limit`` token ids to follow those of the sequence; none if there is no good guess."""
+        ...
+
+    def end(self, sequence: Drafted) -> None:
+        """Forget a sequence that has ended, or learn from it."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was learnt from sequences that have ended."""
+        ...
+
+
+class Bounded:
+    """A drafter whose drafts can be fed whatever it says: at most ``limit`` tokens, up to the first that is no id of
+    the vocabulary. (Keys and values of such an id would be NaN, which a masked product does not hide.)"""
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self._drafter, self._vocab_size = drafter, vocab_size
+        self.end, self.reset = drafter.end, drafter.reset
+
+    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
+        tokens = self._drafter.propose(sequence, limit)[:limit]
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
+        good = tokens[: wrong[0]] if len(wrong) else tokens
+        return good.astype(np.int32, copy=False)
+
+
+_MAKERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {}
+
+
+def register(name: str, make: Callable[[SpeculativeConfig], Drafter]) -> None:
+    """Make a drafter known under a name of ``speculative``.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _MAKERS:
+        raise ValueError(f"there is a drafter {name!r} already")
+    _MAKERS[name] = make
+
+
+def make_drafter(config: SpeculativeConfig) -> Drafter | None:
+    """The drafter that ``speculative`` names; None: no speculation.
+
+    Raises:
+        EngineConfigError: there is none of this name.
+    """
+    if config.speculative is None:
+        return None
+    if config.speculative not in _MAKERS:
+        names = ", ".join(["None", *_MAKERS])
+        raise EngineConfigError(f"speculative = {config.speculative} must be one of {names}")
+    return _MAKERS[config.speculative](config)

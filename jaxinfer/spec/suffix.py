@@ -1,0 +1,150 @@
+"""Draft tokens from a sequence's own text and from what was answered before. No jax.
+
+SuffixDecoding (Oliaro et al. 2025): the longest suffix that occurred before, in the prompt and output of the request or
+in outputs that have ended, is followed through the most frequent continuation, as far as the counts carry. A match of n
+tokens is good for n drafts at most. The paper keeps suffix trees; here chains of equal pairs do (`PairChains`), which
+cost a dict entry a token.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from jaxinfer.spec.chains import PairChains
+from jaxinfer.spec.drafter import Drafted
+
+_DEPTH = 24
+"""Longest suffix that is compared."""
+_PLACES = 64
+"""Most earlier places that vote, the latest ones."""
+_LEAST = 0.1
+"""A draft ends where the share of places that agree with all of it falls below this one."""
+_END = np.array([-1], np.int32)  # between outputs: no token
+
+
+class Guess(NamedTuple):
+    """Draft tokens, and how many of them are expected to be right."""
+
+    tokens: list[int]
+    score: float
+
+
+_NOTHING = Guess([], 0.0)
+
+
+@dataclasses.dataclass
+class _Corpus:
+    """Outputs of one namespace that have ended, the oldest first."""
+
+    chains: PairChains = dataclasses.field(default_factory=PairChains)
+    lengths: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
+
+
+class SuffixDrafter:
+    """Looks into the request's own tokens, and into outputs of its namespace that have ended: never into another's,
+    whose texts would show in the speed.
+
+    Args:
+        most: tokens of ended outputs that are kept, in all namespaces together; those of the namespace that was not
+            used for longest go first, its oldest before the others.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._kept = most, 0
+        self._own: dict[int, PairChains] = {}
+        self._ended: collections.OrderedDict[bytes, _Corpus] = collections.OrderedDict()
+
+    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
+        """The better of two guesses; O(new tokens) for the index and O(1) for the rest."""
+        own = self._own.setdefault(sequence.number, PairChains())
+        own.extend(sequence.tokens[len(own.tokens) :])
+        context = sequence.tokens[-_DEPTH:]
+        guess = best_guess(own, context, limit, below=own.tokens.end - 1)
+        if corpus := self._ended.get(sequence.namespace):
+            self._ended.move_to_end(sequence.namespace)
+            guess = max(guess, best_guess(corpus.chains, context, limit), key=lambda guess: guess.score)
+        return np.array(guess.tokens, np.int32)
+
+    def end(self, sequence: Drafted) -> None:
+        """Forget the sequence's own index, and keep what it answered."""
+        self._own.pop(sequence.number, None)
+        output = sequence.tokens[sequence.prompt :]
+        if 2 <= len(output) < self._most:
+            corpus = self._ended.setdefault(sequence.namespace, _Corpus())
+            self._ended.move_to_end(sequence.namespace)
+            corpus.chains.extend(np.concatenate([output, _END]))
+            corpus.lengths.append(len(output) + 1)
+            self._kept += len(output) + 1
+            self._forget()
+
+    def reset(self) -> None:
+        """Forget all ended outputs."""
+        self._ended.clear()
+        self._kept = 0
+
+    def _forget(self) -> None:
+        while self._kept > self._most:
+            namespace, corpus = next(iter(self._ended.items()))
+            length = corpus.lengths.popleft()
+            corpus.chains.forget(length)
+            self._kept -= length
+            if not corpus.lengths:
+                del self._ended[namespace]
+
+
+def best_guess(
+    chains: PairChains, context: Int32[np.ndarray, " context"], limit: int, below: int | None = None
+) -> Guess:
+    """The continuation of ``context`` with the highest score, of its longest match, of half that length and of two.
+
+    Args:
+        below: only places before this one are looked at.
+    """
+    if len(context) < 2 or limit < 1:
+        return _NOTHING
+    first, second = context[-2:].tolist()
+    places = chains.places(first, second, _PLACES, chains.tokens.end if below is None else below)
+    if not len(places):
+        return _NOTHING
+    lengths = _matches(chains, context, places)
+    longest = int(lengths.max())
+    tries = {longest, max(2, longest // 2), 2}
+    guesses = (_follow(chains, places[lengths >= length], min(limit, length)) for length in tries)
+    return max(guesses, key=lambda guess: guess.score)
+
+
+def _matches(
+    chains: PairChains, context: Int32[np.ndarray, " context"], places: Int64[np.ndarray, " places"]
+) -> Int64[np.ndarray, " places"]:
+    """How many tokens that end at each place are those that end the context; two at least."""
+    lengths = np.full(len(places), 2)
+    alive = np.arange(len(places))
+    for back in range(2, len(context)):
+        alive = alive[places[alive] - back >= chains.tokens.start]
+        alive = alive[chains.tokens.at(places[alive] - back) == context[-1 - back]]
+        if not len(alive):
+            break
+        lengths[alive] = back + 1
+    return lengths
+
+
+def _follow(chains: PairChains, places: Int64[np.ndarray, " places"], limit: int) -> Guess:
+    """Follow what most places go on with, the latest where they are equal. A text may run into its own draft."""
+    tokens, score, count, end = list[int](), 0.0, len(places), chains.tokens.end
+    while len(tokens) < limit:
+        places = places + 1
+        follows = chains.tokens.at(np.minimum(places, end - 1)).tolist()
+        for index in np.flatnonzero(places >= end).tolist():
+            follows[index] = tokens[int(places[index]) - end]
+        token, votes = collections.Counter(follows).most_common(1)[0]
+        if token < 0 or votes < _LEAST * count:
+            break
+        tokens.append(token)
+        score += votes / count
+        places = places[np.array(follows) == token]
+    return Guess(tokens, score)

@@ -1,0 +1,1 @@
+"""A model at the terminal: what `jaxinfer generate` and `jaxinfer chat` do."""

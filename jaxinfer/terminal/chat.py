@@ -1,0 +1,136 @@
+"""`jaxinfer chat`: a conversation at the terminal, or of the lines of a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import threading
+import time
+
+from jaxinfer.cli.interrupts import stopping
+from jaxinfer.llm import LLM, Delta
+from jaxinfer.loading import model_folder
+from jaxinfer.terminal.start import in_one_sentence, start
+from jaxinfer.text import TemplateError, load_template
+from jaxinfer.types import RequestError, SamplingParams
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  input() gets its history and editing by it
+
+HELP = """/system TEXT  begin anew with TEXT as the first message
+/clear        begin anew
+/exit         end (or Ctrl-D)
+/help         this list
+Ctrl-C stops an answer; at the prompt it ends the conversation."""
+
+
+class StoppedError(Exception):
+    """The answer was stopped by whoever reads it."""
+
+
+@dataclasses.dataclass
+class Answer:
+    """An answer that is printed as it comes, until ``stop`` is set."""
+
+    stop: threading.Event
+    text: str = ""
+    tokens: int = 0
+    began: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def take(self, delta: Delta) -> None:
+        self.text, self.tokens = self.text + delta.text, self.tokens + len(delta.token_ids)
+        print(delta.text, end="", flush=True)
+        if self.stop.is_set():
+            raise StoppedError
+
+    def stats(self, seed: int | None) -> str:
+        seconds = time.perf_counter() - self.began
+        what = "stopped" if seed is None else f"seed {seed}"
+        return f"{self.tokens} tokens, {self.tokens / seconds:.1f} tokens/s, {what}"
+
+
+class Conversation:
+    """What was said so far; it begins with the system's message, if there is one."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool) -> None:
+        self._llm, self._params, self._stats = llm, params, stats
+        self._begin(system)
+
+    def _begin(self, system: str | None) -> None:
+        self._system = system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, line: str) -> bool:
+        """Answer a line, or do what it says; whether the conversation goes on.
+
+        Raises:
+            RequestError, TemplateError: it cannot be answered, and the conversation is as before.
+        """
+        if line in ("/exit", "/bye", "/quit"):
+            return False
+        if line.startswith("/"):
+            self._command(*line.partition(" ")[::2])
+        elif line:
+            self._answer([*self._messages, {"role": "user", "content": line}])
+        return True
+
+    def _command(self, name: str, rest: str) -> None:
+        match name:
+            case "/clear":
+                self._begin(self._system)
+            case "/system":
+                self._begin(rest.strip() or None)
+            case "/help":
+                print(HELP, file=sys.stderr)
+            case _:
+                print(f"{name} is not a command: /help lists them", file=sys.stderr)
+
+    def _answer(self, asked: list[dict[str, str]]) -> None:
+        """Print the answer as it comes. One that is stopped stays in the conversation as far as it went."""
+        seed = None
+        with stopping() as stop:
+            answer = Answer(stop)
+            with contextlib.suppress(StoppedError):
+                seed = self._llm.chat(asked, self._params, on_delta=answer.take)[0].seed
+        print()
+        self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if self._stats:
+            print(answer.stats(seed), file=sys.stderr)
+
+
+@in_one_sentence
+def run(args: argparse.Namespace) -> None:
+    """Talk until the end of the input."""
+    converse(args)
+
+
+def converse(args: argparse.Namespace) -> None:
+    """Talk with a model that is loaded for it.
+
+    Raises:
+        RequestError: it knows no conversations; or a line of a pipe cannot be answered. At a terminal that is said, and
+            the conversation goes on.
+    """
+    if load_template(model_folder(args.model)) is None:
+        raise RequestError(None, f"the model {args.model!r} has no chat template: jaxinfer generate continues texts")
+    llm, params = start(args, 1)
+    conversation, typed = Conversation(llm, params, args.system, args.stats), sys.stdin.isatty()
+    if typed:
+        print("Type a message; /help lists commands, Ctrl-D ends the conversation.", file=sys.stderr)
+    going = True
+    while going and (line := _read_line(typed)) is not None:
+        try:
+            going = conversation.say(line.strip())
+        except (RequestError, TemplateError) as error:
+            if not typed:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+
+
+def _read_line(typed: bool) -> str | None:
+    try:
+        return input("> " if typed else "")
+    except EOFError:
+        return None

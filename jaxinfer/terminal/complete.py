@@ -1,0 +1,142 @@
+"""`jaxinfer generate`: prompts in, text out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfer.cli.interrupts import leaving_at_once
+from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
+from jaxinfer.loading import model_folder
+from jaxinfer.stats import Clock, measured_bandwidth, report
+from jaxinfer.terminal.chat import converse
+from jaxinfer.terminal.start import in_one_sentence, start
+from jaxinfer.text import load_template
+from jaxinfer.types import RequestError
+
+_NO_PROMPT = "give --prompt TEXT or --prompt-file FILE, or pipe a text in"
+_MOST_TOGETHER = 32
+
+
+@in_one_sentence
+def run(args: argparse.Namespace) -> None:
+    """Complete the prompts, or talk where there is none and somebody sits at a terminal."""
+    if args.chat or _is_talk(args):
+        converse(args)
+    else:
+        complete(args, _prompts(args))
+
+
+def complete(args: argparse.Namespace, prompts: list[str]) -> None:
+    """Generate, and print as the flags say."""
+    llm, params = start(args, min(len(prompts) * (args.n or 1), _MOST_TOGETHER))
+    streaming = args.stream and not args.json and len(prompts) == 1 and params.n == 1
+    clock = Clock()
+    with leaving_at_once():
+        outputs = llm.generate(prompts, params, on_delta=_printer(clock, prompts[0] if streaming else None))
+    clock.stop()
+    if streaming:
+        print()
+    else:
+        _print_all(outputs, args.json)
+    if streaming and params.logprobs is not None:
+        _print_logprobs(outputs[0].outputs[0])
+    if args.stats:
+        _print_stats(llm, clock, outputs)
+
+
+def _is_talk(args: argparse.Namespace) -> bool:
+    """Whether nobody said what to continue, and there is somebody to ask.
+
+    Raises:
+        RequestError: there is, but the model knows no conversations.
+    """
+    if args.prompt or args.prompt_file or args.json or not sys.stdin.isatty():
+        return False
+    if load_template(model_folder(args.model)) is None:
+        raise RequestError(None, f"no prompt, and the model {args.model!r} has no chat template: {_NO_PROMPT}")
+    return True
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    if args.prompt:
+        return list(args.prompt)
+    if args.prompt_file is not None and args.prompt_file != "-":
+        return [_read(args.prompt_file)]
+    if args.prompt_file is None and sys.stdin.isatty():
+        raise RequestError(None, f"no prompt: {_NO_PROMPT}")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale is
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(None, f"standard input is not UTF-8: {error}") from error
+    if not text:
+        raise RequestError(None, f"no prompt, and nothing on standard input: {_NO_PROMPT}")
+    # echo ends its text with a line's end that nobody means; a file that is named is taken as it is.
+    return [text if args.prompt_file == "-" else text.removesuffix("\n")]
+
+
+def _read(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(None, f"--prompt-file {path} cannot be read: {error}") from error
+
+
+def _printer(clock: Clock, prompt: str | None) -> Callable[[Delta], None]:
+    """What stops the clock and, given a prompt, prints it and its continuation: not before there is one."""
+    texts = itertools.chain([prompt], itertools.repeat(""))
+
+    def on_delta(delta: Delta) -> None:
+        clock.tick(delta)
+        if prompt is not None:
+            print(next(texts), delta.text, sep="", end="", flush=True)
+
+    return on_delta
+
+
+def _print_all(outputs: list[RequestOutput], as_json: bool) -> None:
+    for output in outputs:
+        if as_json:
+            print(json.dumps(_as_json(output), ensure_ascii=False))
+            continue
+        for completion in output.outputs:
+            if len(output.outputs) > 1:
+                print(f"[{completion.index + 1}/{len(output.outputs)}]")
+            print(f"{output.prompt}{completion.text}")
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    fields = dataclasses.asdict(output)
+    for completion in fields["outputs"]:
+        completion["logprobs"] = _logprobs_json(completion["logprobs"])
+    fields["prompt_logprobs"] = _logprobs_json(fields["prompt_logprobs"])
+    return fields
+
+
+def _logprobs_json(positions: list[LogprobsDict | None] | None) -> list[list[dict[str, Any]] | None] | None:
+    if positions is None:
+        return None
+    return [
+        None if position is None else [{"token_id": token, **c._asdict()} for token, c in position.items()]
+        for position in positions
+    ]
+
+
+def _print_logprobs(output: CompletionOutput) -> None:
+    for token, candidates in zip(output.token_ids, output.logprobs or [], strict=True):
+        texts = ", ".join(f"{c.decoded_token!r} {c.logprob:.3f}" for c in candidates.values())
+        print(f"{token:7d} {candidates[token].logprob:8.3f}   {texts}")
+
+
+def _print_stats(llm: LLM, clock: Clock, outputs: list[RequestOutput]) -> None:
+    model = llm.model.with_cache(llm.engine.config.kv_cache_dtype)
+    print(report(model, clock, outputs, measured_bandwidth(), llm.engine.stats()), file=sys.stderr)

@@ -1,0 +1,105 @@
+"""Flags as people mistype them, and as other engines call them."""
+
+import pytest
+
+from jaxinfer.cli import chat, compile, convert, generate, serve
+from jaxinfer.config import EngineConfig
+from jaxinfer.names import ALIASES, HINTS
+from jaxinfer.quant.make.recipe import METHODS
+from jaxinfer.serve.settings import ServeConfig
+
+PARSERS = {"serve": serve, "generate": generate, "chat": chat, "convert": convert, "compile": compile}
+
+
+def refusal(capsys, parse, *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        parse(words)
+    assert left.value.code == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert len(err.splitlines()) == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (
+            "generate",
+            ["--temprature", "0.3"],
+            "--temprature is not a flag of jaxinfer generate: did you mean --temperat",
+        ),
+        ("generate", ["--max-token", "3"], "did you mean --max-tokens?"),
+        ("serve", ["demo", "--api-key", "abc"], "--api-key is not a flag of jaxinfer serve: hashed keys stand in the"),
+        ("serve", ["demo", "--trust-remote-code"], "no code of a checkpoint is ever run"),
+        ("serve", ["demo", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
+        ("serve", ["demo", "--max-model-len", "x"], "--max-model-len: invalid int value: 'x'"),
+        ("serve", ["demo", "--gpu-memory-utilization", "x"], "--memory-utilization: invalid float value"),
+        ("serve", ["demo", "draft"], "draft is one word too many"),
+        ("serve", [], "model is not set: name one"),
+        ("compile", [], "no model is named: jaxinfer compile MODEL"),
+        ("generate", ["--dtype", "int3"], "'int3' must be one of auto, float32, bfloat16, float16"),
+        ("generate", ["--chat", "--json"], "--chat and --json exclude each other"),
+        ("generate", ["--chat", "--prompt", "x"], "--chat and --prompt exclude each other"),
+        ("generate", ["--prompt", "x", "--prompt-file", "y"], "--prompt and --prompt-file exclude each other"),
+        ("generate", ["--system", "x"], "needs --chat"),
+        ("chat", ["--json"], "--json is not a flag of jaxinfer chat"),
+        ("compile", ["demo", "--target", "h100"], "--target h100 needs --num-pages"),
+    ],
+)
+def test_an_error_is_one_line_with_the_way_out(capsys, command, words, said):
+    assert said in refusal(capsys, PARSERS[command].parse, *words)
+
+
+SAMPLES = {int: "3", float: "0.5", str: "x"}
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, names in ALIASES.items() for theirs in names])
+def test_the_fields_names_work(ours, theirs):
+    """Wherever a command has ours."""
+    parser = generate.make_parser() if ours == "max_tokens" else serve.make_parser()
+    action = next(action for action in parser._actions if action.dest == ours)
+    value = SAMPLES.get(action.type, "3")
+    for spelt in (f"--{theirs.replace('_', '-')}", f"--{theirs}", f"--{ours}"):
+        assert getattr(parser.parse_args([spelt, value]), ours) == action.type(value)
+    if len(theirs) == 2:
+        assert getattr(parser.parse_args([f"-{theirs}", value]), ours) == action.type(value)
+
+
+def test_no_name_of_others_is_one_of_ours():
+    ours = {*EngineConfig.__dataclass_fields__, *ServeConfig.__dataclass_fields__}
+    assert not ours & {*HINTS, *(name for names in ALIASES.values() for name in names)}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "half", "fp32", "float"])
+def test_short_names_of_dtypes(name):
+    assert generate.parse(["--dtype", name]).dtype in ("bfloat16", "float16", "float32")
+
+
+def test_a_model_needs_no_flag():
+    assert serve.parse(["a/b", "--port", "1"]).configuration.model == "a/b"
+    assert serve.parse(["--port", "1", "a/b"]).configuration.model == "a/b"
+    assert serve.parse(["--model", "a/b"]).configuration.model == "a/b"
+    assert generate.parse([]).model == "demo"
+    assert generate.parse(["a/b", "--prompt", "x"]).model == "a/b"
+    assert compile.parse(["a/b"]).model == "a/b"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "compile"])
+def test_all_flags_are_explained_in_groups(command):
+    page = PARSERS[command].make_parser().format_help()
+    for title in ("Steps, and the queue:", "Devices, and how the model is spread over them:", "Speculative decoding:"):
+        assert title in page
+    plain = " ".join(page.split())
+    assert "[also --gpu-memory-utilization, --mem-fraction-static]" in plain
+    assert "--[no-]enable-prefix-caching" in plain
+    assert "_MISSING_TYPE" not in plain
+
+
+def test_methods_of_quantisation_are_all_there():
+    assert tuple(METHODS) == convert.METHODS
+
+
+def test_the_page_has_every_name_of_others(repo):
+    rows = [f"| `{ours}` | {', '.join(f'`{name}`' for name in names)} |" for ours, names in ALIASES.items()]
+    assert "\n".join(["|---|---|", *rows, ""]) in (repo / "docs/cli.md").read_text(encoding="utf-8")

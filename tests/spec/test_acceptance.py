@@ -1,0 +1,87 @@
+"""When drafts are worth their rows, and when steps with drafts are."""
+
+from jaxinfer.spec import Acceptance, Tempo
+
+
+def test_a_sequence_whose_drafts_come_true_drafts_deep_and_one_whose_fail_rests_ever_longer() -> None:
+    good, bad = Acceptance(), Acceptance()
+    for plan in range(20):
+        good.note(4, 0, plan)
+    assert good.depth > 20
+    pauses, plan = list[int](), 0
+    for _ in range(60):
+        plan = max(plan + 1, bad.resume)
+        bad.note(0, 1, plan)
+        if bad.resume > plan:
+            pauses.append(bad.resume - plan)
+    assert pauses[:3] == [16, 32, 64]
+    assert max(pauses) == pauses[-1] == 1024, "there is a longest one"
+    bad.note(1, 0, plan)
+    assert bad.depth, "one that comes true counts"
+
+
+def test_depth_follows_from_the_share_that_is_accepted() -> None:
+    assert Acceptance(accepted=1.0, failed=1.0).depth == 3, "0.5 ** 3 >= 0.1 > 0.5 ** 4"
+    assert Acceptance(accepted=0.05, failed=0.95).depth == 0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def share_of_drafting(tokens: float, seconds: float, steps: int = 4000) -> float:
+    """Of steps, where one with drafts brings ``tokens`` in ``seconds`` and one without brings 1 in 1."""
+    clock, drafted = Clock(), 0
+    tempo = Tempo(clock)
+    for _ in range(steps):
+        kind = tempo.drafts
+        drafted += kind
+        clock.now += seconds if kind else 1.0
+        tempo.note(kind, tokens if kind else 1.0)
+    return drafted / steps
+
+
+def test_the_faster_kind_of_step_is_chosen() -> None:
+    assert share_of_drafting(tokens=1.5, seconds=1.1) > 0.9
+    assert share_of_drafting(tokens=1.05, seconds=1.2) < 0.05
+    assert share_of_drafting(tokens=1.0, seconds=1.05) < 0.05
+    assert share_of_drafting(tokens=1.0, seconds=1.01) > 0.9, "one percent for what may come"
+
+
+def test_a_change_is_noticed() -> None:
+    clock = Clock()
+    tempo, kinds = Tempo(clock), list[bool]()
+    for step in range(6000):
+        kind = tempo.drafts
+        kinds.append(kind)
+        clock.now += 1.0
+        tempo.note(kind, (0.9 if step < 1000 else 2.0) if kind else 1.0)
+    assert not all(kinds[500:1000])
+    assert sum(kinds[-200:]) > 180
+
+
+def test_a_rest_ends_where_drafts_would_come_true() -> None:
+    clock = Clock()
+    tempo = Tempo(clock)
+    while not tempo.rests:
+        kind = tempo.drafts
+        clock.now += 2.0 if kind else 1.0
+        tempo.note(kind, 1.0)
+    assert not tempo.drafts
+    tempo.wake()
+    assert tempo.drafts
+    assert not tempo.rests
+
+
+def test_steps_with_prompts_are_not_compared() -> None:
+    clock = Clock()
+    tempo = Tempo(clock)
+    for _ in range(500):
+        clock.now += 100.0
+        tempo.note(True, None)
+    assert tempo.drafts
+    assert not tempo._seconds[True].weight

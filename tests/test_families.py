@@ -1,0 +1,100 @@
+"""Model families from outside of the package."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+
+from jaxinfer import LLM
+from jaxinfer.families import find_families
+from jaxinfer.loading import abstract_model, model_folder
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.registry import LLAMA
+from jaxinfer.serve.core.__main__ import build
+from jaxinfer.serve.core.settings import CoreSettings
+from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.weights import save_params
+from tests.fakes import llama_json, random_model
+
+MODULE = """
+import dataclasses
+from jaxinfer.models.registry import LLAMA
+
+MINE = dataclasses.replace(LLAMA, ignore=("mine",))
+NUMBER = 3
+"""
+TOKENIZER = model_folder("demo") / "tokenizer.json"
+NAMED = {"architectures": ["MyForCausalLM"]}
+
+
+@pytest.fixture
+def site(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A folder that Python imports from, with a module of a family."""
+    (tmp_path / "a_family_of_mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def install(site: pathlib.Path, architecture: str) -> None:
+    """Leave what pip would: a distribution with an entry point."""
+    info = site / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[jaxinfer.families]\n{architecture} = a_family_of_mine:MINE\n")
+
+
+@pytest.mark.usefixtures("site")
+def test_a_named_family_is_that_of_whatever_config_json_names() -> None:
+    found = find_families(NAMED, "a_family_of_mine:MINE")
+    assert {name: family.ignore for name, family in found.items()} == {"MyForCausalLM": ("mine",)}
+    assert find_families(NAMED) == {}
+    assert find_families({}, "a_family_of_mine:MINE") == {}
+
+
+def test_installed_families_are_found_by_architecture(site: pathlib.Path) -> None:
+    install(site, "MyForCausalLM")
+    assert find_families(NAMED)["MyForCausalLM"].ignore == ("mine",)
+    assert find_families({"architectures": ["OtherForCausalLM"]}) == {}
+
+
+def test_an_installed_family_does_not_take_the_place_of_a_known_one(site: pathlib.Path) -> None:
+    install(site, "LlamaForCausalLM")
+    assert find_families({"architectures": ["LlamaForCausalLM"]}) == {}
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("a_family_of_mine", "family = 'a_family_of_mine' must be module:NAME"),
+        ("no/path.py:X", "must be module:NAME"),
+        ("no_such_module:X", "family = 'no_such_module:X' cannot be imported: No module named 'no_such_module'"),
+        ("a_family_of_mine:YOURS", "cannot be imported: module 'a_family_of_mine' has no attribute 'YOURS'"),
+        ("a_family_of_mine:NUMBER", "is a int, and must be a Family"),
+    ],
+)
+def test_what_is_no_family_is_refused(family: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        find_families(NAMED, family)
+
+
+def test_a_servers_family_reaches_the_process_that_loads_the_model() -> None:
+    settings = CoreSettings.of(ServeConfig(model="demo", family="no_such_module:X"), "/socket")
+    with pytest.raises(ConfigError, match="family = 'no_such_module:X' cannot be imported"):
+        build(CoreSettings.from_json(settings.to_json()), lambda startup: None)
+
+
+@pytest.mark.usefixtures("site")
+def test_a_model_of_an_unknown_architecture_is_served_by_a_named_family(tmp_path: pathlib.Path) -> None:
+    model, folder = random_model(), tmp_path / "model"
+    config: dict[str, Any] = llama_json(architectures=["MyForCausalLM"])
+    save_params(folder, model.params, model.specs, config)
+    (folder / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
+    with pytest.raises(ConfigError, match=r"MyForCausalLM.* is not supported"):
+        abstract_model(str(folder))
+    few = {"max_num_seqs": 1, "num_pages": 16, "page_size": 16, "prefill_sizes": [16]}
+    with LLM(str(folder), family="a_family_of_mine:MINE", **few) as llm:
+        assert llm.model.family.module is LLAMA.module
+        assert len(llm.generate([[1, 2, 3]])[0].outputs[0].token_ids) > 0
