@@ -113,7 +113,7 @@ def require_auto(name: str, array: Any) -> None:
         TypeError: it is one, perhaps within a program that is being traced.
     """
     mesh = jax.typeof(array).sharding.mesh
-    if not mesh.empty and not mesh.are_all_axes_auto:
+    if mesh.explicit_axes:  # those of a shard_map are Manual, and welcome
         raise TypeError(
             f"{name} lies on a mesh with Explicit axes {mesh.axis_names}: make the mesh with "
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"

@@ -33,6 +33,7 @@ KEYS = {
     "administers": ("c", "admin"),
     "nothing": ("d", ""),
 }
+CLIENTS_OWN = "Internal error from Core"
 FREE = {
     "grpc.health.v1.Health/Check",
     "grpc.health.v1.Health/List",
@@ -84,7 +85,15 @@ def test_every_method_wants_a_key_with_its_scope() -> None:
 
 
 async def answer(server: Running, path: str, authorization: str | None) -> grpc.StatusCode:
-    """Of an empty request; OK if something comes."""
+    """Status of an empty request; OK if something comes. grpc.aio's client replaces a status that comes while it writes
+    by one of its own: then the call is made again."""
+    for _ in range(10):
+        if (found := await _answer(server, path, authorization)) is not None:
+            return found
+    raise AssertionError(f"{path}: the client never got the server's status")
+
+
+async def _answer(server: Running, path: str, authorization: str | None) -> grpc.StatusCode | None:
     channel = server.control_channel if path.startswith(OPERATORS) else server.channel
     method = METHODS[path]
     metadata = (("authorization", authorization),) if authorization is not None else ()
@@ -97,7 +106,7 @@ async def answer(server: Running, path: str, authorization: str | None) -> grpc.
     try:
         await call.read()
     except aio.AioRpcError as error:
-        return failure_of(error).code
+        return None if error.details() == CLIENTS_OWN else failure_of(error).code
     call.cancel()
     return grpc.StatusCode.OK
 
