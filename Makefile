@@ -17,7 +17,8 @@ MAX_TOKENS ?= 128
 ARGS ?=
 PARITY ?=
 # Rooms that run without jax, and the house's own rules: below two minutes on two cores.
-FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/client tests/test_types.py tests/test_validate.py \
+FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/client tests/test_types.py \
+    tests/test_sampling_params.py tests/test_validate.py \
     tests/test_imports.py tests/test_house.py tests/test_flags.py
 # Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100, the page for
 # researchers.

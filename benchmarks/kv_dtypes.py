@@ -32,7 +32,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.parallel.mesh import mesh_for
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights import init_params
 
 KINDS = ("auto", "int8", "fp8")

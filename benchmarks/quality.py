@@ -34,7 +34,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model, model_folder, open_model
 from jaxinfer.models.model import Model
 from jaxinfer.quantize import Calibration, Recipe, quantize
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights.formats import quantized_weights
 from jaxinfer.weights.gguf.checkpoint import open_gguf
 from jaxinfer.weights.safetensors.checkpoint import open_checkpoint, read_json_object

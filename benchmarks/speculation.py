@@ -26,7 +26,7 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 
 SCENE = (
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxinfer.config import EngineConfig
-    from jaxinfer.engine.async_engine import AsyncEngine
     from jaxinfer.llm import LLM, RequestOutput
     from jaxinfer.loading import load_model
     from jaxinfer.models.model import Model
-    from jaxinfer.types import RequestError, SamplingParams
+    from jaxinfer.sampling_params import RequestError, SamplingParams
+    from jaxinfer.serve.async_engine import AsyncEngine
 
 _HOMES = {
-    "AsyncEngine": "jaxinfer.engine.async_engine",
+    "AsyncEngine": "jaxinfer.serve.async_engine",
     "EngineConfig": "jaxinfer.config",
     "LLM": "jaxinfer.llm",
     "Model": "jaxinfer.models.model",
-    "RequestError": "jaxinfer.types",
+    "RequestError": "jaxinfer.sampling_params",
     "RequestOutput": "jaxinfer.llm",
-    "SamplingParams": "jaxinfer.types",
+    "SamplingParams": "jaxinfer.sampling_params",
     "__version__": "jaxinfer.version",
     "load_model": "jaxinfer.loading",
 }

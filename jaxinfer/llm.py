@@ -18,10 +18,11 @@ from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.names import advice
 from jaxinfer.progress import prompts_bar
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import PositionLogprobs, Request, RequestError, SamplingParams, SequenceDelta
+from jaxinfer.types import PositionLogprobs, Request, SequenceDelta
 
 # The fields of a request that are the prompt itself, as text or as tokens.
 _PROMPT = ("prompt", "prompt_token_ids")

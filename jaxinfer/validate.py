@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxinfer.types import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

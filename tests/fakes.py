@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxinfer.models.model import Model, abstract
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights import init_params
 
 

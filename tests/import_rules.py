@@ -17,6 +17,7 @@ SCRIPTS = ("tools", "benchmarks")
 # A room may import rooms of lower storeys only: never one of its own storey (sideways), never one above.
 STOREY = {
     "brief": -1,
+    "sampling_params": -1,
     "pallas_kernels": 0,
     "types": 0,
     "names": 0,
@@ -71,6 +72,7 @@ STOREY_WITHIN = {
     "pallas_kernels.check": 1,
     "pallas_kernels.tune": 2,
 }
+TEXT_NEEDS = {"gguf", "sampling_params", "types", "validate"}
 ENGINE = STOREY["engine"]
 DOORS = STOREY["loading"]
 
@@ -101,6 +103,7 @@ NUMERIC = {"jax", "flax", "numpy", "jaxtyping"}
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "brief": set[str](),
+    "sampling_params": set[str](),
     "types": set[str](),
     "protos": WIRE,
     "v1": set[str](),
@@ -122,6 +125,7 @@ NO_JAX = (
     "jaxinfer.generate",
     "jaxinfer.names",
     "jaxinfer.version",
+    "jaxinfer.sampling_params",
     "jaxinfer.types",
     "jaxinfer.config",
     "jaxinfer.validate",
@@ -130,6 +134,7 @@ NO_JAX = (
     "jaxinfer.bench",
     "jaxinfer.text",
     "jaxinfer.client",
+    "jaxinfer.serve.async_engine",
     "jaxinfer.serve.auth",
     "jaxinfer.serve.backend",
     "jaxinfer.serve.calls",
@@ -149,6 +154,7 @@ NO_JAX = (
     "jaxinfer.serve.ports",
     "jaxinfer.serve.preview",
     "jaxinfer.serve.settings",
+    "jaxinfer.serve.streams",
     "jaxinfer.serve.tenants",
     "jaxinfer.serve.template_helper",
     "jaxinfer.serve.text_helper",
@@ -158,7 +164,6 @@ NO_JAX = (
     "jaxinfer.kv.manager",
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
-    "jaxinfer.engine.async_engine",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
@@ -235,7 +240,7 @@ def _direction(module: Module, modules: dict[str, Module]) -> Iterator[str]:
 
 def _refusal(room: str, imported: str) -> str | None:
     if room == "text":
-        return None if imported in {"types", "validate", "gguf"} else "text imports types, validate and gguf only"
+        return None if imported in TEXT_NEEDS else f"text imports {', '.join(sorted(TEXT_NEEDS))} only"
     if imported == "text":
         return None if STOREY[room] > ENGINE else "engine and below speak token ids, text is the front end's"
     if imported not in STOREY or STOREY[imported] < STOREY[room]:

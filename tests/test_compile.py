@@ -20,7 +20,7 @@ import json, sys
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.compilations import count_cache_use
 from jaxinfer.llm import LLM
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 
 with count_cache_use() as use:
     config = EngineConfig(max_model_len=64, page_size=32, prefill_sizes=(32,), max_num_seqs=2)

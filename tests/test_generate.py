@@ -14,7 +14,7 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.generate import main
 from jaxinfer.loading import load_model, model_folder
-from jaxinfer.types import RequestError
+from jaxinfer.sampling_params import RequestError
 
 FAST = ["--max-model-len", "128", "--temperature", "0", "--max-tokens", "12"]
 

@@ -94,7 +94,7 @@ REFUSED = {
     ),
     "text above": (
         {"jaxinfer/text/a.py": "import jaxinfer.config", "jaxinfer/config.py": ""},
-        "text imports types",
+        "text imports gguf, sampling_params, types, validate only",
     ),
     "text below": ({"jaxinfer/engine/a.py": "import jaxinfer.text", "jaxinfer/text/b.py": ""}, "speak token ids"),
     "hidden": (

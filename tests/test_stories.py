@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from jaxinfer.llm import LLM
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.types import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.validate import SamplingLimits, validate_request
 
 VOCAB = 100

@@ -15,7 +15,8 @@ from jaxinfer.engine.execution.commands import DecodeBatch
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.llm import LLM
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 _ROWS = 32
 _SETTINGS: dict[str, Any] = {"max_num_seqs": _ROWS, "max_model_len": 768, "page_size": 64, "prefill_sizes": (64,)}

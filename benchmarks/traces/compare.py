@@ -14,7 +14,8 @@ from benchmarks.traces.ideal import BatchingBound, lru_hits, unique_pages
 from benchmarks.traces.replay import Arrival, Replayed, Server, arrivals, replay
 from jaxinfer.bench.traces import Trace, TraceError
 from jaxinfer.config import EngineConfig
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 
 @dataclasses.dataclass(frozen=True)

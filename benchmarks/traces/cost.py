@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.traces.fake import FakeServer, resolved
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduling.scheduler import Scheduler
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 MAX_LEN = 2048
 PROMPTS, OUTPUTS = (32, 512), (64, 384)  # shortest and longest; a sequence in some 224 ends in a step

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.bench.figures import percentiles
 from jaxinfer.bench.traces import Trace, TraceRequest, prompt_tokens
-from jaxinfer.types import Request, SamplingParams, SequenceDelta
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request, SequenceDelta
 
 
 class Counters(NamedTuple):

@@ -9,7 +9,7 @@ from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.flags import add_groups, all_flags, given_settings
 from jaxinfer.names import DTYPES, known_dtype
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 
 # At a terminal --seed is the request's own: the engine's is where unset seeds of requests come from.
 _NO_FLAGS = ("seed",)

@@ -15,7 +15,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.eval.perplexity import Perplexity, measure
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LOADING_ERRORS
-from jaxinfer.types import RequestError
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.weights.progress import counting_bar
 
 ERRORS = (*LOADING_ERRORS, EngineConfigError, RequestError)

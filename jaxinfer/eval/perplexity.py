@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxinfer.llm import LLM, RequestOutput
-from jaxinfer.types import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams
 
 AT_ONCE = 32  # windows in one call: what they return is in memory
 _SCORING = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

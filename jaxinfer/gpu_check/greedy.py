@@ -29,7 +29,7 @@ def missing_for_llm() -> list[str]:
 
 def with_llm(dtype: str, tokens: int) -> dict[str, Any]:
     from jaxinfer.llm import LLM
-    from jaxinfer.types import SamplingParams
+    from jaxinfer.sampling_params import SamplingParams
 
     llm = LLM(
         model="demo",
@@ -54,7 +54,8 @@ def with_engine(dtype: str, tokens: int) -> dict[str, Any]:
     from jaxinfer.engine.engine import Engine
     from jaxinfer.engine.execution.prepare import prepare
     from jaxinfer.models.model import abstract
-    from jaxinfer.types import Request, SamplingParams
+    from jaxinfer.sampling_params import SamplingParams
+    from jaxinfer.types import Request
     from jaxinfer.weights import load_params
 
     config_json = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))

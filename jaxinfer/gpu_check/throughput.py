@@ -16,7 +16,8 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.gpu_check.llama import LLAMA_8B, TINY, random_model
 from jaxinfer.gpu_check.report import Report
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 
 class Load(NamedTuple):

@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.text.chat_template import ARGUMENTS as TEMPLATE_ARGUMENTS
-from jaxinfer.types import RequestError, SamplingParams
 
 MAX_ID_CHARACTERS = 128
 MAX_SALT_CHARACTERS = 256

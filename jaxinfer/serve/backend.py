@@ -1,6 +1,6 @@
 """The engine as the front end sees it, wherever it runs. No jax.
 
-`jaxinfer.engine.async_engine.AsyncEngine` is one in this process; `jaxinfer.serve.core.link.CoreLink` is the face of
+`jaxinfer.serve.async_engine.AsyncEngine` is one in this process; `jaxinfer.serve.core.link.CoreLink` is the face of
 one in another.
 """
 

@@ -7,7 +7,7 @@ import enum
 
 import grpc
 
-from jaxinfer.types import QueueFullError, RequestError
+from jaxinfer.sampling_params import QueueFullError, RequestError
 
 
 class Kind(enum.Enum):

@@ -7,9 +7,9 @@ import logging
 import uuid
 from collections.abc import Iterator, Mapping
 
-from jaxinfer.engine.async_engine import EngineDeadError
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.errors import Kind, ServeError, refused
-from jaxinfer.types import RequestError
 
 RETRY_SECONDS = 1.0
 """Seconds after which a client may try an engine again that does not run: most restarts begin sooner."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits, Usage
@@ -28,7 +29,7 @@ from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import Request, RequestError, SamplingParams
+from jaxinfer.types import Request
 from jaxinfer.validate import SamplingLimits, check_token_ids
 
 _LIMITS = ServeLimits()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxinfer.engine.async_engine import EngineDeadError
+from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import Usage
 from jaxinfer.serve.errors import Kind, ServeError

@@ -12,13 +12,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve import packing
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.template_helper import GOOD
 from jaxinfer.serve.templates import Pool, Sizes
 from jaxinfer.serve.text_helper import BODY, TEXT, TEXT_ALONE
-from jaxinfer.types import RequestError
 
 LONG_CHARACTERS = 64 << 10
 """A text of more is tokenised in a helper. Up to here it is a tenth of a second, and some megabytes, of a thread."""

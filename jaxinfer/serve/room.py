@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxinfer.types import QueueFullError, RequestError
+from jaxinfer.sampling_params import QueueFullError, RequestError
 
 
 class Load(NamedTuple):

@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Call, Scored, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.generation import Generation
-from jaxinfer.types import PositionLogprobs, RequestError
+from jaxinfer.types import PositionLogprobs
 
 _AT_ONCE = 8
 """Continuations of one call in flight: one call does not fill the queue."""

@@ -20,12 +20,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.packing import pack
 from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
 from jaxinfer.serve.turns import Turns
 from jaxinfer.text.chat_template import ChatTemplate
-from jaxinfer.types import RequestError
 
 MAX_WAITING, MAX_WAITING_OWN = 4096, 256
 """Conversations that wait for a helper, with the checkpoint's template and with their own; more are refused. The

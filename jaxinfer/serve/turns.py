@@ -6,7 +6,7 @@ import asyncio
 import collections
 from collections.abc import Sequence
 
-from jaxinfer.types import QueueFullError
+from jaxinfer.sampling_params import QueueFullError
 
 
 class Turns[T]:

@@ -12,9 +12,9 @@ import time
 from jaxinfer.cli.interrupts import stopping
 from jaxinfer.llm import LLM, Delta
 from jaxinfer.loading import model_folder
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.text import TemplateError, load_template
-from jaxinfer.types import RequestError, SamplingParams
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  input() gets its history and editing by it

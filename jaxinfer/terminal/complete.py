@@ -15,11 +15,11 @@ from typing import Any
 from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.loading import model_folder
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.stats import Clock, measured_bandwidth, report
 from jaxinfer.terminal.chat import converse
 from jaxinfer.terminal.start import in_one_sentence, start
 from jaxinfer.text import load_template
-from jaxinfer.types import RequestError
 
 _NO_PROMPT = "give --prompt TEXT or --prompt-file FILE, or pipe a text in"
 _MOST_TOGETHER = 32

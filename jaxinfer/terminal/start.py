@@ -11,7 +11,7 @@ from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LOADING_ERRORS
-from jaxinfer.types import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams
 
 ERRORS = (*LOADING_ERRORS, EngineConfigError, RequestError)
 

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import Request, RequestError, SamplingParams
+from jaxinfer.types import Request
 from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_request
 
 Prompt = str | Sequence[int]

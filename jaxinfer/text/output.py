@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.detokenizer import Detokenizer
 from jaxinfer.text.stop import StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams, SequenceDelta
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 
 class TextDelta(NamedTuple):

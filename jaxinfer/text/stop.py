@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxinfer.types import RequestError
+from jaxinfer.sampling_params import RequestError
 
 
 class Emitted(NamedTuple):

@@ -11,7 +11,8 @@ from benchmarks import serve_load
 from benchmarks.serving import clients, load, report
 from benchmarks.serving.paced import Pace, PacedEngine, Stamps, id_of
 from jaxinfer.config import EngineConfig
-from jaxinfer.types import FinishReason, Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import FinishReason, Request
 
 
 def heard(row: int, times: list[float], counts: list[int], **more: object) -> clients.Heard:

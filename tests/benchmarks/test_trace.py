@@ -11,7 +11,8 @@ from benchmarks.traces.fake import FakeServer, Pace, resolved
 from benchmarks.traces.ideal import BatchingBound, lru_hits
 from benchmarks.traces.replay import Arrival, replay
 from jaxinfer.config import EngineConfig
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 OUTPUTS = [24, 3, 6, 2, 18, 1, 9, 4, 30, 2, 2, 5]
 TINY = {

@@ -10,7 +10,8 @@ from benchmarks.traces.ideal import BatchingBound, lru_hits, unique_pages
 from benchmarks.traces.replay import Arrival, Server, Times, arrivals
 from jaxinfer.bench.traces import Trace, TraceError, TraceRequest
 from jaxinfer.config import EngineConfig
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 from tests.benchmarks.scripted_server import ScriptedServer
 
 OUTPUTS = (8, 2, 2, 4, 1, 9, 3, 3)

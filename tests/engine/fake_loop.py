@@ -12,7 +12,8 @@ from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SamplingParams, SequenceDelta
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SequenceDelta
 from tests.engine.fake_device import EOS, Alone, FakeDevice, FakeModel, Launched, position_logprobs
 
 SWAP = Costs(swap_page=0.0, prefill_token=1.0, decode_step=1.0)

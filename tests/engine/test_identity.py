@@ -18,8 +18,8 @@ from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Drafted, register
-from jaxinfer.types import SamplingParams
 from tests.engine.test_invariance import bits
 from tests.fakes import medium_model, mixed_params, random_model
 

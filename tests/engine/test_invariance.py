@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.llm import LLM, RequestOutput
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.fakes import medium_model, mixed_params, random_model
 
 

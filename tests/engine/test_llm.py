@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM, _with_settings
-from jaxinfer.types import QueueFullError, RequestError, SamplingParams
+from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from tests.fakes import mixed_params, random_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)

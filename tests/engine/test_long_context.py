@@ -36,7 +36,7 @@ def test_programs_need_no_more_memory_for_longer_contexts():
 _SCRIPT = """
 import resource, sys
 from jaxinfer.llm import LLM
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.fakes import random_model
 
 yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}

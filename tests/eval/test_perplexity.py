@@ -14,7 +14,7 @@ from jaxinfer import LLM
 from jaxinfer.eval.__main__ import main
 from jaxinfer.eval.perplexity import Window, measure, windows
 from jaxinfer.models.model import Model
-from jaxinfer.types import RequestError
+from jaxinfer.sampling_params import RequestError
 from tests.models.parity import load_case
 from tests.quantize.models import GOLDENS
 from tools.oracle.golden import Golden, load

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.kv.identity import cache_identity
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 texts = st.text("ab:\n\0\x01é", max_size=6)
 pairs = st.tuples(texts, texts)

@@ -14,7 +14,7 @@ from jaxinfer.models.config import ConfigError
 from jaxinfer.models.llama import LlamaConfig
 from jaxinfer.models.model import Model, abstract
 from jaxinfer.models.phi3 import config_from_json
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.weights import init_params
 from tests.models.identity import SETTINGS, check_identity
 

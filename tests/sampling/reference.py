@@ -8,7 +8,8 @@ import scipy.stats
 
 from jaxinfer.engine.scheduling.sequence import needs_sampler_state
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams, SlotState, admit, neutral_slots, new_state
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 LIMITS = SamplingLimits(max_stop_ids=4, max_bad_words=4, max_bad_word_tokens=3, max_logprobs=5)
 ADMIT = jax.jit(admit)

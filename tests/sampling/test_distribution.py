@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import sample
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.sampling.reference import LIMITS, Row, p_value, repeated
 
 ROWS, STEPS = 1024, 20

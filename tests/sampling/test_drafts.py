@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import DraftRows, Sampled, SlotParams, SlotState, sample
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 
 VOCAB, SLOTS, DRAFTS = 17, 3, 3

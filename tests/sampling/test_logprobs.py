@@ -6,7 +6,7 @@ import pytest
 import scipy.special
 
 from jaxinfer.sampling import prompt_logprobs, sample
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.lowered import as_for_gpu
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 

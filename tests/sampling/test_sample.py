@@ -12,7 +12,7 @@ import pytest
 from jaxinfer.sampling import Sampled, SlotParams, SlotState, neutral_slots, new_state, sample
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.select import _weights
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.lowered import as_for_gpu
 from tests.sampling.reference import LIMITS, Row, slots_and_state
 

@@ -20,7 +20,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc import aio
 
-from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.auth import Authoriser, key_entry
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxinfer.engine.streams import EngineDeadError
+from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.errors import DuplicateIdError, Kind, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answer_to
-from jaxinfer.types import QueueFullError, RequestError
+from jaxinfer.serve.streams import EngineDeadError
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import FinishReason, Request, SamplingParams
+from jaxinfer.types import FinishReason, Request
 from tests.serve import fake_engine as fake
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError
+from jaxinfer.serve.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.serve.calls import Call, Conversation, ServeLimits, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend

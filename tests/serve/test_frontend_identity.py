@@ -5,13 +5,14 @@ import time
 
 import pytest
 
-from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.llm import LLM, CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.loading import model_folder
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.calls import Call, Conversation, ModelCard
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.text import ChatTemplate, Tokenizer
-from jaxinfer.types import PositionLogprobs, SamplingParams
+from jaxinfer.types import PositionLogprobs
 
 PROMPTS = ["Once upon a time", "The naïve 狐 🦊 said: «", "x"]
 SAMPLINGS = {

@@ -10,12 +10,13 @@ from typing import Self
 import pytest
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.engine.streams import EngineDeadError
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.calls import Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.streams import EngineDeadError
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import FinishReason, Request, SamplingParams, SequenceDelta
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.serve.fake_engine import FIRST_BYTE, fake_tokenizer
 
 

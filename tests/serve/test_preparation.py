@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.backend import BackendStream
 from jaxinfer.serve.calls import Call, Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError

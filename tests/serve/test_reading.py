@@ -7,10 +7,10 @@ from array import array
 
 import pytest
 
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.reading import BodyReader, LongTexts
-from jaxinfer.types import RequestError
 from tests.serve.fake_engine import BOS, fake_tokenizer, write_fake_folder
 
 VALUES = 100

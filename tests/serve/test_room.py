@@ -6,12 +6,12 @@ import contextlib
 import pytest
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.calls import Call
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.room import Load, Room
 from jaxinfer.serve.settings import QUEUE, make_config
-from jaxinfer.types import QueueFullError, RequestError
 from tests.serve.fake_engine import Mischief
 from tests.serve.http.support import run, serving
 from tests.serve.test_frontend import served

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
+from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve import templates
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.packing import pack
 from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
 from jaxinfer.serve.templates import Renderer, fitted
 from jaxinfer.text.chat_template import ChatTemplate
-from jaxinfer.types import QueueFullError, RequestError
 from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import TEMPLATE, fake_template
 from tests.serve.processes import is_alive, wait_until

@@ -6,10 +6,11 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.calls import Call, Conversation, Usage
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.tracing import Tracing
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.types import Request
 from tests.serve.test_frontend import PROMPT, served, whole
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

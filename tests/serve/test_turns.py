@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from jaxinfer.sampling_params import QueueFullError
 from jaxinfer.serve.turns import Turns
-from jaxinfer.types import QueueFullError
 
 pytestmark = pytest.mark.attack
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.llm import LLM
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import drafter
-from jaxinfer.types import SamplingParams
 from tests.fakes import random_model
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "speculation.md"

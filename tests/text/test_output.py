@@ -6,8 +6,9 @@ import itertools
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.output import Output, OutputDelta
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams, SequenceDelta, TokenLogprob
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
 from tests.serve.fake_engine import BOS, EOS, FIRST_BYTE, VOCAB, fake_tokenizer
 
 TOKENIZER = fake_tokenizer()

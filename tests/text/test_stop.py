@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.text import Emitted, StopMatcher
-from jaxinfer.types import RequestError
 
 ALPHABET = "ab한"
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4) | st.text("ab", min_size=5, max_size=9), max_size=4)

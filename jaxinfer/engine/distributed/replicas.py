@@ -26,7 +26,8 @@ from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import own_devices, processes_of
 from jaxinfer.sampling import SamplingLimits
-from jaxinfer.types import Request, RequestError, SequenceDelta
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.types import Request, SequenceDelta
 
 
 class Replicas:

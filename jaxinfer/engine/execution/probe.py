@@ -20,7 +20,8 @@ from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import DecodeBatch, Executor, PrefillBatch
 from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 # Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
 # elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many

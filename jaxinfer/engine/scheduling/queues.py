@@ -13,7 +13,8 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.fair import FairQueue
 from jaxinfer.engine.scheduling.heap import Heap
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.types import QueueFullError, Request
+from jaxinfer.sampling_params import QueueFullError
+from jaxinfer.types import Request
 
 
 @runtime_checkable

@@ -28,8 +28,9 @@ from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.identity import cache_identity
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.sampling_params import RequestError
 from jaxinfer.spec import Drafter
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, RequestError, SequenceDelta
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 
 class Scheduler:

@@ -9,8 +9,9 @@ from array import array
 from jaxinfer.engine.scheduling.stats import Times
 from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Acceptance
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SamplingParams
+from jaxinfer.types import FinishReason, PositionLogprobs, Request
 
 
 class Status(enum.Enum):

@@ -14,12 +14,13 @@ from typing import Any
 import grpc
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreStub
+from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.types import PositionLogprobs, QueueFullError, Request, RequestError, SequenceDelta
+from jaxinfer.serve.streams import Closed, DeltaStream, EngineDeadError
+from jaxinfer.types import PositionLogprobs, Request, SequenceDelta
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a prompt's log probabilities may be large

@@ -16,15 +16,16 @@ from typing import Any, Protocol, override, runtime_checkable
 
 import grpc
 
-from jaxinfer.engine.async_engine import AsyncEngine, Outlet
 from jaxinfer.engine.core import EngineCore
-from jaxinfer.engine.streams import Closed, EngineDeadError, merged
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
+from jaxinfer.sampling_params import QueueFullError, RequestError
+from jaxinfer.serve.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
-from jaxinfer.types import QueueFullError, Request, RequestError, SequenceDelta
+from jaxinfer.serve.streams import Closed, EngineDeadError, merged
+from jaxinfer.types import Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
 """Results of `serve`, and exit codes of a core: asked to, by a fault, or because the start can only fail."""

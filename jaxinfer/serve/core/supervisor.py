@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.engine.streams import EngineDeadError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import ModelCard
@@ -21,6 +20,7 @@ from jaxinfer.serve.core.child import Child
 from jaxinfer.serve.core.link import CoreLink, RefusedError
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.serve.streams import EngineDeadError
 from jaxinfer.types import Request
 
 STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"

@@ -10,17 +10,10 @@ from typing import Any
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
-from jaxinfer.types import (
-    FinishReason,
-    PositionLogprobs,
-    Request,
-    RequestError,
-    SamplingParams,
-    SequenceDelta,
-    TokenLogprob,
-)
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
 
 MOST_CANDIDATES = 4096
 """Candidates of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""

@@ -17,6 +17,7 @@ from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.calls import (
     Call,
     Conversation,
@@ -29,7 +30,7 @@ from jaxinfer.serve.calls import (
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import PositionLogprobs, SamplingParams, TokenLogprob
+from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 TokenText = Callable[[int], str]
 """A token's text, see `Frontend.token_text`."""

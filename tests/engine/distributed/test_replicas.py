@@ -13,14 +13,8 @@ from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.stats import StatsRecorder, merged
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.parallel.mesh import make_mesh
-from jaxinfer.types import (
-    FinishReason,
-    QueueFullError,
-    Request,
-    RequestError,
-    SamplingParams,
-    SequenceDelta,
-)
+from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.fakes import random_model
 
 

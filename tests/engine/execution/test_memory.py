@@ -25,7 +25,7 @@ from jaxinfer.engine.execution.prepare import resolve_for
 from jaxinfer.llm import LLM
 from jaxinfer.loading import abstract_model, load_model
 from jaxinfer.models.model import Model
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.fakes import llama_json, random_model
 
 GIB, MIB = 2**30, 2**20

@@ -16,7 +16,7 @@ from jaxinfer.engine.execution.probe import Probe
 from jaxinfer.engine.execution.step import unpack
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
-from jaxinfer.types import SamplingParams
+from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_invariance import bits, prompts_of
 from tests.fakes import random_model
 

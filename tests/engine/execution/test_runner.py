@@ -24,7 +24,8 @@ from jaxinfer.kv.moves import Copy, Export, Import
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling import SamplingLimits, SlotState
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 from tests.fakes import random_model
 
 PAGE, PAGES, ROWS, WIDTH = 16, 40, 6, 6

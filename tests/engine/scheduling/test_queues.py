@@ -14,7 +14,8 @@ from jaxinfer.engine.scheduling import queues
 from jaxinfer.engine.scheduling.queues import Deadlines, Queue, RankQueue
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.radix import PageKeys
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 POLICIES = ("fcfs", "priority", "fair")
 

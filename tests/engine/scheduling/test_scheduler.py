@@ -10,7 +10,8 @@ import dataclasses
 import pytest
 
 from jaxinfer.engine.scheduling.buckets import Chunk
-from jaxinfer.types import FinishReason, QueueFullError, RequestError
+from jaxinfer.sampling_params import QueueFullError, RequestError
+from jaxinfer.types import FinishReason
 from tests.engine.fake_device import EOS
 from tests.engine.fake_loop import Loop, chunks, eos_request, ids, make_loop, make_request, rows, tokens_of
 

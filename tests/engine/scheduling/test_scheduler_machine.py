@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from jaxinfer.engine.scheduling.queues import make_queue
-from jaxinfer.types import QueueFullError, Request
+from jaxinfer.sampling_params import QueueFullError
+from jaxinfer.types import Request
 from tests.engine.fake_loop import RECOMPUTE, SWAP, Loop, make_loop, make_request
 
 pytestmark = pytest.mark.attack

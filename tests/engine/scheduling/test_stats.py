@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling.stats import SECONDS, Histogram, HistogramRecorder, StatsRecorder, Timed, Times
 from jaxinfer.kv.manager import KVUsage
-from jaxinfer.types import FinishReason, Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import FinishReason, Request
 
 REQUEST = Request("r", (1, 2, 3), SamplingParams())
 USAGE = KVUsage(total=8, free=1, cached=2, held=5, host_total=4, host_used=3)

@@ -11,7 +11,8 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 from tests.fakes import random_model
 
 pytestmark = pytest.mark.attack

@@ -22,7 +22,8 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks
 from jaxinfer.parallel.mesh import make_mesh, traced_for
 from jaxinfer.quant import dense
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, make_requests, run
 from tests.models.parity import load_case
 from tests.models.test_parity import golden

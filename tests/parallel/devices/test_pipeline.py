@@ -18,7 +18,8 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, stages, traced_for
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run
 from tests.models.parity import load_case
 from tests.models.test_parity import golden

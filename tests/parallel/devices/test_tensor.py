@@ -17,7 +17,8 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import RULES, make_mesh, param_sharding, traced_for
-from jaxinfer.types import ParamSpec, SamplingParams
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import ParamSpec
 from jaxinfer.weights import load_params, on_devices, save_params
 from jaxinfer.weights.tree import Fill, Path
 from tests.engine.test_identity import ROOMY, SETTINGS, TIGHT, alone, make_requests, run

@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.core.supervisor import Supervisor
-from jaxinfer.types import Request, SamplingParams
+from jaxinfer.types import Request
 from tests.serve import fake_engine as fake
 from tests.serve.core.fake_core import command, make_config
 

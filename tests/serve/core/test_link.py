@@ -2,9 +2,10 @@
 
 import asyncio
 
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.link import CoreLink, LinkStream
-from jaxinfer.types import Request, SamplingParams, SequenceDelta
+from jaxinfer.types import Request, SequenceDelta
 
 NAMES = [(1, "leaves"), (2, "stays")]
 

@@ -11,19 +11,12 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
-from jaxinfer.types import (
-    FinishReason,
-    PositionLogprobs,
-    Request,
-    RequestError,
-    SamplingParams,
-    SequenceDelta,
-    TokenLogprob,
-)
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
 
 # The run-time checks of signatures look at random elements of lists.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")

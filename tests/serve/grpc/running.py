@@ -12,10 +12,10 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from jaxinfer.engine.async_engine import AsyncEngine
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
+from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.engine.streams import Closed, DeltaStream
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.grpc.pump import Pump
+from jaxinfer.serve.streams import Closed, DeltaStream
 from jaxinfer.text.output import OutputDelta
-from jaxinfer.types import FinishReason, Request, SamplingParams, SequenceDelta
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 
 class Engine:

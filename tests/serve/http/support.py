@@ -14,7 +14,7 @@ import httpx
 import openai
 from starlette.routing import BaseRoute
 
-from jaxinfer.engine.async_engine import AsyncEngine
+from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.frontend import Frontend

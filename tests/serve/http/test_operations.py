@@ -3,15 +3,15 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.llm import LLM
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.serve.async_engine import AsyncEngine, EngineDeadError
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.http.door import SCOPES, Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
-from jaxinfer.types import SamplingParams
 from tests.serve.fake_engine import Mischief, fake_tokenizer
 from tests.serve.http.support import Running, run, serving
 

@@ -17,8 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.engine.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SequenceDelta
+from jaxinfer.sampling_params import QueueFullError, RequestError
+from jaxinfer.serve.streams import Closed, DeltaStream, EngineDeadError
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 __all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Stream"]
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.async_engine import AsyncEngine, EngineDeadError, _StepTimes
-from jaxinfer.engine.streams import merged as merge
 from jaxinfer.llm import LLM
-from jaxinfer.types import FinishReason, QueueFullError, Request, RequestError, SamplingParams, SequenceDelta
+from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
+from jaxinfer.serve.async_engine import AsyncEngine, EngineDeadError, _StepTimes
+from jaxinfer.serve.streams import merged as merge
+from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.engine.gated_engine import QUEUE, FakeEngine, Sample, expected, make_request
 from tests.fakes import random_model
 from tests.serve import fake_engine as paced

@@ -1,0 +1,196 @@
+"""`SamplingParams`, checked as they are made, and the errors of requests that cannot be served. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked. ``field`` is the name of the field that is wrong, if it is one.
+
+    Args:
+        place: the field or a part of it: ``top_p``, ``logit_bias[7]``; None: ``reason`` is the whole sentence.
+        reason: what follows it in the sentence: ``=2 must be ...``, ``: 9 must be ...``, ``must hold at most ...``.
+    """
+
+    def __init__(self, place: str | None, reason: str) -> None:
+        joint = "" if place is None or reason.startswith(("=", ":")) else " "
+        super().__init__(f"{place or ''}{joint}{reason}")
+        self.place, self.reason = place, reason
+        self.field = None if place is None else re.split(r"\W", place, maxsplit=1)[0]
+
+
+class QueueFullError(RequestError):
+    """Too much is waiting already: try again later."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(None, reason)
+
+
+# The smallest and largest values that a field may have (None: no bound). Names and ranges are vLLM's.
+_NUMBERS: Mapping[str, tuple[float | None, float | None]] = {
+    "temperature": (0.0, None),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, None),
+}
+_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is refused
+_INTEGERS: Mapping[str, tuple[int, int | None]] = {
+    "n": (1, 1024),
+    "top_k": (-1, None),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, 2**63 - 1),
+    "min_tokens": (0, 2**63 - 1),
+    "logprobs": (0, None),
+    "prompt_logprobs": (0, None),
+    "max_draft_tokens": (0, 2**31 - 1),
+}
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_MAX_BIAS = 100.0
+_MAX_STRINGS = 64
+_MAX_CHARACTERS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Parameters of sampling and stopping. Names and defaults are vLLM's.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the
+    N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
+    logits (before any processor). ``seed`` None is drawn once, at admission. ``max_draft_tokens``: most draft tokens of
+    a step (docs/speculation.md), which change no token; 0: none; None: what the engine does.
+
+    Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
+    tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
+    ``jaxinfer.validate.validate_request``.
+
+    Raises:
+        RequestError: a value is out of range; the message names field and value.
+    """
+
+    __no_type_check__ = True  # tells run-time type checkers that this class checks itself, and takes 0 for 0.0
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, bounds in _NUMBERS.items():
+            self._set(field, _number(field, getattr(self, field), *bounds, above=field in _POSITIVE))
+        for field, limits in _INTEGERS.items():
+            if field not in _OPTIONAL or getattr(self, field) is not None:
+                self._set(field, _integer(field, getattr(self, field), *limits))
+        for field in _FLAGS:
+            if not isinstance(getattr(self, field), bool):
+                _refuse(field, getattr(self, field), "must be true or false")
+        for field in ("stop", "bad_words"):
+            self._set(field, _strings(field, getattr(self, field)))
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            self._set(field, _token_ids(field, getattr(self, field)))
+        self._set("logit_bias", _bias("logit_bias", self.logit_bias))
+        self._set("top_k", max(self.top_k, 0))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", self.allowed_token_ids, "must hold at least one token id")
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+
+def _refuse(field: str, value: object, reason: str) -> NoReturn:
+    raise RequestError(field, f"={reprlib.repr(value)} {reason}")
+
+
+def _number(field: str, value: object, low: float | None, high: float | None, *, above: bool = False) -> float:
+    """``value`` as a float within [low, high], or (low, high] if ``above``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        _refuse(field, value, "must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        _refuse(field, value, "must be finite")
+    if low is not None and (number < low or (above and number == low)):
+        _refuse(field, value, f"must be {'greater than' if above else 'at least'} {low:g}")
+    if high is not None and number > high:
+        _refuse(field, value, f"must be at most {high:g}")
+    return number
+
+
+def _integer(field: str, value: object, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        _refuse(field, value, "must be an integer")
+    integer = int(value)
+    if integer < low:
+        _refuse(field, value, f"must be at least {low}")
+    if high is not None and integer > high:
+        _refuse(field, value, f"must be at most {high}")
+    return integer
+
+
+def _strings(field: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = (value,) if isinstance(value, str) and field == "stop" else value
+    if isinstance(items, str) or not isinstance(items, Sequence):
+        _refuse(field, value, "must be a list of strings")
+    if len(items) > _MAX_STRINGS:
+        _refuse(field, value, f"must hold at most {_MAX_STRINGS} strings, not {len(items)}")
+    for item in items:
+        if not isinstance(item, str):
+            _refuse(field, item, "must be a string")
+        if not 0 < len(item) <= _MAX_CHARACTERS:
+            _refuse(field, item, f"must have 1 to {_MAX_CHARACTERS} characters, not {len(item)}")
+    return tuple(items)
+
+
+def _token_ids(field: str, value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        _refuse(field, value, "must be a list of token ids")
+    return tuple(_integer(field, item, 0) for item in value)
+
+
+def _bias(field: str, value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        _refuse(field, value, "must map token ids to numbers")
+    return {
+        _integer(f"{field} key", token, 0): _number(f"{field}[{token}]", bias, -_MAX_BIAS, _MAX_BIAS)
+        for token, bias in value.items()
+    }

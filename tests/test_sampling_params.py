@@ -1,0 +1,137 @@
+"""What SamplingParams refuses (every sentence names field and value) and how it normalises what it accepts."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.sampling_params import RequestError, SamplingParams
+
+NAN, INF = math.nan, math.inf
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+LISTS = ("allowed_token_ids", "stop_token_ids")
+
+REFUSED: list[tuple[str, Any, str]] = [
+    *((field, value, "must be finite") for field in NUMBERS for value in (NAN, INF, -INF, 10**400)),
+    *((field, value, "must be a number") for field in NUMBERS for value in (True, "1", None, [1.0], 1j)),
+    *((field, value, "must be an integer") for field in INTEGERS for value in (True, 1.0, "1", [1], NAN)),
+    *((field, value, "must be true or false") for field in FLAGS for value in (1, 0, "yes", None)),
+    *((field, value, "must be a list of token ids") for field in LISTS for value in ("12", b"12", 7, {1: 2}, {1})),
+    *((field, [3, value], "must be an integer") for field in LISTS for value in ("1", 1.5, True, None)),
+    *((field, [3, -1], "must be at least 0") for field in LISTS),
+    *((field, value, "must be a list of strings") for field in ("stop", "bad_words") for value in (5, {"a": 1}, {"a"})),
+    *((field, ["a", value], "must be a string") for field in ("stop", "bad_words") for value in (1, None, b"a")),
+    *((field, ["a", ""], "must have 1 to 1024 characters, not 0") for field in ("stop", "bad_words")),
+    *((field, ["a" * 1025], "must have 1 to 1024 characters, not 1025") for field in ("stop", "bad_words")),
+    *((field, ["a"] * 65, "must hold at most 64 strings, not 65") for field in ("stop", "bad_words")),
+    ("stop", "", "must have 1 to 1024 characters"),
+    ("bad_words", "word", "must be a list of strings"),
+    ("temperature", -0.1, "must be at least 0"),
+    ("top_p", 0.0, "must be greater than 0"),
+    ("top_p", -0.5, "must be greater than 0"),
+    ("top_p", 1.01, "must be at most 1"),
+    ("min_p", -0.01, "must be at least 0"),
+    ("min_p", 1.5, "must be at most 1"),
+    ("top_k", -2, "must be at least -1"),
+    ("presence_penalty", 2.1, "must be at most 2"),
+    ("presence_penalty", -2.1, "must be at least -2"),
+    ("frequency_penalty", 3, "must be at most 2"),
+    ("frequency_penalty", -3, "must be at least -2"),
+    ("repetition_penalty", 0, "must be greater than 0"),
+    ("repetition_penalty", -1.5, "must be greater than 0"),
+    ("n", 0, "must be at least 1"),
+    ("n", None, "must be an integer"),
+    ("n", 1025, "must be at most 1024"),
+    ("max_tokens", 0, "must be at least 1"),
+    ("min_tokens", -1, "must be at least 0"),
+    ("min_tokens", 17, "must be at most max_tokens=16"),
+    ("min_tokens", None, "must be an integer"),
+    ("logprobs", -1, "must be at least 0"),
+    ("prompt_logprobs", -1, "must be at least 0"),
+    ("seed", 2**64, f"must be at most {2**64 - 1}"),
+    ("seed", -(2**63) - 1, f"must be at least {-(2**63)}"),
+    ("allowed_token_ids", [], "must hold at least one"),
+    ("logit_bias", [(1, 2.0)], "must map token ids to numbers"),
+    ("logit_bias", {"1": 2.0}, "must be an integer"),
+    ("logit_bias", {-1: 2.0}, "must be at least 0"),
+    ("logit_bias", {1: 100.5}, "must be at most 100"),
+    ("logit_bias", {1: -100.5}, "must be at least -100"),
+    ("logit_bias", {1: NAN}, "must be finite"),
+    ("logit_bias", {1: True}, "must be a number"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "reason"), REFUSED)
+def test_refuses_naming_field_and_value(field: str, value: Any, reason: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(**{field: value})
+    sentence = str(refusal.value)
+    assert sentence.startswith(field)
+    assert refusal.value.field == field
+    assert reason in sentence
+    assert len(sentence) < 200
+    if isinstance(value, int | float) and abs(value) < 1e30:
+        assert repr(value) in sentence
+
+
+def test_a_refusal_names_the_entry_of_logit_bias() -> None:
+    with pytest.raises(RequestError, match=r"logit_bias\[7\]=101 must be at most 100"):
+        SamplingParams(logit_bias={7: 101})
+
+
+@pytest.mark.parametrize(
+    ("place", "reason", "field", "sentence"),
+    [
+        ("top_p", "=2 must be at most 1", "top_p", "top_p=2 must be at most 1"),
+        ("stop_token_ids", ": 9 must be less", "stop_token_ids", "stop_token_ids: 9 must be less"),
+        ("continuations[3]", "is empty", "continuations", "continuations[3] is empty"),
+        ("logit_bias key", "=-1 must be at least 0", "logit_bias", "logit_bias key=-1 must be at least 0"),
+        (None, "no field alone", None, "no field alone"),
+    ],
+)
+def test_a_refusal_is_a_field_and_a_sentence(place, reason, field, sentence) -> None:
+    refusal = RequestError(place, reason)
+    assert (refusal.field, str(refusal)) == (field, sentence)
+
+
+def test_accepts_the_ends_of_the_ranges() -> None:
+    SamplingParams(temperature=0, top_p=1, min_p=1, top_k=-1, presence_penalty=-2, frequency_penalty=2, n=1)
+    SamplingParams(seed=2**64 - 1, max_tokens=3, min_tokens=3, logprobs=0, prompt_logprobs=0)
+    SamplingParams(seed=-(2**63), max_tokens=None, min_tokens=10**6, logit_bias={0: 100, 1: -100.0})
+    SamplingParams(top_p=1e-9, repetition_penalty=1e-9, stop=["a" * 1024] * 64, bad_words=[], logit_bias={})
+
+
+def test_normalises() -> None:
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=1,
+        top_k=-1,
+        seed=np.int64(7),
+        stop="end",
+        bad_words=["a", "b"],
+        stop_token_ids=[np.int32(3)],
+        logit_bias={np.int64(5): 1},
+    )
+    assert given == SamplingParams(
+        temperature=0.5, seed=7, stop=("end",), bad_words=("a", "b"), stop_token_ids=(3,), logit_bias={5: 1.0}
+    )
+    assert (type(given.top_p), type(given.temperature), type(given.seed)) == (float, float, int)
+    assert given.top_k == 0
+    assert type(given.logit_bias) is dict
+
+
+def test_replacing_a_field_checks_again() -> None:
+    params = SamplingParams(stop="end", top_k=-1)
+    assert dataclasses.replace(params, seed=1).stop == ("end",)
+    with pytest.raises(RequestError, match="min_tokens=20"):
+        dataclasses.replace(params, min_tokens=20)
+
+
+def test_the_defaults_are_the_fields() -> None:
+    params = SamplingParams()
+    for field in dataclasses.fields(params):
+        assert getattr(params, field.name) == field.default
