@@ -11,7 +11,12 @@ import threading
 from collections.abc import Iterator
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
-_SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])) % 256)"
+# Whoever runs the tests in the background ignores SIGINT, and so would all that is started here.
+_SPAWN = """
+import os, pty, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])) % 256)
+"""
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
