@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from jaxinfer.engine.execution.compile_cache import DEFAULT_FOLDER, use_compilat
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.execution.stages import cut
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_model, start_engine
+from jaxinfer.engine.execution.stages import cut, draft_stages
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_model, start_engine, with_draft
 from jaxinfer.parallel.mesh import mesh_for, stages
 from pallas_kernels.check.configuration import AMPERE, HOPPER
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
@@ -99,10 +100,11 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
     use_compilation_cache(str(job.cache))
     device = TARGETS[_TARGETS[target]]
     mesh = mesh_for(config, device.devices(config.devices * config.dp_ranks * config.pipeline_parallel_size))
-    model, engine, limits = prepare(abstract_model(job.model, job.dtype), config, "gpu", mesh)
+    read = functools.partial(abstract_model, dtype=job.dtype)
+    model, engine, limits = prepare(with_draft(read(job.model), config, read), config, "gpu", mesh)
     places = stages(mesh)
-    parts = cut(model, len(places))
-    arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=True)]
+    parts, places = [*cut(model, len(places)), *draft_stages(model)], [*places, *places[:1]]
+    arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=False)]
     with device.current(), count_cache_use() as use, warnings.catch_warnings():
         # What an earlier run has kept is for the GPU to load, and is made again here.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
@@ -112,7 +113,9 @@ class SpeculativeConfig:
 
     Attributes:
         speculative: None; "ngram": what followed the last tokens where they occurred before in the sequence; "suffix":
-            the most frequent continuation there and in earlier answers; or a drafter that was registered.
+            the most frequent continuation there and in earlier answers; "draft_model": what a smaller model of the same
+            vocabulary says; or a drafter that was registered.
+        speculative_model: that model: a folder or a hub id (default: for the demo model its own).
         num_speculative_tokens: most draft tokens per sequence and step.
         speculative_adaptive: drafts as long as they pay, by what was measured of steps and acceptance.
         prompt_lookup_min: fewest tokens in a row that the n-gram drafter looks for.
@@ -121,11 +124,17 @@ class SpeculativeConfig:
     """
 
     speculative: str | None = None
+    speculative_model: str | None = None
     num_speculative_tokens: int = 4
     speculative_adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_cache_tokens: int = 1 << 18
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether drafts come from programs, and go to the step that verifies them without the host."""
+        return self.speculative == "draft_model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +218,7 @@ def resolve(
     itemsize: int,
     min_rows: int = 1,
     prefill_rows: int = 1,
+    draft: CacheSpec | None = None,
 ) -> ResolvedEngine:
     """Fill in what the user left open and refuse what cannot be.
 
@@ -217,6 +227,7 @@ def resolve(
         max_position: the longest context that the model knows.
         min_rows: fewest rows of a decode program that the platform runs well.
         prefill_rows: ``max_prefill_rows`` where it was left open.
+        draft: the draft model's KV cache, whose elements are as large.
 
     Raises:
         EngineConfigError: names the setting and the value.
@@ -229,8 +240,8 @@ def resolve(
     least_rows = min_rows if config.speculative is None else max(min_rows, 1 + config.num_speculative_tokens)
     rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), least_rows)
     budget = config.max_num_batched_tokens
-    cache = cache.stored_as(config.kv_cache_dtype)
-    pages = _num_pages(config, cache, width, itemsize)
+    caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
+    pages = _num_pages(config, caches, width, itemsize)
     found = {
         "max_model_len": length,
         "max_num_batched_tokens": max(_BATCHED_TOKENS, _least_tokens(config)) if budget is None else budget,
@@ -238,7 +249,9 @@ def resolve(
         "rows": rows,
         "table_width": width,
         "prefill_batch_sizes": _prefill_batch_sizes(config, prefill_rows, width, pages),
-        "host_pages": int(config.swap_space_gib * 2**30 / cache.bytes_per_page(config.page_size, itemsize)),
+        "host_pages": int(
+            config.swap_space_gib * 2**30 / sum(spec.bytes_per_page(config.page_size, itemsize) for spec in caches)
+        ),
     }
     return ResolvedEngine(**vars(config) | found)
 
@@ -303,11 +316,23 @@ def _require_simple(config: EngineConfig) -> None:
     _require(config.speculative is None or config.multi_step == 1, "multi_step", config.multi_step, both)
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: steps pass through stages"
     _require(config.pipeline_parallel_size == 1 or config.multi_step == 1, "multi_step", config.multi_step, both)
+    _require_draft_model(config)
     swap = config.swap_space_gib
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
+
+
+def _require_draft_model(config: EngineConfig) -> None:
+    """Refuse what cannot be beside a draft model, or without one."""
+    if not config.drafts_on_device:
+        alone = "is used with speculative = draft_model alone"
+        return _require(config.speculative_model is None, "speculative_model", config.speculative_model, alone)
+    both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: it has no stages"
+    _require(config.pipeline_parallel_size == 1, "speculative", config.speculative, both)
+    both = "and enable_dp_attention = True exclude each other: it has no experts to share"
+    return _require(not config.enable_dp_attention, "speculative", config.speculative, both)
 
 
 _NOT_WITH_DP_ATTENTION = {
@@ -373,13 +398,14 @@ def _max_model_len(length: int | None, max_position: int) -> int:
     return length
 
 
-def _num_pages(config: EngineConfig, cache: CacheSpec, width: int, itemsize: int) -> int:
+def _num_pages(config: EngineConfig, caches: Sequence[CacheSpec], width: int, itemsize: int) -> int:
     """Pages of the pool: as asked, or enough for every row within ``kv_cache_bytes``, one full sequence at least."""
     if config.num_pages is not None:
         what = f"must hold one sequence of max_model_len ({width} pages)"
         _require(config.num_pages >= width, "num_pages", config.num_pages, what)
         return config.num_pages
-    page = cache.bytes_per_page(config.page_size, itemsize, config.devices, config.pipeline_parallel_size)
+    split = config.devices, config.pipeline_parallel_size
+    page = sum(spec.bytes_per_page(config.page_size, itemsize, *split) for spec in caches)
     if config.kv_cache_bytes is not None:
         _require_sequence(config.kv_cache_bytes // page, width, page, config)
     bound = _KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -47,6 +47,7 @@ from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill, Place
 
+_DRAFTS = {"demo": "demo-draft"}
 # What a bad model folder raises: each carries one sentence for a person.
 LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
 
@@ -102,17 +103,16 @@ def start_engine(
     use_compilation_cache(compilation_cache_dir)
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
-    plan, sized = _plan(in_memory or abstract_model(str(model), dtype, family), config, mesh, group)
-    loaded = in_memory or load_model(
-        str(model),
-        dtype,
-        family=family,
-        check_finite=check_finite,
-        show_progress=show_progress,
-        progress=progress.weights,
-        mesh=mesh,
+    planned = in_memory or abstract_model(str(model), dtype, family)
+    plan, sized = _plan(
+        with_draft(planned, config, functools.partial(abstract_model, dtype=dtype)), config, mesh, group
     )
+    load = functools.partial(
+        load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
+    )
+    loaded = in_memory or load(str(model), dtype, family=family)
     loaded = with_activations(loaded, config)  # what is served is what the caller gets
+    loaded = with_draft(loaded, config, functools.partial(load, dtype=dtype))
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     return loaded, engine
@@ -135,16 +135,14 @@ def start_follower(
     """
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)
-    plan, sized = _plan(abstract_model(model, dtype, family), config, mesh, group)
-    loaded = load_model(
-        model,
-        dtype,
-        family=family,
-        check_finite=check_finite,
-        show_progress=False,
-        progress=progress.weights,
-        mesh=mesh,
+    planned = abstract_model(model, dtype, family)
+    plan, sized = _plan(
+        with_draft(planned, config, functools.partial(abstract_model, dtype=dtype)), config, mesh, group
     )
+    load = functools.partial(
+        load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
+    )
+    loaded = with_draft(load(model, dtype, family=family), config, functools.partial(load, dtype=dtype))
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -265,6 +263,18 @@ def open_model(
     files, model = _describe(name, dtype)
     params = _filled(files, model, deferred(model.dtype), progress, check_finite)
     return files, model.replace(params=params)
+
+
+def with_draft(model: Model, config: EngineConfig, load: Callable[[str], Model]) -> Model:
+    """The model with the draft model that ``config`` asks for: the one that it names, else the model's own, else the
+    demo model's.
+
+    Args:
+        load: makes a model of a name.
+    """
+    own = None if model.draft is not None else _DRAFTS.get(model.name)
+    name = config.speculative_model or own
+    return model.replace(draft=load(name)) if config.drafts_on_device and name is not None else model
 
 
 def abstract_model(name: str, dtype: str = "auto", family: str | None = None) -> Model:

@@ -120,7 +120,7 @@ class EngineLoop:
         self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
-        bounded = None if drafter is None else Bounded(drafter, vocab_size)
+        bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
         self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock)
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0

@@ -48,6 +48,7 @@ class Model:
         origin: the checkpoint that it was loaded from, which `save` writes again.
         specs: a tree like ``params`` with a `ParamSpec` for each array: as the family declares them, unless given.
         cache_spec: the KV cache that the model needs: as the family declares it, unless given.
+        draft: a smaller model of the same vocabulary, which drafts for this one (docs/speculation.md).
     """
 
     module: nn.Module
@@ -61,6 +62,7 @@ class Model:
     origin: Origin | None = None
     specs: ParamTree = _DECLARED
     cache_spec: CacheSpec = _DECLARED
+    draft: Model | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.specs is _DECLARED or self.cache_spec is _DECLARED:

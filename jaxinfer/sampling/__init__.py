@@ -2,7 +2,7 @@
 
 from jaxinfer.sampling.drafts import DraftRows
 from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs
-from jaxinfer.sampling.sample import Sampled, sample
+from jaxinfer.sampling.sample import Sampled, guess, sample
 from jaxinfer.sampling.slots import (
     HostSlots,
     SlotParams,
@@ -24,6 +24,7 @@ __all__ = [
     "SlotParams",
     "SlotState",
     "admit",
+    "guess",
     "keep_slot",
     "neutral_slots",
     "new_state",

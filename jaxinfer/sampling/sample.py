@@ -52,6 +52,21 @@ def sample(
     return Sampled(tokens, logprobs), after
 
 
+def guess(
+    logits: Float[Array, "rows vocab"],
+    slots: SlotParams,
+    state: SlotState,
+    positions: Int32[Array, " rows"],
+    generated: Int32[Array, " rows"],
+    active: Bool[Array, " rows"],
+) -> Int32[Array, " rows"]:
+    """The tokens that `sample` would choose of these logits, for a model that guesses what another one will say: with
+    the same random numbers two models that agree by and large draw the same token more often than either draws its most
+    likely one. The state stays as it is."""
+    processed = process(logits.astype(jnp.float32), slots, lambda: state, generated, active)
+    return select(processed, slots, positions, active)
+
+
 def _advance(state: SlotState, tokens: Int32[Array, " rows"], active: Bool[Array, " rows"]) -> SlotState:
     rows = tokens.shape[0]
     where = jnp.where(active, jnp.arange(rows), rows)

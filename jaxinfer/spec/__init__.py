@@ -1,13 +1,16 @@
-"""Speculation on the host: guesses at what a sequence goes on with, for the engine to verify. No jax."""
+"""Speculation: guesses at what a sequence goes on with, for the engine to verify. No jax."""
 
-from jaxinfer.spec.acceptance import Acceptance, Tempo
-from jaxinfer.spec.drafter import Bounded, Drafted, Drafter, make_drafter, register
+from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
+from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
 from jaxinfer.spec.suffix import SuffixDrafter
 
 __all__ = [
+    "WORTH",
+    "WORTH_OF_A_PASS",
     "Acceptance",
     "Bounded",
+    "DeviceDrafter",
     "Drafted",
     "Drafter",
     "NgramDrafter",
@@ -18,4 +21,5 @@ __all__ = [
 ]
 
 register("ngram", lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max))
+register("draft_model", lambda config: DeviceDrafter())
 register("suffix", lambda config: SuffixDrafter(config.suffix_cache_tokens))

@@ -6,8 +6,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-_WORTH = 0.1
+WORTH = 0.1
 """A draft token is fed where it is accepted with this probability at least: its row would be idle."""
+WORTH_OF_A_PASS = 0.25
+"""The same of a token for which a draft model runs once more, at a fifth of a step's time."""
 _REST = 16
 """Plans without drafts of a sequence whose drafts fail; twice as many each time."""
 _MEMORY = 0.8
@@ -110,17 +112,16 @@ class Acceptance:
     def rate(self) -> float:
         return self.accepted / (self.accepted + self.failed)
 
-    @property
-    def depth(self) -> int:
-        """Tokens of a draft that are worth a row."""
+    def depth(self, worth: float = WORTH) -> int:
+        """Tokens of a draft that are accepted with a probability of ``worth`` at least."""
         rate = self.rate
-        return 1 << 30 if rate >= 1 else int(math.log(_WORTH) / math.log(rate))
+        return 1 << 30 if rate >= 1 else int(math.log(worth) / math.log(rate))
 
     def note(self, accepted: int, failed: int, plan: int) -> None:
         """Note a draft. ``failed``: whether a token of it did (1) or not (0)."""
         self.accepted = _MEMORY * self.accepted + accepted
         self.failed = _MEMORY * self.failed + failed
-        if self.depth:
+        if self.depth():
             self.rest = _REST if accepted else self.rest
             return
         self.resume, self.rest = plan + self.rest, min(2 * self.rest, 64 * _REST)

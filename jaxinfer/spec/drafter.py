@@ -59,6 +59,23 @@ class Bounded:
         return good.astype(np.int32, copy=False)
 
 
+class DeviceDrafter:
+    """A drafter whose drafts are on the device: it names them, and the step that verifies them takes them from there.
+
+    The token ``-2 - i`` stands for the i-th draft of a sequence, until the step's results are read.
+    """
+
+    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
+        """As many as are wanted."""
+        return np.arange(-2, -2 - limit, -1, dtype=np.int32)
+
+    def end(self, sequence: Drafted) -> None:
+        """Nothing is kept."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
 _MAKERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {}
 
 

@@ -100,6 +100,14 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[EngineStats], bool]]] = {
         {"speculative": "adversary", "speculative_adaptive": False, "num_speculative_tokens": 7, "max_num_seqs": 3},
         lambda stats: 0 < stats.draft_accepted < 0.5 * stats.draft_tokens,
     ),
+    "a draft model": (
+        {"speculative": "draft_model", "speculative_adaptive": False, "max_num_seqs": 3, "num_speculative_tokens": 7},
+        lambda stats: 0 < stats.draft_accepted < stats.draft_tokens,
+    ),
+    "a draft model, swapped": (
+        {"speculative": "draft_model", "num_pages": TIGHT, "max_num_seqs": 6, "num_speculative_tokens": 7},
+        preempted("swap"),
+    ),
     "fair": ({"scheduling_policy": "fair"}, lambda stats: True),
     "priority": ({"scheduling_policy": "priority"}, lambda stats: True),
     "one page a step": (
@@ -126,8 +134,9 @@ def tiny() -> tuple[Model, Requests, list[Any]]:
 def test_every_mode_gives_the_bits_of_each_request_alone(tiny, mode, monkeypatch):
     model, requests, expected = tiny
     changes, happened = MODES[mode]
-    if mode == "swapped":
+    if mode.endswith("swapped"):
         monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    model = model.replace(draft=random_model(seed=1, num_hidden_layers=1))
     check_mode(LLM(model, **{**SETTINGS, "num_pages": ROOMY, **changes}), requests, expected, happened)
 
 
@@ -171,9 +180,10 @@ def test_real_and_wide_models_in_every_mode(which, mode, monkeypatch, request):
     room = {"num_pages": scale * changes.get("num_pages", ROOMY)}
     if "max_num_batched_tokens" in changes:
         room["max_num_batched_tokens"] = rows + settings["prefill_sizes"][-1]
-    if mode == "swapped":
+    if mode.endswith("swapped"):
         monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
     monkeypatch.setattr(SequencePages, "place", functools.partialmethod(_place_eagerly, SequencePages.place))
+    model = model if which == "demo" else model.replace(draft=model)
     check_mode(LLM(model, **{**settings, **changes, **room}), requests, expected, happened)
 
 

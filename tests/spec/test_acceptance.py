@@ -1,13 +1,13 @@
 """When drafts are worth their rows, and when steps with drafts are."""
 
-from jaxinfer.spec import Acceptance, Tempo
+from jaxinfer.spec import WORTH_OF_A_PASS, Acceptance, Tempo
 
 
 def test_a_sequence_whose_drafts_come_true_drafts_deep_and_one_whose_fail_rests_ever_longer() -> None:
     good, bad = Acceptance(), Acceptance()
     for plan in range(20):
         good.note(4, 0, plan)
-    assert good.depth > 20
+    assert good.depth() > 20
     pauses, plan = list[int](), 0
     for _ in range(60):
         plan = max(plan + 1, bad.resume)
@@ -17,12 +17,13 @@ def test_a_sequence_whose_drafts_come_true_drafts_deep_and_one_whose_fail_rests_
     assert pauses[:3] == [16, 32, 64]
     assert max(pauses) == pauses[-1] == 1024, "there is a longest one"
     bad.note(1, 0, plan)
-    assert bad.depth, "one that comes true counts"
+    assert bad.depth(), "one that comes true counts"
 
 
 def test_depth_follows_from_the_share_that_is_accepted() -> None:
-    assert Acceptance(accepted=1.0, failed=1.0).depth == 3, "0.5 ** 3 >= 0.1 > 0.5 ** 4"
-    assert Acceptance(accepted=0.05, failed=0.95).depth == 0
+    assert Acceptance(accepted=1.0, failed=1.0).depth() == 3, "0.5 ** 3 >= 0.1 > 0.5 ** 4"
+    assert Acceptance(accepted=1.0, failed=1.0).depth(WORTH_OF_A_PASS) == 2
+    assert Acceptance(accepted=0.05, failed=0.95).depth() == 0
 
 
 class Clock:

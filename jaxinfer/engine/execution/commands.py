@@ -23,8 +23,9 @@ from jaxinfer.sampling import Logprobs, Sampled
 class DecodeBatch(NamedTuple):
     """One token per row, from the host.
 
-    ``positions`` -1 marks an idle row; ``tokens`` -1 takes what the slot sampled last. ``generated``: tokens that the
-    sequence has generated before the one that this row samples.
+    ``positions`` -1 marks an idle row; ``tokens`` -1 takes what the slot sampled last, -2 the first token that a draft
+    model drafted for it (`Draft`), -3 the second, and so on. ``generated``: tokens that the sequence has generated
+    before the one that this row samples.
 
     ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
     one is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own.
@@ -35,6 +36,20 @@ class DecodeBatch(NamedTuple):
     generated: Int[Any, " rows"]
     tables: Int[Any, "groups rows width"]
     owners: Int[Any, " rows"] | None = None
+
+
+class DraftBatch(NamedTuple):
+    """Where a draft model goes on, one row for each slot of a microbatch; its pages are the slot's.
+
+    ``tokens`` are fed at ``positions`` (-1: the row is idle), ``limits`` more are drafted behind each. ``generated``:
+    as in `DecodeBatch`, of the first token that is drafted.
+    """
+
+    tokens: Int[Any, " rows"]
+    positions: Int[Any, " rows"]
+    generated: Int[Any, " rows"]
+    limits: Int[Any, " rows"]
+    tables: Int[Any, "groups rows width"]
 
 
 class PrefillBatch(NamedTuple):
@@ -88,6 +103,21 @@ class DecodeMany(Command[tuple[Sampled, Array]]):
     batch: DecodeBatch
     steps: int
     by_last_stage = True
+
+
+class Draft(Command[Array]):
+    """Draft tokens for the slots of a microbatch, by the draft model: ``[rows, drafts + 1]``, of which the last is no
+    draft. Those of the next `Decode` that ask for them are fed them on the device."""
+
+    microbatch: int
+    batch: DraftBatch
+    by_last_stage = True
+
+
+class DraftPrefill(Command[None]):
+    """Compute the draft model's keys and values of tokens that only the model itself has seen."""
+
+    batch: PrefillBatch
 
 
 class Prefill(Command[None]):

@@ -16,10 +16,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, PrefillBatch
 from jaxinfer.engine.execution.placement import StageArrays
 from jaxinfer.engine.execution.stages import Stage
-from jaxinfer.engine.execution.step import StepState, make_move_programs, make_pass_programs, make_programs, unpack
+from jaxinfer.engine.execution.step import (
+    StepState,
+    make_draft_program,
+    make_move_programs,
+    make_pass_programs,
+    make_programs,
+    unpack,
+)
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
@@ -41,14 +48,16 @@ class CompiledStage:
     """Executables of a pipeline stage, named as in `engine.step`; ``prefill`` by chunk size and how many chunks.
 
     They take a batch as `pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
-    `PassPrograms`, and what needs the head or the sampler is None, as is ``decode_many`` where one step is the most.
+    `PassPrograms`, and what needs the head or the sampler is None, as is ``decode_many`` where one step is the most. A
+    draft model has ``draft`` in place of ``decode``.
     """
 
-    decode: Callable[..., Any]
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
     copy: Callable[..., Any]
     export: Callable[..., Any]
     restore: Callable[..., Any]
+    decode: Any = None
+    draft: Any = None
     decode_many: Any = None
     prefill_logprobs: Any = None
     admit: Any = None
@@ -58,8 +67,8 @@ class CompiledStage:
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)]
-        programs = [self.decode, widest, *([self.prefill_logprobs] if self.prefill_logprobs else [])]
-        return max(map(temporary_bytes, programs))
+        programs = (self.decode, self.draft, widest, self.prefill_logprobs)
+        return max(temporary_bytes(program) for program in programs if program is not None)
 
 
 class _Job(NamedTuple):
@@ -83,12 +92,15 @@ def compile_stages(
     """Every program that the engine can run, of each pipeline stage.
 
     Args:
-        arrays: of each stage. They may be abstract: they are only asked for shape, dtype and sharding. Where the mesh
-            has ranks of data-parallel attention, one rank's; the programs take and give those of all
-            (`jaxinfer.parallel.dp_attention`).
+        arrays: of each stage; with a draft model's are the slots of its model. They may be abstract: they are only asked
+            for shape, dtype and sharding. Where the mesh has ranks of data-parallel attention, one rank's; the programs
+            take and give those of all (`jaxinfer.parallel.dp_attention`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
-    works = [_Work(stage, _abstract(stage_arrays), engine) for stage, stage_arrays in zip(stages, arrays, strict=True)]
+    works = [
+        (_DraftWork if stage.drafts else _Work)(stage, _abstract(stage_arrays), engine)
+        for stage, stage_arrays in zip(stages, arrays, strict=True)
+    ]
     done = _compile([(work.mesh, work.jobs()) for work in works], progress)
     return [work.named(programs) for work, programs in zip(works, done, strict=True)]
 
@@ -161,7 +173,9 @@ class _Work:
         programs = make_programs(self.stage, limit, engine.multi_step, backend, spread_tokens=spread)
         carried, out, pages = _shardings(state), self.replicated, _shardings(pools)
         arriving = self._arriving(batch.positions.shape[0])
-        jobs = {"decode": _Job(programs.decode, (params, slots, state, batch, arriving), 2, (carried, out), batch=3)}
+        drafted = [self._drafted()] if engine.drafts_on_device else []
+        operands = (params, slots, state, batch, arriving, *drafted)
+        jobs = {"decode": _Job(programs.decode, operands, 2, (carried, out), batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())
             jobs["decode_many"] = _Job(programs.decode_many, several, 2, (carried, out, out), loops=True, batch=3)
@@ -224,6 +238,9 @@ class _Work:
         rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
         return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
 
+    def _drafted(self) -> jax.ShapeDtypeStruct:
+        return self._ints(self.engine.rows // self.engine.microbatches, self.engine.num_speculative_tokens + 1)
+
     def _prefill_batch(self, size: int, count: int) -> PrefillBatch:
         tables = self._ints(self.groups, count, self.engine.table_width)
         return PrefillBatch(self._ints(count, size), self._ints(count), self._ints(count), tables)
@@ -233,6 +250,30 @@ class _Work:
         model = self.stage.model
         pages = moved_pages(model.cache_spec, TRANSFER_PAGES, self.engine.page_size, model.dtype)
         return self._array(pages.shape, pages.dtype, page_sharding(self.mesh, model.cache_spec))
+
+
+class _DraftWork(_Work):
+    """A draft model's programs."""
+
+    def jobs(self) -> dict[str, _Job]:
+        return {**self.computing(), **self.moving()}
+
+    def computing(self) -> dict[str, _Job]:
+        engine, (params, pools, slots, _, sampler) = self.engine, self.arrays
+        draft = make_draft_program(self.stage, engine.num_speculative_tokens, engine.attention_backend)
+        pages = _shardings(pools)
+        arguments = (params, slots, sampler, pools, self._draft_batch())
+        one = _Job(draft, arguments, 3, (pages, self.replicated), loops=True, batch=4)
+        prefill = make_programs(self.stage, 0, 1, engine.attention_backend).prefill
+        return {
+            name: _packed(job, self.replicated)
+            for name, job in {"draft": one, **self._prefill_jobs(prefill, pages)}.items()
+        }
+
+    def _draft_batch(self) -> DraftBatch:
+        count = self.engine.rows // self.engine.microbatches
+        rows = self._ints(count)
+        return DraftBatch(rows, rows, rows, rows, self._ints(self.groups, count, self.engine.table_width))
 
 
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:

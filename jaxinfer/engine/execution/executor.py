@@ -16,10 +16,10 @@ from jaxtyping import Array, Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, PrefillBatch
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import StageArrays, new_pools_on, new_slots, place_params
-from jaxinfer.engine.execution.stages import Stage, cut
+from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
@@ -74,12 +74,14 @@ class StageRuntime:
 @dataclasses.dataclass
 class MicrobatchState:
     """Slots that decode together, as the last stage has them. ``input_tokens`` is ``last_tokens`` on its way to the
-    first stage; None where that is the last one, too, or where the host feeds it."""
+    first stage; None where that is the last one, too, or where the host feeds it. ``drafted``: what a draft
+    model drafted for the slots last."""
 
     slots: SlotParams
     last_tokens: Array
     sampler: SlotState
     input_tokens: Array | None
+    drafted: Array | None = None
 
 
 class LocalExecutor:
@@ -95,6 +97,7 @@ class LocalExecutor:
 
     Attributes:
         runtimes: one for each stage of which this process has devices.
+        drafting: the draft model's, where the model has one.
         microbatches: see `ResolvedEngine.microbatches`; none where the last stage is not here: results are None there.
         handed: what the last step gave to the stages of other processes: it is there when the step has run here.
     """
@@ -123,19 +126,26 @@ class LocalExecutor:
         self.handed: Array | None = None
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
-        arrays = [self._arrays(runtime) for runtime in self.runtimes]
+        self.drafting = [StageRuntime(stage, engine, mesh) for stage in draft_stages(model) if own_devices(mesh)]
+        computing = [*self.runtimes, *self.drafting]
+        arrays = [self._arrays(runtime) for runtime in computing]
         compiled = (
-            compile_stages([runtime.stage for runtime in self.runtimes], arrays, engine, progress)
-            if self.runtimes
-            else []
+            compile_stages([runtime.stage for runtime in computing], arrays, engine, progress) if computing else []
         )
-        for runtime, run in zip(self.runtimes, compiled, strict=True):
+        for runtime, run in zip(computing, compiled, strict=True):
             runtime.run = run
 
     def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
         model, slots = last.stage.model, HostSlots(rows, limits).snapshot()
+        nothing = np.zeros((rows, self._engine.num_speculative_tokens + 1), np.int32)
         return [
-            MicrobatchState(put_whole(slots, last.replicated), tokens, sampler, self._input_tokens(tokens))
+            MicrobatchState(
+                put_whole(slots, last.replicated),
+                tokens,
+                sampler,
+                self._input_tokens(tokens),
+                put_whole(nothing, last.replicated) if self._engine.drafts_on_device else None,
+            )
             for tokens, sampler in (new_slots(model, rows, limits, last.mesh) for _ in range(self._engine.microbatches))
         ]
 
@@ -162,6 +172,8 @@ class LocalExecutor:
                 return self._prefill(batch)
             case commands.PrefillLogprobs(batch, following):
                 return self._prefill_logprobs(batch, following)
+            case commands.DraftPrefill(batch):
+                return self._draft_prefill(batch)
             case commands.SettlePages(hosts):
                 return self._each(lambda stage: stage.host.settle(hosts))
             case commands.CopyPages(source, target):
@@ -180,6 +192,8 @@ class LocalExecutor:
         """Run a command on the state that the last stage alone has."""
         last, snapshots = self.runtimes[-1], self._snapshots
         match command:
+            case commands.Draft(number, batch):
+                return self._draft(self.microbatches[number], batch)
             case commands.SetSlots(number, fields):
                 chosen = self.microbatches[number]
                 chosen.slots = chosen.slots._replace(**put_whole(dict(fields), last.replicated))
@@ -220,7 +234,8 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
-        state, sampled = last.run.decode(last.params, chosen.slots, self._state(chosen), pack(batch), arriving)
+        operands = pack(batch), arriving, *([] if chosen.drafted is None else [chosen.drafted])
+        state, sampled = last.run.decode(last.params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
         return sampled
 
@@ -233,7 +248,20 @@ class LocalExecutor:
         self._update(chosen, state)
         return sampled, ran
 
+    def _draft(self, chosen: MicrobatchState, batch: DraftBatch) -> Array:
+        (runtime,) = self.drafting
+        operands = chosen.slots, chosen.sampler, runtime.pools, pack(batch)
+        runtime.pools, drafted = runtime.run.draft(runtime.params, *operands)
+        chosen.drafted = drafted
+        return drafted
+
+    def _draft_prefill(self, batch: PrefillBatch) -> None:
+        count, size = batch.tokens.shape
+        for runtime in self.drafting:
+            runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), None)
+
     def _prefill(self, batch: PrefillBatch) -> None:
+        self._draft_prefill(batch)
         count, size = batch.tokens.shape
         arriving = self._chunks_through(batch)
         if self.microbatches:
@@ -241,6 +269,7 @@ class LocalExecutor:
             last.pools = last.run.prefill[size, count](last.params, last.pools, pack(batch), arriving)
 
     def _prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
+        self._draft_prefill(batch)
         arriving = self._chunks_through(batch)
         if not self.microbatches:
             return _ELSEWHERE.logprobs
@@ -271,18 +300,17 @@ class LocalExecutor:
         microbatch.input_tokens = self._input_tokens(microbatch.last_tokens)
 
     def _each(self, call: Callable[[StageRuntime], None]) -> None:
-        for runtime in self.runtimes:
+        for runtime in (*self.runtimes, *self.drafting):
             call(runtime)
 
     # ---- what is asked before READY
 
     def wait(self) -> None:
-        jax.block_until_ready(
-            [runtime.pools for runtime in self.runtimes] + [microbatch.last_tokens for microbatch in self.microbatches]
-        )
+        pools = [runtime.pools for runtime in (*self.runtimes, *self.drafting)]
+        jax.block_until_ready([*pools, *(microbatch.last_tokens for microbatch in self.microbatches)])
 
     def temporaries(self) -> int:
-        return max((runtime.run.temporaries() for runtime in self.runtimes), default=0)
+        return max((runtime.run.temporaries() for runtime in (*self.runtimes, *self.drafting)), default=0)
 
 
 def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine, rows: int) -> list[Link]:

@@ -27,7 +27,7 @@ from jaxinfer.engine.execution.placement import (
     there,
 )
 from jaxinfer.engine.execution.prepare import Prepared, prepare, resolve_for
-from jaxinfer.engine.execution.stages import Stage, cut
+from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
 from jaxinfer.parallel.processes import own_devices
@@ -179,12 +179,14 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         EngineConfigError: a setting cannot be served, or it does not fit.
     """
     mesh = mesh or mesh_for(config)
-    prepared = prepare(model.replace(params=abstract(model.params)), config, platform, mesh)
+    prepared = prepare(_abstract(model), config, platform, mesh)
     parts, copies = cut(prepared.model, config.pipeline_parallel_size), [stages(replica) for replica in replicas(mesh)]
     held: collections.Counter[jax.Device] = collections.Counter()
     for places in copies:
         for part, own in zip(parts, places, strict=True):
             held.update(_held(part.model, model.params, own))
+            for draft in draft_stages(part.model):
+                held.update(_held(draft.model, getattr(model.draft, "params", None), own))
     plans = []
     for number, part in enumerate(parts):
         here = [places[number] for places in copies if own_devices(places[number])]
@@ -241,9 +243,22 @@ def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
 
 def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
     """Bytes of a stage of a `Prepared` model on each of its devices, its programs aside; ``arrays``: its
-    `abstract_arrays`."""
-    page = part.model.cache_spec.bytes_per_page(engine.page_size, part.model.dtype.itemsize, engine.devices)
-    return Needs(device_bytes(arrays.params), device_bytes(arrays.sampler) * engine.microbatches, page)
+    `abstract_arrays`. A draft model lies where its model does, and has as many pages."""
+    weights, page = device_bytes(arrays.params), _page_bytes(part.model, engine)
+    for draft in draft_stages(part.model):
+        mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
+        weights += device_bytes(abstract_params(draft.model, mesh))
+        page += _page_bytes(draft.model, engine)
+    return Needs(weights, device_bytes(arrays.sampler) * engine.microbatches, page)
+
+
+def _page_bytes(model: Model, engine: ResolvedEngine) -> int:
+    return model.cache_spec.bytes_per_page(engine.page_size, model.dtype.itemsize, engine.devices)
+
+
+def _abstract(model: Model) -> Model:
+    draft = None if model.draft is None else _abstract(model.draft)
+    return model.replace(params=abstract(model.params), draft=draft)
 
 
 def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> int:

@@ -41,11 +41,60 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     Raises:
         EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
     """
-    model = spread_model(with_activations(model, config), mesh or mesh_for(config))
+    mesh = mesh or mesh_for(config)
+    draft = _draft_of(model, config, mesh)
+    model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
     model = model.for_kernels() if platform == "gpu" else model
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
-    return Prepared(model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
+    draft = None if model.draft is None else _prepared_draft(model.draft, model, resolved, platform)
+    return Prepared(model.replace(draft=draft), resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
+
+
+def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
+    """The draft model that the settings ask for, spread as the model is.
+
+    Raises:
+        EngineConfigError: there is none, or its vocabulary is another one.
+    """
+    if not config.drafts_on_device:
+        return None
+    if model.draft is None:
+        raise EngineConfigError("speculative = draft_model needs speculative_model: a folder or a hub id")
+    own, theirs = model.config.vocab_size, model.draft.config.vocab_size
+    if own != theirs:
+        raise EngineConfigError(
+            f"speculative_model = {_named(model.draft, config)} cannot draft: its vocabulary has {theirs} tokens, the "
+            f"model's {own}"
+        )
+    return spread_model(model.draft, mesh)
+
+
+def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform: str) -> Model:
+    """The draft model as it is served: its layers read the pages of the model's with the same window.
+
+    Raises:
+        EngineConfigError: it knows a shorter context, or has a window that the model has not.
+    """
+    name, longest = _named(draft, engine), draft.config.max_position
+    if longest < engine.max_model_len:
+        raise EngineConfigError(
+            f"speculative_model = {name} cannot draft: it knows {longest} tokens of context, and "
+            f"max_model_len = {engine.max_model_len}"
+        )
+    missing = [window for window in draft.cache_spec.windows if window not in model.cache_spec.windows]
+    if missing:
+        raise EngineConfigError(
+            f"speculative_model = {name} cannot draft: it has layers with a window of {missing[0]} tokens (None: all), "
+            f"and the model keeps pages for {model.cache_spec.windows}"
+        )
+    draft = draft.for_kernels() if platform == "gpu" else draft
+    draft = draft.with_cache(engine.kv_cache_dtype).up_to(engine.max_model_len)
+    return draft.replace(cache_spec=dataclasses.replace(draft.cache_spec, groups=model.cache_spec.windows))
+
+
+def _named(draft: Model, config: EngineConfig) -> str:
+    return config.speculative_model or draft.name or "the model's own"
 
 
 def with_activations(model: Model, config: EngineConfig) -> Model:
@@ -72,6 +121,7 @@ def resolve_for(model: Model, config: EngineConfig, platform: str) -> ResolvedEn
         itemsize=model.dtype.itemsize,
         min_rows=2 if platform == "cpu" and narrow else 1,
         prefill_rows=_prefill_rows(model, platform),
+        draft=model.draft.cache_spec if model.draft is not None and config.drafts_on_device else None,
     )
 
 

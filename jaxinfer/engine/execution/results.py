@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Int32
 
-from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan
+from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan, StepPlan
 from jaxinfer.sampling import Logprobs, Sampled
 from jaxinfer.types import PositionLogprobs, TokenLogprob
+
+
+def with_drafted(plan: StepPlan, drafted: Int32[np.ndarray, "rows drafts"]) -> StepPlan:
+    """The plan with the tokens that a draft model drafted, by the row of each slot, in the places of their names."""
+    own = {draft.sequence: draft for draft in plan.drafts or ()}
+    rows = {row.sequence: row.row for row in reversed(plan.decodes) if row.sequence in own}
+    found = {sequence: drafted[rows[sequence], : len(draft.tokens)].tolist() for sequence, draft in own.items()}
+
+    def known(row: DecodePlan) -> DecodePlan:
+        return row._replace(token=found[row.sequence][-2 - row.token]) if row.token < -1 else row
+
+    decodes = [known(row) for row in plan.decodes]
+    drafts = [draft._replace(tokens=found[draft.sequence]) for draft in plan.drafts or ()]
+    return dataclasses.replace(plan, decodes=decodes, drafts=drafts)
 
 
 def wants_logprobs(rows: Sequence[DecodePlan]) -> bool:

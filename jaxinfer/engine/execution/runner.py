@@ -12,8 +12,15 @@ from jaxtyping import Int32, Integer
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import DecodeBatch, Executor, PrefillBatch, SamplerSnapshot, SnapshotNumbers
-from jaxinfer.engine.execution.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs
+from jaxinfer.engine.execution.commands import (
+    DecodeBatch,
+    DraftBatch,
+    Executor,
+    PrefillBatch,
+    SamplerSnapshot,
+    SnapshotNumbers,
+)
+from jaxinfer.engine.execution.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs, with_drafted
 from jaxinfer.engine.scheduling.buckets import group_chunks
 from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
@@ -26,12 +33,14 @@ _Column = Integer[np.ndarray, " planned"]
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step on its way: its plan, arrays that will hold its results, steps that ``ran`` (None: decode, once)."""
+    """A step on its way: its plan, arrays that will hold its results, steps that ``ran`` (None: decode, once), and what
+    a draft model ``drafted``."""
 
     plan: StepPlan
     sampled: Sampled | None
     ran: jax.Array | None
     prompt: list[Logprobs | None]
+    drafted: jax.Array | None = None
 
 
 class WrongTokenError(RuntimeError):
@@ -81,14 +90,17 @@ class Runner:
         self._save_preempted(plan.preempted)
         self._admit(plan.admitted)
         prompt = self._prefills(plan.prefills)
+        drafted = self._draft(plan) if plan.drafts and self._engine.drafts_on_device else None
         sampled, ran = self._decode(plan) if plan.decodes else (None, None)
-        return Launched(plan, sampled, ran, prompt)
+        return Launched(plan, sampled, ran, prompt, drafted)
 
     def read(self, launched: Launched | None) -> StepResult | None:
         """Wait for a step and bring its results to the host."""
         if launched is None:
             return None
         plan, sampled = launched.plan, launched.sampled
+        if launched.drafted is not None:
+            plan = with_drafted(plan, np.asarray(launched.drafted))
         if plan.exports:
             self._executor.run(commands.SettlePages([export.host for export in plan.exports]))
         pairs = zip(plan.prefills, launched.prompt, strict=True)
@@ -181,11 +193,28 @@ class Runner:
         tables = np.zeros((self._groups, count, self._engine.table_width), np.int32)
         for index, plan in enumerate(plans):
             starts[index], lengths[index], _ = start, length, _ = plan.chunk
-            tokens[index, :length] = plan.sequence.prompt[start : start + length]
+            tokens[index, :length] = plan.sequence.tokens[start : start + length]
             tables[:, index] = self._tables[:, plan.sequence.slot]
         return PrefillBatch(tokens, starts, lengths, tables)
 
     # ---- decode rows
+
+    def _draft(self, plan: StepPlan) -> jax.Array:
+        """Launch the draft model behind the rows whose sequences have drafts; first what it has not seen of them."""
+        for prefill in plan.draft_prefills:
+            self._executor.run(commands.DraftPrefill(self._prefill_batch([prefill], prefill.chunk.size, 1)))
+        microbatches, rows = self._engine.microbatches, self._rows
+        tokens, generated, limits = np.zeros((3, rows), np.int32)
+        positions = np.full(rows, -1, np.int32)
+        for sequence, start, drafts in plan.drafts or ():
+            row = sequence.slot // microbatches
+            tokens[row], positions[row], limits[row] = sequence.tokens[start - 1], start - 1, len(drafts)
+            generated[row] = start - 1 - sequence.prefill_end
+        tables = self._tables[:, plan.microbatch :: microbatches].copy()
+        batch = DraftBatch(tokens, positions, generated, limits, tables)
+        drafted = self._executor.run(commands.Draft(plan.microbatch, batch))
+        drafted.copy_to_host_async()
+        return drafted
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None

@@ -25,6 +25,7 @@ class Stage:
         layers: of the whole model; None: all of them, and the module need not be a `Decoder`.
         first, last: whether it is given tokens, and whether it gives what the head is applied to.
         width: of the hidden states that one stage hands to the next.
+        drafts: it is a draft model, which is whole and drafts for the slots of another one.
     """
 
     model: Model
@@ -32,6 +33,7 @@ class Stage:
     first: bool = True
     last: bool = True
     width: int = 0
+    drafts: bool = False
 
     def backbone(
         self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
@@ -63,6 +65,11 @@ def cut(model: Model, count: int) -> list[Stage]:
     width = _width(model)
     firsts = [index * (total // count) + min(index, total % count) for index in range(count + 1)]
     return [_stage(model, model.module, range(*firsts[index : index + 2]), width) for index in range(count)]
+
+
+def draft_stages(model: Model) -> list[Stage]:
+    """The stage of a model's draft model, where it has one."""
+    return [] if model.draft is None else [Stage(model.draft, drafts=True)]
 
 
 def _width(model: Model) -> int:

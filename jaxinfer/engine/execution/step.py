@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int32
 
-from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
 from jaxinfer.kv.spread import copy_own_pages, spread
@@ -26,6 +26,7 @@ from jaxinfer.sampling import (
     SlotParams,
     SlotState,
     admit,
+    guess,
     keep_slot,
     prompt_logprobs,
     resume_slot,
@@ -44,7 +45,7 @@ class StepState(NamedTuple):
     slots: SlotState
 
 
-def pack(batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
+def pack(batch: DecodeBatch | DraftBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
     """All of a batch in one array."""
     return np.concatenate([np.asarray(leaf, np.int32).reshape(-1) for leaf in batch if leaf is not None])
 
@@ -60,10 +61,11 @@ def unpack[Batch](packed: Int32[Any, " numbers"], like: Batch) -> Batch:
 class Programs(NamedTuple):
     """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
 
-    ``arriving`` are the hidden states that the stage before gave; None where there is none.
+    ``arriving`` are the hidden states that the stage before gave; None where there is none. Behind them ``decode`` is
+    given what a draft model drafted for the slots, where there is one.
     """
 
-    decode: Callable[[Any, SlotParams, StepState, DecodeBatch, Any], tuple[StepState, Sampled]]
+    decode: Callable[..., tuple[StepState, Sampled]]
     decode_many: Callable[[Any, SlotParams, StepState, DecodeBatch, jax.Array], tuple[StepState, Sampled, jax.Array]]
     prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], list[LayerPool]]
     prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[list[LayerPool], Logprobs]]
@@ -135,14 +137,20 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
     spec = stage.model.cache_spec
 
     def decode(
-        params: Any, slots: SlotParams, state: StepState, batch: DecodeBatch, arriving: Any = None
+        params: Any,
+        slots: SlotParams,
+        state: StepState,
+        batch: DecodeBatch,
+        arriving: Any = None,
+        drafted: Int[Array, "rows drafts"] | None = None,
     ) -> tuple[StepState, Sampled]:
         active = batch.positions >= 0
-        x = jnp.where(batch.tokens >= 0, batch.tokens, state.last_tokens) if stage.first else arriving
+        fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
+        x = jnp.where(fed >= 0, fed, state.last_tokens) if stage.first else arriving
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
         hidden, pools = stage.backbone(params, x, batch.positions, attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
-        drafts = None if batch.owners is None else DraftRows(batch.owners, batch.tokens, batch.positions, active)
+        drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts
         )
@@ -151,6 +159,41 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         return StepState(pools, last_tokens, slot_state), sampled
 
     return decode
+
+
+def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "rows drafts"]) -> Int[Array, " rows"]:
+    """The rows' tokens, with those that a draft model drafted in their places."""
+    return jnp.where(batch.tokens < -1, drafted[batch.owners, -2 - batch.tokens], batch.tokens)
+
+
+def make_draft_program(
+    stage: Stage, most: int, backend: Wish = "auto"
+) -> Callable[[Any, SlotParams, SlotState, list[LayerPool], DraftBatch], tuple[list[LayerPool], jax.Array]]:
+    """The program of a draft model: up to ``most`` tokens behind each row's, one after the other.
+
+    It goes as far as the row that wants most, and once more: then the last token's keys are there, too, and the next
+    draft begins with one token, however many are accepted.
+    """
+    spec = stage.model.cache_spec
+
+    def draft(
+        params: Any, slots: SlotParams, sampler: SlotState, pools: list[LayerPool], batch: DraftBatch
+    ) -> tuple[list[LayerPool], jax.Array]:
+        def once(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            pools, tokens, drafted = carry
+            active = (batch.positions >= 0) & (step <= batch.limits)
+            positions = jnp.where(active, batch.positions + step, -1)
+            attend = spread(DecodeAttend(spec, batch.tables, positions, backend))
+            hidden, pools = stage.backbone(params, tokens, positions, attend, pools)
+            logits = gathered_logits(stage.head(params, hidden))
+            tokens = guess(logits, slots, sampler, positions + 1, batch.generated + step, active)
+            return pools, tokens, lax.dynamic_update_index_in_dim(drafted, tokens, step, 1)
+
+        drafted = jnp.zeros((batch.tokens.shape[0], most + 1), jnp.int32)
+        pools, _, drafted = lax.fori_loop(0, jnp.max(batch.limits) + 1, once, (pools, batch.tokens, drafted))
+        return pools, drafted
+
+    return draft
 
 
 def _decode_many(

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, StepPlan
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, PrefillPlan, StepPlan
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import StatsRecorder
-from jaxinfer.spec import Drafted, Drafter, Tempo
+from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
 
 
 class DraftPlanner:
@@ -37,6 +38,8 @@ class DraftPlanner:
         self._pages, self._drafter, self._stats = pages, drafter, stats
         self._most, self._rows = engine.num_speculative_tokens, engine.rows // engine.microbatches
         self._adaptive, self._tempo, self._plans = engine.speculative_adaptive, Tempo(clock), 0
+        self._on_device, self._sizes = engine.drafts_on_device, engine.prefill_sizes
+        self._worth = WORTH_OF_A_PASS if self._on_device else WORTH
         self._watched: Draft | None = None  # a guess that was not fed
         self.waits = False
         """Whether the plan that is being made drafts: its sequences wait for the host."""
@@ -45,7 +48,7 @@ class DraftPlanner:
         """Begin a plan of ``count`` sequences: choose whether it drafts."""
         self._plans += 1
         idle = self._rows - count
-        if self._adaptive and self._tempo.rests and idle > 0:
+        if self._adaptive and self._tempo.rests and idle > 0 and not self._on_device:
             self._watch(sequences, count)
         self.waits = idle > 0 and any(map(self._most_for, sequences)) and (not self._adaptive or self._tempo.drafts)
 
@@ -69,7 +72,7 @@ class DraftPlanner:
         most, acceptance = self._allowed(sequence), sequence.acceptance
         if not self._adaptive:
             return most
-        return 0 if self._plans < acceptance.resume else min(most, acceptance.depth)
+        return 0 if self._plans < acceptance.resume else min(most, acceptance.depth(self._worth))
 
     def _allowed(self, sequence: Sequence) -> int:
         asked = sequence.params.max_draft_tokens
@@ -118,6 +121,20 @@ class DraftPlanner:
             sequence.in_flight += 1
         return tokens
 
+    def catch_up(self, drafts: Iterable[Draft]) -> list[PrefillPlan]:
+        """Chunks of what the draft model has not seen, because nothing was drafted while it was generated."""
+        if not self._on_device:
+            return []
+        chunks = list[PrefillPlan]()
+        for sequence, start, _ in drafts:
+            at, end = max(sequence.drafted, sequence.prefill_end), start - 1
+            while at < end:
+                length = min(end - at, self._sizes[-1])
+                size = next(size for size in self._sizes if size >= length)
+                chunks.append(PrefillPlan(sequence, Chunk(at, length, size), logprobs=False))
+                at += length
+        return chunks
+
     def _drafted(self, sequence: Sequence) -> Drafted:
         keys = self._pages.keys(sequence)
         return Drafted(sequence.arrival, keys.namespace, sequence.prefill_end + 1, keys.tokens)
@@ -130,6 +147,8 @@ class DraftPlanner:
             accepted, failed = draft.outcome()
             draft.sequence.acceptance.note(accepted, failed, self._plans)
             self._stats.drafted(len(draft.tokens), accepted)
+            if draft.sequence.scheduled >= draft.start:  # else its pages are gone
+                draft.sequence.drafted = draft.start + accepted
         drafts = sum(len(draft.tokens) for draft in plan.drafts or ())
         rows = len(plan.decodes) - drafts
         self._tempo.note(plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)

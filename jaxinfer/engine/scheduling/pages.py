@@ -111,7 +111,7 @@ class SequencePages:
         if sequence.swapped is None:
             self._publish(sequence, min(sequence.scheduled, len(sequence.tokens)))
             self.release(sequence)
-            sequence.scheduled = 0
+            sequence.scheduled = sequence.drafted = 0
         sequence.capacity = 0
         return sequence.swapped is not None
 

@@ -24,8 +24,9 @@ class PrefillPlan(NamedTuple):
 class DecodePlan(NamedTuple):
     """One row of the decode program.
 
-    ``position`` is the fed token's; ``token`` is -1 where the device sampled it last. ``row`` is that of the sequence's
-    slot in its microbatch, or for a draft token any row that is idle otherwise.
+    ``position`` is the fed token's; ``token`` is -1 where the device sampled it last, and below where a draft model
+    drafts it in this very step (`jaxinfer.spec.DeviceDrafter`). ``row`` is that of the sequence's slot in its
+    microbatch, or for a draft token any row that is idle otherwise.
     """
 
     sequence: Sequence
@@ -35,7 +36,7 @@ class DecodePlan(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Draft tokens that rows of a step are fed, from position ``start`` on."""
+    """Draft tokens that rows of a step are fed, from position ``start`` on; see `DecodePlan` for those below 0."""
 
     sequence: Sequence
     start: int
@@ -70,6 +71,7 @@ class StepPlan:
         steps: how often the decode rows run, each time on what they sampled before (at most: until one stops).
         microbatch: the part of the slots that the decode rows belong to, see `ResolvedEngine.microbatches`.
         drafts: those among the decode rows; None: sequences did not wait for any.
+        draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -82,6 +84,7 @@ class StepPlan:
     steps: int = 1
     microbatch: int = 0
     drafts: list[Draft] | None = None
+    draft_prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

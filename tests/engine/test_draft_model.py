@@ -1,0 +1,147 @@
+"""A draft model beside the model: its cache, what it is refused, what it costs. Equal bits: test_identity."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import EngineConfig, EngineConfigError, check
+from jaxinfer.engine.execution.memory import plan_engine
+from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.llm import LLM
+from jaxinfer.models.model import Model
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import LayerSpec
+from tests.fakes import random_model
+
+DRAFTS = 4
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "max_model_len": 160,
+    "page_size": 16,
+    "prefill_sizes": (16, 64),
+    "num_pages": 60,
+    "speculative": "draft_model",
+    "num_speculative_tokens": DRAFTS,
+    "speculative_adaptive": False,
+}
+PROMPTS = [[(7 * number + place * place) % 97 for place in range(5 + 20 * number)] for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def itself() -> Model:
+    """It drafts for itself: what its cache lacks or has wrong is a draft that fails."""
+    model = random_model()
+    return model.replace(draft=model)
+
+
+def right(stats: EngineStats) -> float:
+    """Share of the drafts that came true."""
+    return stats.draft_accepted / stats.draft_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_who_drafts_for_itself_is_right(itself: Model, temperature: float) -> None:
+    llm = LLM(itself, **SETTINGS)
+    params = SamplingParams(temperature=temperature, max_tokens=41, seed=3, ignore_eos=True)
+    llm.generate(PROMPTS[:1], params)
+    stats = llm.engine.stats()
+    # The first token after the prompt is a row of its own; then five come at once, four of them drafts.
+    assert (stats.draft_tokens, stats.draft_accepted) == (32, 32)
+
+
+@pytest.mark.parametrize("changes", [{}, {"swap": 1, "num_pages": 11}, {"swap_space_gib": 0, "num_pages": 11}])
+def test_its_pages_go_where_those_of_the_model_go(
+    itself: Model, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To other sequences, to copies, to the host and back."""
+    if changes.pop("swap", 0):
+        monkeypatch.setattr("jaxinfer.engine.scheduling.scheduler.prefer_swap", lambda *_: True)
+    llm = LLM(itself, **{**SETTINGS, "max_num_seqs": 5, **changes})
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=40, seed=3, ignore_eos=True)
+    for _ in range(2):  # the second time prompts are found in the cache
+        llm.generate(PROMPTS, params)
+    stats = llm.engine.stats()
+    assert stats.prefix_hits > 0
+    assert sum(stats.preemptions.values()) > 0 or not changes
+    assert stats.draft_tokens > 100
+    assert right(stats) > 0.99
+
+
+def test_it_catches_up_with_what_it_has_not_seen(itself: Model) -> None:
+    """While the batch is full nothing is drafted, so nobody computes the draft model's keys."""
+    llm = LLM(itself, **{**SETTINGS, "max_num_seqs": 5, "num_speculative_tokens": 4})
+    long, short = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (120, 70))
+    llm.generate([PROMPTS[1]] + [PROMPTS[0]] * 4, [long] + [short] * 4)
+    stats = llm.engine.stats()
+    assert stats.draft_tokens > 20
+    assert right(stats) == 1.0
+
+
+def test_a_request_without_drafts_is_none_of_its_business(itself: Model) -> None:
+    llm = LLM(itself, **SETTINGS)
+    llm.generate(PROMPTS, SamplingParams(max_tokens=10, max_draft_tokens=0))
+    assert llm.engine.stats().draft_tokens == 0
+
+
+def windowed(model: Model, window: int) -> Model:
+    cache = dataclasses.replace(model.cache_spec, layers=(LayerSpec(window=window),) * len(model.cache_spec.layers))
+    return model.replace(cache_spec=cache)
+
+
+REFUSED: dict[str, tuple[Model | None, dict[str, Any], str]] = {
+    "none": (None, {}, "speculative = draft_model needs speculative_model: a folder or a hub id"),
+    "vocabulary": (
+        random_model(vocab_size=98),
+        {},
+        "speculative_model = random cannot draft: its vocabulary has 98 tokens, the model's 97",
+    ),
+    "context": (
+        random_model(max_position_embeddings=100),
+        {},
+        "speculative_model = random cannot draft: it knows 100 tokens of context, and max_model_len = 160",
+    ),
+    "window": (
+        windowed(random_model(), 32),
+        {},
+        r"it has layers with a window of 32 tokens \(None: all\), and the model keeps pages for \(None,\)",
+    ),
+    "no drafts": (None, {"speculative": None, "speculative_model": "x"}, "speculative_model = x is used with"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_compiled(name: str) -> None:
+    draft, changes, reason = REFUSED[name]
+    with pytest.raises(EngineConfigError, match=reason):
+        plan_engine(random_model().replace(draft=draft), EngineConfig(**{**SETTINGS, **changes}), "cpu")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"pipeline_parallel_size": 2}, {"enable_dp_attention": True, "expert_parallel_size": 2}]
+)
+def test_what_it_is_not_spread_over(changes: dict[str, Any]) -> None:
+    (name, value), *_ = changes.items()
+    with pytest.raises(EngineConfigError, match=f"speculative = draft_model and {name} = {value} exclude each other"):
+        check(EngineConfig(**{**SETTINGS, **changes}))
+
+
+def test_its_weights_and_pages_are_counted() -> None:
+    model, config = random_model(), EngineConfig(**SETTINGS)
+    draft = random_model(seed=1, num_hidden_layers=1)
+    alone = plan_engine(model, dataclasses.replace(config, speculative="ngram"), "cpu").needs
+    both = plan_engine(model.replace(draft=draft), config, "cpu").needs
+    own = plan_engine(draft, dataclasses.replace(config, speculative="ngram"), "cpu").needs
+    assert both.page == alone.page + own.page
+    assert both.weights == alone.weights + own.weights
+
+
+def test_the_demo_model_has_one() -> None:
+    settings = {**SETTINGS, "prefill_sizes": (16,), "page_size": 16}
+    llm = LLM("demo", dtype="float32", show_progress=False, **settings)
+    assert llm.model.draft is not None
+    assert llm.model.draft.name == "demo-draft"
+    llm.generate(["ROMEO:"], SamplingParams(temperature=0, max_tokens=60))
+    assert right(llm.engine.stats()) > 0.2
