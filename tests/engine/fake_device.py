@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -181,6 +182,7 @@ class FakeDevice:
         self._microbatch = 0
         self._before = 0, 0, False  # of the row before: what it sampled, from which state, whether its drafts are true
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
+        self._drafted_to: dict[int, int] = {}  # by arrival: tokens of which the draft model has keys
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
 
@@ -192,6 +194,7 @@ class FakeDevice:
         self._move(plan)
         self._seat(plan)
         self._holders = self._count_holders(plan)
+        plan = self._drafted(plan) if self._engine.drafts_on_device else plan
         self._check(plan)
         prompt_logprobs = [self._prefill(prefill) for prefill in plan.prefills]
         tokens, logprobs = self._decode(plan)
@@ -227,6 +230,8 @@ class FakeDevice:
     def _seat(self, plan: StepPlan) -> None:
         for sequence, slot in plan.preempted:
             assert self._owners.pop(slot) is sequence, "a slot is preempted that another sequence has"
+            if sequence.swapped is None:
+                self._drafted_to.pop(sequence.arrival, None)
             if sequence.stateful and sequence.swapped is not None:
                 sequence.sampler_state = self._states[slot]
         taken = [sequence.slot for sequence in plan.admitted]
@@ -237,6 +242,41 @@ class FakeDevice:
             self._states[sequence.slot] = (
                 self._model.first_state(sequence.request) if saved is None else int(saved)  # type: ignore[call-overload]
             )
+
+    # ---- a draft model
+
+    def _drafted(self, plan: StepPlan) -> StepPlan:
+        """The plan with what a draft model says, which is true for three tokens of four. It must have seen all that
+        the model has."""
+        found: dict[int, list[int]] = {}
+        reach = {draft.sequence.arrival: self._reach(draft.sequence) for draft in plan.drafts or ()}
+        for sequence, chunk, _ in plan.draft_prefills:
+            assert chunk.start <= reach[sequence.arrival], "the draft model would see nothing of some tokens"
+            assert 0 < chunk.length <= chunk.size
+            assert chunk.start + chunk.length < len(sequence.tokens), "a chunk of tokens that are not known"
+            reach[sequence.arrival] = max(reach[sequence.arrival], chunk.start + chunk.length)
+        for sequence, start, names in plan.drafts or ():
+            assert names == list(range(-2, -2 - len(names), -1)), "a draft is named otherwise"
+            assert reach[sequence.arrival] >= start - 1, "the draft model has not seen all that is known"
+            assert start == len(sequence.tokens), "a draft behind tokens that are not known"
+            found[sequence.arrival] = said = self._said(sequence, start, len(names))
+            known = self._alone(sequence).tokens[start : start + len(names)]
+            right = sum(itertools.takewhile(bool, (one == other for one, other in zip(said, known, strict=False))))
+            self._drafted_to[sequence.arrival] = start + right
+        decodes = [
+            row._replace(token=found[row.sequence.arrival][-2 - row.token]) if row.token < -1 else row
+            for row in plan.decodes
+        ]
+        drafts = [draft._replace(tokens=found[draft.sequence.arrival]) for draft in plan.drafts or ()]
+        return dataclasses.replace(plan, decodes=decodes, drafts=None if plan.drafts is None else drafts)
+
+    def _reach(self, sequence: Sequence) -> int:
+        return max(sequence.prefill_end, self._drafted_to.get(sequence.arrival, 0))
+
+    def _said(self, sequence: Sequence, start: int, count: int) -> list[int]:
+        known = self._alone(sequence).tokens
+        truth = [known[at] if at < len(known) else 0 for at in range(start, start + count)]
+        return [token if mix(sequence.arrival, start + i) % 4 else (token + 1) % EOS for i, token in enumerate(truth)]
 
     # ---- what a plan must keep to
 

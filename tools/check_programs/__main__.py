@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = Work(arguments.model, arguments.pages, *sizes, layers)
     work = dataclasses.replace(work, kv_cache_dtype=arguments.kv_cache_dtype, weights=arguments.weights)
     work = dataclasses.replace(work, norms=arguments.sequence_parallel_norms)
+    layers = arguments.draft_layers if arguments.speculative == "draft_model" else 0
     work = dataclasses.replace(work, steps=arguments.multi_step, drafts=arguments.speculative is not None)
+    work = dataclasses.replace(work, draft_layers=layers)
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -111,7 +113,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="as the server's flag")
     parser.add_argument("--sequence-parallel-norms", action="store_true", help="as the server's flag")
     parser.add_argument("--multi-step", type=int, default=1, metavar="N", help="as the server's flag")
-    parser.add_argument("--speculative", choices=["ngram"], help="as the server's flag")
+    parser.add_argument("--speculative", choices=["ngram", "draft_model"], help="as the server's flag")
+    parser.add_argument("--draft-layers", type=int, default=2, metavar="N", help="of a draft model (default: 2)")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--layers", type=int, metavar="N", help="so many instead of all")
     depth.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")

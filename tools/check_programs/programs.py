@@ -24,7 +24,7 @@ from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
 from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.execution.prepare import prepare
-from jaxinfer.engine.execution.stages import Stage, cut
+from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
 from jaxinfer.loading import abstract_model
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages
@@ -51,7 +51,7 @@ def settings_of(work: Work) -> EngineConfig:
         pipeline_parallel_size=work.stages,
         sequence_parallel_norms=work.norms,
         multi_step=work.steps,
-        speculative="ngram" if work.drafts else None,
+        speculative="draft_model" if work.draft_layers else "ngram" if work.drafts else None,
     )
 
 
@@ -60,7 +60,10 @@ def model_of(work: Work) -> Model:
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
-    return stored(model, work.weights) if work.weights else model
+    model = stored(model, work.weights) if work.weights else model
+    if not work.draft_layers:
+        return model
+    return model.replace(draft=model_of(dataclasses.replace(work, layers=work.draft_layers, draft_layers=0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Planned:
 
     def tokens(self, program: str) -> int:
         """Tokens that one call computes."""
-        if program.startswith("decode"):
+        if program.startswith(("decode", "draft")):
             return self.engine.rows // self.engine.microbatches
         chunk = self.engine.prefill_sizes[-1]
         wide = [] if program == "prefill_logprobs" else map(math.prod, self.engine.wide_prefills)
@@ -97,15 +100,15 @@ class Planned:
         return self.pool
 
 
-def plan(work: Work, number: int, devices: Sequence[Any] | None = None) -> Planned:
-    """A pipeline stage; ``devices``: H100s that are not there, unless given."""
+def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, drafts: bool = False) -> Planned:
+    """A pipeline stage, or the draft model; ``devices``: H100s that are not there, unless given."""
     settings = settings_of(work)
     mesh = mesh_for(settings, TARGETS[HOPPER].devices(work.devices) if devices is None else devices)
     model, engine, limits = prepare(model_of(work), settings, "gpu", mesh)
     place = stages(mesh)[number]
     if devices is None:
         TARGETS[HOPPER].tell(place)
-    stage = cut(model, work.stages)[number]
+    stage = (draft_stages(model) if drafts else cut(model.replace(draft=None), work.stages))[number]
     arrays = abstract_arrays(stage, engine, limits, place)
     return Planned(
         stage, engine, arrays, stage_needs(stage, engine, arrays), expected(stage, _sizes(place), work.norms)
@@ -122,7 +125,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     with TARGETS[HOPPER].current():
         compiled = compile_largest(planned.stage, planned.arrays, planned.engine, several=True)
     seconds = time.perf_counter() - start
-    steps = list(_steps(planned, compiled, dumps, work.weights))
+    steps = [*_steps(planned, compiled, dumps, work.weights), *_draft_steps(work, dumps)]
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
     # A decode step's arguments are all that the stage has, but for the samplers of the other microbatches.
     (decode,) = (step for step in steps if step.name == "decode")
@@ -140,6 +143,14 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     )
 
 
+def _draft_steps(work: Work, dumps: pathlib.Path) -> Iterator[Step]:
+    if work.draft_layers:
+        planned = plan(work, 0, drafts=True)
+        with TARGETS[HOPPER].current():
+            compiled = compile_largest(planned.stage, planned.arrays, planned.engine)
+        yield from _steps(planned, compiled[:1], dumps, work.weights)
+
+
 def _program(step: Step) -> Program:
     sums, gathers = collectives(step, "all-reduce"), collectives(step, "all-gather")
     found = tuple(findings(step))
@@ -155,13 +166,13 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
         text, memory = executable.as_text(), executable.memory_analysis()
         name = _name(text)
         dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
-        (layers, tail), sampler = should.gemms(name), planned.microbatch * name.startswith("decode")
+        (layers, tail), sampler = should.gemms(name), planned.microbatch * name.startswith(("decode", "draft"))
         yield Step(
             name=name,
             module=read_module(text),
             launches=read_launches(dump),
             waits=tuple(read_waits(dump)),
-            repeats=name == "decode_many",
+            repeats=name in ("decode_many", "draft"),
             pool=math.prod(pool),
             tokens=planned.tokens(name),
             widest=should.widest,

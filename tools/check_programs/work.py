@@ -29,6 +29,7 @@ class Work:
         norms: whether prefill programs spread hidden states over tokens, see `EngineConfig.sequence_parallel_norms`.
         steps: most decode steps of one program, see `EngineConfig.multi_step`.
         drafts: whether decode rows may be drafts, which it verifies.
+        draft_layers: of a draft model, which is as wide; 0: there is none.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Work:
     norms: bool = False
     steps: int = 1
     drafts: bool = False
+    draft_layers: int = 0
 
     @property
     def devices(self) -> int:
@@ -54,6 +56,7 @@ class Work:
         stored = "" if self.kv_cache_dtype == "auto" else f"KV in {self.kv_cache_dtype}"
         weights = f"weights in {self.weights}" if self.weights else ""
         options = {"sequence-parallel norms": self.norms, f"{self.steps} steps": self.steps > 1, "drafts": self.drafts}
+        options |= {f"a draft model of {self.draft_layers} layers": self.draft_layers > 0}
         chosen = [name for name, on in options.items() if on]
         parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, *chosen]
         return ", ".join(filter(None, parts))

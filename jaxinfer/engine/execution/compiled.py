@@ -92,29 +92,31 @@ def compile_stages(
     """Every program that the engine can run, of each pipeline stage.
 
     Args:
-        arrays: of each stage; with a draft model's are the slots of its model. They may be abstract: they are only asked
-            for shape, dtype and sharding. Where the mesh has ranks of data-parallel attention, one rank's; the programs
-            take and give those of all (`jaxinfer.parallel.dp_attention`).
+        arrays: of each stage; with a draft model's are the slots of its model. They may be abstract: they are asked for
+            shape, dtype and sharding alone. Where the mesh has ranks of data-parallel attention, one rank's; the
+            programs take and give those of all (`jaxinfer.parallel.dp_attention`).
         progress: called at the beginning and after each program, by the thread that calls this function.
     """
-    works = [
-        (_DraftWork if stage.drafts else _Work)(stage, _abstract(stage_arrays), engine)
-        for stage, stage_arrays in zip(stages, arrays, strict=True)
-    ]
+    works = [_work(stage, stage_arrays, engine) for stage, stage_arrays in zip(stages, arrays, strict=True)]
     done = _compile([(work.mesh, work.jobs()) for work in works], progress)
     return [work.named(programs) for work, programs in zip(works, done, strict=True)]
 
 
 def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *, several: bool = False) -> list[Any]:
-    """The executables that use most memory while they run: the widest decode and prefill programs of a stage.
+    """The executables that use most memory while they run: the widest decode and prefill programs of a stage, and the
+    one that drafts.
 
     All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one.
     """
-    work = _Work(stage, _abstract(arrays), engine)
+    work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod)
-    wanted = ["decode", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
+    wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile([(work.mesh, jobs)])[0].values())
+
+
+def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
+    return (_DraftWork if stage.drafts else _Work)(stage, _abstract(arrays), engine)
 
 
 def temporary_bytes(executable: Any) -> int:

@@ -160,6 +160,28 @@ def test_a_draft_never_makes_anybody_give_way():
     loop.drain()
 
 
+def test_what_a_draft_model_drafts_is_fed_and_counted():
+    loop = make_loop(rows=8, speculative="draft_model", num_speculative_tokens=4, speculative_adaptive=False)
+    loop.run(make_request("a", 12, 30))
+    stats = loop.scheduler.stats.snapshot()
+    assert 0 < stats.draft_accepted < stats.draft_tokens
+    assert loop.steps < 25
+
+
+def test_a_draft_model_sees_what_was_generated_without_it():
+    """While the batch is full nobody drafts. The chunks are of the sizes that there are, and not beyond what is known."""
+    settings = {"num_speculative_tokens": 2, "speculative_adaptive": False, "num_pages": 60}
+    loop = make_loop(speculative="draft_model", **settings)
+    for name, most in (("a", 60), ("b", 30), ("c", 30)):
+        loop.add(make_request(name, 5, most))
+    seen = [loop.step() for _ in range(60) if loop.busy]
+    (chunks,) = ([prefill.chunk for prefill in plan.draft_prefills] for plan in seen if plan.draft_prefills)
+    assert [chunk.size for chunk in chunks] == [16, 16]
+    assert chunks[0].length == 16
+    assert chunks[1].start == chunks[0].start + 16
+    loop.drain()
+
+
 def test_the_ngram_drafter_drafts():
     loop = make_loop(speculative="ngram", rows=8)
     loop.run(make_request("a", (1, 2, 3, 4) * 6, 40), make_request("b", (1, 2, 3, 4) * 6, 40, seed=3))
