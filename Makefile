@@ -23,7 +23,7 @@ FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/clien
 # Of the slow tier: two processes, faults at random, 20,000 wrong requests, the steps compiled for an H100, the page for
 # researchers.
 SLOW_SLICE := tests/serve/test_multi_host.py tests/serve/attack tests/tools/test_check_programs.py tests/test_functional.py \
-    -k 'two_processes_serve or under_load and 12 or fuzzed_requests or steps_keep_the_rules or page_runs'
+    -k 'two_processes_serve or under_load and 12 or fuzzed_requests or keep_the_rules or page_runs'
 PROTOC := build/protos/.installed
 GENERATOR := grpcio-tools==1.71.2 setuptools<81
 

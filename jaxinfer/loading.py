@@ -158,6 +158,8 @@ def _plan(model: Model, config: EngineConfig, mesh: Mesh, group: Group | None) -
 
 
 def _as_dtype(model: Model, dtype: str) -> Model:
+    if model.draft is not None:
+        model = model.replace(draft=_as_dtype(model.draft, dtype))
     require_specified(model)
     dtype = _dtype(dtype)
     if dtype == "auto":

@@ -33,6 +33,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "data_parallel_size": ("dp_size", "dp"),
         "expert_parallel_size": ("ep_size", "ep"),
         "max_tokens": ("max_new_tokens", "n_predict"),
+        "speculative": ("speculative_algorithm",),
+        "speculative_model": ("speculative_draft_model_path", "model_draft"),
+        "num_speculative_tokens": ("speculative_num_steps", "draft_max"),
     }
 )
 """By our names those of vLLM, SGLang and llama.cpp for the same thing. On the command line they work."""
@@ -47,7 +50,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
         "enable_expert_parallel": "expert_parallel_size is the number of groups of devices",
         "disable_radix_cache": "enable_prefix_caching is the switch, on the command line --no-enable-prefix-caching",
         "chunked_prefill_size": "prefill_sizes are the sizes of chunks, max_num_batched_tokens bounds a step",
-        "speculative_config": "speculative is the drafter, num_speculative_tokens how many tokens it may guess",
+        "speculative_config": "speculative names the drafter, speculative_model its model, num_speculative_tokens how "
+        "many tokens it may guess",
         "disable_log_requests": "requests are logged or not by log_requests",
     }
 )

@@ -45,6 +45,7 @@ EVERY = {
     "batching": (["--batching", "static"], "static"),
     "multi_step": (["--multi-step", "4"], 4),
     "speculative": (["--speculative", "ngram"], "ngram"),
+    "speculative_model": (["--speculative-model", "folder"], "folder"),
     "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),
     "prompt_lookup_min": (["--prompt-lookup-min", "1"], 1),
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),

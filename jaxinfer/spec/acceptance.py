@@ -16,17 +16,20 @@ _MEMORY = 0.8
 """Weight of what was seen before, at each new draft or step."""
 _LONG_MEMORY = 0.97
 """The same for figures of steps, which differ more."""
-_PROBE = 16
+_PROBE = 12
 """Steps with drafts that tell whether they would pay."""
 _PLAIN = 4
 """Steps without them that tell what such a step costs."""
 _EVERY = 128
 """Steps with drafts that pay before a look at the others; steps without drafts that do not pay before a new try."""
-_LONGEST = 1024
+_LONGEST = 2048
 """The same after several tries in vain."""
 _LOSS = 0.97
 """Drafts go on while they bring so much of the tokens a second that there would be without: what they cost is little,
 what they bring is much and comes in bursts."""
+_PLAIN_LOSS = 0.9
+"""Where they bring less than this it is not waited for the next look: first all sequences draft, then few are left for
+whom the others wait."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,8 +38,10 @@ class Mean:
 
     value: float = 0.0
     weight: float = 0.0
+    steps: int = 0
 
     def note(self, value: float) -> None:
+        self.steps += 1
         self.weight = _LONG_MEMORY * self.weight + 1
         self.value += (value - self.value) / self.weight
 
@@ -73,7 +78,7 @@ class Tempo:
         if drafted:
             self._tokens.note(tokens)
         self._left -= 1
-        if self._left <= 0:
+        if self._left <= 0 or (drafted and self._tokens.steps > _PROBE and self._brings() < _PLAIN_LOSS):
             self._choose()
 
     @property
@@ -92,10 +97,14 @@ class Tempo:
             self.drafts, self._left = False, _PLAIN
         elif self._rests:
             self.wake()
-        elif self._tokens.value * self._seconds[False].value >= _LOSS * self._seconds[True].value:
+        elif self._brings() >= _LOSS:
             self.drafts, self._left, self._rest = True, _EVERY, _EVERY
         else:
             self._left, self._rests, self._rest = self._rest, True, min(2 * self._rest, _LONGEST)
+
+    def _brings(self) -> float:
+        """Tokens a second with drafts over those without."""
+        return self._tokens.value * self._seconds[False].value / self._seconds[True].value
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,6 +11,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
+from jaxinfer.loading import with_draft
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import LayerSpec
@@ -136,6 +137,45 @@ def test_its_weights_and_pages_are_counted() -> None:
     own = plan_engine(draft, dataclasses.replace(config, speculative="ngram"), "cpu").needs
     assert both.page == alone.page + own.page
     assert both.weights == alone.weights + own.weights
+
+
+def test_an_edited_one_is_checked_as_its_model_is() -> None:
+    draft = random_model(seed=1)
+    short = {name: leaf for name, leaf in draft.params.items() if name != "final_norm"}
+    with pytest.raises(ValueError, match=r"final_norm\.scale is missing from params"):
+        LLM(random_model().replace(draft=draft.replace(params=short)), **SETTINGS)
+    llm = LLM(random_model().replace(draft=draft), dtype="bfloat16", **SETTINGS)
+    assert llm.model.draft is not None
+    assert llm.model.draft.dtype == llm.model.dtype == "bfloat16"
+
+
+class Names(list):
+    """Notes the names that are loaded."""
+
+    def load(self, name: str) -> Model:
+        self.append(name)
+        return random_model(seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "asked", "loaded"),
+    [
+        ("demo", False, None, ["demo-draft"]),
+        ("demo", False, "x", ["x"]),
+        ("demo", True, None, []),
+        ("other", True, "x", ["x"]),
+        ("other", True, None, []),
+        ("other", False, None, []),
+    ],
+)
+def test_which_model_drafts(name: str, own: bool, asked: str | None, loaded: list[str]) -> None:
+    """The one that is named, else the model's own, else the demo model's."""
+    draft, names = (random_model() if own else None), Names()
+    config = EngineConfig(speculative="draft_model", speculative_model=asked)
+    model = with_draft(random_model().replace(name=name, draft=draft), config, names.load)
+    assert names == loaded
+    assert (model.draft is draft) == (not loaded)
+    assert with_draft(model, EngineConfig(), names.load) is model
 
 
 def test_the_demo_model_has_one() -> None:

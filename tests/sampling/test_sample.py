@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.sampling import Sampled, SlotParams, SlotState, neutral_slots, new_state, sample
+from jaxinfer.sampling import Sampled, SlotParams, SlotState, guess, neutral_slots, new_state, sample
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.select import _weights
 from jaxinfer.sampling_params import SamplingParams
@@ -175,6 +175,17 @@ def test_nan_logits_give_a_token_in_the_vocabulary() -> None:
         row = dataclasses.replace(asks(**asked), logits=np.full(VOCAB, np.nan, np.float32))
         tokens = np.asarray(run([row] * ROWS)[0].tokens)
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+def test_a_guess_of_the_same_logits_is_what_is_sampled() -> None:
+    rows = [*REQUESTS.values(), LOUD]
+    slots, state = slots_and_state(rows)
+    some, numbers = np.stack([row.logits for row in rows]), np.arange(len(rows), dtype=np.int32)
+    active = np.ones(len(rows), bool)
+    want, _ = SAMPLE(some, slots, state, numbers + 7, numbers, active, max_logprobs=0)
+    guessed = jax.jit(guess)
+    assert guessed(some, slots, state, numbers + 7, numbers, active).tolist() == want.tokens.tolist()
+    assert guessed(some, slots, state, numbers + 8, numbers, active).tolist() != want.tokens.tolist()
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

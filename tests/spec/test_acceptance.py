@@ -65,6 +65,19 @@ def test_a_change_is_noticed() -> None:
     assert sum(kinds[-200:]) > 180
 
 
+def test_a_run_whose_drafts_become_few_ends_before_its_time() -> None:
+    """At first all sequences draft; then few are left, for whom the others wait."""
+    clock = Clock()
+    tempo, kinds = Tempo(clock), list[bool]()
+    for step in range(120):
+        kind = tempo.drafts
+        kinds.append(kind)
+        clock.now += 2.0 if kind else 1.0
+        tempo.note(kind, (2.5 if step < 40 else 1.1) if kind else 1.0)
+    assert sum(kinds[16:40]) > 18
+    assert not any(kinds[-20:])
+
+
 def test_a_rest_ends_where_drafts_would_come_true() -> None:
     clock = Clock()
     tempo = Tempo(clock)

@@ -43,5 +43,5 @@ def test_what_cannot_be_fed_is_cut(said: tuple[int, ...], fed: list[int]) -> Non
 
 
 def test_an_unknown_one_is_refused_with_the_names() -> None:
-    with pytest.raises(EngineConfigError, match="speculative = eagle must be one of None, ngram, suffix"):
+    with pytest.raises(EngineConfigError, match="speculative = eagle must be one of None, ngram, draft_model, suffix"):
         make_drafter(SpeculativeConfig(speculative="eagle"))

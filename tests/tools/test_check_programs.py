@@ -394,3 +394,15 @@ def test_the_engines_steps_keep_the_rules():
     assert part.broken == []
     unasked = {(name, one.rule) for name, program in part.programs.items() for one in program.findings if not one.asked}
     assert unasked == {("decode_many", "GEMMs with a weight")}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+def test_the_steps_of_a_draft_model_keep_the_rules():
+    """The host waits for nothing between drafting and the step that verifies."""
+    work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, draft_layers=2)
+    (part,) = door.run(work, default_folder())
+    assert {"decode", "draft"} < set(part.programs)
+    assert part.broken == []
+    asked = {one.rule for one in part.programs["draft"].findings if one.asked}
+    assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked

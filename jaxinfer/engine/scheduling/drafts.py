@@ -50,7 +50,7 @@ class DraftPlanner:
         idle = self._rows - count
         if self._adaptive and self._tempo.rests and idle > 0 and not self._on_device:
             self._watch(sequences, count)
-        self.waits = idle > 0 and any(map(self._most_for, sequences)) and (not self._adaptive or self._tempo.drafts)
+        self.waits = idle > 0 and (not self._adaptive or self._tempo.drafts) and any(map(self._most_for, sequences))
 
     def _watch(self, sequences: Iterable[Sequence], count: int) -> None:
         """Look whether drafts would come true again, of one sequence after the other: nobody waits for a guess that is
@@ -82,6 +82,8 @@ class DraftPlanner:
 
     def add(self, rows: list[DecodePlan]) -> tuple[list[DecodePlan], list[Draft] | None]:
         """The rows with those of drafts, which follow their sequence's own in order of position, and the drafts."""
+        if not self.waits and all(row.position + 1 >= len(row.sequence.tokens) for row in rows):
+            return rows, None
         used = {row.row for row in rows}
         idle = [row for row in range(self._rows) if row not in used]
         if not idle:

@@ -169,7 +169,7 @@ def test_what_a_draft_model_drafts_is_fed_and_counted():
 
 
 def test_a_draft_model_sees_what_was_generated_without_it():
-    """While the batch is full nobody drafts. The chunks are of the sizes that there are, and not beyond what is known."""
+    """While the batch is full nobody drafts. Its chunks are of the sizes that there are."""
     settings = {"num_speculative_tokens": 2, "speculative_adaptive": False, "num_pages": 60}
     loop = make_loop(speculative="draft_model", **settings)
     for name, most in (("a", 60), ("b", 30), ("c", 30)):
