@@ -51,6 +51,9 @@ def _target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key-file", type=pathlib.Path, help="its first line is the key")
     group.add_argument("--ca-file", type=pathlib.Path, help="PEM of whom to trust, under TLS")
     group.add_argument("--connections", type=_count, default=8, help="over gRPC; requests take turns (default 8)")
+    group.add_argument(
+        "--metrics", type=_http, metavar="URL", help="page of the server's metrics (default: over HTTP its /metrics)"
+    )
     group.add_argument("--timeout", type=_positive, default=600.0, help="seconds for one request (default 600)")
     group.add_argument("--vocab-size", type=_count, help="over HTTP: prompts are random ids below it, not words")
     group.add_argument("--temperature", type=_not_negative, default=0.0)
@@ -118,6 +121,14 @@ def _url(text: str) -> str:
     if not fine:
         raise argparse.ArgumentTypeError(f"{text!r} is not grpc://HOST:PORT, http://HOST:PORT, grpcs:// or https://")
     return text
+
+
+def _http(text: str) -> str:
+    """The URL of a page of metrics; of a server alone, its /metrics."""
+    if not text.startswith("http"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT/metrics")
+    url = urllib.parse.urlsplit(_url(text))
+    return url._replace(path="/metrics").geturl() if url.path in ("", "/") else text
 
 
 def _positive(text: str) -> float:

@@ -27,6 +27,7 @@ from jaxinfer.bench.options import DEFAULT_USERS, OptionsError, goals
 from jaxinfer.bench.progress import Progress
 from jaxinfer.bench.prompts import Words, tokens_per_word, usable_ids
 from jaxinfer.bench.raw import RawFile
+from jaxinfer.bench.speculation import Watched, between
 from jaxinfer.bench.sweep import Knee, Search
 from jaxinfer.bench.target import Access, Item, Sampling, Served, Target
 from jaxinfer.bench.watch import Bounds, Watch
@@ -42,6 +43,7 @@ class Session:
 
     def __init__(self, options: argparse.Namespace, target: Target, served: Served, asked: Asked) -> None:
         self.options, self.target, self.served, self.asked = options, target, served, asked
+        self.metrics = Watched(make_access(options), options.metrics)
         self.goals: Goals = goals(options.goodput)
         self.bounds = Bounds(options.max_lateness / MS, options.max_lag / MS)
         self.console = Console(stderr=True)
@@ -93,6 +95,7 @@ class Session:
         items = itertools.islice(self.items(number), load.requests)
         prepared = None if load.users else self._prepare(load, items, number)
         watch, progress = Watch(loop.time), Progress(self.console, load.requests if prepared is None else len(prepared))
+        drafts = await self.metrics.counters()
         driver = Driver(self.target, loop.time, self.options.timeout, progress.on_end)
         with progress.shown(driver.records):
             watch.start()
@@ -105,6 +108,7 @@ class Session:
             await watch.stop()
         figures: dict[str, Any] = {"run": number, "rate": load.rate, "users": load.users, "speed": load.speed}
         figures |= summary(driver.records, self.goals)
+        figures["speculation"] = between(drafts, await self.metrics.counters())
         figures["generator"] = watch.report(driver.records, self.bounds, open_loop=prepared is not None)
         self.runs.append(figures)
         if raw is not None:
@@ -190,18 +194,26 @@ def make_target(options: argparse.Namespace) -> Target:
     Raises:
         OptionsError: a file that is named cannot be read, or is not what it should be.
     """
-    access = Access(
+    access = make_access(options)
+    exact = DATASETS[options.dataset].lengths_given if options.ignore_eos is None else options.ignore_eos
+    sampling = Sampling(options.temperature, exact, options.seed)
+    if options.target.startswith("http"):
+        return HttpTarget(access, sampling, options.endpoint, options.vocab_size)
+    return GrpcTarget(access, sampling)
+
+
+def make_access(options: argparse.Namespace) -> Access:
+    """
+    Raises:
+        OptionsError: as `make_target`.
+    """
+    return Access(
         options.target,
         options.model,
         _first_line(options.api_key_file),
         _authority(options.ca_file),
         options.connections,
     )
-    exact = DATASETS[options.dataset].lengths_given if options.ignore_eos is None else options.ignore_eos
-    sampling = Sampling(options.temperature, exact, options.seed)
-    if options.target.startswith("http"):
-        return HttpTarget(access, sampling, options.endpoint, options.vocab_size)
-    return GrpcTarget(access, sampling)
 
 
 def _first_line(path: pathlib.Path | None) -> str | None:

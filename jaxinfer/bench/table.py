@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxinfer.bench import speculation
 from jaxinfer.bench.sweep import Knee
 
 BOTTLENECK = "the generator was the bottleneck"
@@ -59,6 +60,7 @@ def _lines(figures: Mapping[str, Any]) -> list[str]:
         f"{figures['output_tokens']} out: {figures['output_tokens_per_second']:.1f} output tokens/s",
         *_users(figures["latency"]["user_tokens_per_second"]),
         *_goodput(figures["goodput"]),
+        *speculation.lines(figures["speculation"]),
         *_oddities(figures),
         *_generator(figures["generator"]),
     ]

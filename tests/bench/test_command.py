@@ -242,7 +242,7 @@ def test_a_model_that_is_not_there(protocol: str, servers: dict[str, str], capsy
 
 def session(target: Scripted, *words: str) -> Session:
     asked = Asked(Ids(10), 1.0, output=Lengths(4, 4))
-    options = parse(["serve", "--target", "http://x:1", "--sweep", *words])
+    options = parse(["serve", "--target", "grpc://x:1", "--sweep", *words])
     return Session(options, target, Served("scripted"), asked)
 
 
