@@ -1,8 +1,10 @@
 """An engine that leads: what follows it has the same bits on its devices, whatever was called."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.types import Request
@@ -72,11 +75,29 @@ class Pair:
         raise AssertionError(f"{self.member._ledger.done} of {self.group.sent}")
 
 
+OF_DRAFTS = {"Draft", "DraftPrefill"}
+
+
 @pytest.fixture(scope="module")
 def pair():
-    model, called = random_model(num_hidden_layers=1), list[str]()
-    mesh = mesh_for(SMALL)
-    follower = LocalExecutor(*prepare(model, SMALL, "cpu", mesh), mesh)
+    with paired(random_model(num_hidden_layers=1), SMALL) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    """With a draft model."""
+    model = random_model(num_hidden_layers=1)
+    drafts = {"speculative": "draft_model", "speculative_adaptive": False, "num_speculative_tokens": 2}
+    config = dataclasses.replace(SMALL, multi_step=1, **drafts)
+    with paired(model.replace(draft=random_model(seed=1, num_hidden_layers=1)), config) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def paired(model: Model, config: EngineConfig) -> Iterator[Pair]:
+    mesh, called = mesh_for(config), list[str]()
+    follower = LocalExecutor(*prepare(model, config, "cpu", mesh), mesh)
     with group_of(timeout=60.0) as (members, ends):
         leader, member = members
         take = member.calls
@@ -92,7 +113,7 @@ def pair():
             # Measured ones may say that computing again is cheaper, and nothing would be swapped.
             patch.setattr(calibration, "measure_costs", lambda *given: (measure_costs(*given), Costs())[1])
             make = functools.partial(LeaderExecutor, leader, 0, [0, 1])
-            engine = Engine(prepare(model, SMALL, "cpu"), make_executor=make)
+            engine = Engine(prepare(model, config, "cpu"), make_executor=make)
         yield Pair(engine, leader, follower, member, called)
         assert not ends.reasons
 
@@ -103,20 +124,33 @@ def same(one: object, other: object) -> bool:
 
 
 def test_what_follows_has_the_same_bits(pair):
+    check_bits(pair)
+    assert set(pair.called) == set(COMMANDS) - OF_DRAFTS
+
+
+def test_what_follows_drafts_the_same(drafting, pair):
+    assert check_bits(drafting) == run(pair.engine)
+    assert set(drafting.called) >= OF_DRAFTS
+
+
+def check_bits(pair: Pair) -> dict[tuple[str, int], list[int]]:
+    """Run requests, compare all that lies on the devices; what was generated."""
     found = run(pair.engine)
     assert sum(map(len, found.values())) > 200
     pair.until_done()
     leader, follower = pair.engine._executor, pair.follower
     assert isinstance(leader, LeaderExecutor)
     leader = leader.local
-    for mine, theirs in zip(leader.runtimes, follower.runtimes, strict=True):
+    runtimes = [*leader.runtimes, *leader.drafting], [*follower.runtimes, *follower.drafting]
+    for mine, theirs in zip(*runtimes, strict=True):
         assert same(mine.pools, theirs.pools)
         assert mine.host._pages.keys() == theirs.host._pages.keys()
         assert same(mine.host._pages, theirs.host._pages)
     for mine, theirs in zip(leader.microbatches, follower.microbatches, strict=True):
         assert same((mine.slots, mine.last_tokens, mine.sampler), (theirs.slots, theirs.last_tokens, theirs.sampler))
+        assert same(mine.drafted, theirs.drafted)
     assert mine_and_theirs_snapshots(leader, follower)
-    assert set(pair.called) == set(COMMANDS)
+    return found
 
 
 def mine_and_theirs_snapshots(leader: LocalExecutor, follower: LocalExecutor) -> bool:
