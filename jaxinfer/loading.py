@@ -29,7 +29,7 @@ from jaxinfer.families import find_families
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import Family, family_for
-from jaxinfer.names import DTYPES, demo_folder, known_dtype
+from jaxinfer.names import DRAFT_MODELS, DTYPES, demo_folder, known_dtype
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
@@ -47,7 +47,6 @@ from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill, Place
 
-_DRAFTS = {"demo": "demo-draft"}
 # What a bad model folder raises: each carries one sentence for a person.
 LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
 
@@ -274,7 +273,7 @@ def with_draft(model: Model, config: EngineConfig, load: Callable[[str], Model])
     Args:
         load: makes a model of a name.
     """
-    own = None if model.draft is not None else _DRAFTS.get(model.name)
+    own = None if model.draft is not None else DRAFT_MODELS.get(model.name)
     name = config.speculative_model or own
     return model.replace(draft=load(name)) if config.drafts_on_device and name is not None else model
 

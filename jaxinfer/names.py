@@ -58,6 +58,8 @@ HINTS: Mapping[str, str] = MappingProxyType(
 """By names of others that have no counterpart here: what there is in their place."""
 
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
+DRAFT_MODELS = {"demo": "demo-draft"}
+"""Models that draft for those that ship with the package."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LONGEST = 120
 _DEMOS = pathlib.Path(__file__).parent / "demo"

@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from jaxinfer.names import demo_folder, no_model
+from jaxinfer.names import DRAFT_MODELS, demo_folder, no_model
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 _MOST_BYTES = 1 << 20
@@ -22,13 +22,33 @@ def refuse_early(config: ServeConfig) -> None:
     """
     if (reason := no_model(config.model)) is not None:
         raise ServeConfigError(f"model: {reason}")
-    described = _config_json(demo_folder(config.model) or pathlib.Path(config.model))
+    described = _described(config.model)
+    _refuse_draft(config, described)
     length = config.engine.max_model_len
     for name in _CONTEXT:
         context = described.get(name)
         if isinstance(context, int) and length is not None and length > context:
             what = f"is beyond the model's context of {context} tokens"
             raise ServeConfigError(f"engine.max_model_len = {length} {what}")
+
+
+def _refuse_draft(config: ServeConfig, described: dict[str, Any]) -> None:
+    """Refuse a draft model that nobody can have, or whose vocabulary is another one."""
+    if not config.engine.drafts_on_device:
+        return
+    name = config.engine.speculative_model or DRAFT_MODELS.get(config.model)
+    if name is None:
+        raise ServeConfigError("engine.speculative = draft_model needs speculative_model: a folder or a hub id")
+    if (reason := no_model(name)) is not None:
+        raise ServeConfigError(f"engine.speculative_model: {reason}")
+    own, theirs = (each.get("vocab_size") for each in (described, _described(name)))
+    if isinstance(own, int) and isinstance(theirs, int) and own != theirs:
+        what = f"cannot draft: its vocabulary has {theirs} tokens, the model's {own}"
+        raise ServeConfigError(f"engine.speculative_model = {name} {what}")
+
+
+def _described(model: str) -> dict[str, Any]:
+    return _config_json(demo_folder(model) or pathlib.Path(model))
 
 
 def _config_json(folder: pathlib.Path) -> dict[str, Any]:

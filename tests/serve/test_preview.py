@@ -1,0 +1,49 @@
+"""What a look at config.json refuses, before anything is started."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.serve.preview import refuse_early
+from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+
+DRAFTS: dict[str, Any] = {"speculative": "draft_model"}
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 512, "max_position_embeddings": 64}))
+    return str(tmp_path)
+
+
+def refusal(model: str, **engine: Any) -> str | None:
+    try:
+        refuse_early(ServeConfig(model=model, engine=EngineConfig(**engine)))
+    except ServeConfigError as error:
+        return str(error)
+    return None
+
+
+def test_a_context_that_the_model_has_not(folder: str) -> None:
+    assert refusal(folder, max_model_len=64) is None
+    assert refusal(folder, max_model_len=65) == ("engine.max_model_len = 65 is beyond the model's context of 64 tokens")
+
+
+def test_a_draft_model_that_nobody_has(folder: str) -> None:
+    missing = "engine.speculative = draft_model needs speculative_model: a folder or a hub id"
+    assert refusal("demo", **DRAFTS) is None
+    assert refusal(folder, **DRAFTS) == missing
+    assert refusal(folder, **DRAFTS, speculative_model="some/where") is None
+    assert refusal(folder, **DRAFTS, speculative_model="/no/where") == (
+        "engine.speculative_model: no folder '/no/where', and it is not a hub id of the form org/name either"
+    )
+
+
+def test_a_draft_model_of_another_vocabulary(folder: str) -> None:
+    assert refusal(folder, **DRAFTS, speculative_model=folder) is None
+    assert refusal(folder, **DRAFTS, speculative_model="demo-draft") == (
+        "engine.speculative_model = demo-draft cannot draft: its vocabulary has 2048 tokens, the model's 512"
+    )
