@@ -14,6 +14,9 @@ _BATCHED_TOKENS = 2048
 
 Backend = Literal["auto", "mosaic", "xla"]
 
+# Ids by which the vocabularies of one tokenizer may differ from model to model: llama.cpp's bound, too.
+_PADDING = 128
+
 # The pool's default bound where nobody has looked how much memory there is.
 _KV_CACHE_BYTES = 4 << 30
 
@@ -333,6 +336,14 @@ def _require_draft_model(config: EngineConfig) -> None:
     _require(config.pipeline_parallel_size == 1, "speculative", config.speculative, both)
     both = "and enable_dp_attention = True exclude each other: it has no experts to share"
     return _require(not config.enable_dp_attention, "speculative", config.speculative, both)
+
+
+def other_vocabulary(own: int, drafts: int) -> str | None:
+    """Why a model of so many tokens cannot draft for one of ``own``; None: it can, sizes differ by padding at most (as
+    those of Qwen2.5 do)."""
+    if abs(own - drafts) <= _PADDING:
+        return None
+    return f"cannot draft: its vocabulary has {drafts} tokens, the model's {own}"
 
 
 _NOT_WITH_DP_ATTENTION = {

@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+from jaxinfer.config import other_vocabulary
 from jaxinfer.names import DRAFT_MODELS, demo_folder, no_model
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
@@ -42,9 +43,8 @@ def _refuse_draft(config: ServeConfig, described: dict[str, Any]) -> None:
     if (reason := no_model(name)) is not None:
         raise ServeConfigError(f"engine.speculative_model: {reason}")
     own, theirs = (each.get("vocab_size") for each in (described, _described(name)))
-    if isinstance(own, int) and isinstance(theirs, int) and own != theirs:
-        what = f"cannot draft: its vocabulary has {theirs} tokens, the model's {own}"
-        raise ServeConfigError(f"engine.speculative_model = {name} {what}")
+    if isinstance(own, int) and isinstance(theirs, int) and (why := other_vocabulary(own, theirs)) is not None:
+        raise ServeConfigError(f"engine.speculative_model = {name} {why}")
 
 
 def _described(model: str) -> dict[str, Any]:

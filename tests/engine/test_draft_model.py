@@ -81,6 +81,20 @@ def test_it_catches_up_with_what_it_has_not_seen(itself: Model) -> None:
     assert right(stats) == 1.0
 
 
+@pytest.mark.parametrize("vocab", [90, 130])
+def test_its_vocabulary_may_be_padded_otherwise(itself: Model, vocab: int) -> None:
+    """What the model does not know is never drafted; what the draft model does not know fails, and changes no token."""
+    draft = random_model(vocab_size=vocab)  # the same weights but for what is more or less
+    llm, plain = LLM(itself.replace(draft=draft), **SETTINGS), LLM(itself, **{**SETTINGS, "speculative": None})
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=3, ignore_eos=True, logprobs=1)
+    prompts = [*PROMPTS, [96, 95, 94, 1, 2]]
+    found = llm.generate(prompts, params)
+    assert [each.outputs for each in found] == [each.outputs for each in plain.generate(prompts, params)]
+    stats = llm.engine.stats()
+    assert stats.draft_tokens > 100
+    assert 0 < right(stats) < 1 if vocab == 90 else right(stats) == 1
+
+
 def test_a_request_without_drafts_is_none_of_its_business(itself: Model) -> None:
     llm = LLM(itself, **SETTINGS)
     llm.generate(PROMPTS, SamplingParams(max_tokens=10, max_draft_tokens=0))
@@ -95,9 +109,9 @@ def windowed(model: Model, window: int) -> Model:
 REFUSED: dict[str, tuple[Model | None, dict[str, Any], str]] = {
     "none": (None, {}, "speculative = draft_model needs speculative_model: a folder or a hub id"),
     "vocabulary": (
-        random_model(vocab_size=98),
+        random_model(vocab_size=226),
         {},
-        "speculative_model = random cannot draft: its vocabulary has 98 tokens, the model's 97",
+        "speculative_model = random cannot draft: its vocabulary has 226 tokens, the model's 97",
     ),
     "context": (
         random_model(max_position_embeddings=100),

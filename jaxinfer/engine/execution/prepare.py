@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, other_vocabulary, resolve
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.model import Model
@@ -55,18 +55,14 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
     """The draft model that the settings ask for, spread as the model is.
 
     Raises:
-        EngineConfigError: there is none, or its vocabulary is another one.
+        EngineConfigError: there is none, or it cannot draft for this model.
     """
     if not config.drafts_on_device:
         return None
     if model.draft is None:
         raise EngineConfigError("speculative = draft_model needs speculative_model: a folder or a hub id")
-    own, theirs = model.config.vocab_size, model.draft.config.vocab_size
-    if own != theirs:
-        raise EngineConfigError(
-            f"speculative_model = {_named(model.draft, config)} cannot draft: its vocabulary has {theirs} tokens, the "
-            f"model's {own}"
-        )
+    if (why := other_vocabulary(model.config.vocab_size, model.draft.config.vocab_size)) is not None:
+        raise EngineConfigError(f"speculative_model = {_named(model.draft, config)} {why}")
     return spread_model(model.draft, mesh)
 
 
@@ -88,6 +84,7 @@ def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform
             f"speculative_model = {name} cannot draft: it has layers with a window of {missing[0]} tokens (None: all), "
             f"and the model keeps pages for {model.cache_spec.windows}"
         )
+    _require_backend(draft, engine, platform)
     draft = draft.for_kernels() if platform == "gpu" else draft
     draft = draft.with_cache(engine.kv_cache_dtype).up_to(engine.max_model_len)
     return draft.replace(cache_spec=dataclasses.replace(draft.cache_spec, groups=model.cache_spec.windows))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, PrefillBatch
 from jaxinfer.engine.execution.stages import Stage
@@ -174,7 +174,7 @@ def make_draft_program(
     It goes as far as the row that wants most, and once more: then the last token's keys are there, too, and the next
     draft begins with one token, however many are accepted.
     """
-    spec = stage.model.cache_spec
+    spec, known = stage.model.cache_spec, stage.model.config.vocab_size
 
     def draft(
         params: Any, slots: SlotParams, sampler: SlotState, pools: list[LayerPool], batch: DraftBatch
@@ -184,8 +184,8 @@ def make_draft_program(
             active = (batch.positions >= 0) & (step <= batch.limits)
             positions = jnp.where(active, batch.positions + step, -1)
             attend = spread(DecodeAttend(spec, batch.tables, positions, backend))
-            hidden, pools = stage.backbone(params, tokens, positions, attend, pools)
-            logits = gathered_logits(stage.head(params, hidden))
+            hidden, pools = stage.backbone(params, jnp.minimum(tokens, known - 1), positions, attend, pools)
+            logits = _fitted(gathered_logits(stage.head(params, hidden)), sampler.counts.shape[1])
             tokens = guess(logits, slots, sampler, positions + 1, batch.generated + step, active)
             return pools, tokens, lax.dynamic_update_index_in_dim(drafted, tokens, step, 1)
 
@@ -194,6 +194,14 @@ def make_draft_program(
         return pools, drafted
 
     return draft
+
+
+def _fitted(logits: Float[Array, "rows known"], vocab: int) -> Float[Array, "rows vocab"]:
+    """Logits of a vocabulary that is padded otherwise: nobody says the rest."""
+    known = logits.shape[1]
+    if known >= vocab:
+        return logits[:, :vocab]
+    return jnp.pad(logits, ((0, 0), (0, vocab - known)), constant_values=-jnp.inf)
 
 
 def _decode_many(
