@@ -37,7 +37,7 @@ from jaxinfer.bench.traces import (
     scale_mooncake,
 )
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.execution.compile_cache import use_compilation_cache
+from jaxinfer.engine.execution.compilations import use_compilation_cache
 from jaxinfer.loading import load_model
 
 REPO = pathlib.Path(__file__).resolve().parent.parent

@@ -16,13 +16,12 @@ from collections.abc import Iterator, Sequence
 from jaxinfer.cli.app import run as run_command
 from jaxinfer.cli.compile import FOLDER, THIS
 from jaxinfer.config import EngineConfig, EngineConfigError
-from jaxinfer.engine.execution.compilations import CacheUse, count_cache_use
-from jaxinfer.engine.execution.compile_cache import DEFAULT_FOLDER, use_compilation_cache
+from jaxinfer.engine.execution.compilations import DEFAULT_FOLDER, CacheUse, count_cache_use, use_compilation_cache
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
 from jaxinfer.engine.execution.placement import abstract_arrays
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import cut, draft_stages
-from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_model, start_engine, with_draft
+from jaxinfer.loading import LOADING_ERRORS, StartProgress, abstract_draft, abstract_model, start_engine, with_draft
 from jaxinfer.parallel.mesh import mesh_for, stages
 from pallas_kernels.check.configuration import AMPERE, HOPPER
 from pallas_kernels.check.plugins import PluginsMissing, default_folder, environment, require_plugins
@@ -101,7 +100,8 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
     device = TARGETS[_TARGETS[target]]
     mesh = mesh_for(config, device.devices(config.devices * config.dp_ranks * config.pipeline_parallel_size))
     read = functools.partial(abstract_model, dtype=job.dtype)
-    model, engine, limits = prepare(with_draft(read(job.model), config, read), config, "gpu", mesh)
+    drafted = with_draft(read(job.model), config, abstract_draft(config, job.dtype))
+    model, engine, limits = prepare(drafted, config, "gpu", mesh)
     places = stages(mesh)
     parts, places = [*cut(model, len(places)), *draft_stages(model)], [*places, *places[:1]]
     arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=False)]

@@ -17,6 +17,9 @@ Backend = Literal["auto", "mosaic", "xla"]
 # Ids by which the vocabularies of one tokenizer may differ from model to model: llama.cpp's bound, too.
 _PADDING = 128
 
+HEADS = ("medusa", "eagle", "eagle3", "mtp")
+"""Methods of speculation that read states of the model."""
+
 # The pool's default bound where nobody has looked how much memory there is.
 _KV_CACHE_BYTES = 4 << 30
 
@@ -117,9 +120,11 @@ class SpeculativeConfig:
     Attributes:
         speculative: None; "ngram": what followed the last tokens where they occurred before in the sequence; "suffix":
             the most frequent continuation there and in earlier answers; "draft_model": what a smaller model of the same
-            vocabulary says; or a drafter that was registered.
-        speculative_model: that model: a folder or a hub id (default: for the demo model its own).
-        num_speculative_tokens: most draft tokens per sequence and step.
+            vocabulary says; "medusa", "eagle", "eagle3", "mtp": what heads on the model's own states say; or a drafter
+            that was registered.
+        speculative_model: that model, or those heads: a folder or a hub id (default: for the demo model its own; of
+            "mtp" the model's own folder).
+        num_speculative_tokens: most draft tokens per sequence and step (Medusa: as many as there are heads).
         speculative_adaptive: drafts as long as they pay, by what was measured of steps and acceptance.
         prompt_lookup_min: fewest tokens in a row that the n-gram drafter looks for.
         prompt_lookup_max: most tokens in a row that it looks for.
@@ -137,7 +142,17 @@ class SpeculativeConfig:
     @property
     def drafts_on_device(self) -> bool:
         """Whether drafts come from programs, and go to the step that verifies them without the host."""
-        return self.speculative == "draft_model"
+        return self.speculative == "draft_model" or self.drafts_by_head
+
+    @property
+    def drafts_by_head(self) -> bool:
+        """Whether these programs read the model's own states."""
+        return self.speculative in HEADS
+
+    @property
+    def drafts_from_one_state(self) -> bool:
+        """Whether they guess all tokens from the newest one, and have no cache."""
+        return self.speculative == "medusa"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,6 +221,13 @@ class ResolvedEngine(EngineConfig):
         one part is in the last of them, another is in the first. Slot s is row ``s // microbatches`` of part ``s %
         microbatches``."""
         return self.pipeline_parallel_size
+
+    @property
+    def feature_window(self) -> int:
+        """Last positions of a slot of which a draft head's features are kept: those of a step, and where a head has a
+        cache as many as let it begin anew at the start of a page."""
+        step = self.num_speculative_tokens + 1
+        return step if self.drafts_from_one_state else max(2 * self.page_size, step)
 
     @property
     def wide_prefills(self) -> list[tuple[int, int]]:
@@ -330,7 +352,7 @@ def _require_simple(config: EngineConfig) -> None:
 def _require_draft_model(config: EngineConfig) -> None:
     """Refuse what cannot be beside a draft model, or without one."""
     if not config.drafts_on_device:
-        alone = "is used with speculative = draft_model alone"
+        alone = f"is used with speculative = {', '.join(('draft_model', *HEADS[:-1]))} or {HEADS[-1]} alone"
         return _require(config.speculative_model is None, "speculative_model", config.speculative_model, alone)
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: it has no stages"
     _require(config.pipeline_parallel_size == 1, "speculative", config.speculative, both)

@@ -18,7 +18,7 @@ from jaxinfer.config import EngineConfig, ResolvedEngine
 from jaxinfer.edited import require_described, require_one_dtype, require_specified
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.make import make_engine, make_followers
-from jaxinfer.engine.execution.compile_cache import use_compilation_cache
+from jaxinfer.engine.execution.compilations import use_compilation_cache
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.memory import MemoryPlan, plan_engine
@@ -26,10 +26,11 @@ from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.engine.execution.prepare import with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.families import find_families
+from jaxinfer.heads import describe_head, load_head
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
-from jaxinfer.models.registry import Family, family_for
-from jaxinfer.names import DRAFT_MODELS, DTYPES, demo_folder, known_dtype
+from jaxinfer.models.registry import HEADS, Family, family_for
+from jaxinfer.names import DTYPES, demo_folder, draft_of, known_dtype
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
@@ -103,15 +104,13 @@ def start_engine(
     platform, mesh = jax.default_backend(), mesh_for(config)
     in_memory = _as_dtype(model, dtype) if isinstance(model, Model) else None
     planned = in_memory or abstract_model(str(model), dtype, family)
-    plan, sized = _plan(
-        with_draft(planned, config, functools.partial(abstract_model, dtype=dtype)), config, mesh, group
-    )
+    plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=show_progress, progress=progress.weights, mesh=mesh
     )
     loaded = in_memory or load(str(model), dtype, family=family)
     loaded = with_activations(loaded, config)  # what is served is what the caller gets
-    loaded = with_draft(loaded, config, functools.partial(load, dtype=dtype))
+    loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
     return loaded, engine
@@ -135,13 +134,12 @@ def start_follower(
     use_compilation_cache(compilation_cache_dir)
     mesh = mesh_for(config)
     planned = abstract_model(model, dtype, family)
-    plan, sized = _plan(
-        with_draft(planned, config, functools.partial(abstract_model, dtype=dtype)), config, mesh, group
-    )
+    plan, sized = _plan(with_draft(planned, config, abstract_draft(config, dtype)), config, mesh, group)
     load = functools.partial(
         load_model, check_finite=check_finite, show_progress=False, progress=progress.weights, mesh=mesh
     )
-    loaded = with_draft(load(model, dtype, family=family), config, functools.partial(load, dtype=dtype))
+    draft = _loaded_draft(config, functools.partial(load, dtype=dtype), mesh)
+    loaded = with_draft(load(model, dtype, family=family), config, draft)
     resolved, executors = make_followers(loaded, sized, jax.default_backend(), mesh, progress.compiled)
     plan.require(lambda: max(executor.temporaries() for executor in executors.values()))
     return loaded, resolved, executors
@@ -266,16 +264,31 @@ def open_model(
     return files, model.replace(params=params)
 
 
-def with_draft(model: Model, config: EngineConfig, load: Callable[[str], Model]) -> Model:
-    """The model with the draft model that ``config`` asks for: the one that it names, else the model's own, else the
-    demo model's.
+def with_draft(model: Model, config: EngineConfig, load: Callable[[str, Model], Model]) -> Model:
+    """The model with the draft model or head that ``config`` asks for: the one that it names, else the model's own,
+    else the demo model's; an MTP layer is in the model's own folder.
 
     Args:
-        load: makes a model of a name.
+        load: makes a model of a name, for the one that it is to draft for.
     """
-    own = None if model.draft is not None else DRAFT_MODELS.get(model.name)
+    if not config.drafts_on_device:
+        return model
+    own = None if model.draft is not None else draft_of(model.name, config.speculative)
     name = config.speculative_model or own
-    return model.replace(draft=load(name)) if config.drafts_on_device and name is not None else model
+    return model if name is None else model.replace(draft=load(name, model))
+
+
+def abstract_draft(config: EngineConfig, dtype: str) -> Callable[[str, Model], Model]:
+    """What makes the draft model or head of `with_draft`, without weights."""
+    if config.speculative in HEADS:
+        return lambda name, model: describe_head(name, str(config.speculative), model)
+    return lambda name, model: abstract_model(name, dtype)
+
+
+def _loaded_draft(config: EngineConfig, load: Callable[[str], Model], mesh: Mesh) -> Callable[[str, Model], Model]:
+    if config.speculative in HEADS:
+        return lambda name, model: load_head(name, str(config.speculative), model, mesh)
+    return lambda name, model: load(name)
 
 
 def abstract_model(name: str, dtype: str = "auto", family: str | None = None) -> Model:

@@ -57,9 +57,9 @@ HINTS: Mapping[str, str] = MappingProxyType(
 )
 """By names of others that have no counterpart here: what there is in their place."""
 
-DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
-DRAFT_MODELS = {"demo": "demo-draft"}
-"""Models that draft for those that ship with the package."""
+DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft", "demo-medusa": "medusa", "demo-eagle3": "eagle3"}
+_DRAFTS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo-eagle3"}
+"""What drafts for the demo model, by the method."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _LONGEST = 120
 _DEMOS = pathlib.Path(__file__).parent / "demo"
@@ -77,6 +77,13 @@ def known_dtype(name: str) -> str | None:
 def demo_folder(model: str) -> pathlib.Path | None:
     """The folder of a model that ships with the package; None for any other name."""
     return _DEMOS / DEMO_FOLDERS[model] if model in DEMO_FOLDERS else None
+
+
+def draft_of(model: str, method: str | None) -> str | None:
+    """What drafts for a model by a method unless something else is named: its own, where it ships with the package."""
+    if method == "mtp":
+        return model
+    return _DRAFTS.get(method or "") if model == "demo" else None
 
 
 def no_model(model: str) -> str | None:

@@ -207,7 +207,7 @@ class CacheSpec(Brief):
 
     @property
     def latent(self) -> bool:
-        return self.layers[0].latent_rank is not None
+        return any(layer.latent_rank is not None for layer in self.layers)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

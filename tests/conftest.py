@@ -86,10 +86,10 @@ def repo() -> pathlib.Path:
 def shared_programs() -> None:
     """Share compiled programs between test processes: few models make most of the programs."""
     if "jax" in sys.modules:
-        from jaxinfer.engine.execution import compile_cache
+        from jaxinfer.engine.execution import compilations
 
-        compile_cache.DEFAULT_FOLDER = REPO / "build" / "test-programs"
-        compile_cache.use_compilation_cache(None)
+        compilations.DEFAULT_FOLDER = REPO / "build" / "test-programs"
+        compilations.use_compilation_cache(None)
 
 
 @pytest.fixture

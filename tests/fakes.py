@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxinfer.models.eagle import MAP
+from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model, abstract
+from jaxinfer.models.registry import HEADS
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import ParamSpec, map_specs
 from jaxinfer.weights import init_params
 
 
@@ -68,3 +74,33 @@ def mixed_params(number: int, **changes: Any) -> SamplingParams:
     ]
     base = {"seed": 1000 + number, "max_tokens": 3 + number % 9, "logprobs": 3 if number % 3 == 0 else None}
     return SamplingParams(**{**base, **mixtures[number % len(mixtures)], **changes})
+
+
+HEAD_NAMES = {"medusa": {f"{i}.0.linear.weight" for i in range(4)}, "eagle": {"fc.bias"}, "eagle3": {"midlayer."}}
+
+
+def random_head(method: str, model: Model, gain: float = 6.0, seed: int = 1, **changes: Any) -> Model:
+    """A draft head of random weights for a model; EAGLE-3's says half of the model's tokens alone."""
+    config, vocab = model.config, model.config.vocab_size
+    taps = {"eagle_aux_hidden_state_layer_ids": [-1, 0, len(config.layers) - 2]}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size")
+    known = {
+        **{name: getattr(config, name) for name in sizes},
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": config.norm_eps,
+        **({"draft_vocab_size": vocab // 2, **taps} if method == "eagle3" else {}),
+        **changes,
+    }
+    files = HeadFiles(known, HEAD_NAMES[method], config, model.cache_spec.windows)
+    family = HEADS[method].family(files)
+    read = family.config(known)
+    head = Model(family.module(read), {}, read, family, method)
+    specs = map_specs(lambda path, spec: dataclasses.replace(spec, scale=spec.scale * gain), head.specs)
+    params = init_params(specs, seed, str(model.dtype))
+    if method == "eagle3":
+        specs[MAP] = ParamSpec((vocab,), (None,), dtype="int32")
+        params[MAP] = jnp.where(jnp.arange(vocab) % 2 == 0, -1, jnp.arange(vocab) // 2)
+    return head.replace(specs=specs, params=params)

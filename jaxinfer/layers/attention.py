@@ -91,7 +91,7 @@ class Attention(Layer):
 
     def __call__(
         self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "*batch d"], Any]:
+    ) -> tuple[Float[Array, "*batch out"], Any]:
         """``rope``: cosines and sines of `rope_angles`; None where positions are encoded otherwise."""
         mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache)
         out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))

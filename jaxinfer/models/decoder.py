@@ -25,7 +25,7 @@ class Decoder(Layer):
 
     ``config`` is the family's; it has at least ``vocab_size``, ``layers``, ``max_position`` and ``tied``.
     ``overrides`` replaces the block of single layers: ``module.clone(overrides=((3, MyBlock),))``, where ``MyBlock``
-    is made as the family's own.
+    is made as the family's own. ``taps`` are layers whose inputs are sown as ``features`` (`jaxinfer.models.head`).
 
     Parameters: ``embed`` {table [vocab, d]}, ``layers_0`` ..., ``final_norm``, and ``head`` {table} unless
     it is tied to ``embed``. Where a family's ``head_bias`` is true, ``head`` has a ``bias`` [vocab], tied or not.
@@ -33,6 +33,7 @@ class Decoder(Layer):
 
     config: Any
     overrides: tuple[tuple[int, Callable[..., Layer]], ...] = ()
+    taps: tuple[int, ...] = ()
 
     head_bias: ClassVar[bool] = False
     embeddings: ClassVar[tuple[str, ...]] = ("embed",)
@@ -110,6 +111,8 @@ class Decoder(Layer):
         # Whole before that: a table whose output is spread over tokens would be gathered.
         x, caches = own_tokens(all_tokens(x)), []
         for place, index in enumerate(layers):
+            if index in self.taps:
+                self.sow("features", "taps", all_tokens(x))
             block = self.block(index, overrides.get(index))
             # Equal blocks share one inner jit: traced and lowered once, however deep the model.
             run = compiled.setdefault(_identity(block), _jit_block(block, attend))

@@ -221,10 +221,10 @@ class Deepseek(Decoder):
 
 
 def param_specs(cfg: DeepseekConfig) -> ParamTree:
-    return decoder(cfg, lambda index, prefix: _block_specs(cfg, prefix, index < cfg.dense))
+    return decoder(cfg, lambda index, prefix: block_specs(cfg, prefix, index < cfg.dense))
 
 
-def _block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:
+def block_specs(cfg: DeepseekConfig, prefix: str, dense: bool) -> dict[str, Any]:
     d, mlp = cfg.hidden_size, f"{prefix}.mlp"
     return {
         "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),

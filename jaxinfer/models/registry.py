@@ -9,8 +9,25 @@ from typing import Any
 
 import flax.linen as nn
 
-from jaxinfer.models import deepseek, falcon, gemma, gpt2, gpt_oss, gptj, llama, mixtral, phi, phi3, qwen_moe, sparse
+from jaxinfer.models import (
+    deepseek,
+    eagle,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_oss,
+    gptj,
+    llama,
+    medusa,
+    mixtral,
+    mtp,
+    phi,
+    phi3,
+    qwen_moe,
+    sparse,
+)
 from jaxinfer.models.config import ConfigError, shown
+from jaxinfer.models.head import DraftHead, HeadFiles
 from jaxinfer.models.specs import cache_spec
 from jaxinfer.types import CacheSpec, ParamTree
 
@@ -71,6 +88,34 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadFamily:
+    """A kind of draft heads: as `Family`, but a head's config is read beside that of the model it drafts for."""
+
+    config: Callable[[HeadFiles], Any]
+    param_specs: Callable[[Any], ParamTree]
+    cache_spec: Callable[[Any], CacheSpec]
+    module: Callable[[Any], DraftHead]
+    ignore: tuple[str, ...] = ()
+
+    def family(self, files: HeadFiles) -> Family:
+        """The family of heads for one model."""
+
+        def config(config_json: Mapping[str, Any]) -> Any:
+            return self.config(dataclasses.replace(files, config_json=config_json))
+
+        return Family(config, self.param_specs, self.cache_spec, self.module, self.ignore)
+
+
+HEADS: dict[str, HeadFamily] = {
+    "medusa": HeadFamily(medusa.config, medusa.param_specs, medusa.cache_spec, medusa.Medusa),
+    "eagle": HeadFamily(eagle.eagle_config, eagle.eagle_specs, cache_spec, eagle.Eagle, eagle.IGNORE),
+    "eagle3": HeadFamily(eagle.eagle3_config, eagle.eagle3_specs, cache_spec, eagle.Eagle3, eagle.IGNORE),
+    "mtp": HeadFamily(mtp.config, mtp.param_specs, mtp.cache_spec, mtp.Mtp, ("*",)),
+}
+"""Draft heads by the name of their method (`SpeculativeConfig.speculative`)."""
 
 
 def family_for(config_json: Mapping[str, Any], families: Mapping[str, Family] = MappingProxyType({})) -> Family:

@@ -1,6 +1,6 @@
 """Choosing tokens on the device: processors, selection, log probabilities."""
 
-from jaxinfer.sampling.drafts import DraftRows
+from jaxinfer.sampling.drafts import DraftRows, accepted
 from jaxinfer.sampling.logprobs import Logprobs, prompt_logprobs
 from jaxinfer.sampling.sample import Sampled, guess, sample
 from jaxinfer.sampling.slots import (
@@ -23,6 +23,7 @@ __all__ = [
     "SamplingLimits",
     "SlotParams",
     "SlotState",
+    "accepted",
     "admit",
     "guess",
     "keep_slot",

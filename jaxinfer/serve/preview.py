@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from jaxinfer.config import other_vocabulary
-from jaxinfer.names import DRAFT_MODELS, demo_folder, no_model
+from jaxinfer.names import demo_folder, draft_of, no_model
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 
 _MOST_BYTES = 1 << 20
@@ -37,9 +37,10 @@ def _refuse_draft(config: ServeConfig, described: dict[str, Any]) -> None:
     """Refuse a draft model that nobody can have, or whose vocabulary is another one."""
     if not config.engine.drafts_on_device:
         return
-    name = config.engine.speculative_model or DRAFT_MODELS.get(config.model)
+    method = config.engine.speculative
+    name = config.engine.speculative_model or draft_of(config.model, method)
     if name is None:
-        raise ServeConfigError("engine.speculative = draft_model needs speculative_model: a folder or a hub id")
+        raise ServeConfigError(f"engine.speculative = {method} needs speculative_model: a folder or a hub id")
     if (reason := no_model(name)) is not None:
         raise ServeConfigError(f"engine.speculative_model: {reason}")
     own, theirs = (each.get("vocab_size") for each in (described, _described(name)))

@@ -1,5 +1,6 @@
 """Speculation: guesses at what a sequence goes on with, for the engine to verify. No jax."""
 
+from jaxinfer.config import HEADS
 from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
@@ -21,5 +22,6 @@ __all__ = [
 ]
 
 register("ngram", lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max))
-register("draft_model", lambda config: DeviceDrafter())
+for method in ("draft_model", *HEADS):
+    register(method, lambda config: DeviceDrafter())
 register("suffix", lambda config: SuffixDrafter(config.suffix_cache_tokens))

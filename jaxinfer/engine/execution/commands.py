@@ -52,16 +52,36 @@ class DraftBatch(NamedTuple):
     tables: Int[Any, "groups rows width"]
 
 
+class HeadBatch(NamedTuple):
+    """Pairs of a draft head that it has not seen, and the slots of a microbatch that it drafts for.
+
+    A pair is the kept feature of a position (-1: the row is idle) of the slot ``owners``, and the token that follows.
+    Each slot goes on behind the pair in row ``last`` with ``limits`` tokens (0: none), before which ``generated`` were.
+    ``tables`` begin with the page of position ``bases``: what lies before was never computed.
+    """
+
+    owners: Int[Any, " rows"]
+    tokens: Int[Any, " rows"]
+    positions: Int[Any, " rows"]
+    last: Int[Any, " rows"]
+    generated: Int[Any, " rows"]
+    limits: Int[Any, " rows"]
+    bases: Int[Any, " rows"]
+    tables: Int[Any, "groups rows width"]
+
+
 class PrefillBatch(NamedTuple):
     """Prompt chunks: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
 
-    A chunk of length 0 is idle.
+    A chunk of length 0 is idle. ``following``: the tokens behind the chunks, for a draft head; None: it sees none of
+    them.
     """
 
     tokens: Int[Any, "batch chunk"]
     starts: Int[Any, " batch"]
     lengths: Int[Any, " batch"]
     tables: Int[Any, "groups batch width"]
+    following: Int[Any, " batch"] | None = None
 
 
 def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
@@ -111,6 +131,14 @@ class Draft(Command[Array]):
 
     microbatch: int
     batch: DraftBatch
+    by_last_stage = True
+
+
+class HeadDraft(Command[Array]):
+    """Draft as by `Draft`, by a head that reads what the model's steps have kept: ``[rows, drafts]``."""
+
+    microbatch: int
+    batch: HeadBatch
     by_last_stage = True
 
 

@@ -1,17 +1,34 @@
-"""Counting compilations: after READY there must be none."""
+"""Compilations: the cache that keeps them between starts, and counts of them; after READY there must be none."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Iterator
 
+import jax
 import jax.monitoring
+
+DEFAULT_FOLDER = pathlib.Path("~/.cache/jaxinfer/compiled")
 
 # JAX reports this event around every compilation by the backend, a hit in the persistent cache included.
 _EVENT = "/jax/core/compile/backend_compile_duration"
 _FOUND = "/jax/compilation_cache/cache_hits"
 _KEPT = "/jax/compilation_cache/cache_misses"  # where the cache has taken what was compiled
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs in ``folder`` (None: the user's cache folder; "": nowhere): the second start compiles
+    nothing that the first one did.
+
+    JAX has one cache per process: the last call decides.
+    """
+    path = None if folder == "" else str(pathlib.Path(folder or DEFAULT_FOLDER).expanduser())
+    jax.config.update("jax_compilation_cache_dir", path)
+    # Every program of the engine counts, however small: startup is their sum.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @dataclasses.dataclass

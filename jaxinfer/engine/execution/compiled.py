@@ -16,12 +16,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.config import ResolvedEngine
-from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
+from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
 from jaxinfer.engine.execution.placement import StageArrays
-from jaxinfer.engine.execution.stages import Stage
+from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
     StepState,
-    make_draft_program,
     make_move_programs,
     make_pass_programs,
     make_programs,
@@ -49,13 +49,13 @@ class CompiledStage:
 
     They take a batch as `pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
     `PassPrograms`, and what needs the head or the sampler is None, as is ``decode_many`` where one step is the most. A
-    draft model has ``draft`` in place of ``decode``.
+    draft model or head has ``draft`` in place of ``decode``; one without a cache has nothing else.
     """
 
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
-    copy: Callable[..., Any]
-    export: Callable[..., Any]
-    restore: Callable[..., Any]
+    copy: Any = None
+    export: Any = None
+    restore: Any = None
     decode: Any = None
     draft: Any = None
     decode_many: Any = None
@@ -66,7 +66,7 @@ class CompiledStage:
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
-        widest = self.prefill[max(self.prefill, key=math.prod)]
+        widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None
         programs = (self.decode, self.draft, widest, self.prefill_logprobs)
         return max(temporary_bytes(program) for program in programs if program is not None)
 
@@ -109,14 +109,15 @@ def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *
     All arguments may be abstract. ``several``: also that of several decode steps, which needs as much as one.
     """
     work = _work(stage, arrays, engine)
-    size, count = max(work.prefills, key=math.prod)
+    size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile([(work.mesh, jobs)])[0].values())
 
 
 def _work(stage: Stage, arrays: StageArrays, engine: ResolvedEngine) -> _Work:
-    return (_DraftWork if stage.drafts else _Work)(stage, _abstract(arrays), engine)
+    kind = _HeadWork if stage.is_head else _DraftWork if stage.drafts else _Work
+    return kind(stage, _abstract(arrays), engine)
 
 
 def temporary_bytes(executable: Any) -> int:
@@ -169,11 +170,12 @@ class _Work:
         return {"decode": decode, **self._prefill_jobs(programs.prefill, results)}
 
     def _whole(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, last_tokens, sampler) = self.engine, self.arrays
-        limit, state, batch = engine.max_logprobs, StepState(pools, last_tokens, sampler), self._decode_batch()
+        engine, (params, pools, slots, last_tokens, sampler, features) = self.engine, self.arrays
+        limit, batch = engine.max_logprobs, self._decode_batch()
+        state = StepState(pools, last_tokens, sampler, features)
         backend, spread = engine.attention_backend, engine.sequence_parallel_norms
         programs = make_programs(self.stage, limit, engine.multi_step, backend, spread_tokens=spread)
-        carried, out, pages = _shardings(state), self.replicated, _shardings(pools)
+        carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         arriving = self._arriving(batch.positions.shape[0])
         drafted = [self._drafted()] if engine.drafts_on_device else []
         operands = (params, slots, state, batch, arriving, *drafted)
@@ -185,6 +187,10 @@ class _Work:
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
         return jobs | self._prefill_jobs(programs.prefill, pages)
+
+    def _filled(self, pools: Any) -> Any:
+        """Where the pools lie that a prefill program gives, and the features beside them."""
+        return (_shardings(pools), self.replicated) if self.stage.features else _shardings(pools)
 
     def _prefill_jobs(self, function: Callable[..., Any], results: Any) -> dict[str, _Job]:
         jobs = {}
@@ -241,7 +247,7 @@ class _Work:
         return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
 
     def _drafted(self) -> jax.ShapeDtypeStruct:
-        return self._ints(self.engine.rows // self.engine.microbatches, self.engine.num_speculative_tokens + 1)
+        return self._ints(self.engine.rows // self.engine.microbatches, drafted_width(self.engine))
 
     def _prefill_batch(self, size: int, count: int) -> PrefillBatch:
         tables = self._ints(self.groups, count, self.engine.table_width)
@@ -261,7 +267,7 @@ class _DraftWork(_Work):
         return {**self.computing(), **self.moving()}
 
     def computing(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, _, sampler) = self.engine, self.arrays
+        engine, (params, pools, slots, _, sampler, _) = self.engine, self.arrays
         draft = make_draft_program(self.stage, engine.num_speculative_tokens, engine.attention_backend)
         pages = _shardings(pools)
         arguments = (params, slots, sampler, pools, self._draft_batch())
@@ -276,6 +282,35 @@ class _DraftWork(_Work):
         count = self.engine.rows // self.engine.microbatches
         rows = self._ints(count)
         return DraftBatch(rows, rows, rows, rows, self._ints(self.groups, count, self.engine.table_width))
+
+
+class _HeadWork(_Work):
+    """A draft head's programs."""
+
+    @property
+    def prefills(self) -> list[tuple[int, int]]:
+        return super().prefills if self.arrays.pools else []
+
+    def jobs(self) -> dict[str, _Job]:
+        return {**self.computing(), **(self.moving() if self.arrays.pools else {})}
+
+    def computing(self) -> dict[str, _Job]:
+        engine, (params, pools, slots, _, sampler, features) = self.engine, self.arrays
+        programs = HeadPrograms(self.stage, engine.num_speculative_tokens, engine.attention_backend)
+        pages = _shardings(pools)
+        arguments = (params, slots, sampler, pools, self._head_batch(), features)
+        jobs = {"draft": _Job(programs.draft, arguments, 3, (pages, self.replicated), loops=True, batch=4)}
+        for size, count in self.prefills:
+            batch = self._prefill_batch(size, count)._replace(following=self._ints(count))
+            width = self.stage.model.config.features
+            given = self._array((size * count, width), self.stage.model.dtype)
+            jobs[f"prefill_{size}x{count}"] = _Job(programs.prefill, (params, pools, batch, given), 1, pages, batch=2)
+        return {name: _packed(job, self.replicated) for name, job in jobs.items()}
+
+    def _head_batch(self) -> HeadBatch:
+        count = self.engine.rows // self.engine.microbatches
+        groups = self.groups if self.arrays.pools else 0
+        return HeadBatch(*(self._ints(count),) * 7, self._ints(groups, count, self.engine.table_width))
 
 
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:

@@ -16,11 +16,12 @@ from jaxtyping import Array, Int32
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, PrefillBatch
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
-from jaxinfer.engine.execution.placement import StageArrays, new_pools_on, new_slots, place_params
-from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
+from jaxinfer.engine.execution.placement import StageArrays, new_features, new_pools_on, new_slots, place_params
+from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
+from jaxinfer.kv.pool import LayerPool
 from jaxinfer.kv.transfer import TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
@@ -75,13 +76,14 @@ class StageRuntime:
 class MicrobatchState:
     """Slots that decode together, as the last stage has them. ``input_tokens`` is ``last_tokens`` on its way to the
     first stage; None where that is the last one, too, or where the host feeds it. ``drafted``: what a draft
-    model drafted for the slots last."""
+    model or head drafted for the slots last. ``features``: see `StepState`."""
 
     slots: SlotParams
     last_tokens: Array
     sampler: SlotState
     input_tokens: Array | None
     drafted: Array | None = None
+    features: Array | None = None
 
 
 class LocalExecutor:
@@ -97,7 +99,7 @@ class LocalExecutor:
 
     Attributes:
         runtimes: one for each stage of which this process has devices.
-        drafting: the draft model's, where the model has one.
+        drafting: the draft model's or head's, where the model has one.
         microbatches: see `ResolvedEngine.microbatches`; none where the last stage is not here: results are None there.
         handed: what the last step gave to the stages of other processes: it is there when the step has run here.
     """
@@ -126,7 +128,7 @@ class LocalExecutor:
         self.handed: Array | None = None
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
-        self.drafting = [StageRuntime(stage, engine, mesh) for stage in draft_stages(model) if own_devices(mesh)]
+        self.drafting = self._drafting(model, mesh)
         computing = [*self.runtimes, *self.drafting]
         arrays = [self._arrays(runtime) for runtime in computing]
         compiled = (
@@ -135,9 +137,15 @@ class LocalExecutor:
         for runtime, run in zip(computing, compiled, strict=True):
             runtime.run = run
 
+    def _drafting(self, model: Model, mesh: Mesh) -> list[StageRuntime]:
+        if not own_devices(mesh):
+            return []
+        own = self.runtimes[0].params  # what a head shares lies there already
+        return [StageRuntime(sharing(stage, own), self._engine, mesh) for stage in draft_stages(model)]
+
     def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
         model, slots = last.stage.model, HostSlots(rows, limits).snapshot()
-        nothing = np.zeros((rows, self._engine.num_speculative_tokens + 1), np.int32)
+        nothing = np.zeros((rows, drafted_width(self._engine)), np.int32)
         return [
             MicrobatchState(
                 put_whole(slots, last.replicated),
@@ -145,6 +153,7 @@ class LocalExecutor:
                 sampler,
                 self._input_tokens(tokens),
                 put_whole(nothing, last.replicated) if self._engine.drafts_on_device else None,
+                new_features(last.stage, self._engine, last.mesh),
             )
             for tokens, sampler in (new_slots(model, rows, limits, last.mesh) for _ in range(self._engine.microbatches))
         ]
@@ -156,7 +165,8 @@ class LocalExecutor:
         if not runtime.stage.last:
             return StageArrays(runtime.params, runtime.pools)
         microbatch = self.microbatches[0]
-        return StageArrays(runtime.params, runtime.pools, microbatch.slots, microbatch.last_tokens, microbatch.sampler)
+        kept = microbatch.slots, microbatch.last_tokens, microbatch.sampler, microbatch.features
+        return StageArrays(runtime.params, runtime.pools, *kept)
 
     def run[Result](self, command: Command[Result]) -> Result:
         """Run a command: the one place that knows what each does."""
@@ -194,6 +204,9 @@ class LocalExecutor:
         match command:
             case commands.Draft(number, batch):
                 return self._draft(self.microbatches[number], batch)
+            case commands.HeadDraft(number, batch):
+                chosen = self.microbatches[number]
+                return self._draft(chosen, batch, chosen.features)
             case commands.SetSlots(number, fields):
                 chosen = self.microbatches[number]
                 chosen.slots = chosen.slots._replace(**put_whole(dict(fields), last.replicated))
@@ -248,9 +261,9 @@ class LocalExecutor:
         self._update(chosen, state)
         return sampled, ran
 
-    def _draft(self, chosen: MicrobatchState, batch: DraftBatch) -> Array:
+    def _draft(self, chosen: MicrobatchState, batch: DraftBatch | HeadBatch, *features: Array | None) -> Array:
         (runtime,) = self.drafting
-        operands = chosen.slots, chosen.sampler, runtime.pools, pack(batch)
+        operands = chosen.slots, chosen.sampler, runtime.pools, pack(batch), *features
         runtime.pools, drafted = runtime.run.draft(runtime.params, *operands)
         chosen.drafted = drafted
         return drafted
@@ -258,15 +271,27 @@ class LocalExecutor:
     def _draft_prefill(self, batch: PrefillBatch) -> None:
         count, size = batch.tokens.shape
         for runtime in self.drafting:
-            runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), None)
+            if not runtime.stage.is_head:
+                runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), None)
+
+    def _head_prefill(self, batch: PrefillBatch, filled: Any) -> list[LayerPool]:
+        """Show the draft head, if there is one, the features of prompt chunks; the pools that were filled with them."""
+        if not self.runtimes[-1].stage.features:
+            return cast(list[LayerPool], filled)
+        (runtime,), (pools, features) = self.drafting, filled
+        count, size = batch.tokens.shape
+        if runtime.pools and batch.following is not None:
+            runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), features)
+        return pools
 
     def _prefill(self, batch: PrefillBatch) -> None:
         self._draft_prefill(batch)
         count, size = batch.tokens.shape
         arriving = self._chunks_through(batch)
         if self.microbatches:
-            last = self.runtimes[-1]
-            last.pools = last.run.prefill[size, count](last.params, last.pools, pack(batch), arriving)
+            last, seen = self.runtimes[-1], pack(batch._replace(following=None))
+            filled = last.run.prefill[size, count](last.params, last.pools, seen, arriving)
+            last.pools = self._head_prefill(batch, filled)
 
     def _prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
         self._draft_prefill(batch)
@@ -274,8 +299,9 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE.logprobs
         last = self.runtimes[-1]
-        operands = pack(batch), arriving, following
-        last.pools, logprobs = last.run.prefill_logprobs(last.params, last.pools, *operands)
+        operands = pack(batch._replace(following=None)), arriving, following
+        filled, logprobs = last.run.prefill_logprobs(last.params, last.pools, *operands)
+        last.pools = self._head_prefill(batch, filled)
         return logprobs
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
@@ -293,15 +319,16 @@ class LocalExecutor:
         return x
 
     def _state(self, microbatch: MicrobatchState) -> StepState:
-        return StepState(self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler)
+        return StepState(self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler, microbatch.features)
 
     def _update(self, microbatch: MicrobatchState, state: StepState) -> None:
-        self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler = state
+        self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler, microbatch.features = state
         microbatch.input_tokens = self._input_tokens(microbatch.last_tokens)
 
     def _each(self, call: Callable[[StageRuntime], None]) -> None:
         for runtime in (*self.runtimes, *self.drafting):
-            call(runtime)
+            if runtime.pools:  # not a head without a cache
+                call(runtime)
 
     # ---- what is asked before READY
 

@@ -27,7 +27,7 @@ from jaxinfer.engine.execution.placement import (
     there,
 )
 from jaxinfer.engine.execution.prepare import Prepared, prepare, resolve_for
-from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
+from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, unshared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, replicas, stages
 from jaxinfer.parallel.processes import own_devices
@@ -186,7 +186,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         for part, own in zip(parts, places, strict=True):
             held.update(_held(part.model, model.params, own))
             for draft in draft_stages(part.model):
-                held.update(_held(draft.model, getattr(model.draft, "params", None), own))
+                held.update(_held(unshared(draft.model), getattr(model.draft, "params", None), own))
     plans = []
     for number, part in enumerate(parts):
         here = [places[number] for places in copies if own_devices(places[number])]
@@ -247,9 +247,9 @@ def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Nee
     weights, page = device_bytes(arrays.params), _page_bytes(part.model, engine)
     for draft in draft_stages(part.model):
         mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
-        weights += device_bytes(abstract_params(draft.model, mesh))
+        weights += device_bytes(abstract_params(unshared(draft.model), mesh))
         page += _page_bytes(draft.model, engine)
-    return Needs(weights, device_bytes(arrays.sampler) * engine.microbatches, page)
+    return Needs(weights, device_bytes((arrays.sampler, arrays.features)) * engine.microbatches, page)
 
 
 def _page_bytes(model: Model, engine: ResolvedEngine) -> int:

@@ -86,13 +86,15 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
 
 
 class StageArrays(NamedTuple):
-    """Arrays that a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None."""
+    """Arrays that a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None;
+    ``features`` where a draft head reads them."""
 
     params: Any
     pools: list[LayerPool]
     slots: Any = None  # SlotParams
     last_tokens: Any = None  # [rows]
     sampler: Any = None  # SlotState
+    features: Any = None  # [rows, window, width]
 
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
@@ -117,8 +119,10 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
     params = abstract_params(model, mesh)
     if not stage.last:
         return StageArrays(params, placed)
-    rest = abstract(jax.eval_shape(lambda: _slots(model, rows, limits)), replicated(mesh))
-    return StageArrays(params, placed, abstract(HostSlots(rows, limits).snapshot(), replicated(mesh)), *rest)
+    slots = abstract(HostSlots(rows, limits).snapshot(), replicated(mesh))
+    made = jax.eval_shape(lambda: (*_slots(model, rows, limits), _features(stage, engine)))
+    last_tokens, sampler, features = abstract(made, replicated(mesh))
+    return StageArrays(params, placed, slots, last_tokens, sampler, features)
 
 
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:
@@ -135,6 +139,18 @@ def device_bytes(tree: Any) -> int:
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array on a device, where numbers of 4 bits lie two to a byte."""
     return math.ceil(math.prod(shape) * itemsize_bits(dtype) / 8)
+
+
+def new_features(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> jax.Array | None:
+    """Features of a microbatch's slots, of which there are none yet. None: no draft head reads any."""
+    made = _features(stage, engine)
+    return None if made is None else put_whole(made, replicated(mesh))
+
+
+def _features(stage: Stage, engine: ResolvedEngine) -> Any:
+    rows = engine.rows // engine.microbatches
+    shape = rows, engine.feature_window, stage.features
+    return jnp.zeros(shape, stage.model.dtype) if stage.features else None
 
 
 def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:

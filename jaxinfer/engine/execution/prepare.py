@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, other_vocabulary, resolve
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.kv.pool import no_kernel
+from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.quant import rounds_activations
@@ -47,12 +48,16 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     model = model.for_kernels() if platform == "gpu" else model
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
-    draft = None if model.draft is None else _prepared_draft(model.draft, model, resolved, platform)
-    return Prepared(model.replace(draft=draft), resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
+    if model.draft is not None:
+        prepared = _prepared_head if resolved.drafts_by_head else _prepared_draft
+        draft = prepared(model.draft, model, resolved, platform)
+        model = model.replace(draft=draft)
+        resolved = dataclasses.replace(resolved, num_speculative_tokens=_most_drafts(draft, resolved))
+    return Prepared(model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
-    """The draft model that the settings ask for, spread as the model is.
+    """The draft model or head that the settings ask for, spread as the model is.
 
     Raises:
         EngineConfigError: there is none, or it cannot draft for this model.
@@ -60,7 +65,11 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
     if not config.drafts_on_device:
         return None
     if model.draft is None:
-        raise EngineConfigError("speculative = draft_model needs speculative_model: a folder or a hub id")
+        raise EngineConfigError(f"speculative = {config.speculative} needs speculative_model: a folder or a hub id")
+    if isinstance(model.draft.module, DraftHead) != config.drafts_by_head:
+        raise EngineConfigError(
+            f"speculative = {config.speculative} is not what {_named(model.draft, config)} is made for"
+        )
     if (why := other_vocabulary(model.config.vocab_size, model.draft.config.vocab_size)) is not None:
         raise EngineConfigError(f"speculative_model = {_named(model.draft, config)} {why}")
     return spread_model(model.draft, mesh)
@@ -88,6 +97,25 @@ def _prepared_draft(draft: Model, model: Model, engine: ResolvedEngine, platform
     draft = draft.for_kernels() if platform == "gpu" else draft
     draft = draft.with_cache(engine.kv_cache_dtype).up_to(engine.max_model_len)
     return draft.replace(cache_spec=dataclasses.replace(draft.cache_spec, groups=model.cache_spec.windows))
+
+
+def _prepared_head(head: Model, model: Model, engine: ResolvedEngine, platform: str) -> Model:
+    """The head as it is served, with those parameters that are the model's in the form in which they are served."""
+    if head.cache_spec.layers:
+        _require_backend(head, engine, platform)
+    head = head.for_kernels() if platform == "gpu" else head
+    cache = dataclasses.replace(head.with_cache(engine.kv_cache_dtype).cache_spec, groups=model.cache_spec.windows)
+    specs, params = (
+        {**without_shared(own, head.config), **shared(theirs, head.config)}
+        for own, theirs in ((head.specs, model.specs), (head.params, model.params))
+    )
+    return head.replace(cache_spec=cache, specs=specs, params=params)
+
+
+def _most_drafts(draft: Model, engine: ResolvedEngine) -> int:
+    """Tokens of a draft: Medusa has a head for each."""
+    asked = engine.num_speculative_tokens
+    return min(asked, getattr(draft.config, "guesses", asked))
 
 
 def _named(draft: Model, config: EngineConfig) -> str:

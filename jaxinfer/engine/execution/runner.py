@@ -16,6 +16,7 @@ from jaxinfer.engine.execution.commands import (
     DecodeBatch,
     DraftBatch,
     Executor,
+    HeadBatch,
     PrefillBatch,
     SamplerSnapshot,
     SnapshotNumbers,
@@ -191,16 +192,21 @@ class Runner:
     def _prefill_batch(self, plans: list[PrefillPlan], size: int, count: int) -> PrefillBatch:
         tokens, (starts, lengths) = np.zeros((count, size), np.int32), np.zeros((2, count), np.int32)
         tables = np.zeros((self._groups, count, self._engine.table_width), np.int32)
+        following = np.zeros(count, np.int32) if self._engine.drafts_by_head else None
         for index, plan in enumerate(plans):
             starts[index], lengths[index], _ = start, length, _ = plan.chunk
             tokens[index, :length] = plan.sequence.tokens[start : start + length]
             tables[:, index] = self._tables[:, plan.sequence.slot]
-        return PrefillBatch(tokens, starts, lengths, tables)
+            if following is not None:
+                following[index] = plan.sequence.tokens[start + length]
+        return PrefillBatch(tokens, starts, lengths, tables, following)
 
     # ---- decode rows
 
     def _draft(self, plan: StepPlan) -> jax.Array:
         """Launch the draft model behind the rows whose sequences have drafts; first what it has not seen of them."""
+        if self._engine.drafts_by_head:
+            return self._draft_by_head(plan)
         for prefill in plan.draft_prefills:
             self._executor.run(commands.DraftPrefill(self._prefill_batch([prefill], prefill.chunk.size, 1)))
         microbatches, rows = self._engine.microbatches, self._rows
@@ -215,6 +221,36 @@ class Runner:
         drafted = self._executor.run(commands.Draft(plan.microbatch, batch))
         drafted.copy_to_host_async()
         return drafted
+
+    def _draft_by_head(self, plan: StepPlan) -> jax.Array:
+        """Launch the draft head on all pairs that it has not seen, the newest of each sequence last."""
+        each = [(pairs.sequence, at) for pairs in plan.pairs for at in range(pairs.start, pairs.end - 1)]
+        newest = [(sequence, end - 1) for sequence, _, end in plan.pairs]
+        ahead = max(0, len(each) + len(newest) - self._rows)
+        for some in itertools.batched(each[:ahead], self._rows):
+            self._executor.run(commands.HeadDraft(plan.microbatch, self._head_batch(plan, some)))
+        batch = self._head_batch(plan, [*newest, *each[ahead:]])
+        drafted = self._executor.run(commands.HeadDraft(plan.microbatch, batch))
+        drafted.copy_to_host_async()
+        return drafted
+
+    def _head_batch(self, plan: StepPlan, pairs: Sequence[tuple[Sample, int]]) -> HeadBatch:
+        """The pairs at these positions, one a row; drafts behind those that are the newest of their sequences."""
+        microbatches, limits_of = self._engine.microbatches, {draft.sequence: draft for draft in plan.drafts or ()}
+        owners, tokens, last, generated, limits, bases = np.zeros((6, self._rows), np.int32)
+        positions = np.full(self._rows, -1, np.int32)
+        tables = self._tables[:, plan.microbatch : self._engine.rows : microbatches].copy()
+        for row, (sequence, at) in enumerate(pairs):
+            slot = sequence.slot // microbatches
+            owners[row], tokens[row], positions[row], bases[slot] = slot, sequence.tokens[at + 1], at, sequence.base
+            first = sequence.base // self._engine.page_size
+            if first:
+                tables[:, slot, : tables.shape[2] - first] = self._tables[:, sequence.slot, first:]
+            draft = limits_of[sequence]
+            if at == draft.start - 2:
+                last[slot], limits[slot], generated[slot] = row, len(draft.tokens), at + 1 - sequence.prefill_end
+        tables = tables[:0] if self._engine.drafts_from_one_state else tables
+        return HeadBatch(owners, tokens, positions, last, generated, limits, bases, tables)
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None

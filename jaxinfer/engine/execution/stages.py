@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.config import EngineConfigError
+from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.layers.attention import Attend
 from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.head import DraftHead, HeadConfig, shared, without_shared
 from jaxinfer.models.model import Model
 from jaxinfer.types import ParamTree
 
@@ -25,7 +26,8 @@ class Stage:
         layers: of the whole model; None: all of them, and the module need not be a `Decoder`.
         first, last: whether it is given tokens, and whether it gives what the head is applied to.
         width: of the hidden states that one stage hands to the next.
-        drafts: it is a draft model, which is whole and drafts for the slots of another one.
+        drafts: it is a draft model or a draft head, which is whole and drafts for the slots of another one.
+        features: numbers of each position that a draft head reads of this model; 0: there is none.
     """
 
     model: Model
@@ -34,6 +36,23 @@ class Stage:
     last: bool = True
     width: int = 0
     drafts: bool = False
+    features: int = 0
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it reads another model's states."""
+        return isinstance(self.model.module, DraftHead)
+
+    def tapped(
+        self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
+    ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]:
+        """Compute as `backbone`; also features of each position: inputs of tapped layers, else the hidden states."""
+        if not getattr(self.model.module, "taps", ()):
+            hidden, pools = self.backbone(params, x, positions, attend, pools)
+            return hidden, hidden, pools
+        apply: Any = self.model.module.apply
+        (hidden, pools), sown = apply({"params": params}, x, positions, attend, pools, mutable=["features"])
+        return hidden, jnp.concatenate(sown["features"]["taps"], axis=-1), pools
 
     def backbone(
         self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
@@ -56,7 +75,7 @@ def cut(model: Model, count: int) -> list[Stage]:
         EngineConfigError: there are fewer layers, or nobody knows how to cut this module.
     """
     if count == 1:
-        return [Stage(model)]
+        return [_whole(model)]
     total, what = len(model.cache_spec.layers), f"pipeline_parallel_size = {count} cannot be:"
     if total < count:
         raise EngineConfigError(f"{what} the model has {total} layers")
@@ -68,8 +87,39 @@ def cut(model: Model, count: int) -> list[Stage]:
 
 
 def draft_stages(model: Model) -> list[Stage]:
-    """The stage of a model's draft model, where it has one."""
+    """The stage of a model's draft model or head, where it has one."""
     return [] if model.draft is None else [Stage(model.draft, drafts=True)]
+
+
+def sharing(stage: Stage, params: Any) -> Stage:
+    """The stage of a draft head with those parameters that are its model's, of which these are all."""
+    if not stage.is_head:
+        return stage
+    own = stage.model.params | shared(params, stage.model.config)
+    return dataclasses.replace(stage, model=stage.model.replace(params=own))
+
+
+def unshared(draft: Model) -> Model:
+    """A draft model or head without the parameters that are its model's."""
+    return draft.map_weights(lambda tree: without_shared(tree, draft.config))
+
+
+def drafted_width(engine: ResolvedEngine) -> int:
+    """Tokens of each slot that a program on the device drafts: a draft model's last one is no draft."""
+    return engine.num_speculative_tokens + (not engine.drafts_by_head)
+
+
+def _whole(model: Model) -> Stage:
+    head = None if model.draft is None else model.draft.config
+    if not isinstance(head, HeadConfig):
+        return Stage(model)
+    if not head.taps:
+        return Stage(model, features=head.features)
+    if not isinstance(model.module, Decoder):
+        raise EngineConfigError(
+            f"{type(model.module).__name__} is no jaxinfer.models.decoder.Decoder: the head reads its layers"
+        )
+    return Stage(model.replace(module=model.module.clone(taps=head.taps)), features=head.features)
 
 
 def _width(model: Model) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, PrefillBatch
+from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
+from jaxinfer.engine.execution.draft import keep_features
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import DecodeAttend, LayerPool, PrefillAttend
 from jaxinfer.kv.spread import copy_own_pages, spread
@@ -26,7 +27,6 @@ from jaxinfer.sampling import (
     SlotParams,
     SlotState,
     admit,
-    guess,
     keep_slot,
     prompt_logprobs,
     resume_slot,
@@ -38,14 +38,16 @@ from pallas_kernels.choice import Wish
 
 class StepState(NamedTuple):
     """State that lives on the device and is donated to each step. ``last_tokens[slot]`` is what the slot sampled last:
-    the next step reads it there, so that the host never waits."""
+    the next step reads it there, so that the host never waits. ``features``: what a draft head reads of each slot's
+    last positions, position p at ``p % window``; None: there is no head."""
 
     pools: list[LayerPool]
     last_tokens: Int[Array, " rows"]
     slots: SlotState
+    features: Float[Array, "rows window width"] | None = None
 
 
-def pack(batch: DecodeBatch | DraftBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
+def pack(batch: DecodeBatch | DraftBatch | HeadBatch | PrefillBatch) -> Int32[np.ndarray, " numbers"]:
     """All of a batch in one array."""
     return np.concatenate([np.asarray(leaf, np.int32).reshape(-1) for leaf in batch if leaf is not None])
 
@@ -62,13 +64,14 @@ class Programs(NamedTuple):
     """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
 
     ``arriving`` are the hidden states that the stage before gave; None where there is none. Behind them ``decode`` is
-    given what a draft model drafted for the slots, where there is one.
+    given what was drafted on the device for the slots, if anything is. The pools that the prefill programs give have
+    the features of all tokens beside them where a draft head reads those.
     """
 
     decode: Callable[..., tuple[StepState, Sampled]]
     decode_many: Callable[[Any, SlotParams, StepState, DecodeBatch, jax.Array], tuple[StepState, Sampled, jax.Array]]
-    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], list[LayerPool]]
-    prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[list[LayerPool], Logprobs]]
+    prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], Any]
+    prefill_logprobs: Callable[[Any, list[LayerPool], PrefillBatch, Any, jax.Array], tuple[Any, Logprobs]]
     admit: Callable[[SlotState, jax.Array, jax.Array, jax.Array], SlotState]
     save_slot: Callable[[SlotState, jax.Array], SlotState]
     restore_slot: Callable[[SlotState, jax.Array, SlotState], SlotState]
@@ -115,7 +118,10 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
         hidden, pools = stage.backbone(params, x, batch.positions, attend, pools)
         return pools, hidden
 
-    return PassPrograms(decode, chunks)
+    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any) -> Any:
+        return chunks(params, pools, batch, arriving)[:2]
+
+    return PassPrograms(decode, prefill)
 
 
 def make_move_programs(spec: CacheSpec, backend: Wish = "auto") -> MovePrograms:
@@ -148,15 +154,17 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
         x = jnp.where(fed >= 0, fed, state.last_tokens) if stage.first else arriving
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
-        hidden, pools = stage.backbone(params, x, batch.positions, attend, state.pools)
+        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts
         )
         own = active if drafts is None else drafts.slot_rows
-        last_tokens = jnp.where(own, sampled.tokens, state.last_tokens)
-        return StepState(pools, last_tokens, slot_state), sampled
+        last_tokens, kept = jnp.where(own, sampled.tokens, state.last_tokens), state.features
+        if kept is not None and drafts is not None:
+            kept = keep_features(kept, drafts, sampled.tokens, features)
+        return StepState(pools, last_tokens, slot_state, kept), sampled
 
     return decode
 
@@ -164,44 +172,6 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
 def _with_drafted(batch: DecodeBatch, drafted: Int[Array, "rows drafts"]) -> Int[Array, " rows"]:
     """The rows' tokens, with those that a draft model drafted in their places."""
     return jnp.where(batch.tokens < -1, drafted[batch.owners, -2 - batch.tokens], batch.tokens)
-
-
-def make_draft_program(
-    stage: Stage, most: int, backend: Wish = "auto"
-) -> Callable[[Any, SlotParams, SlotState, list[LayerPool], DraftBatch], tuple[list[LayerPool], jax.Array]]:
-    """The program of a draft model: up to ``most`` tokens behind each row's, one after the other.
-
-    It goes as far as the row that wants most, and once more: then the last token's keys are there, too, and the next
-    draft begins with one token, however many are accepted.
-    """
-    spec, known = stage.model.cache_spec, stage.model.config.vocab_size
-
-    def draft(
-        params: Any, slots: SlotParams, sampler: SlotState, pools: list[LayerPool], batch: DraftBatch
-    ) -> tuple[list[LayerPool], jax.Array]:
-        def once(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            pools, tokens, drafted = carry
-            active = (batch.positions >= 0) & (step <= batch.limits)
-            positions = jnp.where(active, batch.positions + step, -1)
-            attend = spread(DecodeAttend(spec, batch.tables, positions, backend))
-            hidden, pools = stage.backbone(params, jnp.minimum(tokens, known - 1), positions, attend, pools)
-            logits = _fitted(gathered_logits(stage.head(params, hidden)), sampler.counts.shape[1])
-            tokens = guess(logits, slots, sampler, positions + 1, batch.generated + step, active)
-            return pools, tokens, lax.dynamic_update_index_in_dim(drafted, tokens, step, 1)
-
-        drafted = jnp.zeros((batch.tokens.shape[0], most + 1), jnp.int32)
-        pools, _, drafted = lax.fori_loop(0, jnp.max(batch.limits) + 1, once, (pools, batch.tokens, drafted))
-        return pools, drafted
-
-    return draft
-
-
-def _fitted(logits: Float[Array, "rows known"], vocab: int) -> Float[Array, "rows vocab"]:
-    """Logits of a vocabulary that is padded otherwise: nobody says the rest."""
-    known = logits.shape[1]
-    if known >= vocab:
-        return logits[:, :vocab]
-    return jnp.pad(logits, ((0, 0), (0, vocab - known)), constant_values=-jnp.inf)
 
 
 def _decode_many(
@@ -246,35 +216,39 @@ def _any_ends(slots: SlotParams, batch: DecodeBatch, tokens: Int[Array, " rows"]
     return jnp.any(active & stops & (batch.generated + 1 >= slots.min_tokens))
 
 
-def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[LayerPool], jax.Array]]:
+def _chunks(stage: Stage, backend: Wish, spread_tokens: bool) -> Callable[..., tuple[list[LayerPool], Any, Any]]:
     spec = stage.model.cache_spec
 
     def chunks(
         params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any
-    ) -> tuple[list[LayerPool], jax.Array]:
+    ) -> tuple[list[LayerPool], Any, Any]:
         attend = spread(PrefillAttend(spec, batch.tables, batch.starts, batch.lengths, backend))
         index = jnp.arange(batch.tokens.shape[1])
         positions = jnp.where(index < batch.lengths[:, None], batch.starts[:, None] + index, -1)
         # Chunks end to end: the products see one matrix.
         x = batch.tokens.reshape(-1) if stage.first else arriving
         with tokens_spread(spread_tokens):
-            hidden, pools = stage.backbone(params, x, positions.reshape(-1), attend, pools)
-        return pools, hidden
+            hidden, features, pools = stage.tapped(params, x, positions.reshape(-1), attend, pools)
+        return pools, hidden, features
 
     return chunks
 
 
 def _prefill(
-    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[LayerPool], jax.Array]]
+    stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[LayerPool], Any, Any]]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> list[LayerPool]:
-        return chunks(params, pools, batch, arriving)[0]
+    def given(pools: list[LayerPool], features: Any) -> Any:
+        return (pools, features) if stage.features else pools
+
+    def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> Any:
+        pools, _, features = chunks(params, pools, batch, arriving)
+        return given(pools, features)
 
     def prefill_logprobs(
         params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any, following: Int[Array, " chunk"]
-    ) -> tuple[list[LayerPool], Logprobs]:
-        pools, hidden = chunks(params, pools, batch, arriving)
+    ) -> tuple[Any, Logprobs]:
+        pools, hidden, features = chunks(params, pools, batch, arriving)
         logits = gathered_logits(stage.head(params, hidden))
-        return pools, prompt_logprobs(logits, following, max_logprobs)
+        return given(pools, features), prompt_logprobs(logits, following, max_logprobs)
 
     return prefill, prefill_logprobs

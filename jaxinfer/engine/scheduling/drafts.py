@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, PrefillPlan, StepPlan
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Pairs, PrefillPlan, StepPlan
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
@@ -39,7 +39,9 @@ class DraftPlanner:
         self._most, self._rows = engine.num_speculative_tokens, engine.rows // engine.microbatches
         self._adaptive, self._tempo, self._plans = engine.speculative_adaptive, Tempo(clock), 0
         self._on_device, self._sizes = engine.drafts_on_device, engine.prefill_sizes
-        self._worth = WORTH_OF_A_PASS if self._on_device else WORTH
+        self._by_head, self._window, self._page = engine.drafts_by_head, engine.feature_window, engine.page_size
+        self._from_one_state = engine.drafts_from_one_state
+        self._worth = WORTH_OF_A_PASS if self._on_device and not self._from_one_state else WORTH
         self._watched: Draft | None = None  # a guess that was not fed
         self.waits = False
         """Whether the plan that is being made drafts: its sequences wait for the host."""
@@ -107,7 +109,7 @@ class DraftPlanner:
         if known:
             return _Wanted(known.tolist(), 1.0, known=True)
         limit = min(room, self._most_for(sequence)) if self.waits else 0
-        if limit <= 0:
+        if limit <= 0 or (self._by_head and self._unseen(sequence) is None):
             return _Wanted([], 0.0)
         return _Wanted(self._drafter.propose(self._drafted(sequence), limit).tolist(), sequence.acceptance.rate)
 
@@ -123,10 +125,14 @@ class DraftPlanner:
             sequence.in_flight += 1
         return tokens
 
-    def catch_up(self, drafts: Iterable[Draft]) -> list[PrefillPlan]:
-        """Chunks of what the draft model has not seen, because nothing was drafted while it was generated."""
+    def catch_up(self, drafts: Iterable[Draft]) -> tuple[list[PrefillPlan], list[Pairs]]:
+        """What a draft model or head has not seen of sequences that it is to draft for: chunks, or pairs."""
         if not self._on_device:
-            return []
+            return [], []
+        return ([], self._pairs(drafts)) if self._by_head else (self._chunks(drafts), [])
+
+    def _chunks(self, drafts: Iterable[Draft]) -> list[PrefillPlan]:
+        """Chunks that were generated while nothing was drafted."""
         chunks = list[PrefillPlan]()
         for sequence, start, _ in drafts:
             at, end = max(sequence.drafted, sequence.prefill_end), start - 1
@@ -136,6 +142,33 @@ class DraftPlanner:
                 chunks.append(PrefillPlan(sequence, Chunk(at, length, size), logprobs=False))
                 at += length
         return chunks
+
+    def _pairs(self, drafts: Iterable[Draft]) -> list[Pairs]:
+        found = list[Pairs]()
+        for sequence, start, _ in drafts:
+            unseen = self._unseen(sequence)
+            assert unseen is not None
+            first, sequence.base = unseen
+            sequence.drafted = start - 1
+            found.append(Pairs(sequence, first, start - 1))
+        return found
+
+    def _unseen(self, sequence: Sequence) -> tuple[int, int] | None:
+        """The positions from which a draft head is to go on, and from which it has seen all; None: it cannot yet.
+
+        Where features in between were not kept, it begins anew at the start of a page. A few may be missing: there it
+        has what it guessed.
+        """
+        newest = len(sequence.tokens) - 2
+        if newest < sequence.kept:
+            return None
+        if self._from_one_state:
+            return newest, 0
+        first = max(sequence.kept, newest + 1 - self._window)
+        if sequence.drafted + self._most >= first:
+            return max(sequence.drafted, first), sequence.base
+        first = -(-first // self._page) * self._page
+        return (first, first) if first <= newest else None
 
     def _drafted(self, sequence: Sequence) -> Drafted:
         keys = self._pages.keys(sequence)
@@ -149,7 +182,7 @@ class DraftPlanner:
             accepted, failed = draft.outcome()
             draft.sequence.acceptance.note(accepted, failed, self._plans)
             self._stats.drafted(len(draft.tokens), accepted)
-            if draft.sequence.scheduled >= draft.start:  # else its pages are gone
+            if draft.sequence.scheduled >= draft.start and not self._by_head:  # else its pages are gone
                 draft.sequence.drafted = draft.start + accepted
         drafts = sum(len(draft.tokens) for draft in plan.drafts or ())
         rows = len(plan.decodes) - drafts

@@ -71,6 +71,7 @@ class SequencePages:
         if self._kv.available < 1 + spare or not self._kv.fork(leader.slot, slot, length):
             return None
         sequence.prompt_logprobs = leader.prompt_logprobs
+        sequence.base, sequence.drafted = 0, length
         return self._placed(sequence, length, length)
 
     def _admit(self, sequence: Sequence, slot: int, budget: int, spare: int) -> int | None:
@@ -84,10 +85,12 @@ class SequencePages:
         fresh = self._kv.pages_for(length) - start // self._page
         if self._kv.available < fresh + spare or not self._kv.admit(slot, match, length):
             return None
+        sequence.base, sequence.drafted = 0, sequence.prefill_end
         return self._placed(sequence, start, length)
 
     def _placed(self, sequence: Sequence, computed: int, length: int) -> int:
         sequence.scheduled = computed
+        sequence.kept = max(computed, sequence.prefill_end)
         sequence.capacity = self._kv.pages_for(length) * self._page
         return computed
 
@@ -111,7 +114,7 @@ class SequencePages:
         if sequence.swapped is None:
             self._publish(sequence, min(sequence.scheduled, len(sequence.tokens)))
             self.release(sequence)
-            sequence.scheduled = sequence.drafted = 0
+            sequence.scheduled = 0
         sequence.capacity = 0
         return sequence.swapped is not None
 

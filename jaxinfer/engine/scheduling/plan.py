@@ -51,6 +51,14 @@ class Draft(NamedTuple):
         return accepted, int(accepted < len(known))
 
 
+class Pairs(NamedTuple):
+    """Positions of a sequence, from ``start`` up to ``end``, of which a draft head is to compute the pairs."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
 class Preempted(NamedTuple):
     """A sequence that leaves ``slot`` and will be back: its sampler state must be kept."""
 
@@ -72,6 +80,7 @@ class StepPlan:
         microbatch: the part of the slots that the decode rows belong to, see `ResolvedEngine.microbatches`.
         drafts: those among the decode rows; None: sequences did not wait for any.
         draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
+        pairs: what a draft head has not seen of the sequences that it drafts for.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -85,6 +94,7 @@ class StepPlan:
     microbatch: int = 0
     drafts: list[Draft] | None = None
     draft_prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
+    pairs: list[Pairs] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

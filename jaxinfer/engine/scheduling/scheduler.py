@@ -177,10 +177,10 @@ class Scheduler:
         self._continue(started, preempted)
         self._admit(preempted, admitted)
         decodes, steps, drafts = self._decodes(admitted)
-        prefills, unseen = self._prefill.plans, self._drafts.catch_up(drafts or ()) if self._drafts else []
+        prefills, catch_up = self._prefill.plans, self._drafts.catch_up(drafts or ()) if self._drafts else ([], [])
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
-        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, self._decode.microbatch, drafts, unseen)
+        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, self._decode.microbatch, drafts, *catch_up)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""

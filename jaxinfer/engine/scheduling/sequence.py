@@ -50,7 +50,9 @@ class Sequence:
     scheduled: int = 0
     in_flight: int = 0
     sampled: int = -1
-    drafted: int = 0  # tokens, behind the prompt, up to which the draft model has keys and values
+    drafted: int = 0  # tokens, behind the prompt, up to which the draft model or head has keys and values
+    base: int = 0  # position from which a draft head has them: the start of a page
+    kept: int = 0  # position from which its slot has kept features, as far as they reach
     charged: int = 0  # prompt tokens that its tenant was charged for
     capacity: int = 0  # tokens that its pages hold
     cached: int | None = None  # prompt tokens found in the prefix cache at the first admission

@@ -1,0 +1,94 @@
+"""Draft heads from their folders: what of them fits the model they draft for, and their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.engine.execution.placement import spread_model
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.eagle import MAP
+from jaxinfer.models.head import HeadFiles
+from jaxinfer.models.model import Model
+from jaxinfer.models.registry import HEADS
+from jaxinfer.names import demo_folder
+from jaxinfer.parallel.mesh import param_sharding, replicated
+from jaxinfer.parallel.processes import put_whole
+from jaxinfer.types import ParamSpec
+from jaxinfer.weights import CheckpointError, load_params, on_devices
+from jaxinfer.weights.errors import quoted
+from jaxinfer.weights.files import ModelFiles
+from jaxinfer.weights.open import open_model_files
+from jaxinfer.weights.source import locate
+from jaxinfer.weights.tree import Fill
+
+OFFSETS = "d2t"  # tensor of a reduced vocabulary: the model's id of each of the head's, less that
+
+
+def describe_head(name: str, method: str, target: Model) -> Model:
+    """The head without its weights: the parameters are `jax.ShapeDtypeStruct`, in the model's dtype.
+
+    Args:
+        name: a folder or a hub id.
+        method: one of `jaxinfer.models.registry.HEADS`.
+        target: the model that it drafts for, whose parameters may be abstract.
+
+    Raises:
+        CheckpointError, ConfigError: one sentence that says what is wrong.
+    """
+    return _described(name, method, target)[1]
+
+
+def load_head(name: str, method: str, target: Model, mesh: Mesh) -> Model:
+    """Load a head to the devices of a mesh, in the model's dtype. Arguments and errors as in `describe_head`."""
+    files, head = _described(name, method, target)
+    head = spread_model(head, mesh)
+
+    def place(path: tuple[str, ...], spec: ParamSpec, fill: Fill) -> jax.Array:
+        del path
+        return on_devices(param_sharding(mesh, spec), spec, fill)
+
+    filled = {name: spec for name, spec in head.specs.items() if name != MAP}
+    params: dict[str, Any] = load_params(
+        files.checkpoint(filled), filled, str(target.dtype), place, ignore=head.family.ignore
+    )
+    if MAP in head.specs:
+        params[MAP] = put_whole(_inverse(files, head.config.vocab_size), replicated(mesh))
+    return head.replace(params=params)
+
+
+def _described(name: str, method: str, target: Model) -> tuple[ModelFiles, Model]:
+    files, kind = open_model_files(demo_folder(name) or locate(name)), HEADS[method]
+    head_files = HeadFiles(files.config_json, files.tensors.tensors.keys(), target.config, target.cache_spec.windows)
+    family = kind.family(head_files)
+    try:
+        config = family.config(files.config_json)
+    except ConfigError as error:
+        raise ConfigError(f"speculative = {method}: {error} ({files.path})") from None
+    model = Model(family.module(config), {}, config, family, name)
+    specs, dtype = dict(model.specs), str(target.dtype)
+    if files.quantized:
+        specs = dict(files.stored(specs, dtype))
+    if config.vocab_size != getattr(config, "draft_vocab", 0) > 0:
+        specs[MAP] = ParamSpec((config.vocab_size,), (None,), dtype="int32")
+    return files, model.with_specs(specs, dtype)
+
+
+def _inverse(files: ModelFiles, vocab: int) -> np.ndarray:
+    """The head's id of each of the model's tokens, -1 where it has none.
+
+    Raises:
+        CheckpointError: there are no offsets, or they name a token twice or one that is none.
+    """
+    if OFFSETS not in files.tensors.tensors:
+        raise CheckpointError(f"{files.path} lacks the tensor {quoted(OFFSETS)} that draft_vocab_size asks for")
+    offsets = np.asarray(files.tensors.read(OFFSETS), np.int64).reshape(-1)
+    ids = np.arange(len(offsets)) + offsets
+    if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab or len(np.unique(ids)) < len(ids):
+        raise CheckpointError(f"tensor {quoted(OFFSETS)} of {files.path} names tokens twice, or beyond {vocab}")
+    inverse = np.full(vocab, -1, np.int32)
+    inverse[ids] = np.arange(len(ids))
+    return inverse

@@ -1,0 +1,110 @@
+"""Draft heads beside the model: they draft what they say of the model's own states. Equal bits: test_identity."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.engine.execution.runner import Launched, Runner
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.llm import LLM
+from jaxinfer.models.head import shared
+from jaxinfer.models.model import Model
+from jaxinfer.sampling_params import SamplingParams
+from tests.fakes import random_head, random_model
+
+DRAFTS = 3
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_model_len": 160,
+    "page_size": 16,
+    "prefill_sizes": (16, 64),
+    "num_pages": 60,
+    "num_speculative_tokens": DRAFTS,
+    "speculative_adaptive": False,
+}
+PROMPTS = [[(7 * number + place * place) % 97 for place in range(5 + 20 * number)] for number in range(4)]
+Said = dict[tuple[int, ...], list[int]]
+"""What was drafted behind the tokens of a sequence."""
+
+
+def with_head(method: str, layers: int = 4) -> Model:
+    model = random_model(num_hidden_layers=layers)
+    return model.replace(draft=random_head(method, model))
+
+
+LENGTH = 160
+
+
+def reference(model: Model, ids: jax.Array, count: jax.Array) -> jax.Array:
+    """The likeliest tokens that a head drafts behind the first ``count`` of ``ids`` [1, LENGTH], by the plain equations
+    over contiguous sequences."""
+    head: Any = model.draft
+    params = {**head.params, **shared(model.params, head.config)}
+    module: Any = model.module.clone(taps=head.config.taps)
+    positions = jnp.arange(LENGTH)[None]
+    (hidden, _), sown = module.apply(
+        {"params": model.params}, ids, positions, causal_attend, None, mutable=["features"]
+    )
+    features = jnp.concatenate(sown["features"]["taps"], -1) if head.config.taps else hidden
+
+    def apply(*operands: Any, method: str | None = None) -> Any:
+        return head.module.apply({"params": params}, *operands, method=method)
+
+    if not head.module.recurrent:
+        return jnp.argmax(apply(features[0, count - 2], method="guesses"), -1)[:DRAFTS]
+    following, entering, drafted = jnp.roll(ids, -1, axis=1), apply(features, method="first"), []
+    for step in range(DRAFTS):
+        states, _ = apply(following, entering, positions, causal_attend, None)
+        newest = states[:, count - 2 + step]
+        drafted.append(jnp.argmax(apply(newest, method="head"), -1)[0])
+        following = following.at[0, count - 1 + step].set(drafted[-1])
+        entering = entering.at[:, count - 1 + step].set(newest)
+    return jnp.stack(drafted)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    """Collects what engines draft."""
+    found: Said = {}
+    read = Runner.read
+
+    def watched(runner: Runner, launched: Launched | None) -> Any:
+        result = read(runner, launched)
+        for draft in (result.plan.drafts or ()) if result else ():
+            found[tuple(draft.sequence.tokens[: draft.start])] = draft.tokens
+        return result
+
+    monkeypatch.setattr(Runner, "read", watched)
+    return found
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1},
+    "together": {},
+    "recomputed": {"num_pages": 11, "swap_space_gib": 0},
+}
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("mode", CHANGES)
+def test_drafts_are_those_of_the_plain_equations(method: str, mode: str, said: Said) -> None:
+    model = with_head(method)
+    llm = LLM(model, **{**SETTINGS, "speculative": method, **CHANGES[mode]})
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for _ in range(2):  # the second time prompts are found in the cache
+        llm.generate(PROMPTS, params)
+    llm.engine.check()
+    assert mode != "recomputed" or llm.engine.stats().preemptions["recompute"]
+    assert len(said) > 40
+    expected, wrong = jax.jit(functools.partial(reference, model)), 0
+    for tokens, drafted in said.items():
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        wrong += expected(padded, len(tokens))[: len(drafted)].tolist() != drafted
+    assert wrong <= len(said) // 50, (wrong, len(said))
