@@ -16,6 +16,8 @@ from jaxinfer.llm import LLM
 from jaxinfer.models.head import shared
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
+from tests.engine.test_identity import ROOMY, Requests, alone, check_mode, make_requests
+from tests.engine.test_identity import SETTINGS as IDENTITY
 from tests.fakes import random_head, random_model
 
 DRAFTS = 3
@@ -87,7 +89,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Said:
 CHANGES: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1},
     "together": {},
-    "recomputed": {"num_pages": 11, "swap_space_gib": 0},
+    "recomputed": {"num_pages": 11, "swap_space_gib": 0, "enable_prefix_caching": False},
+    "preempted": {"num_pages": 11},
 }
 
 
@@ -100,11 +103,29 @@ def test_drafts_are_those_of_the_plain_equations(method: str, mode: str, said: S
     for _ in range(2):  # the second time prompts are found in the cache
         llm.generate(PROMPTS, params)
     llm.engine.check()
-    assert mode != "recomputed" or llm.engine.stats().preemptions["recompute"]
+    assert "num_pages" not in CHANGES[mode] or sum(llm.engine.stats().preemptions.values())
     assert len(said) > 40
     expected, wrong = jax.jit(functools.partial(reference, model)), 0
     for tokens, drafted in said.items():
         padded = np.zeros((1, LENGTH), np.int32)
         padded[0, : len(tokens)] = tokens
         wrong += expected(padded, len(tokens))[: len(drafted)].tolist() != drafted
-    assert wrong <= len(said) // 50, (wrong, len(said))
+    # Who comes back from the host lacks a few pairs of features, or those of pages that were found in the cache.
+    assert wrong <= len(said) * (0.1 if mode == "preempted" else 0.02), (wrong, len(said))
+
+
+@pytest.fixture(scope="module")
+def requests_alone() -> tuple[Requests, list[Any]]:
+    model = random_model(num_hidden_layers=4)
+    requests = make_requests(24, model.config.vocab_size)
+    return requests, alone(model, requests, **IDENTITY)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+@pytest.mark.parametrize("changes", [{}, {"num_pages": 24, "max_num_seqs": 6}])
+def test_no_bit_depends_on_them(method: str, changes: dict[str, Any], requests_alone: Any) -> None:
+    requests, expected = requests_alone
+    settings = {**IDENTITY, "num_pages": ROOMY, "num_speculative_tokens": 4, "speculative_adaptive": False, **changes}
+    llm = LLM(with_head(method), speculative=method, **settings)
+    check_mode(llm, requests, expected, lambda stats: 0 < stats.draft_accepted < stats.draft_tokens)
+    assert not changes or sum(llm.engine.stats().preemptions.values())
