@@ -79,6 +79,38 @@ def test_a_tree_is_one(name: str):
         np.testing.assert_array_equal(depth[nodes], np.arange(len(nodes)))
 
 
+@pytest.mark.parametrize("name", [case.name for case in HEADS if case.method == "mtp"])
+def test_a_folder_of_mtp_holds_its_target(name: str):
+    case = golden(name)
+    layers = {int(key.split(".")[2]) for key in case.shapes if key.startswith("model.layers.")}
+    assert layers == set(range(case.config["num_hidden_layers"] + case.config["num_nextn_predict_layers"]))
+    tensors = case.tensors()
+    for copy, original in case.copies.items():
+        np.testing.assert_array_equal(tensors[copy], tensors[original])
+
+
+def test_typical_acceptance_is_that_of_the_paper():
+    """Cai et al. 2024: p > min(epsilon, delta * exp(-entropy)); 1e-5 within the logarithm is the code's."""
+    with np.load(GOLDENS / "typical.npz", allow_pickle=False) as file:
+        held = dict(file)
+
+    def accepted(logits: np.ndarray, tokens: np.ndarray, epsilon: float, delta: float) -> np.ndarray:
+        scaled = np.exp(np.float64(logits) / held["temperature"])
+        p = scaled / scaled.sum(-1, keepdims=True)
+        entropy = -(p * np.log(p + 1e-5)).sum(-1)
+        chosen = np.take_along_axis(p, tokens[..., None], -1)[..., 0]
+        return chosen > np.minimum(epsilon, delta * np.exp(-entropy))
+
+    for row, (epsilon, delta) in enumerate(held["thresholds"]):
+        ours = accepted(held["logits"], held["tokens"], epsilon, delta)
+        np.testing.assert_array_equal(ours, held["accepted"][row])
+        paths = accepted(held["path_logits"][:, :, :-1], held["path_tokens"][:, :, 1:], epsilon, delta)
+        lengths = np.cumprod(paths, -1).sum(-1)
+        np.testing.assert_array_equal(lengths.max(-1), held["length"][row])
+        best = held["best"][row]
+        np.testing.assert_array_equal(lengths[np.arange(len(best)), best], held["length"][row])
+
+
 def test_other_weights_than_the_oracles_are_refused(tmp_path: pathlib.Path):
     case = dataclasses.replace(golden("eagle3-original"), seed=0)
     with pytest.raises(ValueError, match="not those of the oracle"):

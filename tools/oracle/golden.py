@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-_NORM = re.compile(r"(norm|\bln_\w+)\.weight$")
+_NORM = re.compile(r"(norm(\.\d+)?|\bln_\w+)\.weight$")
 _VOCABULARY = re.compile(
     r"^(model\.embed_tokens|lm_head|transformer\.(wte|wpe|word_embeddings)"
     r"|embed_tokens|\d+\.\d+\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head))\b"  # draft heads

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import pathlib
+import tempfile
 import types
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+import transformers
 
 from tools.oracle.cases.heads import MEDUSA_HIDDEN, VOCABULARY, HeadCase
 from tools.oracle.run import AllDouble, NoFloat32
@@ -74,8 +78,7 @@ class Eagle:
         self.width = 3 * case.config.get("target_hidden_size", hidden) if self._third else hidden
 
     def shapes(self) -> Shapes:
-        state = {name: tensor for name, tensor in self._model.state_dict().items() if tensor.is_floating_point()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        shapes = _weight_shapes(self._model)
         return shapes if self._head is None else shapes | {"lm_head.weight": tuple(self._head.weight.shape)}
 
     def load(self, tensors: Tensors) -> None:
@@ -113,6 +116,111 @@ class Eagle:
             "tree_mask": mask[0, 0].bool(),
             "tree_position_ids": positions,
         }
+
+
+class _AtOnce:
+    """A head as its trainer runs it: T + 4 positions at a time, and each of them drafts on by itself.
+
+    In pass k, position i is fed its own hidden state of pass k - 1 and the token at i + 1 + k; it attends to positions
+    up to i in pass 0, and to itself in the passes since. At the last pair, that is the chain.
+    """
+
+    width: int
+
+    def load(self, tensors: Tensors) -> None:
+        raise NotImplementedError
+
+    def passes(self, features: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        """Hidden states and logits [1, T + 4, .] of each pass over features [1, T + 4, F]; ``tokens`` has the ids of
+        each pass, [1, T + 4]."""
+        raise NotImplementedError
+
+    def answer(self, features: torch.Tensor, tokens: torch.Tensor, chain_tokens: torch.Tensor) -> Tensors:
+        pairs, more = len(tokens), len(chain_tokens)
+        padded = torch.cat([features, features.new_zeros(more, self.width)])[None]
+        ids = torch.cat([tokens, chain_tokens, tokens.new_zeros(more)])
+        shifted = [ids[step : step + pairs + more][None] for step in range(more + 1)]
+        hidden, logits = self.passes(padded, shifted)
+        return {
+            "hidden": hidden[0][0, :pairs],
+            "logits": logits[0][0, :pairs],
+            "chain_hidden": torch.stack([states[0, pairs - 1] for states in hidden[1:]]),
+            "chain_logits": torch.stack([scores[0, pairs - 1] for scores in logits[1:]]),
+        }
+
+    def tree(self, features: torch.Tensor, tokens: torch.Tensor) -> Tensors:
+        raise NotImplementedError("trees are drawn by cnets.py and cnets1.py")
+
+
+def _weight_shapes(model: torch.nn.Module) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+class SpecForge(_AtOnce):
+    """EAGLE-3 as SpecForge's `OnlineEagle3Model` runs it while training."""
+
+    def __init__(self, sources: types.SimpleNamespace, case: HeadCase) -> None:
+        config = transformers.LlamaConfig(**case.config)
+        self._model = sources.Model(config, attention_backend="sdpa").eval()
+        self.width = 3 * self._model.target_hidden_size
+
+    def shapes(self) -> Shapes:
+        return _weight_shapes(self._model)
+
+    def load(self, tensors: Tensors) -> None:
+        self._model.load_state_dict(tensors)
+
+    def passes(self, features: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        model, length = self._model, features.shape[1]
+        state = model.project_hidden_states(features)
+        cache: list[list[torch.Tensor]] = [[], []]
+        everywhere = torch.ones(1, length, dtype=torch.bool)
+        mask = model.prepare_decoder_attention_mask(everywhere, state, 1, length, 0)
+        hidden = []
+        for ids in tokens:
+            embedded, positions = model.embed_input_ids(ids), torch.arange(length)[None]
+            state = model.backbone(embedded, state, cache, mask, positions)
+            hidden.append(state)
+        return hidden, [model.compute_logits(state) for state in hidden]
+
+
+class Speculators(_AtOnce):
+    """EAGLE-3 in the package speculators: its own forward, whose head and norm are watched."""
+
+    def __init__(self, sources: types.SimpleNamespace, case: HeadCase) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "config.json").write_text(json.dumps(case.config))
+            config = sources.Config.from_pretrained(folder)
+        config.transformer_layer_config._attn_implementation = "eager"
+        self._model = sources.Model(config).eval()
+        self._fed_back_normed = config.norm_output
+        self.width = 3 * config.transformer_layer_config.hidden_size
+
+    def shapes(self) -> Shapes:
+        shapes = _weight_shapes(self._model)
+        return {name: shape for name, shape in shapes.items() if not name.startswith("verifier_")}
+
+    def load(self, tensors: Tensors) -> None:
+        missing, unexpected = self._model.load_state_dict(tensors, strict=False)
+        if unexpected or any(not name.startswith("verifier_") for name in missing):
+            raise ValueError(f"the head does not fit: {missing} are missing, {unexpected} unexpected")
+
+    def passes(self, features: torch.Tensor, tokens: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        hidden: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
+
+        def norm(module: torch.nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+            hidden.append(result if self._fed_back_normed else given[0])
+
+        def head(module: torch.nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+            logits.append(result)
+
+        hooks = [self._model.norm.register_forward_hook(norm), self._model.lm_head.register_forward_hook(head)]
+        one_document = torch.zeros_like(tokens[0])
+        self._model(features, tokens[0], one_document, ttt_steps=len(tokens))  # shifts the tokens itself
+        for hook in hooks:
+            hook.remove()
+        return hidden, logits
 
 
 class Medusa:

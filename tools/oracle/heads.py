@@ -14,33 +14,34 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import transformers
 
-from tools.oracle import originals
+from tools.oracle import originals, typical
 from tools.oracle.cases.heads import CHAIN, HEADS, PAIRS, VOCABULARY, HeadCase
 from tools.oracle.golden import digest, make_tensors, names, uniform
-from tools.oracle.head_models import Eagle, Head, Medusa, Shapes, building, running
+from tools.oracle.head_models import Eagle, Head, Medusa, Shapes, SpecForge, Speculators, building, running
+from tools.oracle.head_mtp import DeepseekMTP
 from tools.oracle.heads_golden import HeadGolden, derive, deviation, read_head
 
+TYPICAL = "typical.npz"
 REPRODUCED = 1e-10
 SEED_TRIES = 100
 
 Sources = Mapping[str, types.SimpleNamespace]
 Arrays = dict[str, np.ndarray]
 
-# By method: which checkout it needs, and what makes the head of it.
-_METHODS: dict[str, tuple[str, Callable[[Any, HeadCase], Head]]] = {
-    "eagle3": ("eagle", Eagle),
-    "eagle": ("eagle", Eagle),
-    "medusa": ("medusa", Medusa),
-}
-_CHECKOUTS: dict[str, Callable[[pathlib.Path], types.SimpleNamespace]] = {
-    "eagle": originals.eagle,
-    "medusa": originals.medusa,
+# By checkout: how it is imported, and what makes a head of it.
+Importer = Callable[[pathlib.Path], types.SimpleNamespace]
+_CHECKOUTS: dict[str, tuple[Importer | None, Callable[[Any, HeadCase], Head]]] = {
+    "eagle": (originals.eagle, Eagle),
+    "medusa": (originals.medusa, Medusa),
+    "specforge": (originals.specforge, SpecForge),
+    "speculators": (originals.speculators, Speculators),
+    "transformers": (None, DeepseekMTP),
 }
 
 
@@ -49,9 +50,9 @@ _CHECKOUTS: dict[str, Callable[[pathlib.Path], types.SimpleNamespace]] = {
 
 
 def build(case: HeadCase, sources: Sources, dtype: torch.dtype) -> Head:
-    checkout, make_head = _METHODS[case.method]
+    _, make_head = _CHECKOUTS[case.checkout]
     with building(dtype):
-        return make_head(sources.get(checkout), case)
+        return make_head(sources[case.checkout], case)
 
 
 def inputs(seed: int, width: int, chain: int) -> Arrays:
@@ -115,7 +116,7 @@ def ask(case: HeadCase, sources: Sources, seed: int) -> HeadGolden | None:
 def _copies(case: HeadCase, shapes: Shapes) -> dict[str, str]:
     """Of blocks that are one and the same, the later are copies of the first."""
     if not case.shared_blocks:
-        return {}
+        return case.copies
     parts = {name: name.split(".") for name in shapes if ".linear." in name}
     return {name: ".".join([part[0], "0", *part[2:]]) for name, part in parts.items() if part[1] != "0"}
 
@@ -165,15 +166,18 @@ def _parser() -> argparse.ArgumentParser:
     check_parser.set_defaults(command=_check)
     for command in (make_parser, check_parser):
         command.add_argument("--case", action="append", default=[], help="name of a case; repeat it; all by default")
-        for checkout in _CHECKOUTS:
+        for checkout in (name for name, (load, _) in _CHECKOUTS.items() if load is not None):
             command.add_argument(f"--{checkout}", type=pathlib.Path, help="checkout of its sources")
     commands.add_parser("list", help="names of the cases").set_defaults(command=_list)
     return parser
 
 
 def _sources(options: argparse.Namespace) -> Sources:
-    given = {name: getattr(options, name) for name in _CHECKOUTS}
-    return {name: _CHECKOUTS[name](checkout) for name, checkout in given.items() if checkout is not None}
+    sources = {"transformers": types.SimpleNamespace()}
+    for name, (load, _) in _CHECKOUTS.items():
+        if load is not None and (checkout := getattr(options, name)) is not None:
+            sources[name] = load(checkout)
+    return sources
 
 
 def _pick(options: argparse.Namespace, sources: Sources) -> list[HeadCase]:
@@ -181,7 +185,7 @@ def _pick(options: argparse.Namespace, sources: Sources) -> list[HeadCase]:
     if unknown:
         raise SystemExit(f"unknown case {', '.join(sorted(unknown))}; `list` prints the known ones")
     cases = [case for case in HEADS if not options.case or case.name in options.case]
-    possible = [case for case in cases if _METHODS[case.method][0] in {*sources, ""}]
+    possible = [case for case in cases if case.checkout in sources]
     if left := [case.name for case in cases if case not in possible]:
         print(f"without a checkout of their original: {', '.join(left)}", file=sys.stderr)
     return possible
@@ -195,6 +199,8 @@ def _make(options: argparse.Namespace) -> int:
         errors = ", ".join(f"{key} {value.max():.1e}" for key, value in golden.error.items())
         largest = ", ".join(f"{key} {np.abs(value).max():.1f}" for key, value in golden.answers.items())
         print(f"{golden.name:32} seed {golden.seed:<4} float32 error: {errors}; largest: {largest}", flush=True)
+    if "medusa" in sources and not options.case:
+        np.savez_compressed(options.out / TYPICAL, **cast(Any, typical.answers(sources["medusa"])))
     return 0
 
 
@@ -205,6 +211,8 @@ def _check(options: argparse.Namespace) -> int:
     for case in cases:
         if case.name in stored:
             wrong += _differences(case, sources, read_head(options.folder / case.name))
+    if "medusa" in sources:
+        wrong += _typical_differences(typical.answers(sources["medusa"]), options.folder / TYPICAL)
     print("\n".join(wrong) or f"{len(cases)} of {len(HEADS)} cases reproduced")
     return 1 if wrong else 0
 
@@ -222,6 +230,13 @@ def _differences(case: HeadCase, sources: Sources, stored: HeadGolden) -> list[s
         off = float(np.abs(value - stored.answers[key]).max())
         wrong += [f"{case.name}: {key} is off by {off:.1e}"] if off > REPRODUCED else []
     return wrong
+
+
+def _typical_differences(fresh: Arrays, file: pathlib.Path) -> list[str]:
+    with np.load(file, allow_pickle=False) as stored:
+        if stored.keys() != fresh.keys():
+            return [f"{file.name}: not the same arrays"]
+        return [f"{file.name}: {key} differs" for key in fresh if not np.array_equal(fresh[key], stored[key])]
 
 
 def _list(options: argparse.Namespace) -> int:

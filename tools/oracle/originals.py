@@ -11,6 +11,7 @@ import importlib
 import pathlib
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -50,6 +51,26 @@ def eagle(checkout: pathlib.Path) -> types.SimpleNamespace:
     with _importing(checkout, {}):
         third, first = (importlib.import_module(f"eagle.model.{name}") for name in ("cnets", "cnets1"))
     return types.SimpleNamespace(Eagle3=third.Model, Eagle1=first.Model, Config=configs.EConfig)
+
+
+def specforge(checkout: pathlib.Path) -> types.SimpleNamespace:
+    """``Model`` (LlamaForCausalLMEagle3) of sgl-project/SpecForge; without what trains it on several devices."""
+    stubs: dict[str, dict[str, Any]] = {
+        "specforge.modeling.draft": {"__path__": [str(checkout / "specforge" / "modeling" / "draft")]},
+        "specforge.utils": {"print_with_rank": lambda message: None},
+        "specforge.distributed": {"get_sp_ring_group": None, "get_sp_ulysses_group": None},
+    }
+    with _importing(checkout, stubs), warnings.catch_warnings(action="ignore"):  # flash_attn is not there
+        module = importlib.import_module("specforge.modeling.draft.llama3_eagle")
+    return types.SimpleNamespace(Model=module.LlamaForCausalLMEagle3)
+
+
+def speculators(folder: pathlib.Path) -> types.SimpleNamespace:
+    """``Model`` and ``Config`` of EAGLE-3 in the package speculators; without what reads its training data."""
+    stubs: dict[str, dict[str, Any]] = {"speculators.train": {}, "speculators.train.data": {"BatchType": dict}}
+    with _importing(folder, stubs):
+        module = importlib.import_module("speculators.models.eagle3")
+    return types.SimpleNamespace(Model=module.Eagle3DraftModel, Config=module.Eagle3SpeculatorConfig)
 
 
 class Features(torch.nn.Module):
