@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from typing import Any
 
 import jax
@@ -61,7 +62,9 @@ def load_head(name: str, method: str, target: Model, mesh: Mesh) -> Model:
 
 
 def _described(name: str, method: str, target: Model) -> tuple[ModelFiles, Model]:
-    files, kind = open_model_files(demo_folder(name) or locate(name)), HEADS[method]
+    folder = demo_folder(name) or locate(name)
+    _refuse_pickles(folder)
+    files, kind = open_model_files(folder), HEADS[method]
     head_files = HeadFiles(files.config_json, files.tensors.tensors.keys(), target.config, target.cache_spec.windows)
     family = kind.family(head_files)
     try:
@@ -75,6 +78,16 @@ def _described(name: str, method: str, target: Model) -> tuple[ModelFiles, Model
     if config.vocab_size != getattr(config, "draft_vocab", 0) > 0:
         specs[MAP] = ParamSpec((config.vocab_size,), (None,), dtype="int32")
     return files, model.with_specs(specs, dtype)
+
+
+def _refuse_pickles(folder: pathlib.Path) -> None:
+    """Refuse what many heads are published as, and say what converts it."""
+    pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} holds {pickles[0]}, a pickle, which is never loaded: .venv-oracle/bin/python -m "
+            f"tools.oracle.unpickle {folder} converts it (tools/oracle/make_venv.sh makes that environment)"
+        )
 
 
 def _inverse(files: ModelFiles, vocab: int) -> np.ndarray:

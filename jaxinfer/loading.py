@@ -338,6 +338,7 @@ def _load(files: ModelFiles, model: Model, progress: Progress | None, check_fini
 def _filled(
     files: ModelFiles, model: Model, place: Place, progress: Progress | None, check_finite: bool
 ) -> dict[str, Any]:
-    ignore = (*model.family.ignore, *(("lm_head.weight",) if model.config.tied else ()))
+    tied = ("lm_head.weight",) if model.config.tied else ()
+    ignore = (*model.family.ignore, *getattr(model.config, "ignored", ()), *tied)
     specs = model.specs if files.quantized else files.named(model.specs, model.family.prefix)
     return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)

@@ -47,6 +47,7 @@ class DeepseekConfig(DecoderConfig):
         dense: the number of first layers without experts.
         rule: the router of the others, for ``experts`` of ``expert_size``; ``shared_size`` is what all tokens share.
         corrected: experts have a bias that counts while they are chosen.
+        predictors: layers behind the last one that predict further tokens (`jaxinfer.models.mtp`).
     """
 
     q_rank: int | None
@@ -63,6 +64,12 @@ class DeepseekConfig(DecoderConfig):
     shared_size: int
     rule: RoutingRule
     corrected: bool
+    predictors: int = 0
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns of tensors that the model itself has no place for."""
+        return tuple(f"model.layers.{len(self.layers) + index}.*" for index in range(self.predictors))
 
     @property
     def rank(self) -> int:
@@ -127,12 +134,13 @@ def _common(read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleav
         scale=(nope + rope_dim) ** -0.5 * _score_scale(read, rope),
         interleaved=interleaved,
         attention_bias=read.flag("attention_bias", False),
-        dense=min(_dense(read), count),
+        dense=min(_count(read, "first_k_dense_replace"), count),
         experts=_experts(read, rule),
         expert_size=expert_size,
         shared_size=expert_size * read.positive("n_shared_experts"),
         rule=rule,
         corrected=corrected,
+        predictors=_count(read, "num_nextn_predict_layers"),
     )
 
 
@@ -147,9 +155,9 @@ def _q_rank(read: ConfigReader) -> int | None:
     return None if null else read.positive("q_lora_rank", 1536)
 
 
-def _dense(read: ConfigReader) -> int:
-    value = read.get("first_k_dense_replace")
-    read.require(type(value) is int and value >= 0, "first_k_dense_replace", "must be >= 0")
+def _count(read: ConfigReader, name: str) -> int:
+    value = read.get(name, 0)
+    read.require(type(value) is int and 0 <= value <= 1024, name, "must be >= 0 and at most 1024")
     return value
 
 

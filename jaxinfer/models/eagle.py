@@ -31,8 +31,6 @@ IGNORE = ("t2d", "d2t", "embed_tokens.weight", "lm_head.weight")
 MAP = "inverse"
 """Parameter of a reduced vocabulary: the head's id of each of the model's tokens, -1 where it has none."""
 
-_UNKNOWN = ("norm_before_fc", "fc_norm", "parallel_drafting")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class EagleConfig(HeadConfig):
@@ -44,6 +42,7 @@ class EagleConfig(HeadConfig):
         fc_bias: of EAGLE-1 and 2.
         draft_vocab: tokens that EAGLE-3 may say.
         norm_before_residual: EAGLE-3's layer adds to the normed feature.
+        norm_before_fc: the three inputs are normed as one; ``fc_norm``: each by itself.
         norm_output: what is fed back is normed (EAGLE-3.1).
     """
 
@@ -56,6 +55,8 @@ class EagleConfig(HeadConfig):
     fc_bias: bool = False
     draft_vocab: int = 0
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
     norm_output: bool = False
 
 
@@ -82,12 +83,10 @@ def eagle_config(files: HeadFiles) -> EagleConfig:
 
 def eagle3_config(files: HeadFiles) -> EagleConfig:
     """Read the config.json of an EAGLE-3 head; errors as in `eagle_config`."""
-    known = _flat(files.config_json)
-    read, target = ConfigReader(known), files.target
+    read, target = ConfigReader(_flat(files.config_json)), files.target
     fields = _fields(read, files)
     read.require(len(fields["layers"]) == 1, "num_hidden_layers", "must be 1")
-    for name in _UNKNOWN:
-        read.require(not read.fields.get(name), name, "is not supported")
+    read.require(not read.flag("parallel_drafting", False), "parallel_drafting", "is not supported")
     width = read.positive("target_hidden_size", fields["hidden_size"])
     read.require(width == target.hidden_size, "target_hidden_size", f"must be {target.hidden_size}, the model's")
     return EagleConfig(
@@ -98,20 +97,35 @@ def eagle3_config(files: HeadFiles) -> EagleConfig:
         prefix="midlayer" if any(name.startswith("midlayer.") for name in files.names) else "layers.0",
         draft_vocab=read.positive("draft_vocab_size", fields["vocab_size"]),
         norm_before_residual=read.flag("norm_before_residual", False),
-        norm_output=read.flag("norm_output", False),
+        norm_before_fc=read.flag("norm_before_fc", False),
+        fc_norm=read.flag("fc_norm", False),
+        norm_output=_norm_output(read),
     )
 
 
+def _norm_output(read: ConfigReader) -> bool:
+    """Whether the norm stands before what is fed back. In SpecForge's files the field says whether there is one at all,
+    and it stands behind."""
+    if "speculators_model_type" in read.fields:
+        return read.flag("norm_output", False)
+    read.require(read.flag("norm_output", True), "norm_output", "is not supported")
+    return False
+
+
 def _fields(read: ConfigReader, files: HeadFiles) -> dict[str, Any]:
+    """Fields of the layer. Which biases and norms it has, the tensors tell: configs name them in many ways."""
     fields = decoder_fields(read) | {"tied": False}
-    bias = read.flag("attention_bias", False)
+    parts = {
+        "qkv_bias": "q_proj.bias",
+        "out_bias": "o_proj.bias",
+        "mlp_bias": "up_proj.bias",
+        "qk_norm": "q_norm.weight",
+    }
     return {
         **fields,
         "layers": files.layers(read.positive("num_hidden_layers", 1)),
         "rope": rope_config(read, fields["max_position"], fields["head_dim"]),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "mlp_bias": read.flag("mlp_bias", False),
+        **{field: any(name.endswith(f".{part}") for name in files.names) for field, part in parts.items()},
     }
 
 
@@ -208,12 +222,19 @@ class Eagle3(DraftHead):
     """EAGLE-3: ``fc`` makes one state of three layers' inputs; logits are of a vocabulary of its own.
 
     Parameters: ``fc`` [3 d', d], ``layers_0``, ``final_norm``, ``head`` {table [draft vocab, d]}, ``inverse`` [vocab]
-    where its vocabulary is a part of the model's, and ``embed``, its own or the model's.
+    where its vocabulary is a part of the model's, ``fc_norm`` or ``fc_norm_0`` ... of its inputs, and ``embed``, its
+    own or the model's.
     """
 
     config: EagleConfig
 
     def first(self, features: Float[Array, "*batch features"]) -> Float[Array, "*batch d"]:
+        if self.config.norm_before_fc:
+            features = self._normed(features, "fc_norm")
+        if self.config.fc_norm:
+            parts = jnp.split(features, 3, axis=-1)
+            normal = [self._normed(part, f"fc_norm_{index}") for index, part in enumerate(parts)]
+            features = jnp.concatenate(normal, axis=-1)
         return matmul(features, self.weight("fc"))
 
     def __call__(
@@ -238,9 +259,9 @@ class Eagle3(DraftHead):
         places = self.weight(MAP)
         return jnp.where(places >= 0, jnp.take(logits, jnp.maximum(places, 0), axis=-1), -jnp.inf)
 
-    def _normed(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    def _normed(self, x: Float[Array, "*batch d"], name: str = "final_norm") -> Float[Array, "*batch d"]:
         norm: Any = RMSNorm(self.config.norm_eps, parent=None).apply
-        return norm({"params": self.weight("final_norm")}, x)
+        return norm({"params": self.weight(name)}, x)
 
 
 def _of(cache: Any, index: int) -> Any:
@@ -267,8 +288,12 @@ def eagle3_specs(cfg: EagleConfig) -> ParamTree:
     d, prefix = cfg.hidden_size, cfg.prefix
     attention = attention_specs(cfg, f"{prefix}.self_attn")
     attention["qkv"] = fused_qkv(f"{prefix}.self_attn", 2 * d, cfg.heads, cfg.kv_heads, cfg.head_dim)
+    width = cfg.features // 3
+    norms = {f"fc_norm_{index}": rms_norm(f"fc_norm.{index}", width) for index in range(3 if cfg.fc_norm else 0)}
     return {
         **_embed_specs(cfg),
+        **norms,
+        **({"fc_norm": rms_norm("input_norm", cfg.features)} if cfg.norm_before_fc else {}),
         "fc": linear("fc.weight", (cfg.features, d), (None, "embed")),
         "layers_0": {
             "attention_norm": rms_norm(f"{prefix}.input_layernorm", d),

@@ -24,9 +24,10 @@ from jaxinfer.types import CacheSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MtpConfig(HeadConfig):
-    """``block``: the model's config, of which the layer is one more."""
+    """``block``: the model's config, of which the layer is one more; ``dense``: it has no experts."""
 
     block: DeepseekConfig
+    dense: bool
 
 
 def config(files: HeadFiles) -> MtpConfig:
@@ -38,9 +39,15 @@ def config(files: HeadFiles) -> MtpConfig:
     read, target = ConfigReader(files.config_json), files.target
     if not isinstance(target, DeepseekConfig):
         raise ConfigError("only models of DeepSeek-V3's family have MTP layers that are known")
-    read.require(read.get("num_nextn_predict_layers", 0) == 1, "num_nextn_predict_layers", "must be 1")
+    read.require(target.predictors == 1, "num_nextn_predict_layers", "must be 1")
     fields = {field.name: getattr(target, field.name) for field in dataclasses.fields(HeadConfig) if _kept(field.name)}
-    return MtpConfig(**fields, layers=target.layers[-1:], tied=False, features=target.hidden_size, block=target)
+    dense = f"{_prefix(target)}.mlp.gate.weight" not in files.names
+    fields |= {"layers": target.layers[-1:], "tied": False, "features": target.hidden_size}
+    return MtpConfig(**fields, block=target, dense=dense)
+
+
+def _prefix(target: DeepseekConfig) -> str:
+    return f"model.layers.{len(target.layers)}"
 
 
 def _kept(name: str) -> bool:
@@ -64,7 +71,7 @@ class Mtp(DraftHead):
         cfg, block = self.config, self.config.block
         embedded = jnp.where(positions[..., None] == 0, 0, self.embed(tokens)).astype(hidden.dtype)
         both = jnp.concatenate([self._normed("enorm", embedded), self._normed("hnorm", hidden)], axis=-1)
-        layer: Any = DeepseekBlock(block, cfg.layers[0], False, parent=None).apply
+        layer: Any = DeepseekBlock(block, cfg.layers[0], cfg.dense, parent=None).apply
         context = SparseContext(block.rope.angles(positions, block.rope_dim), positions >= 0)
         entering = matmul(both, self.weight("project")), context, attend, None if cache is None else cache[0]
         x, kept = layer({"params": self.weight("layer")}, *entering)
@@ -79,13 +86,13 @@ class Mtp(DraftHead):
 
 
 def param_specs(cfg: MtpConfig) -> ParamTree:
-    d, prefix = cfg.hidden_size, f"model.layers.{len(cfg.block.layers)}"
+    d, prefix = cfg.hidden_size, _prefix(cfg.block)
     return {
         "embed": vocabulary(f"{prefix}.embed_tokens.weight", cfg.vocab_size, d),
         "enorm": rms_norm(f"{prefix}.enorm", d),
         "hnorm": rms_norm(f"{prefix}.hnorm", d),
         "project": linear(f"{prefix}.eh_proj.weight", (2 * d, d), (None, "embed")),
-        "layer": block_specs(cfg.block, prefix, dense=False),
+        "layer": block_specs(cfg.block, prefix, cfg.dense),
         "final_norm": rms_norm(f"{prefix}.shared_head.norm", d),
         "head": vocabulary(f"{prefix}.shared_head.head.weight", cfg.vocab_size, d),
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -19,6 +21,9 @@ from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_identity import ROOMY, Requests, alone, check_mode, make_requests
 from tests.engine.test_identity import SETTINGS as IDENTITY
 from tests.fakes import random_head, random_model
+from tests.models.parity import tokenizer_json
+from tests.models.test_head_goldens import golden
+from tools.oracle.heads_golden import write_head_checkpoint
 
 DRAFTS = 3
 SETTINGS: dict[str, Any] = {
@@ -129,3 +134,19 @@ def test_no_bit_depends_on_them(method: str, changes: dict[str, Any], requests_a
     llm = LLM(with_head(method), speculative=method, **settings)
     check_mode(llm, requests, expected, lambda stats: 0 < stats.draft_accepted < stats.draft_tokens)
     assert not changes or sum(llm.engine.stats().preemptions.values())
+
+
+@pytest.mark.parametrize("name", ["mtp-deepseek-v3", "mtp-deepseek-v3-dense"])
+def test_a_layer_of_the_models_own_folder_drafts(name: str, tmp_path: pathlib.Path) -> None:
+    case = golden(name)
+    folder = write_head_checkpoint(tmp_path, case)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(128)))
+    settings: dict[str, Any] = {**SETTINGS, "max_model_len": 96, "dtype": "float32", "show_progress": False}
+    prompts = [[place % 120 for place in prompt[:40]] for prompt in PROMPTS]
+    params = SamplingParams(temperature=0.5, max_tokens=30, seed=2, ignore_eos=True, logprobs=1)
+    plain, drafting = LLM(str(folder), **settings), LLM(str(folder), speculative="mtp", **settings)
+    found = [[output.outputs for output in llm.generate(prompts, params)] for llm in (plain, drafting)]
+    assert found[0] == found[1]
+    stats = drafting.engine.stats()
+    assert stats.draft_tokens > 50
+    assert stats.draft_accepted > 0

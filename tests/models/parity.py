@@ -28,11 +28,11 @@ def allowed(error: np.ndarray | float) -> np.ndarray:
 def load_case(golden: Golden, folder: pathlib.Path) -> Model:
     """The case as users meet it: a Hugging Face folder, loaded in float32."""
     write_checkpoint(golden, folder)
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(golden.config["vocab_size"])))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(golden.config["vocab_size"])))
     return load_model(str(folder), dtype="float32", show_progress=False)
 
 
-def _tokenizer(size: int) -> dict:
+def tokenizer_json(size: int) -> dict:
     model = {"type": "WordLevel", "vocab": {f"w{index}": index for index in range(size)}, "unk_token": "w0"}
     split = {"type": "WhitespaceSplit"}
     return {"version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": model}

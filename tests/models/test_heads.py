@@ -1,0 +1,110 @@
+"""Draft heads give the states and logits that their authors' programs give, from folders as these publish them."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxinfer.heads import describe_head, load_head
+from jaxinfer.layers.attention import causal_attend
+from jaxinfer.loading import load_model
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.head import shared
+from jaxinfer.models.model import Model
+from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.weights import CheckpointError
+from tests.fakes import random_model
+from tests.models.parity import tokenizer_json
+from tests.models.test_head_goldens import CASES, golden
+from tools.oracle.heads_golden import HeadGolden, write_head_checkpoint
+
+
+def target_of(case: HeadGolden, folder: pathlib.Path) -> Model:
+    """The model that a head is for: its embeddings and head, and layers that do not matter."""
+    if case.method == "mtp":
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(128)))
+        return load_model(str(folder), "float32", show_progress=False)
+    config = {**case.config, **case.config.get("transformer_layer_config", {})}
+    hidden = config.get("target_hidden_size") or config.get("hidden_size") or case.features.shape[1]
+    model = random_model(vocab_size=128, hidden_size=hidden, num_hidden_layers=8)
+    theirs = case.target_tensors()
+    names = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    tables = {own: {"table": jnp.asarray(theirs[name])} for own, name in names.items() if name in theirs}
+    return model.replace(params={**model.params, **tables})
+
+
+def answers(head: Model, target: Model, case: HeadGolden) -> dict[str, np.ndarray]:
+    module: Any = head.module
+    params = {**head.params, **shared(target.params, head.config)}
+
+    def apply(*operands: Any, method: str | None = None) -> Any:
+        return module.apply({"params": params}, *operands, method=method)
+
+    features, tokens = jnp.asarray(case.features, jnp.float32), jnp.asarray(case.tokens)
+    if not module.recurrent:
+        return {"logits": np.moveaxis(np.asarray(apply(features, method="guesses")), -2, 0)}
+    offsets = case.tensors().get("d2t")
+    said = slice(None) if offsets is None else np.arange(len(offsets)) + offsets
+    entering, count = apply(features, method="first"), len(tokens)
+    states, found = [], apply(tokens, entering, jnp.arange(count), causal_attend, None)[0]
+    for token in case.chain_tokens:
+        entering = jnp.concatenate([entering, (states[-1] if states else found[-1])[None]])
+        tokens = jnp.append(tokens, token)
+        states.append(apply(tokens, entering, jnp.arange(len(tokens)), causal_attend, None)[0][-1])
+    chain = jnp.stack(states)
+    first, later = (np.asarray(apply(x, method="head"))[:, said] for x in (found, chain))
+    return {"hidden": np.asarray(found), "logits": first, "chain_hidden": np.asarray(chain), "chain_logits": later}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_head_gives_what_its_authors_program_gives(name: str, tmp_path: pathlib.Path) -> None:
+    case = golden(name)
+    folder = write_head_checkpoint(tmp_path / "head", case)
+    target = target_of(case, folder)
+    head = load_head(str(folder), case.method, target, make_mesh())
+    assert case.faults(**answers(head, target, case)) == []
+
+
+def written(tmp_path: pathlib.Path, name: str = "eagle3-original", **tensors: Any) -> tuple[str, Model]:
+    """A head's folder with other tensors, and its model."""
+    case = golden(name)
+    folder = write_head_checkpoint(tmp_path / "head", case)
+    save_file({**case.tensors(), **tensors}, folder / "model.safetensors")
+    return str(folder), target_of(case, folder)
+
+
+def test_a_reduced_vocabulary_names_each_token_once(tmp_path: pathlib.Path) -> None:
+    folder, target = written(tmp_path, d2t=np.full(48, 90, np.int64))
+    with pytest.raises(CheckpointError, match=r"tensor 'd2t' of .* names tokens twice, or beyond 128"):
+        load_head(folder, "eagle3", target, make_mesh())
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "reason"),
+    [
+        ("eagle3", {"hidden_size": 64}, r"eagle3: config.json: target_hidden_size = None must be 64, the model's"),
+        ("mtp", {}, "mtp: only models of DeepSeek-V3's family"),
+        ("medusa", {}, "medusa: no tensor is named 0.0.linear.weight"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    method: str, changes: dict[str, Any], reason: str, tmp_path: pathlib.Path
+) -> None:
+    folder, target = written(tmp_path)
+    target = random_model(vocab_size=128, num_hidden_layers=8, **changes) if changes else target
+    with pytest.raises(ConfigError, match=reason):
+        describe_head(folder, method, target)
+
+
+def test_pickles_are_refused_with_what_converts_them(tmp_path: pathlib.Path) -> None:
+    folder, target = written(tmp_path)
+    (tmp_path / "head/model.safetensors").unlink()
+    (tmp_path / "head/pytorch_model.bin").write_bytes(b"pickled")
+    with pytest.raises(CheckpointError, match=r"holds pytorch_model.bin, a pickle, .* tools.oracle.unpickle "):
+        describe_head(folder, "eagle3", target)
