@@ -64,20 +64,28 @@ def load_head(name: str, method: str, target: Model, mesh: Mesh) -> Model:
 def _described(name: str, method: str, target: Model) -> tuple[ModelFiles, Model]:
     folder = demo_folder(name) or locate(name)
     _refuse_pickles(folder)
-    files, kind = open_model_files(folder), HEADS[method]
-    head_files = HeadFiles(files.config_json, files.tensors.tensors.keys(), target.config, target.cache_spec.windows)
-    family = kind.family(head_files)
+    files = open_model_files(folder)
+    described = HeadFiles(files.config_json, files.tensors.tensors.keys(), target.config, target.cache_spec.windows)
+    dtype = str(target.dtype)
     try:
-        config = family.config(files.config_json)
+        model = abstract_head(method, described, name, dtype)
     except ConfigError as error:
         raise ConfigError(f"speculative = {method}: {error} ({files.path})") from None
+    return files, model.with_specs(files.stored(model.specs, dtype), dtype) if files.quantized else model
+
+
+def abstract_head(method: str, files: HeadFiles, name: str, dtype: str) -> Model:
+    """The head that files describe, without its weights.
+
+    Raises:
+        ConfigError: see `jaxinfer.models.registry.HeadFamily`.
+    """
+    family = HEADS[method].family(files)
+    config = family.config(files.config_json)
     model = Model(family.module(config), {}, config, family, name)
-    specs, dtype = dict(model.specs), str(target.dtype)
-    if files.quantized:
-        specs = dict(files.stored(specs, dtype))
-    if config.vocab_size != getattr(config, "draft_vocab", 0) > 0:
-        specs[MAP] = ParamSpec((config.vocab_size,), (None,), dtype="int32")
-    return files, model.with_specs(specs, dtype)
+    reduced = config.vocab_size != getattr(config, "draft_vocab", 0) > 0
+    inverse = {MAP: ParamSpec((config.vocab_size,), (None,), dtype="int32")} if reduced else {}
+    return model.with_specs({**model.specs, **inverse}, dtype)
 
 
 def _refuse_pickles(folder: pathlib.Path) -> None:

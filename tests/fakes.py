@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.heads import abstract_head
 from jaxinfer.models.eagle import MAP
 from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model, abstract
-from jaxinfer.models.registry import HEADS
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import ParamSpec, map_specs
+from jaxinfer.types import map_specs
 from jaxinfer.weights import init_params
 
 
@@ -95,12 +95,9 @@ def random_head(method: str, model: Model, gain: float = 6.0, seed: int = 1, **c
         **changes,
     }
     files = HeadFiles(known, HEAD_NAMES[method], config, model.cache_spec.windows)
-    family = HEADS[method].family(files)
-    read = family.config(known)
-    head = Model(family.module(read), {}, read, family, method)
+    head = abstract_head(method, files, method, str(model.dtype))
     specs = map_specs(lambda path, spec: dataclasses.replace(spec, scale=spec.scale * gain), head.specs)
     params = init_params(specs, seed, str(model.dtype))
     if method == "eagle3":
-        specs[MAP] = ParamSpec((vocab,), (None,), dtype="int32")
         params[MAP] = jnp.where(jnp.arange(vocab) % 2 == 0, -1, jnp.arange(vocab) // 2)
-    return head.replace(specs=specs, params=params)
+    return head.replace(params=params)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 
+from jaxinfer.config import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs.rules import of_partitioner
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = dataclasses.replace(work, norms=arguments.sequence_parallel_norms)
     layers = arguments.draft_layers if arguments.speculative == "draft_model" else 0
     work = dataclasses.replace(work, steps=arguments.multi_step, drafts=arguments.speculative is not None)
-    work = dataclasses.replace(work, draft_layers=layers)
+    work = dataclasses.replace(
+        work, draft_layers=layers, head=arguments.speculative if arguments.speculative in HEADS else ""
+    )
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -113,7 +116,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="as the server's flag")
     parser.add_argument("--sequence-parallel-norms", action="store_true", help="as the server's flag")
     parser.add_argument("--multi-step", type=int, default=1, metavar="N", help="as the server's flag")
-    parser.add_argument("--speculative", choices=["ngram", "draft_model"], help="as the server's flag")
+    parser.add_argument("--speculative", choices=["ngram", "draft_model", *HEADS], help="as the server's flag")
     parser.add_argument("--draft-layers", type=int, default=2, metavar="N", help="of a draft model (default: 2)")
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--layers", type=int, metavar="N", help="so many instead of all")

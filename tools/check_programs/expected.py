@@ -90,18 +90,18 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
     names = sorted((name for name in specs if name.startswith("layers_")), key=lambda name: int(name.split("_")[1]))
     layers = tuple(_matrices(specs[name]) for name in names)
     vocab, ways = model.config.vocab_size, spread_over("vocab", sizes)
-    every = [spec for name in names for _, spec in walk_specs(specs[name])]
+    every = [spec for name in names or specs for _, spec in walk_specs({name: specs[name]})]
     return Expected(
         layers=layers,
         head=int(stage.last),
         embeds=stage.first,
         vocab=vocab if stage.last else 0,
         spread=vocab % ways == 0,
-        widest=max(_widest(spec, sizes) for spec in every),
+        widest=max((_widest(spec, sizes) for spec in every), default=0),
         experts=any("expert" in spec.axes for spec in every),
         weights=weight_bytes(specs, sizes, model.dtype.itemsize),
         devices=math.prod(sizes.values()),
-        width=max(_width(spec) for spec in every),
+        width=max((_width(spec) for spec in every), default=0),
         norms=norms,
     )
 

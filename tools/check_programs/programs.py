@@ -25,7 +25,9 @@ from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages
+from jaxinfer.heads import abstract_head
 from jaxinfer.loading import abstract_model
+from jaxinfer.models.head import HeadFiles
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for, stages
 from pallas_kernels.check.configuration import HOPPER
@@ -51,7 +53,7 @@ def settings_of(work: Work) -> EngineConfig:
         pipeline_parallel_size=work.stages,
         sequence_parallel_norms=work.norms,
         multi_step=work.steps,
-        speculative="draft_model" if work.draft_layers else "ngram" if work.drafts else None,
+        speculative=work.head or ("draft_model" if work.draft_layers else "ngram" if work.drafts else None),
     )
 
 
@@ -61,9 +63,27 @@ def model_of(work: Work) -> Model:
         pathlib.Path(folder, "config.json").write_text(json.dumps(work.config()), encoding="utf-8")
         model = abstract_model(folder, "bfloat16")
     model = stored(model, work.weights) if work.weights else model
+    if work.head:
+        return model.replace(draft=head_of(model, work.head))
     if not work.draft_layers:
         return model
     return model.replace(draft=model_of(dataclasses.replace(work, layers=work.draft_layers, draft_layers=0)))
+
+
+def head_of(model: Model, method: str) -> Model:
+    """A draft head of the published shape: one layer as wide as the model's, EAGLE-3's with a quarter of its tokens."""
+    config = model.config
+    fields = {
+        **{name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")},
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": config.vocab_size // 4,
+        "num_nextn_predict_layers": 1,
+        "eagle_aux_hidden_state_layer_ids": [-1, 0, len(config.layers) - 2],
+    }
+    names = {f"{index}.0.linear.weight" for index in range(4)}
+    return abstract_head(method, HeadFiles(fields, names, config, model.cache_spec.windows), "head", str(model.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +128,9 @@ def plan(work: Work, number: int, devices: Sequence[Any] | None = None, *, draft
     place = stages(mesh)[number]
     if devices is None:
         TARGETS[HOPPER].tell(place)
-    stage = (draft_stages(model) if drafts else cut(model.replace(draft=None), work.stages))[number]
+    whole = model if work.head else model.replace(draft=None)
+    stage = (draft_stages(model) if drafts else cut(whole, work.stages))[number]
+    stage = dataclasses.replace(stage, model=stage.model.replace(draft=None))
     arrays = abstract_arrays(stage, engine, limits, place)
     return Planned(
         stage, engine, arrays, stage_needs(stage, engine, arrays), expected(stage, _sizes(place), work.norms)
@@ -144,7 +166,7 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
 
 
 def _draft_steps(work: Work, dumps: pathlib.Path) -> Iterator[Step]:
-    if work.draft_layers:
+    if work.draft_layers or work.head:
         planned = plan(work, 0, drafts=True)
         with TARGETS[HOPPER].current():
             compiled = compile_largest(planned.stage, planned.arrays, planned.engine)

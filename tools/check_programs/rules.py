@@ -226,8 +226,11 @@ def kernels_per_layer(step: Step) -> float:
 
     Of a single layer, to what follows it.
     """
+    if not step.layers:
+        return 0
     at = [index for index, launch in enumerate(step.launches) if launch.is_gemm]
-    of_attention = (len(at) - sum(step.layers) - step.tail) // len(step.layers)  # where that is XLA's
+    # Where that is XLA's; a program of several passes has more of all.
+    of_attention = 0 if step.repeats else (len(at) - sum(step.layers) - step.tail) // len(step.layers)
     counted = step.layers[:-1] or step.layers
     end = sum(counted) + of_attention * len(counted)
     return ([*at, len(step.launches)][end] - at[0]) / len(counted)

@@ -148,9 +148,8 @@ def new_features(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> jax.Array 
 
 
 def _features(stage: Stage, engine: ResolvedEngine) -> Any:
-    rows = engine.rows // engine.microbatches
-    shape = rows, engine.feature_window, stage.features
-    return jnp.zeros(shape, stage.model.dtype) if stage.features else None
+    rows, width = engine.rows // engine.microbatches, stage.model.config.features if stage.is_head else stage.features
+    return jnp.zeros((rows, engine.feature_window, width), stage.model.dtype) if width else None
 
 
 def _slots(model: Model, rows: int, limits: SamplingLimits) -> tuple[Any, Any]:
