@@ -48,7 +48,8 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     resolved = resolve_for(model, config, platform)
     model = model.with_cache(resolved.kv_cache_dtype).up_to(resolved.max_model_len)
     draft = None if model.draft is None else _prepared_draft(model.draft, model, resolved, platform)
-    return Prepared(model.replace(draft=draft), resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
+    limits = SamplingLimits(max_logprobs=resolved.max_logprobs, drafts=resolved.speculative is not None)
+    return Prepared(model.replace(draft=draft), resolved, limits)
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
