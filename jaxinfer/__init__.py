@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM, RequestOutput
     from jaxinfer.loading import load_model
     from jaxinfer.models.model import Model
-    from jaxinfer.sampling_params import RequestError, SamplingParams
+    from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
     from jaxinfer.serve.async_engine import AsyncEngine
 
 _HOMES = {
@@ -22,6 +22,7 @@ _HOMES = {
     "RequestError": "jaxinfer.sampling_params",
     "RequestOutput": "jaxinfer.llm",
     "SamplingParams": "jaxinfer.sampling_params",
+    "Speculation": "jaxinfer.sampling_params",
     "__version__": "jaxinfer.version",
     "load_model": "jaxinfer.loading",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "Speculation",
     "load_model",
 ]
 

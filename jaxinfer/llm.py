@@ -41,7 +41,8 @@ LogprobsDict = dict[int, Logprob]
 
 @dataclasses.dataclass(repr=False)
 class CompletionOutput(Brief):
-    """One sample. ``logprobs`` has, for each token, the chosen id and the most likely ones."""
+    """One sample. ``logprobs`` has, for each token, the chosen id and the most likely ones. ``acceptance`` is "typical"
+    where drafts were kept by that rule, which changes tokens (None: exactly)."""
 
     index: int
     text: str = ""
@@ -50,6 +51,7 @@ class CompletionOutput(Brief):
     logprobs: list[LogprobsDict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    acceptance: str | None = None
 
 
 @dataclasses.dataclass(repr=False)
@@ -367,6 +369,7 @@ class _Run:
         self._take_logprobs(whole, output, new)
         if new.finish_reason is not None:
             output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+            output.acceptance = new.acceptance
             self._open.discard(key)
             if delta.finish_reason is None:  # a stop string: the engine knows nothing of those
                 self._engine.abort(*key)

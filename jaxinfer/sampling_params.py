@@ -8,7 +8,7 @@ import numbers
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class RequestError(ValueError):
@@ -51,13 +51,53 @@ _INTEGERS: Mapping[str, tuple[int, int | None]] = {
     "min_tokens": (0, 2**63 - 1),
     "logprobs": (0, None),
     "prompt_logprobs": (0, None),
-    "max_draft_tokens": (0, 2**31 - 1),
 }
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_ACCEPTANCES = ("exact", "typical")
+_MAX_DRAFT = 2**31 - 1
 _MAX_BIAS = 100.0
 _MAX_STRINGS = 64
 _MAX_CHARACTERS = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """What a request says of speculative decoding (docs/speculation.md).
+
+    Attributes:
+        enabled: false: none of its tokens are drafted.
+        max_tokens: most draft tokens of a step, 0 is none; None: what the engine does.
+        acceptance: "exact": a draft is kept where it is the token that would come anyway: drafts change no token.
+            "typical": also where it is likely enough (Medusa's rule), which changes tokens.
+
+    Raises:
+        RequestError: a value cannot be; the message names field and value: ``speculation.max_tokens=-1 must be ...``.
+    """
+
+    __no_type_check__ = True  # as of `SamplingParams`
+
+    enabled: bool = True
+    max_tokens: int | None = None
+    acceptance: str = "exact"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            _refuse("speculation.enabled", self.enabled, "must be true or false")
+        if self.max_tokens is not None:
+            most = _integer("speculation.max_tokens", self.max_tokens, 0, _MAX_DRAFT)
+            object.__setattr__(self, "max_tokens", most)
+        if not isinstance(self.acceptance, str) or self.acceptance not in _ACCEPTANCES:
+            _refuse("speculation.acceptance", self.acceptance, f"must be {' or '.join(_ACCEPTANCES)}")
+        if self.acceptance == "typical" and self.most(1) == 0:
+            none = "max_tokens=0 has none" if self.enabled else "enabled=False has none"
+            _refuse("speculation.acceptance", self.acceptance, f"is about drafts, and speculation.{none}")
+
+    def most(self, engine: int) -> int:
+        """Most draft tokens of a step, on an engine that makes up to so many."""
+        if not self.enabled:
+            return 0
+        return engine if self.max_tokens is None else min(engine, self.max_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +106,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the
     N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
-    logits (before any processor). ``seed`` None is drawn once, at admission. ``max_draft_tokens``: most draft tokens of
-    a step (docs/speculation.md), which change no token; 0: none; None: what the engine does.
+    logits (before any processor). ``seed`` None is drawn once, at admission. ``speculation``: a
+    `Speculation`, or a mapping of its fields; None: what the engine does, exactly.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
     tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
@@ -100,7 +140,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    max_draft_tokens: int | None = None
+    speculation: Speculation | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for field, bounds in _NUMBERS.items():
@@ -116,8 +156,14 @@ class SamplingParams:
         for field in ("stop_token_ids", "allowed_token_ids"):
             self._set(field, _token_ids(field, getattr(self, field)))
         self._set("logit_bias", _bias("logit_bias", self.logit_bias))
+        self._set("speculation", _speculation(self.speculation))
         self._set("top_k", max(self.top_k, 0))
         self._check_together()
+
+    @property
+    def typical(self) -> bool:
+        """Whether drafts of this request are kept by the typical acceptance: lossy."""
+        return isinstance(self.speculation, Speculation) and self.speculation.acceptance == "typical"
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -194,3 +240,18 @@ def _bias(field: str, value: object) -> dict[int, float] | None:
         _integer(f"{field} key", token, 0): _number(f"{field}[{token}]", bias, -_MAX_BIAS, _MAX_BIAS)
         for token, bias in value.items()
     }
+
+
+def _speculation(value: object) -> Speculation | None:
+    """Of a mapping, what is None counts as not given."""
+    if value is None or isinstance(value, Speculation):
+        return value
+    if not isinstance(value, Mapping):
+        _refuse("speculation", value, "must be an object")
+    known = [field.name for field in dataclasses.fields(Speculation)]
+    for name in value:
+        if name not in known:
+            plain = isinstance(name, str) and name.isidentifier()
+            place = f"speculation.{name:.50}" if plain else f"speculation[{reprlib.repr(name)}]"
+            raise RequestError(place, f"is no field of it: they are {', '.join(known)}")
+    return Speculation(**{name: given for name, given in value.items() if given is not None})

@@ -17,19 +17,21 @@ from jaxinfer.sampling_params import RequestError, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class SamplingLimits:
-    """Sizes of the sampler's fixed-shape arrays, fixed before compilation. All are counts.
+    """What a request may ask of the sampler, fixed before compilation: sizes of its arrays (counts), and drafts.
 
     Attributes:
         max_stop_ids: token ids that can end one request (EOS and its own).
         max_bad_words: token sequences that one request can forbid.
         max_bad_word_tokens: tokens of one such sequence.
         max_logprobs: most likely tokens that a position can report.
+        drafts: the engine drafts, so that requests may choose how drafts are accepted.
     """
 
     max_stop_ids: int = 64
     max_bad_words: int = 32
     max_bad_word_tokens: int = 8
     max_logprobs: int = 20
+    drafts: bool = False
 
 
 def validate_request(
@@ -67,6 +69,9 @@ def validate_request(
     _check_bad_words(bad_words_ids, vocab_size, limits)
     _check_logprobs("logprobs", params.logprobs, limits.max_logprobs)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, limits.max_logprobs)
+    if params.typical and not limits.drafts:
+        none = "needs drafts, and there are none: speculation is off (speculative)"
+        raise RequestError("speculation.acceptance", f"='typical' {none}")
     _check_something_is_left(params, stops, bad_words_ids)
 
 

@@ -22,6 +22,7 @@ EXTENDED = (
     "engine/test_invariance.py",
     "engine/test_kv_dtype.py",
     "engine/test_quantised.py",
+    "engine/test_typical.py",
     "eval/",
     "kernels/paged_attention/test_api.py",
     "kernels/test_grouped_matmul.py",

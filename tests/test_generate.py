@@ -64,6 +64,15 @@ def test_json_gives_one_object_a_prompt(capsys):
             assert {"token_id", "logprob", "rank", "decoded_token"} == sample["logprobs"][0][0].keys()
 
 
+def test_json_says_where_drafts_were_not_kept_exactly(capsys):
+    flags = ["--model", "demo-draft", "--prompt", "A", "--json", *FAST]
+    (plain,) = json.loads(run(capsys, *flags))["outputs"]
+    assert plain["acceptance"] is None
+    lossy = ["--speculative", "ngram", "--speculation-acceptance", "typical"]
+    (told,) = json.loads(run(capsys, *flags, *lossy))["outputs"]
+    assert told["acceptance"] == "typical"
+
+
 def test_engine_flags_reach_the_engine(monkeypatch):
     seen = {}
 

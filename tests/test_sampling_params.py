@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
 
 NAN, INF = math.nan, math.inf
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
+INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 LISTS = ("allowed_token_ids", "stop_token_ids")
 
@@ -76,6 +76,48 @@ def test_refuses_naming_field_and_value(field: str, value: Any, reason: str) -> 
     assert len(sentence) < 200
     if isinstance(value, int | float) and abs(value) < 1e30:
         assert repr(value) in sentence
+
+
+SPECULATION_REFUSED: list[tuple[Any, str]] = [
+    ({"max_tokens": -1}, "speculation.max_tokens=-1 must be at least 0"),
+    ({"max_tokens": 2**31}, "speculation.max_tokens=2147483648 must be at most 2147483647"),
+    ({"max_tokens": 1.5}, "speculation.max_tokens=1.5 must be an integer"),
+    ({"enabled": 1}, "speculation.enabled=1 must be true or false"),
+    ({"acceptance": "lossy"}, "speculation.acceptance='lossy' must be exact or typical"),
+    ({"acceptance": ["exact"]}, "speculation.acceptance=['exact'] must be exact or typical"),
+    ({"foo": 1}, "speculation.foo is no field of it: they are enabled, max_tokens, acceptance"),
+    ({1: 2}, "speculation[1] is no field of it: they are enabled, max_tokens, acceptance"),
+    (1, "speculation=1 must be an object"),
+    ([("enabled", True)], "speculation=[('enabled', True)] must be an object"),
+    (
+        {"enabled": False, "acceptance": "typical"},
+        "speculation.acceptance='typical' is about drafts, and speculation.enabled=False has none",
+    ),
+    (
+        {"max_tokens": 0, "acceptance": "typical"},
+        "speculation.acceptance='typical' is about drafts, and speculation.max_tokens=0 has none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "sentence"), SPECULATION_REFUSED)
+def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(speculation=value)
+    assert (refusal.value.field, str(refusal.value)) == ("speculation", sentence)
+
+
+def test_speculation_may_be_a_mapping_of_what_is_given() -> None:
+    assert SamplingParams(speculation={}).speculation == Speculation()
+    given = SamplingParams(speculation={"max_tokens": np.int64(3), "enabled": None}).speculation
+    assert given == Speculation(max_tokens=3)
+    assert type(given.max_tokens) is int
+    assert SamplingParams(speculation=given).speculation is given
+    assert [Speculation(max_tokens=most).most(4) for most in (None, 0, 3, 9)] == [4, 0, 3, 4]
+    assert Speculation(enabled=False, max_tokens=3).most(4) == 0
+    assert SamplingParams(speculation={"acceptance": "typical"}).typical
+    assert not SamplingParams(speculation={}).typical
+    assert not SamplingParams().typical
 
 
 def test_a_refusal_names_the_entry_of_logit_bias() -> None:

@@ -37,6 +37,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bad word id": ({"bad_words_ids": [(1, 100)]}, "bad_words: 100"),
     "logprobs": ({"params": {"logprobs": 21}}, "logprobs=21 must be at most 20"),
     "prompt_logprobs": ({"params": {"prompt_logprobs": 6}, "limits": SMALL}, "prompt_logprobs=6 must be at most 5"),
+    "typical without drafts": (
+        {"params": {"speculation": {"acceptance": "typical"}}},
+        r"speculation.acceptance='typical' needs drafts, and there are none: speculation is off \(speculative\)",
+    ),
     "all allowed are bad": (
         {"params": {"allowed_token_ids": [5, 6]}, "bad_words_ids": [(5,), (6,)]},
         r"allowed_token_ids=\[5, 6\] leaves no token",
@@ -56,6 +60,8 @@ def test_refuses(name: str) -> None:
 
 
 def test_accepts_what_just_fits() -> None:
+    check(params={"speculation": {"acceptance": "typical"}}, limits=SamplingLimits(drafts=True))
+    check(params={"speculation": {"max_tokens": 9}})
     check(prompt=range(9))
     check(prompt=list(np.array([0, 99], np.int32)))
     check(

@@ -31,7 +31,6 @@ SAMPLING: dict[str, tuple[type, str]] = {
     "min_tokens": (int, "tokens before which an output does not end"),
     "logprobs": (int, "show the log probabilities of so many tokens at each position"),
     "prompt_logprobs": (int, "the same for the prompt; with --json"),
-    "max_draft_tokens": (int, "most draft tokens of a step; 0: none"),
 }
 _LISTS = ("stop", "stop_token_ids", "bad_words")
 _SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
@@ -80,6 +79,7 @@ def add_sampling(parser: Parser) -> None:
         shown = text if own[name] is None else f"{text} (default: {own[name]})"
         value = {int: "N", float: "X"}[kind]
         group.add_argument(*all_flags(name), dest=name, type=kind, metavar=value, help=shown)
+    _add_speculation(group)
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be given several times")
     group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="tokens that end the output")
     group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output does not have")
@@ -89,7 +89,19 @@ def add_sampling(parser: Parser) -> None:
     group.add_argument("--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True, help=whether)
 
 
+def _add_speculation(group: argparse._ArgumentGroup) -> None:
+    """Fields of `Speculation`: what --speculative drafts, and what becomes of it."""
+    whether = "draft, where there is --speculative (default: on)"
+    group.add_argument("--speculation", action=argparse.BooleanOptionalAction, default=None, help=whether)
+    group.add_argument("--speculation-max-tokens", type=int, metavar="N", help="most draft tokens of a step; 0: none")
+    lossy = "typical: keep drafts that are likely enough, which changes tokens (default: exact)"
+    group.add_argument("--speculation-acceptance", metavar="{exact,typical}", help=lossy)
+
+
 def sampling_settings(args: argparse.Namespace) -> dict[str, object]:
     """Fields of SamplingParams that were given."""
     given = {name: value for name in (*SAMPLING, *_LISTS) if (value := getattr(args, name)) is not None}
+    about = {"enabled": args.speculation} | {n: getattr(args, f"speculation_{n}") for n in ("max_tokens", "acceptance")}
+    if asked := {name: value for name, value in about.items() if value is not None}:
+        given["speculation"] = asked
     return {"max_tokens": MAX_TOKENS, **given, **{name: getattr(args, name) for name in _SWITCHES}}

@@ -31,7 +31,10 @@ class ChatOptions(TypedDict, total=False):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Options of sampling and stopping. None or not given: the server's default, see `Client.model_info`."""
+    """Options of sampling and stopping. None or not given: the server's default, see `Client.model_info`.
+
+    ``speculation``: ``enabled``, ``max_tokens`` and ``acceptance`` by name (docs/speculation.md).
+    """
 
     n: int | None
     temperature: float | None
@@ -54,7 +57,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     skip_special_tokens: bool | None
-    max_draft_tokens: int | None
+    speculation: Mapping[str, Any] | None
 
 
 class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):
@@ -220,10 +223,24 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
     elif name == "allowed_token_ids":
         sampling.allowed_token_ids.SetInParent()  # an empty list is not the same as none
         _extend(name, sampling.allowed_token_ids.ids, value)
+    elif name == "speculation":
+        _set_speculation(sampling.speculation, value)
     elif name in ("stop", "bad_words", "stop_token_ids"):
         _extend(name, getattr(sampling, name), [value] if isinstance(value, str) and name == "stop" else value)
     else:
         _set(sampling, name, value)
+
+
+def _set_speculation(message: pb.Speculation, fields: Any) -> None:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"speculation={fields!r:.100} must be a mapping")
+    message.SetInParent()
+    known = pb.Speculation.DESCRIPTOR.fields_by_name
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(f"speculation.{name!s:.50} is no field of it: they are {', '.join(known)}")
+        if value is not None:
+            _guarded(f"speculation.{name}", value, setattr, message, name, value)
 
 
 def _set_fields(message: Any, fields: Mapping[str, Any]) -> None:

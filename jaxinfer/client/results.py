@@ -60,6 +60,7 @@ class Delta:
         stop_reason: under "stop", the stop token or stop string of the request's own that ended it.
         prompt_logprobs: in output 0's first delta, if asked for: of each prompt token but the first. A long prompt's go
             on in the next ones, which have no tokens before the last of them.
+        acceptance: in an output's last delta: "typical" where drafts were kept by that rule; None: exactly.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: Sequence[PositionLogprobs] = ()
+    acceptance: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +84,15 @@ class Usage:
 
 @dataclasses.dataclass(repr=False)
 class Output(Brief):
-    """One of the ``n`` outputs: its deltas put together. ``finish_reason`` None: the stream has not got there."""
+    """One of the ``n`` outputs: its deltas put together. ``finish_reason`` None: the stream has not got there.
+    ``acceptance`` is "typical" where drafts were kept by that rule, which changes tokens; None: exactly."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    acceptance: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -223,6 +227,7 @@ class Answer:
         self._prompt_logprobs += delta.prompt_logprobs
         if delta.finish_reason is not None:
             output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+            output.acceptance = delta.acceptance
         return delta
 
 
@@ -236,6 +241,7 @@ def read_delta(delta: pb.Delta) -> Delta:
         _FINISH_REASONS.get(delta.finish_reason, "unknown") if delta.HasField("finish_reason") else None,
         getattr(delta, stop) if stop else None,
         [_read_position(position) for position in delta.prompt_logprobs] if delta.prompt_logprobs else (),
+        delta.acceptance if delta.HasField("acceptance") else None,
     )
 
 

@@ -117,7 +117,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self._kv, self._runner = config, kv, runner
-        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs)
+        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.speculative is not None)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)

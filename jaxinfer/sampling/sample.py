@@ -12,6 +12,7 @@ from jaxinfer.sampling.logprobs import Logprobs, wanted_logprobs
 from jaxinfer.sampling.processors import process
 from jaxinfer.sampling.select import select
 from jaxinfer.sampling.slots import SlotParams, SlotState
+from jaxinfer.sampling.typical import take_typical
 
 
 class Sampled(NamedTuple):
@@ -47,6 +48,8 @@ def sample(
     rows = slots if drafts is None else params_of_rows(slots, drafts)
     processed = process(raw, rows, lambda: state if drafts is None else state_of_rows(state, drafts), generated, active)
     tokens = select(processed, rows, positions, active)
+    if drafts is not None:
+        tokens = take_typical(tokens, processed, rows, drafts)
     logprobs = wanted_logprobs(raw, tokens, active & rows.logprobs, max_logprobs)
     after = _advance(state, tokens, active) if drafts is None else advance(state, drafts, tokens)
     return Sampled(tokens, logprobs), after

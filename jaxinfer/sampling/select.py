@@ -26,7 +26,7 @@ def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], 
     peak, best = argmax(logits)
 
     def draw() -> Int32[Array, " rows"]:
-        weights = _weights(logits, peak, slots, random)
+        weights = weights_of(logits, peak, slots, random)
         words = random_words(slots.seed, slots.sample_index, positions, PURPOSE_DRAW)
         drawn = _inverse_cdf(weights, words)
         # Where every token is barred, no sum of weights is positive (or a number): say what greedy says.
@@ -35,7 +35,7 @@ def select(logits: Logits, slots: SlotParams, positions: Int32[Array, " rows"], 
     return lax.cond(jnp.any(random), draw, lambda: best)
 
 
-def _weights(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
+def weights_of(logits: Logits, peak: Float32[Array, " rows"], slots: SlotParams, random: Rows) -> Lanes:
     """Probabilities up to a factor (the most likely token has 1), 0 where min_p, top_k or top_p drop a token."""
     values = to_lanes(logits, -jnp.inf)
     limited = random & (slots.top_k > 0) & (slots.top_k < logits.shape[-1])

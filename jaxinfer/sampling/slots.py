@@ -33,6 +33,7 @@ class SlotParams(NamedTuple):
         stop_ids: barred while fewer than ``min_tokens`` are generated; padded with -1.
         bad_words: right-aligned token sequences padded with -1; a row of -1 is unused.
         logprobs: wants log probabilities.
+        typical: takes drafts that are likely enough, see `jaxinfer.sampling.typical`.
     """
 
     temperature: Float32[Array, " rows"]
@@ -49,6 +50,7 @@ class SlotParams(NamedTuple):
     min_tokens: Int32[Array, " rows"]
     bad_words: Int32[Array, "rows words length"]
     logprobs: Bool[Array, " rows"]
+    typical: Bool[Array, " rows"]
 
 
 class SlotState(NamedTuple):
@@ -88,6 +90,7 @@ def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
         min_tokens=full(0, np.int32),
         bad_words=full(-1, np.int32, limits.max_bad_words, limits.max_bad_word_tokens),
         logprobs=full(False, np.bool_),
+        typical=full(False, np.bool_),
     )
 
 
@@ -160,6 +163,7 @@ class HostSlots:
         for word, ids in enumerate(request.bad_words_ids):
             mine.bad_words[slot, word, -len(ids) :] = ids
         mine.logprobs[slot] = params.logprobs is not None
+        mine.typical[slot] = params.typical
 
     def clear(self, slot: int) -> None:
         """Make ``slot`` neutral."""

@@ -87,7 +87,8 @@ class Frontend:
         self._tracing = tracing or Tracing()
         self._scope, self._weight = scope, weight
         self._allow_templates = allow_request_templates
-        self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, SamplingLimits(max_logprobs=most))
+        bounds = SamplingLimits(max_logprobs=most, drafts=card.engine.get("speculative") is not None)
+        self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds)
         self._renderer = Renderer(template, template_seconds)
         self._sources = list(template.sources.values()) if template is not None else []
         self._long = None if folder is None or tokenizer is None else LongTexts(folder)

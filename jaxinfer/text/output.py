@@ -31,6 +31,7 @@ class OutputDelta:
         logprobs: one for each token, if asked for.
         stop_reason: under "stop", the request's own stop token or stop string that ended it.
         prompt_logprobs: in the first delta of output 0, if asked for; the first entry is None.
+        acceptance: beside the finish reason: "typical" where drafts were kept by that rule; None: exactly.
     """
 
     index: int
@@ -40,6 +41,7 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    acceptance: str | None = None
 
 
 class Output:
@@ -56,6 +58,7 @@ class Output:
     def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
         self._text = None if tokenizer is None else OutputText(tokenizer, request.prompt_token_ids, request.params)
         self._stop_token_ids = request.params.stop_token_ids or ()
+        self._acceptance = "typical" if request.params.typical else None
         self.ended = False
 
     def take(self, delta: SequenceDelta) -> OutputDelta:
@@ -76,7 +79,7 @@ class Output:
             if stop is not None:
                 made.stop_reason, reason = stop, FinishReason.STOP
         if reason is not None:
-            self.ended, made.finish_reason = True, reason.value
+            self.ended, made.finish_reason, made.acceptance = True, reason.value, self._acceptance
             if made.stop_reason is None and delta.stop_reason in self._stop_token_ids:
                 made.stop_reason = delta.stop_reason
         return made

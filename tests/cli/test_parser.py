@@ -85,6 +85,20 @@ def test_a_model_needs_no_flag():
     assert compile.parse(["a/b"]).model == "a/b"
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ([], None),
+        (["--no-speculation"], {"enabled": False}),
+        (["--speculation", "--speculation-max-tokens", "2"], {"enabled": True, "max_tokens": 2}),
+        (["--speculation-acceptance", "typical"], {"acceptance": "typical"}),
+    ],
+)
+def test_what_is_said_of_speculation_is_one_parameter(words, asked):
+    for command in (generate, chat):
+        assert command.parse(words).sampling.get("speculation") == asked
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "compile"])
 def test_all_flags_are_explained_in_groups(command):
     page = PARSERS[command].make_parser().format_help()

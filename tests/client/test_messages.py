@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grpc
+import pytest
 from google.protobuf import json_format
 
 from jaxinfer import client as c
@@ -29,6 +30,20 @@ def test_all_of_a_conversation_is_sent() -> None:
 def test_an_empty_list_is_not_none() -> None:
     assert generate_request("a", None, None, {"allowed_token_ids": []}).sampling.HasField("allowed_token_ids")
     assert not generate_request("a", None, None, {"allowed_token_ids": None}).sampling.HasField("allowed_token_ids")
+
+
+def test_speculation_is_sent_by_its_fields() -> None:
+    for given in ({}, {"enabled": False}, {"max_tokens": 0}, {"max_tokens": 3, "acceptance": "typical"}):
+        sampling = generate_request("a", None, None, {"speculation": {"enabled": None, **given}}).sampling
+        assert sampling.HasField("speculation")
+        assert {field.name: value for field, value in sampling.speculation.ListFields()} == given
+    for wrong, sentence in (
+        ({"foo": 1}, "speculation.foo is no field of it: they are enabled, max_tokens, acceptance"),
+        ({"max_tokens": "x"}, "speculation.max_tokens='x' cannot be sent"),
+        (1, "speculation=1 must be a mapping"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            generate_request("a", None, None, {"speculation": wrong})
 
 
 def test_a_limit_is_no_full_queue() -> None:

@@ -67,6 +67,18 @@ def test_logprobs_and_stops(client: c.Client) -> None:
     assert len(completion.prompt_logprobs) == 1
 
 
+def test_the_output_says_how_drafts_were_kept() -> None:
+    with served(settings={"speculative": "ngram"}) as run, c.Client(run.target, timeout=20) as client:
+        for asked, told in (({"max_tokens": 2}, None), ({"acceptance": "typical"}, "typical")):
+            completion = client.generate("Hi", max_tokens=24, seed=SEED, n=2, speculation=asked)
+            assert [output.text for output in completion.outputs] == [expected("Hi", 24, k) for k in range(2)]
+            assert [output.acceptance for output in completion.outputs] == [told] * 2
+            deltas = list(client.stream("Hi", max_tokens=9, seed=SEED, speculation=asked))
+            assert [delta.acceptance for delta in deltas] == [None] * (len(deltas) - 1) + [told]
+        with pytest.raises(c.InvalidRequest, match=r"speculation.max_tokens=-1 must be at least 0"):
+            client.generate("Hi", speculation={"max_tokens": -1})
+
+
 def test_stream() -> None:
     with served(SLOW) as run, c.Client(run.target) as client:
         with client.stream("Hi", max_tokens=24, seed=SEED) as stream:

@@ -97,7 +97,7 @@ def test_its_vocabulary_may_be_padded_otherwise(itself: Model, vocab: int) -> No
 
 def test_a_request_without_drafts_is_none_of_its_business(itself: Model) -> None:
     llm = LLM(itself, **SETTINGS)
-    llm.generate(PROMPTS, SamplingParams(max_tokens=10, max_draft_tokens=0))
+    llm.generate(PROMPTS, SamplingParams(max_tokens=10, speculation={"enabled": False}))
     assert llm.engine.stats().draft_tokens == 0
 
 

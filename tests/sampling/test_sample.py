@@ -11,7 +11,7 @@ import pytest
 
 from jaxinfer.sampling import Sampled, SlotParams, SlotState, guess, neutral_slots, new_state, sample
 from jaxinfer.sampling.processors import process
-from jaxinfer.sampling.select import _weights
+from jaxinfer.sampling.select import weights_of
 from jaxinfer.sampling_params import SamplingParams
 from tests.lowered import as_for_gpu
 from tests.sampling.reference import LIMITS, Row, slots_and_state
@@ -109,7 +109,7 @@ def JIT_WEIGHTS(  # noqa: N802
 ) -> tuple[jax.Array, jax.Array]:
     processed = process(raw, slots, lambda: state, generated, jnp.asarray(ON))
     random = slots.temperature > 0
-    return processed, _weights(processed, processed.max(axis=1), slots, random)
+    return processed, weights_of(processed, processed.max(axis=1), slots, random)
 
 
 def test_the_same_seed_twice_and_other_seeds() -> None:

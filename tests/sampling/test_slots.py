@@ -28,6 +28,7 @@ FULL = Request(
         allowed_token_ids=[5, 8],
         min_tokens=2,
         logprobs=0,
+        speculation={"acceptance": "typical"},
     ),
     stop_token_ids=frozenset({9, 3}),
     bad_words_ids=((4,), (1, 2, 3)),
@@ -57,6 +58,7 @@ def test_set_writes_one_slot() -> None:
         "min_tokens": 2,
         "bad_words": [[-1, -1, 4], [1, 2, 3], [-1, -1, -1]],
         "logprobs": True,
+        "typical": True,
     }
 
 

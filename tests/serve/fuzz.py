@@ -161,7 +161,7 @@ _COMPLETION = {
     "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"5": 1.5},
     "allowed_token_ids": [5, 6], "bad_words": ["x"], "seed": 1, "min_tokens": 1, "stop": ["a", "b"],
     "stop_token_ids": [7], "ignore_eos": True, "include_stop_str_in_output": True,
-    "skip_special_tokens": False, "logprobs": 1, "echo": True, "max_draft_tokens": 2,
+    "skip_special_tokens": False, "logprobs": 1, "echo": True, "speculation": {"max_tokens": 2},
     "prompt_logprobs": 1, "best_of": 2, "return_token_ids": True, "priority": 1, "cache_salt": "s", "user": "u",
     "stream": True, "stream_options": {"include_usage": True}, "add_special_tokens": True,
 }  # fmt: skip

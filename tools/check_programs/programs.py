@@ -194,7 +194,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             module=read_module(text),
             launches=read_launches(dump),
             waits=tuple(read_waits(dump)),
-            repeats=name in ("decode_many", "draft"),
+            repeats=name == "decode_many" or (name == "draft" and bool(should.layers)),
             pool=math.prod(pool),
             tokens=planned.tokens(name),
             widest=should.widest,

@@ -53,7 +53,8 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         draft = prepared(model.draft, model, resolved, platform)
         model = model.replace(draft=draft)
         resolved = dataclasses.replace(resolved, num_speculative_tokens=_most_drafts(draft, resolved))
-    return Prepared(model, resolved, SamplingLimits(max_logprobs=resolved.max_logprobs))
+    limits = SamplingLimits(max_logprobs=resolved.max_logprobs, drafts=resolved.speculative is not None)
+    return Prepared(model, resolved, limits)
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:

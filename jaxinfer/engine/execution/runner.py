@@ -139,9 +139,11 @@ class Runner:
     # ---- slots
 
     def _save_preempted(self, preempted: list[Preempted]) -> None:
-        """Save the sampler state of swapped-out sequences; recomputed ones start fresh."""
+        """Save the sampler state of swapped-out sequences; recomputed ones start fresh, but for those whose tokens need
+        not be drawn again."""
         for sequence, slot in preempted:
-            if sequence.stateful and sequence.swapped is not None:
+            kept = sequence.swapped is not None or sequence.params.typical
+            if sequence.stateful and kept and sequence.sampler_state is None:
                 sequence.sampler_state = snapshot = self._snapshots.new()
                 self._executor.run(commands.SaveSlot(slot, snapshot.number))
 
@@ -149,13 +151,25 @@ class Runner:
         for sequence in admitted:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
-            saved, sequence.sampler_state = sequence.sampler_state, None
-            if isinstance(saved, SamplerSnapshot):
-                self._executor.run(commands.RestoreSlot(sequence.slot, saved.number))
+            if isinstance(sequence.sampler_state, SamplerSnapshot):
+                if not sequence.params.typical:
+                    self._restore(sequence)
             elif sequence.stateful:
                 self._executor.run(commands.AdmitSlot(sequence.slot, *slots.state_rows(sequence.request, self._vocab)))
         for microbatch in {sequence.slot % self._engine.microbatches for sequence in admitted}:
             self._set_slots(microbatch)
+
+    def _restore(self, sequence: Sample) -> None:
+        assert isinstance(sequence.sampler_state, SamplerSnapshot)
+        self._executor.run(commands.RestoreSlot(sequence.slot, sequence.sampler_state.number))
+        sequence.sampler_state = None
+
+    def _restore_caught_up(self, rows: list[DecodePlan]) -> None:
+        """Restore what `_admit` did not, once all known tokens are computed again: the sampler has counted others."""
+        for row in rows:
+            sequence = row.sequence
+            if sequence.sampler_state is not None and row.position + 1 == len(sequence.tokens):
+                self._restore(sequence)
 
     def _place(self, slot: int) -> tuple[HostSlots, int]:
         row, microbatch = divmod(slot, self._engine.microbatches)
@@ -253,6 +267,8 @@ class Runner:
         return HeadBatch(owners, tokens, positions, last, generated, limits, bases, tables)
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
+        if self._engine.speculative is not None:
+            self._restore_caught_up(plan.decodes)
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None
         if plan.steps > 1:
             sampled, ran = self._executor.run(commands.DecodeMany(batch, plan.steps))

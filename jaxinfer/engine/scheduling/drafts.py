@@ -14,6 +14,7 @@ from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Pairs, PrefillPlan, StepPlan
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import StatsRecorder
+from jaxinfer.sampling_params import Speculation
 from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
 
 
@@ -77,8 +78,8 @@ class DraftPlanner:
         return 0 if self._plans < acceptance.resume else min(most, acceptance.depth(self._worth))
 
     def _allowed(self, sequence: Sequence) -> int:
-        asked = sequence.params.max_draft_tokens
-        return self._most if asked is None else min(self._most, asked)
+        asked = sequence.params.speculation
+        return asked.most(self._most) if isinstance(asked, Speculation) else self._most
 
     # ---- a plan
 

@@ -324,7 +324,7 @@ class Scheduler:
             raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
         if again:
             for have, token in zip(known[at + 1 :], tokens, strict=False):
-                self.stats.replayed(have == token)
+                self.stats.replayed(have == token or sequence.params.typical)  # which need not be drawn again
             tokens, logprobs = tokens[again:], logprobs[again:]
             if not tokens:
                 return delta

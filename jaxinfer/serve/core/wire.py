@@ -10,7 +10,7 @@ from typing import Any
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
@@ -34,9 +34,8 @@ _SAME = (  # fields of `SamplingParams` that are plain in the message too
     "logprobs",
     "prompt_logprobs",
     "skip_special_tokens",
-    "max_draft_tokens",
 )
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "max_draft_tokens")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
 _REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -119,6 +118,8 @@ def _sampling_message(params: SamplingParams) -> pb.Sampling:
     for name in ("allowed_token_ids", "stop_token_ids"):
         if (ids := getattr(params, name)) is not None:
             getattr(message, name).CopyFrom(pb.TokenIds(ids=ids))
+    if isinstance(params.speculation, Speculation):
+        message.speculation.CopyFrom(pb.Speculation(**dataclasses.asdict(params.speculation)))
     for name in ("bad_words", "stop"):
         if (values := getattr(params, name)) is not None:
             getattr(message, name).CopyFrom(pb.Strings(values=values))
@@ -138,7 +139,13 @@ def _sampling_of(message: pb.Sampling) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids.ids) if message.HasField("stop_token_ids") else None,
         bad_words=tuple(message.bad_words.values) if message.HasField("bad_words") else None,
         stop=tuple(message.stop.values) if message.HasField("stop") else None,
+        speculation=_speculation_of(message.speculation) if message.HasField("speculation") else None,
     )
+
+
+def _speculation_of(message: pb.Speculation) -> Speculation:
+    most = message.max_tokens if message.HasField("max_tokens") else None
+    return Speculation(enabled=message.enabled, max_tokens=most, acceptance=message.acceptance)
 
 
 def seed_fields(seed: int | None) -> dict[str, Any]:

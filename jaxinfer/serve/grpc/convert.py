@@ -112,6 +112,8 @@ def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
 def _bare(value: Any) -> Any:
     if isinstance(value, bool | int | float):
         return value
+    if isinstance(value, pb.Speculation):
+        return {field.name: each for field, each in value.ListFields()}
     items = value.ids if isinstance(value, pb.TokenIds) else value
     if len(items) > _CHUNK:  # it is counted before it is copied
         return items
@@ -228,6 +230,8 @@ def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterat
         if part.finish_reason is not None:
             message.finish_reason = _REASONS[part.finish_reason]
             _set_stop_reason(message, part.stop_reason)
+            if part.acceptance is not None:
+                message.acceptance = part.acceptance
         yield response
 
 

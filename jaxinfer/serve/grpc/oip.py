@@ -25,6 +25,8 @@ from jaxinfer.text.output import OutputDelta
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 FINAL = "triton_final_response"
 """The parameter of every response of a stream: whether it is its request's last one."""
+ACCEPTANCE = "acceptance"
+"""The parameter of a response that ends an output whose drafts were kept by the rule that it names: "typical"."""
 
 _VERSION = "1"
 _TENSOR = pb.ModelMetadataResponse.TensorMetadata
@@ -119,6 +121,7 @@ class _Outputs:
             texts[delta.index].append(delta.text)
             self._reasons[delta.index] = (delta.finish_reason or "").encode()
             self._tokens[delta.index] += len(delta.token_ids)
+        self.acceptance = next((delta.acceptance for delta in deltas if delta.acceptance is not None), None)
         self._texts = ["".join(parts).encode() for parts in texts]
         self._prompt_tokens = len(generation.prompt_token_ids)
 
@@ -162,4 +165,6 @@ def _response(request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs) -> pb.
     response = pb.ModelInferResponse(model_name=request.model_name, model_version=_VERSION, id=request.id)
     for name in ask.outputs:
         add_output(response, name, OUTPUTS[name][0], outputs.column(name), raw=ask.raw)
+    if outputs.acceptance is not None:
+        response.parameters[ACCEPTANCE].string_param = outputs.acceptance
     return response

@@ -151,6 +151,9 @@ def _typed(name: str, value: Any) -> Any:
     """Strings that spell a number or a truth value become it; JSON's keys of logit_bias become token ids."""
     if name == "logit_bias" and isinstance(value, dict):
         return {int(key) if _is_number(key) else key: bias for key, bias in value.items()}
+    if name == "speculation":
+        fields = _object(value)
+        return {key: _typed(key, each) for key, each in fields.items()} if isinstance(fields, dict) else value
     if name in _TEXTS or not isinstance(value, str) or len(value) > _MAX_SPELT:
         return value
     try:
@@ -158,6 +161,16 @@ def _typed(name: str, value: Any) -> Any:
     except ServeError:  # no JSON: the validator refuses the string under its name
         return value
     return spelt if isinstance(spelt, int | float) else value
+
+
+def _object(value: Any) -> Any:
+    """A JSON object, of which a parameter of the request has the text."""
+    if not isinstance(value, str) or len(value) > _MAX_SPELT:
+        return value
+    try:
+        return parse(value.encode())
+    except ServeError:
+        return value
 
 
 def _is_number(key: str) -> bool:

@@ -85,12 +85,14 @@ class _Parts:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    acceptance: str | None = None
 
     def add(self, delta: OutputDelta) -> None:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.acceptance = delta.acceptance
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
 
     def delta(self, index: int) -> OutputDelta:
@@ -102,6 +104,7 @@ class _Parts:
             self.finish_reason,
             self.stop_reason,
             self.prompt_logprobs,
+            self.acceptance,
         )
 
 
@@ -194,7 +197,9 @@ class ChatChoice:
         if delta.text or delta.token_ids or delta.prompt_logprobs is not None:
             found.append(json.dumps(self._shape(delta, "delta", {"content": delta.text}, None)))
         if delta.finish_reason is not None:
-            last = OutputDelta(delta.index, "", [], (), delta.finish_reason, delta.stop_reason)
+            last = OutputDelta(
+                delta.index, "", [], (), delta.finish_reason, delta.stop_reason, acceptance=delta.acceptance
+            )
             found.append(json.dumps(self._shape(last, "delta", {}, delta.finish_reason)))
         return found
 
@@ -212,7 +217,7 @@ class ChatChoice:
             logprobs = {"content": [self._position(p) for p in delta.logprobs], "refusal": None}
         choice = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
         if reason is None:
-            delta = dataclasses.replace(delta, stop_reason=None)
+            delta = dataclasses.replace(delta, stop_reason=None, acceptance=None)
         return choice | _extras(delta, delta.token_ids, None, self._wanted, self._words)
 
     def _position(self, position: PositionLogprobs) -> dict[str, Any]:
@@ -254,8 +259,10 @@ class Offsets:
 def _extras(
     delta: OutputDelta, tokens: Sequence[int], prompt: Sequence[int] | None, wanted: Wanted, words: Words
 ) -> dict[str, Any]:
-    """vLLM's fields, where they were asked for or say something."""
+    """vLLM's fields, and how drafts were accepted, where they were asked for or say something."""
     found: dict[str, Any] = {}
+    if delta.acceptance is not None:
+        found["speculation"] = {"acceptance": delta.acceptance}
     if delta.stop_reason is not None:
         found["stop_reason"] = delta.stop_reason
     if wanted.token_ids:

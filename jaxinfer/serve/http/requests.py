@@ -33,6 +33,16 @@ TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [_TOKEN_IDS, {"type": "null"}
 Biases = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]})
 ]
+_SPECULATION: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "enabled": {"type": "boolean"},
+        "max_tokens": {"type": "integer", "minimum": 0},
+        "acceptance": {"enum": ["exact", "typical"]},
+    },
+    "additionalProperties": False,
+}
+Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]  # the first that is none is told: there may be many
 Prompt = Annotated[
     Any,
@@ -61,7 +71,7 @@ SAMPLING = (
     "include_stop_str_in_output",
     "prompt_logprobs",
     "skip_special_tokens",
-    "max_draft_tokens",
+    "speculation",
 )
 _NOTHING = (None,)
 
@@ -117,7 +127,7 @@ class Sampling(Body):
     ignore_eos: Boolean = None
     include_stop_str_in_output: Boolean = None
     skip_special_tokens: Boolean = None
-    max_draft_tokens: Integer = None
+    speculation: Speculates = None
     prompt_logprobs: Integer = None
     return_token_ids: bool | None = None
     priority: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,14 +47,14 @@ def guessing_loop(
     prompt: int = 12,
     most: int = 21,
     presence_penalty: float = 0.0,
-    max_draft_tokens: int | None = None,
+    speculation: dict[str, Any] | None = None,
     **changes,
 ) -> tuple[Loop, Guess]:
     guess = Guess(wrong)
     settings = {"rows": 8, "speculative_adaptive": False, **changes}
     loop = make_loop(speculative="ngram", num_speculative_tokens=4, **settings)
     loop.scheduler._drafts._drafter = guess
-    own = {"presence_penalty": presence_penalty, "max_draft_tokens": max_draft_tokens}
+    own = {"presence_penalty": presence_penalty, "speculation": speculation}
     loop.add(make_request("a", prompt, most, **own))
     guess.truth = tokens_of(loop, "a")
     return loop, guess
@@ -100,17 +101,21 @@ def test_a_rest_ends_when_a_guess_that_was_not_fed_comes_true(wrong):
     assert bool(loop.scheduler.stats.snapshot().draft_accepted) == (wrong >= 2)
 
 
-@pytest.mark.parametrize(("asked", "steps"), [(None, 5), (9, 5), (2, 7), (1, 11), (0, 21)])
+BOUNDS = [(None, 5), ({}, 5), *(({"max_tokens": most}, steps) for most, steps in ((9, 5), (2, 7), (1, 11), (0, 21)))]
+
+
+@pytest.mark.parametrize(("asked", "steps"), [*BOUNDS, ({"enabled": False}, 21)])
 def test_a_request_bounds_its_drafts(asked, steps):
-    loop, guess = guessing_loop(4, async_scheduling=False, max_draft_tokens=asked)
+    loop, guess = guessing_loop(4, async_scheduling=False, speculation=asked)
     loop.drain()
     assert loop.steps == steps
     assert list(loop.outputs["a"][0].tokens) == guess.truth[12:]
 
 
+@pytest.mark.parametrize("asked", [{"enabled": False}, {"max_tokens": 0}])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_whose_requests_want_no_drafts_wait_for_none(adaptive):
-    loop, _ = guessing_loop(4, max_draft_tokens=0, speculative_adaptive=adaptive)
+def test_whose_requests_want_no_drafts_wait_for_none(adaptive, asked):
+    loop, _ = guessing_loop(4, speculation=asked, speculative_adaptive=adaptive)
     plain = make_loop(rows=8)
     plain.run(make_request("a", 12, 21))
     loop.drain()

@@ -11,7 +11,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings
@@ -57,7 +57,9 @@ sampling = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
     skip_special_tokens=st.booleans(),
-    max_draft_tokens=st.none() | st.integers(0, 2**31 - 1),
+    speculation=st.none()
+    | st.builds(Speculation, enabled=st.booleans(), max_tokens=st.none() | st.integers(0, 2**31 - 1))
+    | st.builds(Speculation, max_tokens=st.none() | st.integers(1, 2**31 - 1), acceptance=st.just("typical")),
 )
 requests = st.builds(
     Request,

@@ -36,7 +36,9 @@ FIELDS = {
     "logprobs": INT32,
     "prompt_logprobs": INT32,
     "skip_special_tokens": st.booleans(),
-    "max_draft_tokens": INT32,
+    "speculation": st.fixed_dictionaries(
+        {}, optional={"enabled": st.booleans(), "max_tokens": INT32, "acceptance": st.text()}
+    ),
     "logit_bias": st.dictionaries(UINT32, DOUBLE, min_size=1, max_size=3),
     "bad_words": st.lists(st.text(), min_size=1, max_size=3),
     "stop": st.lists(st.text(), min_size=1, max_size=3),
@@ -149,6 +151,14 @@ def test_an_empty_delta_is_a_delta_and_an_upper_seed_keeps_its_bits() -> None:
     for token in (0, 7):
         (message,) = convert.deltas("id", OutputDelta(0, "", [token], (), "stop", token), str)
         assert (message.delta.WhichOneof("stop_reason"), message.delta.stop_token_id) == ("stop_token_id", token)
+
+
+@pytest.mark.parametrize("acceptance", [None, "typical"])
+def test_the_last_message_says_how_drafts_were_accepted(acceptance: str | None) -> None:
+    ended = OutputDelta(0, "", [1], (), "stop", acceptance=acceptance)
+    for delta, told in ((OutputDelta(0, "", [1]), None), (ended, acceptance)):
+        (message,) = convert.deltas("id", delta, str)
+        assert convert.optional(message.delta, "acceptance") == told
 
 
 def test_model_info_tells_what_is_set_and_every_limit() -> None:

@@ -27,6 +27,23 @@ SLOW = Mischief(seconds=0.01)
 STOPPED = {"max_tokens": 200, "seed": 5, "stop": ["狐"], "logprobs": 2, "prompt_logprobs": 1}
 
 
+def test_an_outputs_last_delta_says_where_drafts_were_not_kept_exactly() -> None:
+    async def story() -> None:
+        async with running(SLOW, settings={"speculative": "ngram"}) as server:
+            for asked, told in (({}, ""), ({"max_tokens": 1}, ""), ({"acceptance": "typical"}, "typical")):
+                sampling = {"n": 2, "max_tokens": 20, "seed": 3, "speculation": pb.Speculation(**asked)}
+                events = [event async for event in server.inference.Generate(request(sampling=sampling))]
+                for delta in (event.delta for event in events[1:-1]):
+                    assert delta.acceptance == (told if delta.HasField("finish_reason") else "")
+        async with running() as server:
+            sampling = {"speculation": pb.Speculation(acceptance="typical")}
+            refused = await refusal(lambda: server.inference.Generate(request(sampling=sampling)))
+            assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "speculation.acceptance='typical' needs drafts" in refused.message
+
+    asyncio.run(story())
+
+
 def test_the_stream_begins_brings_deltas_and_finishes() -> None:
     async def story() -> None:
         async with running(SLOW) as server:

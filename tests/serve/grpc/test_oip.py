@@ -161,6 +161,25 @@ def test_infer(given: list[Any], parameters: dict[str, Any], expected: dict[str,
     asyncio.run(main())
 
 
+def test_speculation_may_be_said_in_both_places_and_a_lossy_one_is_told() -> None:
+    async def main() -> None:
+        how = {"settings": {"speculative": "ngram"}}
+        async with serving(**how) as (_, target), triton_aio.InferenceServerClient(target) as client:
+            for said, told in (({"max_tokens": "2"}, ""), ({"acceptance": "typical", "enabled": "true"}, "typical")):
+                for given, parameters in (
+                    (inputs(sampling={**SAMPLING, "speculation": said}), {}),
+                    (inputs(), {"speculation": json.dumps(said)}),
+                ):
+                    response = (await client.infer("fake", given, parameters=parameters)).get_response()
+                    assert response.parameters["acceptance"].string_param == told
+            for wrong in ({"foo": 1}, "{", "[]", "typical"):
+                text = wrong if isinstance(wrong, str) else json.dumps(wrong)
+                with pytest.raises(InferenceServerException, match="speculation"):
+                    await client.infer("fake", inputs(), parameters={"speculation": text})
+
+    asyncio.run(main())
+
+
 def test_outputs_by_name() -> None:
     async def main() -> None:
         wanted = [triton.InferRequestedOutput("num_output_tokens"), triton.InferRequestedOutput("text_output")]

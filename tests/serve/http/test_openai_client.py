@@ -40,6 +40,50 @@ def test_completions():
     run(test)
 
 
+SPECULATIVE = {"speculative": "ngram"}
+
+
+@pytest.mark.parametrize("asked", [None, {}, {"max_tokens": 1}, {"enabled": False}, {"acceptance": "typical"}])
+def test_a_choice_says_where_drafts_were_not_kept_exactly(asked):
+    body = {"speculation": asked}
+    told = {"acceptance": "typical"} if asked and "acceptance" in asked else None
+
+    async def test():
+        async with serving(engine=SPECULATIVE) as running, running.openai() as client:
+            terms = {"model": "fake", "max_tokens": 40, "seed": 3, "n": 2, "extra_body": body}
+            answer = await client.completions.create(prompt="Hi", **terms)
+            talk = await client.chat.completions.create(messages=MESSAGES, **terms)
+            assert [choice.text for choice in answer.choices] == [expected_text(ids("Hi"), 3, k, 40) for k in (0, 1)]
+            for choice in (*answer.choices, *talk.choices):
+                assert (choice.model_extra or {}).get("speculation") == told
+            streams = (
+                await client.completions.create(prompt="Hi", stream=True, **terms),
+                await client.chat.completions.create(messages=MESSAGES, stream=True, **terms),
+            )
+            for stream in streams:
+                choices = [choice async for chunk in stream for choice in chunk.choices]
+                ends = [choice for choice in choices if choice.finish_reason is not None]
+                assert len(ends) == 2
+                for choice in choices:
+                    marked = (choice.model_extra or {}).get("speculation")
+                    assert marked == (told if choice in ends else None)
+
+    run(test)
+
+
+def test_typical_acceptance_is_refused_where_nothing_is_drafted():
+    async def test():
+        async with serving() as running, running.openai() as client:
+            with pytest.raises(openai.BadRequestError) as refusal:
+                await client.completions.create(
+                    model="fake", prompt="Hi", extra_body={"speculation": {"acceptance": "typical"}}
+                )
+            assert refusal.value.param == "speculation"
+            assert "speculation.acceptance='typical' needs drafts, and there are none" in refusal.value.message
+
+    run(test)
+
+
 def test_max_tokens_is_16_as_in_openais_api_and_null_is_all_that_is_left():
     async def test():
         async with serving(engine={"max_model_len": 64}) as running, running.openai() as client:
