@@ -35,6 +35,7 @@ class Expected:
         weights: bytes of the parameters.
         width: numbers of a token's hidden states.
         norms: whether prefill programs spread those over tokens between the parts of a layer.
+        shown: whether a draft head reads the last layer's states of prompts.
     """
 
     layers: tuple[int, ...]
@@ -48,11 +49,12 @@ class Expected:
     devices: int
     width: int
     norms: bool = False
+    shown: bool = False
 
     def gemms(self, program: str) -> tuple[tuple[int, ...], int]:
         """Matrices of each layer that is needed whole, and those besides."""
         if self._cut(program):
-            return self.layers[:-1], 1
+            return (self.layers, 0) if self.shown else (self.layers[:-1], 1)
         return self.layers, self.head
 
     def sums(self, program: str) -> int:
@@ -103,6 +105,7 @@ def expected(stage: Stage, sizes: Mapping[str, int], norms: bool = False) -> Exp
         devices=math.prod(sizes.values()),
         width=max((_width(spec) for spec in every), default=0),
         norms=norms,
+        shown=stage.prompts and not getattr(model.module, "taps", ()),
     )
 
 

@@ -210,7 +210,7 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
             temporaries=temporary_bytes(executable),
             arguments=memory.argument_size_in_bytes,
             planned=needs.weights + planned.pool + sampler,
-            whole=layers == should.layers,
+            whole=layers == should.layers and tail == should.head,
             experts=should.experts,
             devices=should.devices,
             dequantized=dequantized(weights, name),

@@ -107,7 +107,7 @@ def findings(step: Step) -> Iterator[Finding]:
     yield Finding("donated bytes updated in place", str(step.aliased), str(step.donated), step.aliased == step.donated)
     yield _at_most("temporaries", step.temporaries, step.ceiling)
     yield from _of_collectives(step)
-    least = (1 - _WITHIN) * step.planned if step.whole else 0
+    least = (1 - _WITHIN) * step.planned if step.whole else 0  # a chunk's program has no need of the head
     near = least <= step.arguments <= (1 + _WITHIN) * step.planned
     yield Finding("bytes of arguments, as planned", str(step.arguments), str(step.planned), near)
     yield from _of_launches(step)
@@ -115,7 +115,7 @@ def findings(step: Step) -> Iterator[Finding]:
 
 def _of_weights(step: Step) -> Iterator[Finding]:
     gemms, wanted = len(weight_gemms(step)), sum(step.layers) + step.tail
-    asked = not step.dequantized
+    asked = not step.dequantized and bool(step.layers)
     yield Finding("GEMMs with a weight", str(gemms), str(wanted), gemms == wanted, asked and not step.repeats)
     moved = moved_arrays(step)
     yield Finding("pools or weights copied, converted, cut", _list(moved), "none", not moved, asked)

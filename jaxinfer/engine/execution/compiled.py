@@ -190,7 +190,7 @@ class _Work:
 
     def _filled(self, pools: Any) -> Any:
         """Where the pools lie that a prefill program gives, and the features beside them."""
-        return (_shardings(pools), self.replicated) if self.stage.features else _shardings(pools)
+        return (_shardings(pools), self.replicated) if self.stage.prompts else _shardings(pools)
 
     def _prefill_jobs(self, function: Callable[..., Any], results: Any) -> dict[str, _Job]:
         jobs = {}

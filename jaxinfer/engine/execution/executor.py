@@ -276,11 +276,11 @@ class LocalExecutor:
 
     def _head_prefill(self, batch: PrefillBatch, filled: Any) -> list[LayerPool]:
         """Show the draft head, if there is one, the features of prompt chunks; the pools that were filled with them."""
-        if not self.runtimes[-1].stage.features:
+        if not self.runtimes[-1].stage.prompts:
             return cast(list[LayerPool], filled)
         (runtime,), (pools, features) = self.drafting, filled
         count, size = batch.tokens.shape
-        if runtime.pools and batch.following is not None:
+        if batch.following is not None:
             runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), features)
         return pools
 

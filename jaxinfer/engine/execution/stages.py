@@ -28,6 +28,7 @@ class Stage:
         width: of the hidden states that one stage hands to the next.
         drafts: it is a draft model or a draft head, which is whole and drafts for the slots of another one.
         features: numbers of each position that a draft head reads of this model; 0: there is none.
+        prompts: whether it reads those of prompts, too, because it has a cache.
     """
 
     model: Model
@@ -37,6 +38,7 @@ class Stage:
     width: int = 0
     drafts: bool = False
     features: int = 0
+    prompts: bool = False
 
     @property
     def is_head(self) -> bool:
@@ -110,16 +112,17 @@ def drafted_width(engine: ResolvedEngine) -> int:
 
 
 def _whole(model: Model) -> Stage:
-    head = None if model.draft is None else model.draft.config
-    if not isinstance(head, HeadConfig):
+    if model.draft is None or not isinstance(model.draft.config, HeadConfig):
         return Stage(model)
+    head, prompts = model.draft.config, bool(model.draft.cache_spec.layers)
     if not head.taps:
-        return Stage(model, features=head.features)
+        return Stage(model, features=head.features, prompts=prompts)
     if not isinstance(model.module, Decoder):
         raise EngineConfigError(
             f"{type(model.module).__name__} is no jaxinfer.models.decoder.Decoder: the head reads its layers"
         )
-    return Stage(model.replace(module=model.module.clone(taps=head.taps)), features=head.features)
+    model = model.replace(module=model.module.clone(taps=head.taps))
+    return Stage(model, features=head.features, prompts=prompts)
 
 
 def _width(model: Model) -> int:

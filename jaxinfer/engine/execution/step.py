@@ -238,7 +238,7 @@ def _prefill(
     stage: Stage, max_logprobs: int, chunks: Callable[..., tuple[list[LayerPool], Any, Any]]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def given(pools: list[LayerPool], features: Any) -> Any:
-        return (pools, features) if stage.features else pools
+        return (pools, features) if stage.prompts else pools
 
     def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any = None) -> Any:
         pools, _, features = chunks(params, pools, batch, arriving)
