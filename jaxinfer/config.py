@@ -215,6 +215,11 @@ class ResolvedEngine(EngineConfig):
         return self.pipeline_parallel_size
 
     @property
+    def branches(self) -> int:
+        """Further paths of drafts that may be on their way at once; each has two rows at least."""
+        return min(self.rows // 2, self.max_num_seqs * (self.speculative_tree - 1)) if self.drafts_trees else 0
+
+    @property
     def wide_prefills(self) -> list[tuple[int, int]]:
         """(size, chunks) of the prefill programs that take several chunks."""
         return [pair for pair in zip(self.prefill_sizes, self.prefill_batch_sizes, strict=True) if pair[1] > 1]

@@ -96,7 +96,8 @@ def _path(start: int, tokens: list[int], parents: list[int], eldest: dict[int, i
         path.append(tokens[node])
         node = parents[node]
     path.reverse()
-    at: int | None = start
-    while (at := eldest.get(at)) is not None:
-        path.append(tokens[at])
+    node = eldest.get(start, -1)
+    while node >= 0:
+        path.append(tokens[node])
+        node = eldest.get(node, -1)
     return path

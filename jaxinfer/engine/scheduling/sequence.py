@@ -50,6 +50,7 @@ class Sequence:
     scheduled: int = 0
     in_flight: int = 0
     sampled: int = -1
+    branches: list[int] = dataclasses.field(default_factory=list)  # KV slots of further paths that are on their way
     drafted: int = 0  # tokens, behind the prompt, up to which the draft model has keys and values
     charged: int = 0  # prompt tokens that its tenant was charged for
     capacity: int = 0  # tokens that its pages hold

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.attack
 LENGTH, QUANTUM, MOST_LIVE = 48, 32, 12
 TENANTS = {"a": 1.0, "b": 1.0, "c": 3.0}  # with their weights
 STAGES = (1, 1, 2, 3, 4)
-DRAFTERS = (None, None, "ngram", "draft_model")
+DRAFTERS = (None, None, "ngram", "draft_model", "trees")
 Choose = Callable[..., Any]  # one of its arguments
 
 
@@ -64,6 +64,7 @@ def draw_config(
         "multi_step": 1 if speculative or stages > 1 else choose(1, 1, 2, 5),
         "pipeline_parallel_size": stages,
         "max_waiting_requests": choose(None, None, 6),
+        **({"speculative_tree": choose(2, 3, 5)} if speculative == "trees" else {}),
     }
 
 
