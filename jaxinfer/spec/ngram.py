@@ -59,7 +59,7 @@ class NgramDrafter:
     def reset(self) -> None:
         """Nothing is kept."""
 
-    def _occurrences(self, history: Int32[np.ndarray, " tokens"]) -> list[Int64[np.ndarray, " occurrences"]]:
+    def _occurrences(self, history: Int32[np.ndarray, " tokens"]) -> list[Int64[np.ndarray, " _"]]:
         """How many tokens ago suffixes ended before, the oldest first; those of ``min_n`` tokens, of one more and so on
         while there are any."""
         length, ends, found = len(history), np.arange(0), list[np.ndarray]()
@@ -81,7 +81,7 @@ def _follow(history: Int32[np.ndarray, " tokens"], ago: int, limit: int) -> Int3
     return history[-ago:][np.arange(limit) % ago]
 
 
-def _different(history: Int32[np.ndarray, " tokens"], found: list[Int64[np.ndarray, " occurrences"]]) -> Iterator[int]:
+def _different(history: Int32[np.ndarray, " tokens"], found: list[Int64[np.ndarray, " _"]]) -> Iterator[int]:
     """How many tokens ago there were occurrences that go on with different tokens."""
     seen = set[int]()
     for ago in itertools.chain.from_iterable(each[: -1 - _OTHERS : -1].tolist() for each in reversed(found)):

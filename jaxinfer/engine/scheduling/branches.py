@@ -61,7 +61,7 @@ class BranchPlanner:
         rows: dict[Sequence, list[DecodePlan]] = {}
         for place, path, shared, _, _ in sorted(_candidates(trees, self._worth), key=lambda one: -one.value):
             draft = trees[place].draft
-            path = path[: len(idle) - 1]
+            path = path[: max(len(idle) - 1, 0)]  # a row for the last known token
             slot = self._pages.branch(draft.sequence, len(path), spare) if len(path) > shared else None
             if slot is not None:
                 branches[place].append(Branch(slot, path))

@@ -64,7 +64,17 @@ def draw_config(
         "multi_step": 1 if speculative or stages > 1 else choose(1, 1, 2, 5),
         "pipeline_parallel_size": stages,
         "max_waiting_requests": choose(None, None, 6),
-        **({"speculative_tree": choose(2, 3, 5)} if speculative == "trees" else {}),
+        **(_draw_trees(choose) if speculative == "trees" else {}),
+    }
+
+
+def _draw_trees(choose: Choose) -> dict[str, Any]:
+    rows, most = choose(2, 6, 12), choose(2, 4)
+    return {
+        "speculative_tree": choose(2, 3, 5),
+        "speculative_adaptive": choose(True, False),
+        "num_speculative_tokens": most,
+        "rows": rows,
     }
 
 
