@@ -48,7 +48,7 @@ class Tree(NamedTuple):
             eldest.setdefault(parent, node)
         starts = [node for node, parent in enumerate(parents) if parent < 0 or eldest[parent] != node]
         found = list[list[int]]()
-        for start in sorted(starts, key=lambda node: node != eldest[-1]):
+        for start in starts:
             path = _path(start, tokens, parents, eldest)
             if not any(other[: len(path)] == path for other in found):
                 found.append(path)

@@ -101,7 +101,7 @@ def test_random_trees_say_the_truth_and_more(seed: int) -> None:
 
 def test_ngrams_go_on_as_other_places_do() -> None:
     """Longer matches first, then later ones, and no continuation twice."""
-    history = [7, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 5, 7, 1, 2, 3, 0, 9, 1, 2]
+    history = [7, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 5, 7, 1, 2, 3, 8, 1, 2, 3, 0, 9, 1, 2]
     for most, wanted in ((1, [[3, 0]]), (2, [[3, 0], [5, 7]]), (9, [[3, 0], [5, 7], [4, 0]])):
         tree = NgramDrafter(2, 4, most).propose(sequence(history), 2)
         assert tree.paths(9) == wanted
