@@ -7,6 +7,7 @@ import pytest
 
 from jaxinfer.engine.scheduling.branches import Tree as Planned
 from jaxinfer.engine.scheduling.branches import _candidates
+from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import Branch, Draft
 from jaxinfer.spec import Drafted, Tree
 from tests.engine.fake_device import EOS
@@ -32,7 +33,7 @@ class Paths:
     def reset(self) -> None: ...
 
 
-def tree_loop(place: int, *, shared: int = 0, right: int = 4, requests: int = 1, **changes) -> Loop:
+def tree_loop(place: int, *, shared: int = 0, right: int = 4, requests: int = 1, prompt: int = 12, **changes) -> Loop:
     paths = Paths(place, shared, right)
     own = {name: changes.pop(name) for name in ("presence_penalty", "priority") if name in changes}
     settings = {
@@ -45,7 +46,7 @@ def tree_loop(place: int, *, shared: int = 0, right: int = 4, requests: int = 1,
     loop = make_loop(speculative="ngram", **settings)
     loop.scheduler._drafts._drafter = paths
     for number in range(requests):
-        loop.add(make_request(str(number), 12, 21, seed=number, cache_salt=str(number), **own))
+        loop.add(make_request(str(number), prompt, 21, seed=number, cache_salt=str(number), **own))
         paths.truth[number + 1] = tokens_of(loop, str(number))
     return loop
 
@@ -65,6 +66,21 @@ def test_it_does_not_matter_where_the_truth_stands(place, shared, penalty):
     assert stats.draft_accepted == sum(stats.draft_accepted_at) == 21 - loop.steps
     assert len(stats.draft_accepted_at) == 4, "by depth"
     assert loop.steps - 1 <= stats.drafts <= loop.steps
+
+
+@pytest.mark.parametrize("length", [12, 30])
+def test_a_page_that_is_computed_in_the_same_step_is_not_copied(length):
+    """The last chunk of a prompt runs before the rows of its first token, and after the copies."""
+    loop = tree_loop(1, prompt=length)
+    loop.drain()
+    assert loop.scheduler.stats.snapshot().draft_accepted
+
+
+def test_where_two_paths_are_equally_right_the_sequence_keeps_its_pages(monkeypatch):
+    monkeypatch.setattr(SequencePages, "adopt", None)
+    loop = tree_loop(1, shared=2, right=2)
+    loop.drain()
+    assert loop.scheduler.stats.snapshot().draft_accepted >= 12
 
 
 def test_what_several_paths_have_in_common_counts_once():
@@ -189,12 +205,13 @@ def test_an_end_lets_go_of_branches_that_are_on_their_way():
 
 
 def test_nobody_has_branches_while_another_waits_for_pages():
-    loop = tree_loop(1, requests=3, num_pages=16, max_model_len=64)
+    loop, waited = tree_loop(1, requests=3, num_pages=10, max_model_len=64), 0
     while loop.busy:
         loop.step()
         if loop.scheduler._free_slots and len(loop.scheduler._queue):
             assert not any(row.branch for row in loop.plan.decodes)
-    assert not sum(loop.scheduler.stats.snapshot().preemptions.values())
+            waited += bool(loop.plan.drafts)
+    assert waited
     loop.check_empty()
 
 
