@@ -1,8 +1,9 @@
 """Rows of a decode step that are fed drafts: the sampler's state in them, and which of them came true.
 
 A slot has one row of its own, fed a token that is known, and rows of drafts behind it, fed guesses for the positions
-that follow. There may be several paths of them: each but the first begins with a copy of the slot's own row. A draft is accepted when it is what the row before it samples (Leviathan et al. 2023 with a draw that
-depends on seed and position alone), so a row of a draft must see the sampler's state as if it were accepted.
+that follow. There may be several paths of them: each but the first begins with a copy of the slot's own row. A draft is
+accepted when it is what the row before it samples (Leviathan et al. 2023 with a draw that depends on seed and position
+alone), so a row of a draft must see the sampler's state as if it were accepted.
 """
 
 from __future__ import annotations
