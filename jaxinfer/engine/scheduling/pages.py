@@ -107,7 +107,7 @@ class SequencePages:
     def preempt(self, sequence: Sequence, *, swap: bool) -> bool:
         """Take the pages of a sequence that gives way; whether its bytes are kept on the host. Otherwise its pages may
         still be found in the tree when it comes back."""
-        # The sampler's state is that of the path that wins, whose pages may be a branch's: what is swapped might not fit.
+        # The sampler's state is that of the path that wins, whose pages may be a branch's: those swapped might not fit.
         if swap and not sequence.branches:
             sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)
         if sequence.swapped is None:
