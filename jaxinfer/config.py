@@ -125,6 +125,7 @@ class SpeculativeConfig:
         speculative_model: that model, or those heads: a folder or a hub id (default: for the demo model its own; of
             "mtp" the model's own folder).
         num_speculative_tokens: most draft tokens per sequence and step (Medusa: as many as there are heads).
+        speculative_tree: most paths of a draft; 1: chains. Further ones take idle rows and copies of a page each.
         speculative_adaptive: drafts as long as they pay, by what was measured of steps and acceptance.
         prompt_lookup_min: fewest tokens in a row that the n-gram drafter looks for.
         prompt_lookup_max: most tokens in a row that it looks for.
@@ -134,6 +135,7 @@ class SpeculativeConfig:
     speculative: str | None = None
     speculative_model: str | None = None
     num_speculative_tokens: int = 4
+    speculative_tree: int = 1
     speculative_adaptive: bool = True
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -153,6 +155,11 @@ class SpeculativeConfig:
     def drafts_from_one_state(self) -> bool:
         """Whether they guess all tokens from the newest one, and have no cache."""
         return self.speculative == "medusa"
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether a draft may have several paths."""
+        return self.speculative is not None and self.speculative_tree > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,6 +237,11 @@ class ResolvedEngine(EngineConfig):
         return step if self.drafts_from_one_state else max(2 * self.page_size, step)
 
     @property
+    def branches(self) -> int:
+        """Further paths of drafts that may be on their way at once; each has two rows at least."""
+        return min(self.rows // 2, self.max_num_seqs * (self.speculative_tree - 1)) if self.drafts_trees else 0
+
+    @property
     def wide_prefills(self) -> list[tuple[int, int]]:
         """(size, chunks) of the prefill programs that take several chunks."""
         return [pair for pair in zip(self.prefill_sizes, self.prefill_batch_sizes, strict=True) if pair[1] > 1]
@@ -261,8 +273,9 @@ def resolve(
     length = _max_model_len(config.max_model_len, max_position)
     prefill_rows = prefill_rows if config.max_prefill_rows is None else config.max_prefill_rows
     microbatches, width = config.pipeline_parallel_size, math.ceil(length / config.page_size)
-    # One sequence at least has rows for its drafts.
-    least_rows = min_rows if config.speculative is None else max(min_rows, 1 + config.num_speculative_tokens)
+    # One sequence at least has rows for its drafts; a further path has one of the last known token, too.
+    most_drafts = config.speculative_tree * (1 + config.num_speculative_tokens)
+    least_rows = min_rows if config.speculative is None else max(min_rows, most_drafts)
     rows = microbatches * max(math.ceil(config.max_num_seqs / microbatches), least_rows)
     budget = config.max_num_batched_tokens
     caches = [spec.stored_as(config.kv_cache_dtype) for spec in (cache, draft) if spec is not None]
@@ -316,6 +329,7 @@ _AT_LEAST_ONE = (
     "max_num_seqs",
     "multi_step",
     "num_speculative_tokens",
+    "speculative_tree",
     "prompt_lookup_min",
     "suffix_cache_tokens",
     "tensor_parallel_size",
@@ -356,6 +370,8 @@ def _require_draft_model(config: EngineConfig) -> None:
         return _require(config.speculative_model is None, "speculative_model", config.speculative_model, alone)
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: it has no stages"
     _require(config.pipeline_parallel_size == 1, "speculative", config.speculative, both)
+    both = "and speculative = draft_model exclude each other: it says one token behind another, a chain"
+    _require(config.speculative_tree == 1, "speculative_tree", config.speculative_tree, both)
     both = "and enable_dp_attention = True exclude each other: it has no experts to share"
     return _require(not config.enable_dp_attention, "speculative", config.speculative, both)
 

@@ -208,7 +208,7 @@ def new_kv(engine: ResolvedEngine, windows: tuple[int | None, ...] = (None,)) ->
         KVConfig(
             pages=engine.num_pages,
             page_size=engine.page_size,
-            slots=engine.rows,
+            slots=engine.rows + engine.branches,
             width=engine.table_width,
             windows=windows,
             host_pages=engine.host_pages,

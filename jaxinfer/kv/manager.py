@@ -24,7 +24,7 @@ class KVConfig:
     Attributes:
         pages: of each group.
         page_size: tokens per page.
-        slots: sequences that run at once.
+        slots: sequences that run at once, and forks of them.
         width: most pages of one sequence.
         windows: of each group; None: every token is seen for ever.
         host_pages: pages in host memory, for sequences that are swapped out and for what is evicted.
@@ -213,6 +213,13 @@ class KVManager:
         if rest:
             self._copy(tuple(pages[full] for pages in source.pages), entry, full)
         return True
+
+    def adopt(self, slot: int, other: int) -> None:
+        """Exchange the pages of two slots that are in use: ``slot`` goes on with what a fork of it has computed."""
+        held, counts = self._slots, self._counts
+        held[slot], held[other] = held[other], held[slot]
+        counts[slot], counts[other] = counts[other], counts[slot]
+        self.tables[:, [slot, other]] = self.tables[:, [other, slot]]
 
     def release(self, slot: int) -> None:
         """Release a slot's pages. Published ones stay cached."""

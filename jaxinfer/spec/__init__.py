@@ -5,6 +5,7 @@ from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
 from jaxinfer.spec.suffix import SuffixDrafter
+from jaxinfer.spec.tree import Tree
 
 __all__ = [
     "WORTH",
@@ -17,11 +18,15 @@ __all__ = [
     "NgramDrafter",
     "SuffixDrafter",
     "Tempo",
+    "Tree",
     "make_drafter",
     "register",
 ]
 
-register("ngram", lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max))
+register(
+    "ngram",
+    lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, config.speculative_tree),
+)
 for method in ("draft_model", *HEADS):
     register(method, lambda config: DeviceDrafter())
-register("suffix", lambda config: SuffixDrafter(config.suffix_cache_tokens))
+register("suffix", lambda config: SuffixDrafter(config.suffix_cache_tokens, config.speculative_tree))

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from jaxinfer.config import EngineConfigError, SpeculativeConfig
+from jaxinfer.spec.tree import Tree
 
 
 class Drafted(NamedTuple):
@@ -31,8 +32,9 @@ class Drafted(NamedTuple):
 class Drafter(Protocol):
     """Guesses continuations of sequences. Whatever it says, output stays the same: it decides about speed alone."""
 
-    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
-        """Propose at most ``limit`` token ids to follow those of the sequence; none if there is no good guess."""
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
+        """Propose token ids to follow those of the sequence, at most ``limit`` behind each other; none if there is no
+        good guess."""
         ...
 
     def end(self, sequence: Drafted) -> None:
@@ -45,18 +47,16 @@ class Drafter(Protocol):
 
 
 class Bounded:
-    """A drafter whose drafts can be fed whatever it says: at most ``limit`` tokens, up to the first that is no id of
-    the vocabulary. (Keys and values of such an id would be NaN, which a masked product does not hide.)"""
+    """A drafter whose drafts can be fed whatever it says: at most ``limit`` tokens behind each other, each path up to
+    the first that is no id of the vocabulary. (Keys and values of such an id would be NaN, which a masked product does
+    not hide.)"""
 
     def __init__(self, drafter: Drafter, vocab_size: int) -> None:
         self._drafter, self._vocab_size = drafter, vocab_size
         self.end, self.reset = drafter.end, drafter.reset
 
-    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
-        tokens = self._drafter.propose(sequence, limit)[:limit]
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
-        good = tokens[: wrong[0]] if len(wrong) else tokens
-        return good.astype(np.int32, copy=False)
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
+        return self._drafter.propose(sequence, limit).bounded(limit, self._vocab_size)
 
 
 class DeviceDrafter:
@@ -65,9 +65,9 @@ class DeviceDrafter:
     The token ``-2 - i`` stands for the i-th draft of a sequence, until the step's results are read.
     """
 
-    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
-        """As many as are wanted."""
-        return np.arange(-2, -2 - limit, -1, dtype=np.int32)
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
+        """As many as are wanted, in one path."""
+        return Tree.chain(np.arange(-2, -2 - limit, -1, dtype=np.int32))
 
     def end(self, sequence: Drafted) -> None:
         """Nothing is kept."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from jaxtyping import Int32, Int64
 
 from jaxinfer.spec.chains import PairChains
 from jaxinfer.spec.drafter import Drafted
+from jaxinfer.spec.tree import Tree
 
 _DEPTH = 24
 """Longest suffix that is compared."""
@@ -27,11 +30,20 @@ _LEAST = 0.1
 _END = np.array([-1], np.int32)  # between outputs: no token
 
 
+class Turn(NamedTuple):
+    """Where a part of the places leaves a guess: how many, the tokens up to the other one, and the places of that."""
+
+    votes: int
+    tokens: list[int]
+    places: Int64[np.ndarray, " places"]
+
+
 class Guess(NamedTuple):
-    """Draft tokens, and how many of them are expected to be right."""
+    """Draft tokens, how many of them are expected to be right, and what else was said on the way."""
 
     tokens: list[int]
     score: float
+    turns: Sequence[Turn] = ()
 
 
 _NOTHING = Guess([], 0.0)
@@ -52,23 +64,31 @@ class SuffixDrafter:
     Args:
         most: tokens of ended outputs that are kept, in all namespaces together; those of the namespace that was not
             used for longest go first, its oldest before the others.
+        paths: most continuations of a proposal.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most, self._kept = most, 0
+    def __init__(self, most: int, paths: int = 1) -> None:
+        self._most, self._kept, self._paths = most, 0, paths
         self._own: dict[int, PairChains] = {}
         self._ended: collections.OrderedDict[bytes, _Corpus] = collections.OrderedDict()
 
-    def propose(self, sequence: Drafted, limit: int) -> Int32[np.ndarray, " drafts"]:
-        """The better of two guesses; O(new tokens) for the index and O(1) for the rest."""
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
+        """The better of two guesses, and where several paths are wanted what else was said most often; O(new tokens)
+        for the index and O(1) for the rest."""
         own = self._own.setdefault(sequence.number, PairChains())
         own.extend(sequence.tokens[len(own.tokens) :])
-        context = sequence.tokens[-_DEPTH:]
+        context, chains = sequence.tokens[-_DEPTH:], own
         guess = best_guess(own, context, limit, below=own.tokens.end - 1)
         if corpus := self._ended.get(sequence.namespace):
             self._ended.move_to_end(sequence.namespace)
-            guess = max(guess, best_guess(corpus.chains, context, limit), key=lambda guess: guess.score)
-        return np.array(guess.tokens, np.int32)
+            other = best_guess(corpus.chains, context, limit)
+            if other.score > guess.score:
+                guess, chains = other, corpus.chains
+        if self._paths == 1:
+            return Tree.chain(np.array(guess.tokens, np.int32))
+        turns = heapq.nlargest(self._paths - 1, guess.turns, key=lambda turn: turn.votes)
+        others = (_follow(chains, turn.places, limit, turn.tokens).tokens for turn in turns)
+        return Tree.of_paths([guess.tokens, *others])
 
     def end(self, sequence: Drafted) -> None:
         """Forget the sequence's own index, and keep what it answered."""
@@ -133,18 +153,25 @@ def _matches(
     return lengths
 
 
-def _follow(chains: PairChains, places: Int64[np.ndarray, " places"], limit: int) -> Guess:
-    """Follow what most places go on with, the latest where they are equal. A text may run into its own draft."""
-    tokens, score, count, end = list[int](), 0.0, len(places), chains.tokens.end
+def _follow(chains: PairChains, places: Int64[np.ndarray, " places"], limit: int, start: Sequence[int] = ()) -> Guess:
+    """Follow what most places go on with, the latest where they are equal. A text may run into its own draft.
+
+    Args:
+        start: draft tokens already, which ``places`` end with.
+    """
+    tokens, turns, score, count, end = list(start), list[Turn](), 0.0, len(places), chains.tokens.end
     while len(tokens) < limit:
         places = places + 1
         follows = chains.tokens.at(np.minimum(places, end - 1)).tolist()
         for index in np.flatnonzero(places >= end).tolist():
             follows[index] = tokens[int(places[index]) - end]
-        token, votes = collections.Counter(follows).most_common(1)[0]
+        (token, votes), *others = collections.Counter(follows).most_common()
         if token < 0 or votes < _LEAST * count:
             break
+        said = np.array(follows)
+        likely = [(other, votes) for other, votes in others if other >= 0 and votes >= _LEAST * count]
+        turns += [Turn(votes, [*tokens, other], places[said == other]) for other, votes in likely]
         tokens.append(token)
         score += votes / count
-        places = places[np.array(follows) == token]
-    return Guess(tokens, score)
+        places = places[said == token]
+    return Guess(tokens, score, turns)

@@ -180,6 +180,8 @@ class FakeDevice:
         self._owners: dict[int, Sequence] = {}
         self._states: dict[int, int] = {}
         self._microbatch = 0
+        self._begun: dict[int, int] = {}  # by slot: the sampler's state before its rows of this step
+        self._counted: dict[int, int] = {}  # by slot: the position up to which this step's tokens are in the state
         self._before = 0, 0, False  # of the row before: what it sampled, from which state, whether its drafts are true
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
         self._drafted_to: dict[int, int] = {}  # by arrival: tokens of which the draft model has keys
@@ -255,7 +257,7 @@ class FakeDevice:
             assert 0 < chunk.length <= chunk.size
             assert chunk.start + chunk.length < len(sequence.tokens), "a chunk of tokens that are not known"
             reach[sequence.arrival] = max(reach[sequence.arrival], chunk.start + chunk.length)
-        for sequence, start, names in plan.drafts or ():
+        for sequence, start, names, *_ in plan.drafts or ():
             assert names == list(range(-2, -2 - len(names), -1)), "a draft is named otherwise"
             assert reach[sequence.arrival] >= start - 1, "the draft model has not seen all that is known"
             assert start == len(sequence.tokens), "a draft behind tokens that are not known"
@@ -300,18 +302,20 @@ class FakeDevice:
         self._check_rows(plan, reach)
 
     def _check_rows(self, plan: StepPlan, reach: dict[int, int]) -> None:
-        before: dict[int, int] = {}
+        before: dict[tuple[int, int], int] = {}
         for row in plan.decodes:
-            sequence, first = row.sequence, id(row.sequence) not in before
+            sequence, path = row.sequence, (id(row.sequence), row.branch)
+            first = path not in before
             assert self._owners.get(sequence.slot) is sequence, "a row of a sequence whose slot is another's"
             assert reach.get(id(sequence), sequence.prefill_end) == sequence.prefill_end, (
                 "decodes before its prompt ends"
             )
             assert sequence.prefill_end <= row.position < sequence.final_length, "a position that has no row"
-            assert self._own(row) == first, "the first row of a sequence is its slot"
-            assert first or row.position == before[id(sequence)] + 1, "rows of a sequence are out of order"
+            assert self._own(row) == (first and not row.branch), "the first row of a sequence is its slot"
+            assert not row.branch or row.branch in sequence.branches, "a branch of somebody else"
+            assert first or row.position == before[path] + 1, "rows of a path are out of order"
             assert first or row.token >= 0, "a draft row without a token"
-            before[id(sequence)] = row.position
+            before[path] = row.position
         assert plan.steps == 1 or len(before) == len(plan.decodes), "drafts in a run of several steps"
         assert 1 <= plan.steps <= max(1, self._engine.multi_step)
 
@@ -319,23 +323,30 @@ class FakeDevice:
         """By group and page, how many running sequences have it in their tables, as far as they still look at it."""
         holders = np.zeros(self._numbers.shape[:2], np.int32)
         starts = {id(row.sequence): row.position for row in reversed(plan.decodes)}
+        for branch, rows in itertools.groupby(plan.decodes, key=lambda row: row.branch):
+            if branch:
+                first, *_, last = rows
+                self._hold(holders, branch, first.position, -(-(last.position + 1) // self._engine.page_size))
         starts |= {id(prefill.sequence): prefill.chunk.start for prefill in reversed(plan.prefills)}
         for slot, sequence in self._running().items():
             last = -(-sequence.capacity // self._engine.page_size)
-            start = starts.get(id(sequence), sequence.scheduled)
-            for group, window in enumerate(self._model.windows):
-                first = 0 if window is None else max(0, start - window + 1) // self._engine.page_size
-                np.add.at(holders[group], self._tables[group, slot, first:last], 1)
+            self._hold(holders, slot, starts.get(id(sequence), sequence.scheduled), last)
         return holders
+
+    def _hold(self, holders: np.ndarray, slot: int, start: int, last: int) -> None:
+        """Count what a query of a slot's table at ``start`` sees, up to page ``last``."""
+        for group, window in enumerate(self._model.windows):
+            first = 0 if window is None else max(0, start - window + 1) // self._engine.page_size
+            np.add.at(holders[group], self._tables[group, slot, first:last], 1)
 
     # ---- reading and writing through the tables
 
-    def _context(self, sequence: Sequence, position: int, *, compare: bool) -> list[np.ndarray]:
+    def _context(self, sequence: Sequence, position: int, *, compare: bool, branch: int = 0) -> list[np.ndarray]:
         """By group, the numbers before ``position`` that a query there sees."""
         size, context = self._engine.page_size, []
         for group, window in enumerate(self._model.windows):
             first = 0 if window is None else max(0, position - window + 1)
-            pages = self._tables[group, sequence.slot, first // size : -(-position // size)]
+            pages = self._tables[group, branch or sequence.slot, first // size : -(-position // size)]
             at = slice(first % size, first % size + position - first)
             numbers = self._numbers[group, pages].reshape(-1)[at]
             if compare:
@@ -357,12 +368,12 @@ class FakeDevice:
             f"due is class {self._model.due(sequence.request, first + wrong)}"
         )
 
-    def _write(self, sequence: Sequence, start: int, numbers: list[list[int]], klass: int) -> None:
+    def _write(self, sequence: Sequence, start: int, numbers: list[list[int]], klass: int, branch: int = 0) -> None:
         size, count = self._engine.page_size, len(numbers[0])
         at = np.arange(start, start + count)
-        assert start + count <= sequence.capacity, "a token without a page"
+        assert branch or start + count <= sequence.capacity, "a token without a page"
         for group, new in enumerate(numbers):
-            pages = self._tables[group, sequence.slot, at // size]
+            pages = self._tables[group, branch or sequence.slot, at // size]
             holders = self._holders[group, pages]
             assert (holders > 0).all(), "a page is written that the sequence does not hold"
             assert (holders == 1).all(), "a page is written that another sequence holds"
@@ -387,7 +398,8 @@ class FakeDevice:
     def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[list[PositionLogprobs]]]:
         tokens: list[list[int]] = [[] for _ in plan.decodes]
         logprobs: list[list[PositionLogprobs]] = [[] for _ in plan.decodes]
-        untrue: set[int] = set()  # sequences in which a draft of this step is wrong
+        untrue: set[tuple[int, int]] = set()  # paths in which a draft of this step is wrong
+        self._counted.clear()
         for step in range(plan.steps):
             stops = False
             for index, row in enumerate(plan.decodes):
@@ -402,21 +414,22 @@ class FakeDevice:
                 break
         return tokens, logprobs
 
-    def _row(self, row: DecodePlan, untrue: set[int]) -> tuple[int, float]:
-        sequence, position = row.sequence, row.position
+    def _row(self, row: DecodePlan, untrue: set[tuple[int, int]]) -> tuple[int, float]:
+        sequence, position, path = row.sequence, row.position, (id(row.sequence), row.branch)
         token, known = self._input(row), self._alone(sequence).tokens
         if position < len(known) and token != known[position]:
-            assert not self._own(row), f"position {position} is fed {token}, not {known[position]}"
-            untrue.add(id(sequence))
-        context = self._context(sequence, position, compare=id(sequence) not in untrue)
+            assert not self._known(row), f"position {position} is fed {token}, not {known[position]}"
+            untrue.add(path)
+        context = self._context(sequence, position, compare=path not in untrue, branch=row.branch)
         chain = Chain(self._model.windows, position, context)
         klass = 0 if self._model.relaxed else DECODE
         seen = chain.feed(token, klass)
-        self._write(sequence, position, chain.new, klass)
+        self._write(sequence, position, chain.new, klass, row.branch)
         self.computed["decode"] += 1
         state, accepted = self._sampler_state(row, token)
         sampled, logprob = self._model.answer(sequence.request, sequence.index, position, seen, state)
-        if accepted:
+        if accepted and position > self._counted.get(sequence.slot, -1):
+            self._counted[sequence.slot] = position
             self._states[sequence.slot] = self._model.next_state(sequence.request, state, sampled)
         if self._own(row):
             self._last[sequence.slot] = sequence, position, sampled
@@ -425,14 +438,22 @@ class FakeDevice:
 
     def _sampler_state(self, row: DecodePlan, fed: int) -> tuple[int, bool]:
         """What the sampler sees in a row: as if the drafts up to it were accepted; and whether they are."""
+        slot = row.sequence.slot
         if self._own(row):
-            return self._states[row.sequence.slot], True
+            self._begun[slot] = self._states[slot]
+            return self._states[slot], True
+        if self._known(row):
+            return self._begun[slot], True
         sampled, state, accepted = self._before
         return self._model.next_state(row.sequence.request, state, fed), accepted and sampled == fed
 
     def _own(self, row: DecodePlan) -> bool:
         """Whether it is the row of its sequence's slot."""
         return row.row * self._engine.microbatches + self._microbatch == row.sequence.slot
+
+    def _known(self, row: DecodePlan) -> bool:
+        """Whether it is fed a token that is known: a slot's own row, or its copy where a branch begins."""
+        return self._own(row) or (row.branch > 0 and row.position == len(row.sequence.tokens) - 1)
 
     def _input(self, row: DecodePlan) -> int:
         if row.token >= 0:

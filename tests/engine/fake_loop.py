@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +14,12 @@ from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.spec import Bounded, DeviceDrafter, Drafted, register
 from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SequenceDelta
-from tests.engine.fake_device import EOS, Alone, FakeDevice, FakeModel, Launched, position_logprobs
+from tests.engine.fake_device import EOS, VOCAB, Alone, FakeDevice, FakeModel, Launched, position_logprobs
+from tests.spec.trees import TreesOfTruth
+
+register("trees", lambda config: DeviceDrafter())  # `Loop` puts in the one that knows what will be said
 
 SWAP = Costs(swap_page=0.0, prefill_token=1.0, decode_step=1.0)
 RECOMPUTE = Costs(swap_page=1e9, prefill_token=0.0, decode_step=0.0)
@@ -78,10 +83,17 @@ class Loop:
         classes = dict(model.classes)
         self.core = EngineLoop(engine, self.kv, self, size_classes=classes, costs=costs, clock=lambda: self.now)
         self.scheduler = self.core._scheduler
+        if engine.speculative == "trees":
+            self.scheduler._drafts._drafter = Bounded(TreesOfTruth(self.truth, VOCAB), VOCAB)
         self.outputs: dict[str, list[Output]] = {}
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()
         self._stalled = 0  # steps in a row in which nothing was launched although there is work
+
+    def truth(self, drafted: Drafted) -> list[int]:
+        """All that a sequence will say, behind its prompt."""
+        samples = itertools.chain.from_iterable(self.scheduler._requests.values())
+        return self._alone(next(sample for sample in samples if sample.arrival == drafted.number)).tokens
 
     def _alone(self, sequence: Sequence) -> Alone:
         return self.outputs[sequence.request.request_id][sequence.index].want

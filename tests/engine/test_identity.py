@@ -19,7 +19,7 @@ from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.llm import LLM
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.spec import Drafted, register
+from jaxinfer.spec import Drafted, Tree, register
 from tests.engine.test_invariance import bits
 from tests.fakes import medium_model, mixed_params, random_model
 
@@ -67,10 +67,10 @@ class Adversary:
     def __init__(self) -> None:
         self._chance = np.random.default_rng(0)
 
-    def propose(self, sequence: Drafted, limit: int) -> np.ndarray:
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
         tokens = self._chance.choice(sequence.tokens, self._chance.integers(0, 2 * limit + 1)).astype(np.int64)
         wild = self._chance.choice([-1, -7, 2**40, VOCAB, 0, VOCAB - 1], len(tokens))
-        return np.where(self._chance.random(len(tokens)) < 0.2, wild, tokens)
+        return Tree.chain(np.where(self._chance.random(len(tokens)) < 0.2, wild, tokens))
 
     def end(self, sequence: Drafted) -> None: ...
     def reset(self) -> None: ...

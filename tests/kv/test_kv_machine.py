@@ -95,6 +95,15 @@ class Cache(RuleBasedStateMachine):
         child.slot, child.scheduled, child.launched = slot, length, length
         self.running.append(child)
 
+    @precondition(lambda self: len(self.running) > 1)
+    @rule(pick=PICK)
+    def adopt(self, pick):
+        """Two sequences exchange their slots, as one does that goes on with a fork's pages."""
+        one, other = self.running[pick % len(self.running)], self.running[(pick + 1) % len(self.running)]
+        if one is not other:
+            self.kv.adopt(one.slot, other.slot)
+            one.slot, other.slot = other.slot, one.slot
+
     @precondition(lambda self: self.running)
     @rule(pick=PICK)
     def release(self, pick):
@@ -201,7 +210,17 @@ def test_every_slot_reads_back_its_own_tokens(windows, host_pages, caching):
 
 
 # Rules and how often a long life takes them: more of what fills the cache than a shrinkable example has.
-WEIGHTS = {"serve": 6, "admit": 4, "advance": 6, "publish": 4, "step": 6, "release": 3, "slide": 2, "fork": 2}
+WEIGHTS = {
+    "serve": 6,
+    "admit": 4,
+    "advance": 6,
+    "publish": 4,
+    "step": 6,
+    "release": 3,
+    "slide": 2,
+    "fork": 2,
+    "adopt": 1,
+}
 RARE = {"swap_out": 1, "swap_in": 2, "drop": 0.2, "reset": 0.02}
 
 
@@ -217,7 +236,7 @@ def _arguments(rng: random.Random) -> dict[str, dict]:
         "fork": {**pick, "back": rng.randint(0, 5), "tail": tail},
         "reset": {"sure": 0},
         "step": {},
-    } | dict.fromkeys(["publish", "release", "slide", "swap_out", "swap_in", "drop"], pick)
+    } | dict.fromkeys(["publish", "release", "slide", "swap_out", "swap_in", "drop", "adopt"], pick)
 
 
 def _allowed(machine: Cache, name: str) -> bool:
@@ -226,6 +245,8 @@ def _allowed(machine: Cache, name: str) -> bool:
         return bool(machine.swapped) and free
     if name in ("serve", "admit"):
         return free
+    if name == "adopt":
+        return len(machine.running) > 1
     return bool(machine.running) and (free or name != "fork")
 
 

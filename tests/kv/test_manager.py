@@ -342,6 +342,53 @@ def test_a_child_is_refused_what_its_parent_let_go():
     kv.check()
 
 
+# ---- forks that are taken over
+
+
+@pytest.mark.parametrize("length", [8, 10])
+def test_a_slot_goes_on_with_the_pages_of_its_fork(length):
+    kv = manager()
+    known = sequence(PROMPT[:length])
+    serve(kv, 0, known)
+    assert kv.fork(0, 2, length)
+    assert kv.extend(0, 17)
+    assert kv.extend(2, 13)
+    kv.take_moves()
+    own, fork = kv.tables[0, 0, :5].tolist(), kv.tables[0, 2, :4].tolist()
+    kv.adopt(0, 2)
+    kv.check()
+    assert kv.tables[0, 0, :4].tolist() == fork
+    assert kv.tables[0, 2, :5].tolist() == own
+    held = kv.usage().held
+    kv.release(2)
+    kv.check()
+    assert kv.usage().held == held - 3, "what was shared is the slot's"
+    assert kv.extend(0, 17), "the table goes on where the fork's ended"
+    assert kv.tables[0, 0, :4].tolist() == fork
+    whole = sequence(PROMPT)
+    kv.publish(0, whole.keys, whole.codes, 17)
+    kv.check()
+    assert kv.tables[0, 0, 1] == fork[1]
+    assert match(kv, sequence()).tokens == 16, "it publishes on from what was published before the fork"
+    kv.release(0)
+    kv.reset_prefix_cache()
+    assert kv.usage().free == 16
+
+
+def test_pages_of_forks_that_lost_are_free_at_once():
+    kv = manager(pages=6)
+    serve(kv, 0, sequence(PROMPT[:10]))
+    for fork in (1, 2, 3):
+        assert kv.fork(0, fork, 10)
+    assert not kv.available
+    for fork in (1, 2, 3):
+        kv.release(fork)
+    assert not kv.available, "copies are on their way to their pages"
+    kv.take_moves()
+    assert kv.available == 3
+    kv.check()
+
+
 # ---- the check itself
 
 
@@ -378,9 +425,13 @@ def _wrong_count(kv):
     kv._counts[0] += 1
 
 
+def _half_adopted(kv):
+    kv._slots[0], kv._slots[1] = kv._slots[1], kv._slots[0]
+
+
 DAMAGE = [
     _lost_reference, _wrong_table, _shared_writable, _unknown_to_the_tree, _pins, _window_gap, _host_page_lost,
-    _wrong_count,
+    _wrong_count, _half_adopted,
 ]  # fmt: skip
 
 

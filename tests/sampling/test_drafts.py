@@ -1,6 +1,7 @@
 """Rows of drafts against the same tokens sampled one after the other, bit for bit."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -38,11 +39,13 @@ class Logits:
 def one_by_one(
     logits: Logits, slots: SlotParams, state: SlotState, steps: int
 ) -> tuple[list[Sampled], list[SlotState]]:
-    """Each slot alone, ``steps`` times; the states after each step."""
-    results, states, rows = list[Sampled](), [state], np.arange(SLOTS)
+    """Each slot alone, ``steps`` times; the states after each step. Rows behind those of the slots are idle."""
+    count = len(slots.temperature)
+    results, states, rows = list[Sampled](), [state], np.arange(count)
     for step in range(steps):
-        at = np.full(SLOTS, step)
-        result, state = SAMPLE(logits.at(rows, at), slots, state, at + 1, at, rows >= 0, LIMITS.max_logprobs)
+        at = np.full(count, step)
+        given = logits.at(rows % SLOTS, at)
+        result, state = SAMPLE(given, slots, state, at + 1, at, rows < SLOTS, LIMITS.max_logprobs)
         results.append(result)
         states.append(state)
     return results, states
@@ -58,8 +61,7 @@ def with_drafts(
         column[SLOTS:] = column[SLOTS:][order]
     active = np.ones(ROWS, bool)
     drafts = DraftRows(*(column.astype(np.int32) for column in (owners, fed, positions)), active)
-    wide = SlotParams(*(np.concatenate([x, *[x[:1]] * (ROWS - SLOTS)]) for x in map(np.asarray, slots)))
-    state = SlotState(*(np.concatenate([x, *[x[:1]] * (ROWS - SLOTS)]) for x in map(np.asarray, state)))
+    wide, state = padded(slots, state, ROWS)
     args = (logits.at(owners, positions), wide, state, positions + 1, positions, active, LIMITS.max_logprobs)
     sampled, state = SAMPLE(*args, drafts)
     places = {(owner, position): row for row, (owner, position) in enumerate(zip(owners, positions, strict=True))}
@@ -67,11 +69,15 @@ def with_drafts(
     return jax.tree.map(lambda x: np.asarray(x)[rows].reshape(1 + DRAFTS, SLOTS, *x.shape[1:]), sampled), state
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("right", [0, 1, 2, DRAFTS])
-def test_a_row_sees_the_state_as_if_the_drafts_before_it_were_accepted(asked: str, right: int, seed: int) -> None:
-    rng = np.random.default_rng([seed, right])
-    rows = [
+def padded(slots: SlotParams, state: SlotState, count: int) -> tuple[SlotParams, SlotState]:
+    """For a program of ``count`` rows."""
+    filled = [[np.concatenate([x, *[x[:1]] * (count - SLOTS)]) for x in map(np.asarray, all)] for all in (slots, state)]
+    return SlotParams(*filled[0]), SlotState(*filled[1])
+
+
+def rows_of(asked: str, rng: np.random.Generator) -> list[Row]:
+    """Slots in the middle of requests, each a token further than the one before."""
+    return [
         Row(
             np.zeros(VOCAB, np.float32),
             dataclasses.replace(ASKED[asked], seed=slot),
@@ -82,6 +88,13 @@ def test_a_row_sees_the_state_as_if_the_drafts_before_it_were_accepted(asked: st
         )
         for slot in range(SLOTS)
     ]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("right", [0, 1, 2, DRAFTS])
+def test_a_row_sees_the_state_as_if_the_drafts_before_it_were_accepted(asked: str, right: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, right])
+    rows = rows_of(asked, rng)
     logits, (slots, state) = Logits(seed), slots_and_state(rows)
     alone, states = one_by_one(logits, slots, state, 1 + DRAFTS)
     tokens = np.stack([np.asarray(step.tokens) for step in alone[:-1]], axis=1)
@@ -96,3 +109,65 @@ def test_a_row_sees_the_state_as_if_the_drafts_before_it_were_accepted(asked: st
         np.testing.assert_array_equal(
             np.asarray(mine)[SLOTS:], np.asarray(state.__getattribute__(name))[[0] * (ROWS - SLOTS)]
         )
+
+
+class Planned(NamedTuple):
+    """A row of a step: of which slot and path, which token at which position."""
+
+    owner: int
+    branch: int
+    fed: int
+    position: int
+
+
+def paths_of(truth: list[int], slot: int, rng: np.random.Generator) -> list[list[int]]:
+    """Of a slot's drafts: some follow the truth to the same depth, one further than the main path, others nowhere."""
+    wrong = [(token + 1 + slot) % VOCAB for token in truth]
+    paths = [[truth[0], wrong[1]], [truth[0], truth[1], wrong[2]], [wrong[0]], truth[: 1 + slot], [truth[0], wrong[1]]]
+    main, others = paths[:1], paths[1:]
+    rng.shuffle(others)
+    return main + others
+
+
+def planned_rows(paths: list[list[list[int]]], rng: np.random.Generator) -> list[Planned]:
+    """The rows of paths by slot: the slots' own first, all others in any order."""
+    own, others = [Planned(slot, 0, -1, 0) for slot in range(SLOTS)], list[Planned]()
+    for slot, several in enumerate(paths):
+        names = [0, *(7 + rng.permutation(9)[: len(several) - 1]).tolist()]  # distinct, in no order
+        for name, path in zip(names, several, strict=True):
+            others += [Planned(slot, name, 0, 0)] if name else []  # what a copy is fed the sampler does not read
+            others += [Planned(slot, name, token, 1 + depth) for depth, token in enumerate(path)]
+    return own + [others[place] for place in rng.permutation(len(others))]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_of_several_paths_each_is_seen_alone_and_each_token_counts_once(asked: str, seed: int) -> None:
+    rng = np.random.default_rng([seed, 9])
+    count = SLOTS + 42
+    logits, given = Logits(seed), slots_and_state(rows_of(asked, rng))
+    slots, before = padded(*given, count)
+    alone, states = one_by_one(logits, slots, before, 1 + DRAFTS)
+    truths = np.stack([np.asarray(step.tokens) for step in alone], axis=1)[:SLOTS].tolist()
+    paths = [paths_of(truth, slot, rng) for slot, truth in enumerate(truths)]
+    rows = planned_rows(paths, rng)
+    owners, branches, fed, positions = np.array(rows, np.int32).T
+    assert len(rows) == count
+    active = np.ones(count, bool)
+    drafts = DraftRows(owners, fed, positions, active, branches)
+    args = (logits.at(owners, positions), slots, before, positions + 1, positions, active, LIMITS.max_logprobs)
+    sampled, after = SAMPLE(*args, drafts)
+
+    longest = [0] * SLOTS
+    for place, row in enumerate(rows):
+        path = [other.fed for other in sorted(rows, key=lambda other: other.position) if other[:2] == row[:2]]
+        path = path[1 : 1 + row.position]
+        if path == truths[row.owner][: row.position]:  # the row is one of the run without drafts
+            longest[row.owner] = max(longest[row.owner], row.position)
+            for mine, theirs in zip(jax.tree.leaves(sampled), jax.tree.leaves(alone[row.position]), strict=True):
+                np.testing.assert_array_equal(np.asarray(mine)[place], np.asarray(theirs)[row.owner])
+    assert longest == [2, 2, 3]
+    for name, mine in zip(SlotState._fields, after, strict=True):
+        for slot in range(SLOTS):
+            theirs = getattr(states[longest[slot] + 1], name)
+            np.testing.assert_array_equal(np.asarray(mine)[slot], np.asarray(theirs)[slot], err_msg=f"{name} {slot}")
+        np.testing.assert_array_equal(np.asarray(mine)[SLOTS:], np.asarray(getattr(before, name))[SLOTS:])

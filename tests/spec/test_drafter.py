@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfigError, SpeculativeConfig
-from jaxinfer.spec import Bounded, Drafted, NgramDrafter, SuffixDrafter, drafter, make_drafter, register
+from jaxinfer.spec import Bounded, Drafted, NgramDrafter, SuffixDrafter, Tree, drafter, make_drafter, register
 
 
 def test_drafters_by_name() -> None:
@@ -26,8 +26,8 @@ class Says:
     def __init__(self, *tokens: int) -> None:
         self.tokens = np.array(tokens, np.int64)
 
-    def propose(self, sequence: Drafted, limit: int) -> np.ndarray:
-        return self.tokens
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
+        return Tree.chain(self.tokens)
 
     def end(self, sequence: Drafted) -> None: ...
     def reset(self) -> None: ...
@@ -39,7 +39,7 @@ class Says:
 )
 def test_what_cannot_be_fed_is_cut(said: tuple[int, ...], fed: list[int]) -> None:
     sequence = Drafted(1, b"", 1, np.array([1], np.int32))
-    assert Bounded(Says(*said), vocab_size=9).propose(sequence, 4).tolist() == fed
+    assert Bounded(Says(*said), vocab_size=9).propose(sequence, 4).tokens.tolist() == fed
 
 
 def test_an_unknown_one_is_refused_with_the_names() -> None:

@@ -29,7 +29,7 @@ def test_same_as_a_naive_search_for_every_short_history(lengths: tuple[int, int]
     drafter = NgramDrafter(*lengths)
     for length in range(8):
         for history in itertools.product(range(3), repeat=length):
-            drafts = drafter.propose(sequence(history), 3)
+            drafts = drafter.propose(sequence(history), 3).tokens
             assert drafts.tolist() == naive(list(history), *lengths, 3), history
 
 
@@ -42,7 +42,7 @@ def test_same_as_a_naive_search_for_every_short_history(lengths: tuple[int, int]
 def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: int, recent: int) -> None:
     drafter = NgramDrafter(min_n=lengths[0], max_n=lengths[1])
     with mock.patch("jaxinfer.spec.ngram._RECENT", recent):
-        drafts = drafter.propose(sequence(history), limit)
+        drafts = drafter.propose(sequence(history), limit).tokens
     assert drafts.dtype == np.int32
     assert drafts.tolist() == naive(history, *lengths, limit)
 
@@ -66,12 +66,12 @@ def test_same_as_a_naive_search(history: list[int], lengths: list[int], limit: i
 def test_what_is_proposed(history: list[int], limit: int, expected: list[int], recent: int) -> None:
     drafter: Drafter = NgramDrafter()
     with mock.patch("jaxinfer.spec.ngram._RECENT", recent):
-        assert drafter.propose(sequence(history), limit).tolist() == expected
+        assert drafter.propose(sequence(history), limit).tokens.tolist() == expected
 
 
 def test_the_history_is_left_alone() -> None:
     given = sequence([1, 2, 3, 1, 2])
-    drafts = NgramDrafter().propose(given, 2)
+    drafts = NgramDrafter().propose(given, 2).tokens
     drafts[:] = 0
     assert given.tokens.tolist() == [1, 2, 3, 1, 2]
 

@@ -48,7 +48,7 @@ def test_the_own_text_as_a_naive_search_finds_it(text: list[int], limit: int, cu
     drafter, known = SuffixDrafter(1000), 0
     for cut in [*cuts, len(text)]:
         known = min(known + cut, len(text))
-        drafts = drafter.propose(sequence(text[:known]), limit)
+        drafts = drafter.propose(sequence(text[:known]), limit).tokens
         assert drafts.dtype == np.int32
         assert drafts.tolist() == naive(text[:known], text[:known][-24:], limit, known - 1)[0]
 
@@ -72,11 +72,11 @@ def test_a_corpus_of_which_the_oldest_is_forgotten(texts: list[list[int]], conte
 def test_what_was_answered_before_is_proposed_within_the_namespace_alone() -> None:
     drafter = SuffixDrafter(1000)
     drafter.end(sequence([1, 2, 3, 10, 11, 12, 13, 14], number=1, namespace=b"a", prompt=3))
-    assert drafter.propose(sequence([9, 10, 11], 2, b"a"), 8).tolist() == [12, 13], "as many as match"
-    assert drafter.propose(sequence([9, 10, 11], 3, b"b"), 8).tolist() == []
-    assert drafter.propose(sequence([9, 1, 2], 4, b"a"), 8).tolist() == [], "prompts are not kept"
+    assert drafter.propose(sequence([9, 10, 11], 2, b"a"), 8).tokens.tolist() == [12, 13], "as many as match"
+    assert drafter.propose(sequence([9, 10, 11], 3, b"b"), 8).tokens.tolist() == []
+    assert drafter.propose(sequence([9, 1, 2], 4, b"a"), 8).tokens.tolist() == [], "prompts are not kept"
     drafter.reset()
-    assert drafter.propose(sequence([9, 10, 11], 5, b"a"), 8).tolist() == []
+    assert drafter.propose(sequence([9, 10, 11], 5, b"a"), 8).tokens.tolist() == []
     drafter.end(sequence(range(999), 6))
     assert drafter._kept == 1000
 
@@ -85,14 +85,14 @@ def test_the_most_frequent_continuation_wins_and_among_equals_the_latest() -> No
     drafter = SuffixDrafter(1000)
     for number, last in enumerate([7, 8, 8, 7, 9]):
         drafter.end(sequence([1, 2, last, 5], number, prompt=0))
-    assert drafter.propose(sequence([1, 2], 9), 1).tolist() == [7]
+    assert drafter.propose(sequence([1, 2], 9), 1).tokens.tolist() == [7]
     drafter.end(sequence([1, 2, 8, 5], 10, prompt=0))
-    assert drafter.propose(sequence([1, 2], 11), 1).tolist() == [8]
+    assert drafter.propose(sequence([1, 2], 11), 1).tokens.tolist() == [8]
 
 
 def test_a_loop_goes_on_beyond_what_is_known() -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
-    assert SuffixDrafter(10).propose(sequence(text), 5).tolist() == [3, 1, 2, 3, 1]
+    assert SuffixDrafter(10).propose(sequence(text), 5).tokens.tolist() == [3, 1, 2, 3, 1]
 
 
 def test_no_more_is_kept_than_asked() -> None:

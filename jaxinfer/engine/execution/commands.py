@@ -28,7 +28,8 @@ class DecodeBatch(NamedTuple):
     before the one that this row samples.
 
     ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
-    one is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own.
+    one is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own. ``branches`` tells apart
+    the paths of a slot's drafts (0: the one of its own row); None: there is one.
     """
 
     tokens: Int[Any, " rows"]
@@ -36,6 +37,7 @@ class DecodeBatch(NamedTuple):
     generated: Int[Any, " rows"]
     tables: Int[Any, "groups rows width"]
     owners: Int[Any, " rows"] | None = None
+    branches: Int[Any, " rows"] | None = None
 
 
 class DraftBatch(NamedTuple):
@@ -89,7 +91,8 @@ def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
     rows = engine.rows // engine.microbatches
     none, tables = np.full(rows, -1, np.int32), np.zeros((groups, rows, engine.table_width), np.int32)
     owners = None if engine.speculative is None else np.arange(rows, dtype=np.int32)
-    return DecodeBatch(none, none, none, tables, owners)
+    branches = np.zeros(rows, np.int32) if engine.drafts_trees else None
+    return DecodeBatch(none, none, none, tables, owners, branches)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)

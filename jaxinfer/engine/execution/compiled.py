@@ -244,7 +244,8 @@ class _Work:
     def _decode_batch(self) -> DecodeBatch:
         count = self.engine.rows // self.engine.microbatches
         rows, tables = self._ints(count), self._ints(self.groups, count, self.engine.table_width)
-        return DecodeBatch(rows, rows, rows, tables, None if self.engine.speculative is None else rows)
+        owners, branches = self.engine.speculative is not None, self.engine.drafts_trees
+        return DecodeBatch(rows, rows, rows, tables, rows if owners else None, rows if branches else None)
 
     def _drafted(self) -> jax.ShapeDtypeStruct:
         return self._ints(self.engine.rows // self.engine.microbatches, drafted_width(self.engine))

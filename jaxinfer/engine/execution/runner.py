@@ -226,7 +226,7 @@ class Runner:
         microbatches, rows = self._engine.microbatches, self._rows
         tokens, generated, limits = np.zeros((3, rows), np.int32)
         positions = np.full(rows, -1, np.int32)
-        for sequence, start, drafts in plan.drafts or ():
+        for sequence, start, drafts, *_ in plan.drafts or ():
             row = sequence.slot // microbatches
             tokens[row], positions[row], limits[row] = sequence.tokens[start - 1], start - 1, len(drafts)
             generated[row] = start - 1 - sequence.prefill_end
@@ -282,8 +282,8 @@ class Runner:
         """The rows of a microbatch; those without a plan are idle."""
         microbatches = self._engine.microbatches
         tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
-        sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), ())
-        rows, fed, inputs = np.array(columns, np.int32)
+        sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), (), ())
+        rows, fed, inputs, of_branch = np.array(columns, np.int32)
         positions[rows], tokens[rows] = fed, inputs
         generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
         arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
@@ -295,7 +295,12 @@ class Runner:
         owners[rows] = [sequence.slot // microbatches for sequence in sequences]
         slot_rows = owners[rows] == rows
         self._note(microbatch, rows[slot_rows], arrivals[slot_rows], fed[slot_rows], inputs[slot_rows])
-        return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
+        if not self._engine.drafts_trees:
+            return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
+        slots, branches = owners * microbatches + microbatch, np.zeros(self._rows, np.int32)
+        branches[rows] = of_branch
+        tables = self._tables[:, np.where(branches > 0, branches, slots)]
+        return DecodeBatch(tokens, positions, generated, tables, owners, branches)
 
     def _note(self, microbatch: int, rows: _Column, arrivals: _Column, positions: _Column, inputs: _Column) -> None:
         """Note whose tokens these rows, each its slot's own, will sample.

@@ -156,7 +156,7 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
         hidden, features, pools = stage.tapped(params, x, batch.positions, attend, state.pools)
         logits = gathered_logits(stage.head(params, hidden))
-        drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active)
+        drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         sampled, slot_state = sample(
             logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts
         )

@@ -43,11 +43,14 @@ class DecodePlanner:
 
     # ---- rows
 
-    def plan(self, running: Mapping[int, Sequence], *, alone: bool) -> tuple[list[DecodePlan], int, list[Draft] | None]:
+    def plan(
+        self, running: Mapping[int, Sequence], *, alone: bool, spare: int | None = None
+    ) -> tuple[list[DecodePlan], int, list[Draft] | None]:
         """The rows of a step, how many steps the device may run without the host, and the drafts among the rows.
 
         Args:
             alone: nobody waits, and no prompt is computed in this step.
+            spare: pages that drafts with several paths leave for others; None: they get none.
         """
         rows: list[DecodePlan] = []
         count, members = self._engine.microbatches, self.members(running)
@@ -69,7 +72,7 @@ class DecodePlanner:
         steps = self._steps(rows, alone) if self._engine.multi_step > 1 else 1
         if self._drafts is None:
             return rows, steps, None
-        rows, drafts = self._drafts.add(rows)
+        rows, drafts = self._drafts.add(rows, spare)
         return rows, steps, drafts
 
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:

@@ -6,9 +6,11 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Row
 from typing import NamedTuple
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.branches import BranchPlanner, Tree
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Pairs, PrefillPlan, StepPlan
@@ -43,6 +45,8 @@ class DraftPlanner:
         self._by_head, self._window, self._page = engine.drafts_by_head, engine.feature_window, engine.page_size
         self._from_one_state = engine.drafts_from_one_state
         self._worth = WORTH_OF_A_PASS if self._on_device and not self._from_one_state else WORTH
+        self._paths = engine.speculative_tree
+        self.branches = BranchPlanner(engine, pages)
         self._watched: Draft | None = None  # a guess that was not fed
         self.waits = False
         """Whether the plan that is being made drafts: its sequences wait for the host."""
@@ -67,7 +71,8 @@ class DraftPlanner:
         self._watched = None
         sequence = next(itertools.islice(sequences, self._plans % max(1, count), None), None)
         if sequence is not None and not sequence.prefilling:
-            tokens = self._drafter.propose(self._drafted(sequence), self._allowed(sequence)).tolist()
+            paths = self._drafter.propose(self._drafted(sequence), self._allowed(sequence)).paths(1)
+            tokens = paths[0] if paths else []
             self._watched = Draft(sequence, len(sequence.tokens), tokens) if len(tokens) > 1 else None
 
     def _most_for(self, sequence: Sequence) -> int:
@@ -83,8 +88,9 @@ class DraftPlanner:
 
     # ---- a plan
 
-    def add(self, rows: list[DecodePlan]) -> tuple[list[DecodePlan], list[Draft] | None]:
-        """The rows with those of drafts, which follow their sequence's own in order of position, and the drafts."""
+    def add(self, rows: list[DecodePlan], spare: int | None = None) -> tuple[list[DecodePlan], list[Draft] | None]:
+        """The rows with those of drafts, which follow their sequence's own in order of position, path by path, and the
+        drafts. ``spare``: see `DecodePlanner.plan`."""
         if not self.waits and all(row.position + 1 >= len(row.sequence.tokens) for row in rows):
             return rows, None
         used = {row.row for row in rows}
@@ -92,12 +98,15 @@ class DraftPlanner:
         if not idle:
             return rows, [] if self.waits else None
         wanted = [self._wanted(row, len(idle)) for row in rows]
-        planned, drafts = list[DecodePlan](), list[Draft]()
+        planned, trees = list[DecodePlan](), list[Tree]()
         for row, want, count in zip(rows, wanted, _deal(wanted, len(idle)), strict=True):
             planned.append(row)
             fed = self._feed(row, want.tokens[:count], idle, planned)
             if fed and not want.known:
-                drafts.append(Draft(row.sequence, row.position + 1, fed))
+                trees.append(Tree(Draft(row.sequence, row.position + 1, fed), want.others, want.rate))
+        drafts = [tree.draft for tree in trees]
+        if spare is not None and idle and any(tree.others for tree in trees):
+            planned, drafts = self.branches.add(planned, trees, idle, spare)
         return planned, drafts if self.waits else None
 
     def _wanted(self, row: DecodePlan, idle: int) -> _Wanted:
@@ -112,7 +121,8 @@ class DraftPlanner:
         limit = min(room, self._most_for(sequence)) if self.waits else 0
         if limit <= 0 or (self._by_head and self._unseen(sequence) is None):
             return _Wanted([], 0.0)
-        return _Wanted(self._drafter.propose(self._drafted(sequence), limit).tolist(), sequence.acceptance.rate)
+        paths = self._drafter.propose(self._drafted(sequence), limit).paths(self._paths) or [[]]
+        return _Wanted(paths[0], sequence.acceptance.rate, others=paths[1:])
 
     def _feed(self, row: DecodePlan, tokens: list[int], idle: list[int], planned: list[DecodePlan]) -> list[int]:
         """Plan rows for draft tokens as far as there are pages; which ones."""
@@ -135,7 +145,7 @@ class DraftPlanner:
     def _chunks(self, drafts: Iterable[Draft]) -> list[PrefillPlan]:
         """Chunks that were generated while nothing was drafted."""
         chunks = list[PrefillPlan]()
-        for sequence, start, _ in drafts:
+        for sequence, start, *_ in drafts:
             at, end = max(sequence.drafted, sequence.prefill_end), start - 1
             while at < end:
                 length = min(end - at, self._sizes[-1])
@@ -146,7 +156,7 @@ class DraftPlanner:
 
     def _pairs(self, drafts: Iterable[Draft]) -> list[Pairs]:
         found = list[Pairs]()
-        for sequence, start, _ in drafts:
+        for sequence, start, *_ in drafts:
             unseen = self._unseen(sequence)
             assert unseen is not None
             first, sequence.base = unseen
@@ -182,10 +192,10 @@ class DraftPlanner:
         for draft in plan.drafts or ():
             accepted, failed = draft.outcome()
             draft.sequence.acceptance.note(accepted, failed, self._plans)
-            self._stats.drafted(len(draft.tokens), accepted)
+            self._stats.drafted(draft.size, accepted, max(map(len, draft.paths)))
             if draft.sequence.scheduled >= draft.start and not self._by_head:  # else its pages are gone
                 draft.sequence.drafted = draft.start + accepted
-        drafts = sum(len(draft.tokens) for draft in plan.drafts or ())
+        drafts = sum(draft.rows for draft in plan.drafts or ())
         rows = len(plan.decodes) - drafts
         self._tempo.note(plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
 
@@ -199,11 +209,12 @@ class DraftPlanner:
 
 
 class _Wanted(NamedTuple):
-    """Tokens to feed behind a row, and the share of them that is accepted."""
+    """Tokens to feed behind a row, the share of them that is accepted, and further paths."""
 
     tokens: list[int]
     rate: float
     known: bool = False
+    others: Row[list[int]] = ()
 
 
 def _deal(wanted: list[_Wanted], idle: int) -> list[int]:

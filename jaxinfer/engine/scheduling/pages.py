@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.buckets import Chunk, next_chunk, page_code
@@ -20,6 +20,7 @@ class SequencePages:
 
     def __init__(self, engine: ResolvedEngine, kv: KVManager, classes: Mapping[int, int]) -> None:
         self._kv, self._page, self._sizes = kv, engine.page_size, engine.prefill_sizes
+        self._free_branches = list(range(engine.rows, engine.rows + engine.branches))
         self._relaxed = engine.exactness == "relaxed"
         self._classes = dict.fromkeys(engine.prefill_sizes, 0) if self._relaxed else dict(classes)
 
@@ -109,7 +110,8 @@ class SequencePages:
     def preempt(self, sequence: Sequence, *, swap: bool) -> bool:
         """Take the pages of a sequence that gives way; whether its bytes are kept on the host. Otherwise its pages may
         still be found in the tree when it comes back."""
-        if swap:
+        # The sampler's state is that of the path that wins, whose pages may be a branch's: those swapped might not fit.
+        if swap and not sequence.branches:
             sequence.swapped = self._kv.swap_out(sequence.slot, sequence.scheduled)
         if sequence.swapped is None:
             self._publish(sequence, min(sequence.scheduled, len(sequence.tokens)))
@@ -131,7 +133,46 @@ class SequencePages:
         """Let go of what a running sequence holds; in relaxed mode, what it generated is there for a follow-up turn."""
         if self._relaxed:
             self.publish(sequence)
+        self.drop_branches(sequence)
         self._kv.release(sequence.slot)
+
+    # ---- further paths of a draft
+
+    def branch(self, sequence: Sequence, tokens: int, spare: int) -> int | None:
+        """A slot with the pages of a sequence before its last known token, and fresh ones for that and ``tokens`` more.
+        None: there is none, or ``spare`` pages would not be left."""
+        last = len(sequence.tokens) - 1
+        length = last + 1 + tokens
+        fresh = self._kv.pages_for(length) - last // self._page
+        if not self._free_branches or self._kv.available < fresh + spare:
+            return None
+        slot = self._free_branches[-1]
+        if not self._kv.fork(sequence.slot, slot, last):
+            return None
+        self._kv.extend(slot, length)
+        sequence.branches.append(self._free_branches.pop())
+        return slot
+
+    def adopt(self, sequence: Sequence, slot: int, length: int) -> None:
+        """Go on with the pages of a branch, whose first ``length`` tokens are scheduled."""
+        self._kv.adopt(sequence.slot, slot)
+        sequence.scheduled = length
+        sequence.capacity = self._kv.pages_for(length) * self._page
+
+    def drop_branches(self, sequence: Sequence) -> None:
+        """Let go of a sequence's branches. Their pages are free at once, as those of an end."""
+        for slot in sequence.branches:
+            self._kv.release(slot)
+        self._free_branches += sequence.branches
+        sequence.branches.clear()
+
+    def check(self, running: Iterable[Sequence], branches: int) -> None:
+        """Check that all ``branches`` are free or a running sequence's."""
+        held = sum(len(sequence.branches) for sequence in running)
+        if held + len(self._free_branches) != branches:
+            raise AssertionError(f"{held} branches are held and {len(self._free_branches)} free, of {branches}")
+
+    # ---- swapping, and the prefix cache
 
     def drop(self, sequence: Sequence) -> None:
         """Let go of what a waiting sequence has on the host."""

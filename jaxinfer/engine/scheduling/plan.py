@@ -26,29 +26,58 @@ class DecodePlan(NamedTuple):
 
     ``position`` is the fed token's; ``token`` is -1 where the device sampled it last, and below where a draft model
     drafts it in this very step (`jaxinfer.spec.DeviceDrafter`). ``row`` is that of the sequence's slot in its
-    microbatch, or for a draft token any row that is idle otherwise.
+    microbatch, or for a draft token any row that is idle otherwise. ``branch`` is the slot of the KV cache whose pages
+    it has, where it is of a further path (`Branch`); 0: it has the pages of the sequence.
     """
 
     sequence: Sequence
     row: int
     position: int
     token: int
+    branch: int = 0
+
+
+class Branch(NamedTuple):
+    """A further path of a draft, in pages of its own: those of a ``slot`` of the KV cache behind all that have rows."""
+
+    slot: int
+    tokens: list[int]
 
 
 class Draft(NamedTuple):
-    """Draft tokens that rows of a step are fed, from position ``start`` on; see `DecodePlan` for those below 0."""
+    """Draft tokens that rows of a step are fed, from position ``start`` on; see `DecodePlan` for those below 0. Further
+    paths from there on are ``branches``."""
 
     sequence: Sequence
     start: int
     tokens: list[int]
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def paths(self) -> list[list[int]]:
+        return [self.tokens, *(branch.tokens for branch in self.branches)]
+
+    @property
+    def rows(self) -> int:
+        """Rows that it takes: one for each token of each path, and the last known token's of each branch."""
+        return sum(map(len, self.paths)) + len(self.branches)
+
+    @property
+    def size(self) -> int:
+        """Tokens that are proposed: what paths begin with alike counts once."""
+        if not self.branches:
+            return len(self.tokens)
+        return len({tuple(path[:end]) for path in self.paths for end in range(1, len(path) + 1)})
 
     def outcome(self) -> tuple[int, int]:
-        """How many were accepted, and whether the next one failed (1) or the sequence ended before it (0). To be asked
-        when the step's results are known."""
-        known = self.sequence.tokens[self.start : self.start + len(self.tokens)].tolist()
-        agree = (one == other for one, other in zip(known, self.tokens, strict=False))
-        accepted = sum(itertools.takewhile(bool, agree))
-        return accepted, int(accepted < len(known))
+        """How many behind each other were accepted, and whether what was proposed next failed (1), or nothing was or
+        the sequence ended before it (0). To be asked when the step's results are known."""
+        paths = self.paths
+        known = self.sequence.tokens[self.start : self.start + max(map(len, paths))].tolist()
+        agree = ((one == other for one, other in zip(known, path, strict=False)) for path in paths)
+        accepted = max(sum(itertools.takewhile(bool, each)) for each in agree)
+        goes_on = any(len(path) > accepted and path[:accepted] == known[:accepted] for path in paths)
+        return accepted, int(goes_on and accepted < len(known))
 
 
 class Pairs(NamedTuple):

@@ -11,10 +11,11 @@ import heapq
 import itertools
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
+from jaxinfer.engine.scheduling.branches import RowResult
 from jaxinfer.engine.scheduling.decode import DecodePlanner
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
@@ -194,7 +195,10 @@ class Scheduler:
         emitted: list[Sequence] = []
         last, several = None, result.plan.steps > 1
         delta: SequenceDelta | None = None
-        for row, tokens, logprobs in zip(result.plan.decodes, result.tokens, result.logprobs, strict=True):
+        results: Iterable[RowResult] = zip(result.plan.decodes, result.tokens, result.logprobs, strict=True)
+        if self._drafts is not None:
+            results = self._drafts.branches.settle(result.plan, results)
+        for row, tokens, logprobs in results:
             sequence = row.sequence
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:
@@ -306,7 +310,14 @@ class Scheduler:
             self._batch_runs = self._batch_runs or not (self._prefill.plans or admitted)
             if not self._batch_runs:
                 return [], 1, None
-        return self._decode.plan(self._running, alone=not self._prefill.plans and not len(self._queue))
+        alone = not self._prefill.plans and not len(self._queue)
+        return self._decode.plan(self._running, alone=alone, spare=self._spare() if self._engine.drafts_trees else None)
+
+    def _spare(self) -> int | None:
+        """Pages that drafts with several paths leave for others; None: somebody waits for pages."""
+        if self._free_slots and len(self._queue):
+            return None
+        return sum(other.capacity < other.final_length for other in self._running.values())
 
     # ---- results
 
@@ -373,6 +384,7 @@ class Scheduler:
     def check(self) -> None:
         """Check that slots, pages and sequences are all accounted for."""
         self._kv.check()
+        self._pages.check(self._running.values(), self._engine.branches)
         if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
         alive = {id(s): s for samples in self._requests.values() for s in samples if s.status is not Status.FINISHED}

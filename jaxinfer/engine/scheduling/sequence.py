@@ -50,6 +50,7 @@ class Sequence:
     scheduled: int = 0
     in_flight: int = 0
     sampled: int = -1
+    branches: list[int] = dataclasses.field(default_factory=list)  # KV slots of further paths that are on their way
     drafted: int = 0  # tokens, behind the prompt, up to which the draft model or head has keys and values
     base: int = 0  # position from which a draft head has them: the start of a page
     kept: int = 0  # position from which its slot has kept features, as far as they reach

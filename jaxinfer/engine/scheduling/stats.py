@@ -256,13 +256,14 @@ class StatsRecorder:
         self._counters.prefix_queries += queries
         self._counters.prefix_hits += hits
 
-    def drafted(self, tokens: int, accepted: int) -> None:
-        """Count a draft that was verified, and of its tokens those that turned out to be what the model says."""
+    def drafted(self, tokens: int, accepted: int, depth: int | None = None) -> None:
+        """Count a draft that was verified, and of its tokens those that turned out to be what the model says. At most
+        ``depth`` of them stand behind each other; None: all."""
         self._counters.drafts += 1
         self._counters.draft_tokens += tokens
         self._counters.draft_accepted += accepted
         positions = self._draft_positions
-        positions.extend([0] * (tokens - len(positions)))
+        positions.extend([0] * ((tokens if depth is None else depth) - len(positions)))
         for place in range(accepted):
             positions[place] += 1
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.attack
 LENGTH, QUANTUM, MOST_LIVE = 48, 32, 12
 TENANTS = {"a": 1.0, "b": 1.0, "c": 3.0}  # with their weights
 STAGES = (1, 1, 2, 3, 4)
-DRAFTERS = (None, None, "ngram", "draft_model")
+DRAFTERS = (None, None, "ngram", "draft_model", "trees")
 Choose = Callable[..., Any]  # one of its arguments
 
 
@@ -64,6 +64,17 @@ def draw_config(
         "multi_step": 1 if speculative or stages > 1 else choose(1, 1, 2, 5),
         "pipeline_parallel_size": stages,
         "max_waiting_requests": choose(None, None, 6),
+        **(_draw_trees(choose) if speculative == "trees" else {}),
+    }
+
+
+def _draw_trees(choose: Choose) -> dict[str, Any]:
+    rows, most = choose(2, 6, 12), choose(2, 4)
+    return {
+        "speculative_tree": choose(2, 3, 5),
+        "speculative_adaptive": choose(True, False),
+        "num_speculative_tokens": most,
+        "rows": rows,
     }
 
 

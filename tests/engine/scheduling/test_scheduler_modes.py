@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.scheduling.sequence import Sequence
-from jaxinfer.spec import Drafted
+from jaxinfer.spec import Drafted, Tree
 from tests.engine.fake_device import EOS
 from tests.engine.fake_loop import Loop, eos_request, ids, make_loop, make_request, rows, tokens_of
 
@@ -25,14 +25,14 @@ class Guess:
         self.truth: list[int] = []
         self.ended: list[int] = []
 
-    def propose(self, sequence: Drafted, limit: int) -> np.ndarray:
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
         start = len(sequence.tokens)
         if sequence.number > 1:
-            return np.zeros(0, np.int32)
+            return Tree.chain(np.zeros(0, np.int32))
         assert sequence.tokens.tolist() == self.truth[:start]
         drafts = np.array(self.truth[start : start + limit], np.int32)
         drafts[self.wrong :] = (drafts[self.wrong :] + 1) % EOS
-        return drafts
+        return Tree.chain(drafts)
 
     def end(self, sequence: Drafted) -> None:
         self.ended.append(sequence.number)
