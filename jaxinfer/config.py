@@ -371,7 +371,8 @@ def _require_draft_model(config: EngineConfig) -> None:
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: it has no stages"
     _require(config.pipeline_parallel_size == 1, "speculative", config.speculative, both)
     both = "and speculative = draft_model exclude each other: it says one token behind another, a chain"
-    _require(config.speculative_tree == 1, "speculative_tree", config.speculative_tree, both)
+    trees = config.speculative_tree == 1 or config.drafts_by_head
+    _require(trees, "speculative_tree", config.speculative_tree, both)
     both = "and enable_dp_attention = True exclude each other: it has no experts to share"
     return _require(not config.enable_dp_attention, "speculative", config.speculative, both)
 

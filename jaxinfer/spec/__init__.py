@@ -28,5 +28,5 @@ register(
     lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, config.speculative_tree),
 )
 for method in ("draft_model", *HEADS):
-    register(method, lambda config: DeviceDrafter())
+    register(method, lambda config: DeviceDrafter(config.num_speculative_tokens, config.speculative_tree))
 register("suffix", lambda config: SuffixDrafter(config.suffix_cache_tokens, config.speculative_tree))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -62,18 +62,30 @@ class Bounded:
 class DeviceDrafter:
     """A drafter whose drafts are on the device: it names them, and the step that verifies them takes them from there.
 
-    The token ``-2 - i`` stands for the i-th draft of a sequence, until the step's results are read.
+    The token ``-2 - i`` stands for the i-th draft of a sequence, until the step's results are read. Of several paths
+    each has ``most`` of them.
     """
 
+    def __init__(self, most: int, paths: int = 1) -> None:
+        self._most, self._paths = most, paths
+
     def propose(self, sequence: Drafted, limit: int) -> Tree:
-        """As many as are wanted, in one path."""
-        return Tree.chain(np.arange(-2, -2 - limit, -1, dtype=np.int32))
+        """As many as are wanted, of as many paths as there may be."""
+        if self._paths == 1:
+            return Tree.chain(np.arange(-2, -2 - limit, -1, dtype=np.int32))
+        firsts = range(-2, -2 - self._paths * self._most, -self._most)
+        return Tree.of_paths([list(range(first, first - limit, -1)) for first in firsts])
 
     def end(self, sequence: Drafted) -> None:
         """Nothing is kept."""
 
     def reset(self) -> None:
         """Nothing is kept."""
+
+
+def path_of(names: Sequence[int], most: int) -> int:
+    """The path of `DeviceDrafter` to which names of drafts belong."""
+    return (-2 - names[0]) // most
 
 
 _MAKERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {}

@@ -19,7 +19,7 @@ from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs,
 from tests.engine.fake_device import EOS, VOCAB, Alone, FakeDevice, FakeModel, Launched, position_logprobs
 from tests.spec.trees import TreesOfTruth
 
-register("trees", lambda config: DeviceDrafter())  # `Loop` puts in the one that knows what will be said
+register("trees", lambda config: DeviceDrafter(1))  # `Loop` puts in the one that knows what will be said
 
 SWAP = Costs(swap_page=0.0, prefill_token=1.0, decode_step=1.0)
 RECOMPUTE = Costs(swap_page=1e9, prefill_token=0.0, decode_step=0.0)

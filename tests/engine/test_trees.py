@@ -37,7 +37,7 @@ TREES: dict[str, Any] = {
 }
 Found = dict[tuple[str, int], tuple[list[int], list[PositionLogprobs]]]  # by request and sample
 
-register("forest", lambda config: DeviceDrafter())  # replaced by one that knows what will be said
+register("forest", lambda config: DeviceDrafter(1))  # replaced by one that knows what will be said
 
 
 # ---- who proposes

@@ -18,6 +18,7 @@ from jaxinfer.models.config import ConfigError
 from jaxinfer.models.head import shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
+from jaxinfer.sampling.beams import expand
 from jaxinfer.weights import CheckpointError
 from tests.fakes import random_model
 from tests.models.parity import tokenizer_json
@@ -108,3 +109,50 @@ def test_pickles_are_refused_with_what_converts_them(tmp_path: pathlib.Path) -> 
     (tmp_path / "head/pytorch_model.bin").write_bytes(b"pickled")
     with pytest.raises(CheckpointError, match=r"holds pytorch_model.bin, a pickle, .* tools.oracle.unpickle "):
         describe_head(folder, "eagle3", target)
+
+
+TREES = [name for name in CASES if golden(name).tree]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_paths_are_those_of_eagles_dynamic_tree(name: str, tmp_path: pathlib.Path) -> None:
+    """The nodes that EAGLE-2's search keeps of a depth are the likeliest there: paths of the beam that it expands."""
+    case = golden(name)
+    target = target_of(case, write_head_checkpoint(tmp_path / "head", case))
+    head = load_head(str(tmp_path / "head"), case.method, target, make_mesh())
+    assert case.tree is not None
+    width, parents = case.tree["top_k"], case.tree_answers["tree_mask"].astype(bool)
+    tokens, depths = case.tree_answers["draft_tokens"], case.tree_answers["tree_position_ids"]
+    kept: dict[int, set[tuple[int, ...]]] = {}
+    for node, mask in enumerate(parents):
+        path = sorted(np.flatnonzero(mask), key=lambda at: depths[at])
+        kept.setdefault(int(depths[node]), set()).add(tuple(int(tokens[at]) for at in path[1:]))
+    beams = beams_of(head, target, case, width, max(kept))
+    for depth, nodes in kept.items():
+        if depth:
+            assert len(beams[depth] & nodes) >= min(width, len(nodes)), depth
+
+
+def beams_of(head: Model, target: Model, case: HeadGolden, width: int, depth: int) -> dict[int, set[tuple[int, ...]]]:
+    """The ``width`` likeliest paths of each depth, each computed whole."""
+    module: Any = head.module
+    params = {**head.params, **shared(target.params, head.config)}
+
+    def apply(*operands: Any, method: str | None = None) -> Any:
+        return module.apply({"params": params}, *operands, method=method)
+
+    known, features = jnp.asarray(case.tokens), apply(jnp.asarray(case.features, jnp.float32), method="first")
+    paths: list[tuple[list[int], list[Any]]] = [([], [])]
+    scores, found = jnp.zeros((1, 1)), {}
+    for level in range(1, depth + 1):
+        states = []
+        for path, fed in paths:
+            following = jnp.concatenate([known, jnp.array(path, jnp.int32)])
+            entering = jnp.concatenate([features, *(state[None] for state in fed)])
+            states.append(apply(following, entering, jnp.arange(len(following)), causal_attend, None)[0][-1])
+        logits = apply(jnp.stack(states), method="head")[None]
+        above, tokens, scores = expand(logits, scores, jnp.argmax(logits[:, 0], -1), width)
+        pairs = zip(above[0].tolist(), tokens[0].tolist(), strict=True)
+        paths = [([*paths[parent][0], token], [*paths[parent][1], states[parent]]) for parent, token in pairs]
+        found[level] = {tuple(path) for path, _ in paths}
+    return found

@@ -58,8 +58,9 @@ class HeadBatch(NamedTuple):
     """Pairs of a draft head that it has not seen, and the slots of a microbatch that it drafts for.
 
     A pair is the kept feature of a position (-1: the row is idle) of the slot ``owners``, and the token that follows.
-    Each slot goes on behind the pair in row ``last`` with ``limits`` tokens (0: none), before which ``generated`` were.
-    ``tables`` begin with the page of position ``bases``: what lies before was never computed.
+    Each slot goes on behind the pair in row ``last`` with ``limits`` tokens of each path (0: none), before which
+    ``generated`` were. ``tables`` of paths begin with the page of position ``bases``: what lies before was never
+    computed.
     """
 
     owners: Int[Any, " rows"]
@@ -67,9 +68,9 @@ class HeadBatch(NamedTuple):
     positions: Int[Any, " rows"]
     last: Int[Any, " rows"]
     generated: Int[Any, " rows"]
-    limits: Int[Any, " rows"]
     bases: Int[Any, " rows"]
-    tables: Int[Any, "groups rows width"]
+    limits: Int[Any, "rows paths"]
+    tables: Int[Any, "groups paths rows width"]
 
 
 class PrefillBatch(NamedTuple):

@@ -297,7 +297,8 @@ class _HeadWork(_Work):
 
     def computing(self) -> dict[str, _Job]:
         engine, (params, pools, slots, _, sampler, features) = self.engine, self.arrays
-        programs = HeadPrograms(self.stage, engine.num_speculative_tokens, engine.attention_backend)
+        most, paths = engine.num_speculative_tokens, engine.speculative_tree
+        programs = HeadPrograms(self.stage, most, paths, engine.attention_backend)
         pages = _shardings(pools)
         arguments = (params, slots, sampler, pools, self._head_batch(), features)
         jobs = {"draft": _Job(programs.draft, arguments, 3, (pages, self.replicated), loops=True, batch=4)}
@@ -310,8 +311,9 @@ class _HeadWork(_Work):
 
     def _head_batch(self) -> HeadBatch:
         count = self.engine.rows // self.engine.microbatches
-        groups = self.groups if self.arrays.pools else 0
-        return HeadBatch(*(self._ints(count),) * 7, self._ints(groups, count, self.engine.table_width))
+        groups, paths = self.groups if self.arrays.pools else 0, self.engine.speculative_tree
+        tables = self._ints(groups, paths, count, self.engine.table_width)
+        return HeadBatch(*(self._ints(count),) * 6, self._ints(count, paths), tables)
 
 
 def _of_ranks(job: _Job, mesh: Mesh, shared: int = 0) -> _Job:

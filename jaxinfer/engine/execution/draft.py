@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from jaxinfer.kv.spread import spread
 from jaxinfer.models.head import DraftHead
 from jaxinfer.parallel.mesh import gathered_logits
 from jaxinfer.sampling import DraftRows, SlotParams, SlotState, accepted, guess
+from jaxinfer.sampling.beams import deviations, expand
 from pallas_kernels.choice import Wish
 
 
@@ -75,11 +77,11 @@ class HeadPrograms:
 
     Args:
         stage: the head.
-        most: draft tokens at most.
+        most: draft tokens at most, of each of as many ``paths``.
     """
 
-    def __init__(self, stage: Stage, most: int, backend: Wish = "auto") -> None:
-        self._model, self._most, self._backend = stage.model, most, backend
+    def __init__(self, stage: Stage, most: int, paths: int = 1, backend: Wish = "auto") -> None:
+        self._model, self._most, self._paths, self._backend = stage.model, most, paths, backend
         self._module = cast(DraftHead, stage.model.module)
 
     def prefill(self, params: Any, pools: list[LayerPool], batch: PrefillBatch, features: jax.Array) -> list[LayerPool]:
@@ -101,44 +103,34 @@ class HeadPrograms:
         batch: HeadBatch,
         features: Float[Array, "slots window width"],
     ) -> tuple[list[LayerPool], Int[Array, "slots drafts"]]:
-        """Compute the batch's pairs, then draft behind the newest of each slot."""
+        """Compute the batch's pairs, then draft behind the newest of each slot: path by path."""
         kept = features[batch.owners, batch.positions % features.shape[1]]
+        limits, vocab = batch.limits[:, 0], sampler.counts.shape[1]
 
-        def guessed(logits: jax.Array, step: int | jax.Array) -> jax.Array:
-            logits = fitted(gathered_logits(logits), sampler.counts.shape[1])
-            at, active = batch.positions[batch.last] + 2 + step, step < batch.limits
+        def own(logits: jax.Array, step: int | jax.Array) -> jax.Array:
+            at, active = batch.positions[batch.last] + 2 + step, step < limits
             return guess(logits, slots, sampler, at, batch.generated + step, active)
 
         if not self._module.recurrent:
-            logits = self._apply(params, kept[batch.last], method="guesses")
-            each = [guessed(logits[:, step], step) for step in range(min(self._most, logits.shape[1]))]
-            return pools, jnp.stack(each, axis=1)
-        return self._chain(params, pools, batch, self._apply(params, kept, method="first"), guessed)
-
-    def _chain(
-        self,
-        params: Any,
-        pools: list[LayerPool],
-        batch: HeadBatch,
-        entering: jax.Array,
-        guessed: Callable[[jax.Array, int | jax.Array], jax.Array],
-    ) -> tuple[list[LayerPool], jax.Array]:
-        tables, bases = batch.tables[:, batch.owners], batch.bases[batch.owners]
+            every = self._apply(params, kept[batch.last], method="guesses")[:, : self._most]
+            logits = [fitted(gathered_logits(every[:, step]), vocab) for step in range(every.shape[1])]
+            tokens = jnp.stack([own(each, step) for step, each in enumerate(logits)], axis=1)
+            return pools, self._told(self._deviating(jnp.stack(logits, axis=1), tokens))
+        tables, bases = batch.tables[:, 0, batch.owners], batch.bases[batch.owners]
+        entering = self._apply(params, kept, method="first")
         hidden, pools = self._pass(params, pools, batch.tokens, entering, batch.positions, tables, bases)
-        state = hidden[batch.last]
-        tokens = guessed(self._apply(params, state, method="head"), 0)
-        drafted = jnp.zeros((tokens.shape[0], self._most), jnp.int32).at[:, 0].set(tokens)
+        chain = _Chain(self, params, batch, own, vocab)
+        draft = chain.paths if self._paths > 1 else chain.one
+        pools, drafted = draft(pools, hidden[batch.last])
+        return pools, self._told(drafted)
 
-        def once(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            pools, state, tokens, drafted = carry
-            positions = jnp.where(step < batch.limits, batch.positions[batch.last] + step, -1)
-            state, pools = self._pass(params, pools, tokens, state, positions, batch.tables, batch.bases)
-            tokens = guessed(self._apply(params, state, method="head"), step)
-            return pools, state, tokens, lax.dynamic_update_index_in_dim(drafted, tokens, step, 1)
+    def _deviating(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        return deviations(logits, tokens, self._paths) if self._paths > 1 else tokens[:, None]
 
-        carry = pools, state, tokens, drafted
-        pools, _, _, drafted = lax.fori_loop(1, jnp.max(batch.limits), once, carry)
-        return pools, drafted
+    def _told(self, drafted: Int[Array, "slots paths depth"]) -> Int[Array, "slots drafts"]:
+        """The drafts of a slot side by side, each in as many places as it may have tokens."""
+        short = self._most - drafted.shape[2]
+        return jnp.pad(drafted, ((0, 0), (0, 0), (0, short))).reshape(drafted.shape[0], -1)
 
     def _pass(
         self,
@@ -156,6 +148,80 @@ class HeadPrograms:
         known = jnp.minimum(tokens, self._model.config.vocab_size - 1)
         return cast(tuple[jax.Array, list[LayerPool]], self._apply(params, known, entering, positions, attend, pools))
 
+    def _logits(self, params: Any, states: jax.Array, vocab: int) -> jax.Array:
+        return fitted(gathered_logits(self._apply(params, states, method="head")), vocab)
+
     def _apply(self, params: Any, *operands: Any, method: str | None = None) -> Any:
         apply: Any = self._module.apply
         return apply({"params": params}, *operands, method=method)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chain:
+    """Drafts of a head that is fed its own states, behind the newest pair of each slot.
+
+    Attributes:
+        own: the token that a slot's sampler draws of logits, so many steps behind that pair.
+    """
+
+    programs: HeadPrograms
+    params: Any
+    batch: HeadBatch
+    own: Callable[[jax.Array, int | jax.Array], jax.Array]
+    vocab: int
+
+    def one(self, pools: list[LayerPool], state: jax.Array) -> tuple[list[LayerPool], jax.Array]:
+        """One path: as far as the slot that wants most."""
+        batch, heads, limits = self.batch, self.programs, self.batch.limits[:, 0]
+        tokens = self.own(heads._logits(self.params, state, self.vocab), 0)
+        drafted = jnp.zeros((tokens.shape[0], heads._most), jnp.int32).at[:, 0].set(tokens)
+
+        def once(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            pools, state, tokens, drafted = carry
+            positions = jnp.where(step < limits, batch.positions[batch.last] + step, -1)
+            operands = tokens, state, positions, batch.tables[:, 0], batch.bases
+            state, pools = heads._pass(self.params, pools, *operands)
+            tokens = self.own(heads._logits(self.params, state, self.vocab), step)
+            return pools, state, tokens, lax.dynamic_update_index_in_dim(drafted, tokens, step, 1)
+
+        carry = pools, state, tokens, drafted
+        pools, _, _, drafted = lax.fori_loop(1, jnp.max(limits), once, carry)
+        return pools, drafted[:, None]
+
+    def paths(self, pools: list[LayerPool], state: jax.Array) -> tuple[list[LayerPool], jax.Array]:
+        """Several paths. Each has pages of its own, and is computed there whole at each step: paths change places."""
+        count, most = self.programs._paths, self.programs._most
+        logits = self.programs._logits(self.params, state, self.vocab)
+        slots = jnp.arange(state.shape[0])[:, None]
+        _, tokens, scores = expand(logits[:, None], jnp.zeros((state.shape[0], 1)), self.own(logits, 0), count)
+        drafted = jnp.zeros((state.shape[0], count, most), jnp.int32).at[:, :, 0].set(tokens)
+        entering = jnp.broadcast_to(state[:, None, None], (state.shape[0], count, most, state.shape[1]))
+
+        def once(step: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            pools, entering, drafted, scores = carry
+            states, pools = self._whole(pools, drafted, entering, step)
+            newest = jnp.take_along_axis(states, (step - 1)[None, None, None, None], axis=2)[:, :, 0]
+            logits = self.programs._logits(self.params, newest.reshape(-1, newest.shape[-1]), self.vocab)
+            logits = logits.reshape(*newest.shape[:2], -1)
+            parents, tokens, scores = expand(logits, scores, self.own(logits[:, 0], step), count)
+            entering = lax.dynamic_update_index_in_dim(entering, newest, step, 2)[slots, parents]
+            drafted = lax.dynamic_update_index_in_dim(drafted[slots, parents], tokens, step, 2)
+            return pools, entering, drafted, scores
+
+        pools, _, drafted, _ = lax.fori_loop(1, jnp.max(self.batch.limits), once, (pools, entering, drafted, scores))
+        return pools, drafted
+
+    def _whole(
+        self, pools: list[LayerPool], drafted: jax.Array, entering: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, list[LayerPool]]:
+        """The states of all pairs of the paths, of which each has ``step`` tokens."""
+        batch, shape = self.batch, drafted.shape
+        depth = jnp.arange(shape[2])
+        live = (depth < step) & (step < batch.limits[..., None])
+        positions = jnp.where(live, batch.positions[batch.last][:, None, None] + 1 + depth, -1)
+        by_path = jnp.moveaxis(batch.tables, 1, 2).reshape(-1, shape[0] * shape[1], batch.tables.shape[-1])
+        tables = jnp.repeat(by_path, shape[2], axis=1)
+        bases = jnp.repeat(batch.bases, shape[1] * shape[2])
+        flat = drafted.reshape(-1), entering.reshape(-1, entering.shape[-1]), positions.reshape(-1)
+        states, pools = self.programs._pass(self.params, pools, *flat, tables, bases)
+        return states.reshape(entering.shape), pools

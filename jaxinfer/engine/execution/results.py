@@ -8,23 +8,29 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from jaxinfer.engine.scheduling.plan import DecodePlan, PrefillPlan, StepPlan
+from jaxinfer.engine.scheduling.plan import Branch, DecodePlan, Draft, PrefillPlan, StepPlan
+from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.sampling import Logprobs, Sampled
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
 
 def with_drafted(plan: StepPlan, drafted: Int32[np.ndarray, "rows drafts"]) -> StepPlan:
     """The plan with the tokens that a draft model drafted, by the row of each slot, in the places of their names."""
-    own = {draft.sequence: draft for draft in plan.drafts or ()}
+    own = {draft.sequence for draft in plan.drafts or ()}
     rows = {row.sequence: row.row for row in reversed(plan.decodes) if row.sequence in own}
-    found = {sequence: drafted[rows[sequence], : len(draft.tokens)].tolist() for sequence, draft in own.items()}
+    found = {sequence: drafted[row].tolist() for sequence, row in rows.items()}
 
-    def known(row: DecodePlan) -> DecodePlan:
-        return row._replace(token=found[row.sequence][-2 - row.token]) if row.token < -1 else row
+    def known(sequence: Sample, token: int) -> int:
+        return found[sequence][-2 - token] if token < -1 else token
 
-    decodes = [known(row) for row in plan.decodes]
-    drafts = [draft._replace(tokens=found[draft.sequence]) for draft in plan.drafts or ()]
-    return dataclasses.replace(plan, decodes=decodes, drafts=drafts)
+    def told(draft: Draft) -> Draft:
+        sequence = draft.sequence
+        tokens = [known(sequence, token) for token in draft.tokens]
+        branches = (Branch(slot, [known(sequence, token) for token in path]) for slot, path in draft.branches)
+        return draft._replace(tokens=tokens, branches=tuple(branches))
+
+    decodes = [row._replace(token=known(row.sequence, row.token)) for row in plan.decodes]
+    return dataclasses.replace(plan, decodes=decodes, drafts=[told(draft) for draft in plan.drafts or ()])
 
 
 def wants_logprobs(rows: Sequence[DecodePlan]) -> bool:

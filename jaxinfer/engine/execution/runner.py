@@ -28,6 +28,7 @@ from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits
+from jaxinfer.spec.drafter import path_of
 
 _Column = Integer[np.ndarray, " planned"]
 
@@ -250,21 +251,22 @@ class Runner:
 
     def _head_batch(self, plan: StepPlan, pairs: Sequence[tuple[Sample, int]]) -> HeadBatch:
         """The pairs at these positions, one a row; drafts behind those that are the newest of their sequences."""
-        microbatches, limits_of = self._engine.microbatches, {draft.sequence: draft for draft in plan.drafts or ()}
-        owners, tokens, last, generated, limits, bases = np.zeros((6, self._rows), np.int32)
-        positions = np.full(self._rows, -1, np.int32)
-        tables = self._tables[:, plan.microbatch : self._engine.rows : microbatches].copy()
+        engine, drafts = self._engine, {draft.sequence: draft for draft in plan.drafts or ()}
+        owners, tokens, last, generated, bases = np.zeros((5, self._rows), np.int32)
+        positions, limits = np.full(self._rows, -1, np.int32), np.zeros((self._rows, engine.speculative_tree), np.int32)
+        tables = np.zeros((self._groups, engine.speculative_tree, self._rows, engine.table_width), np.int32)
         for row, (sequence, at) in enumerate(pairs):
-            slot = sequence.slot // microbatches
+            slot, draft = sequence.slot // engine.microbatches, drafts[sequence]
             owners[row], tokens[row], positions[row], bases[slot] = slot, sequence.tokens[at + 1], at, sequence.base
-            first = sequence.base // self._engine.page_size
-            if first:
-                tables[:, slot, : tables.shape[2] - first] = self._tables[:, sequence.slot, first:]
-            draft = limits_of[sequence]
             if at == draft.start - 2:
-                last[slot], limits[slot], generated[slot] = row, len(draft.tokens), at + 1 - sequence.prefill_end
-        tables = tables[:0] if self._engine.drafts_from_one_state else tables
-        return HeadBatch(owners, tokens, positions, last, generated, limits, bases, tables)
+                last[slot], generated[slot] = row, at + 1 - sequence.prefill_end
+            first = sequence.base // engine.page_size
+            for path, (kv_slot, names) in enumerate([(sequence.slot, draft.tokens), *draft.branches]):
+                place = path_of(names, engine.num_speculative_tokens) if path else 0
+                tables[:, place, slot, : engine.table_width - first] = self._tables[:, kv_slot, first:]
+                limits[slot, place] = len(names) if at == draft.start - 2 else 0
+        tables = tables[:0] if engine.drafts_from_one_state else tables
+        return HeadBatch(owners, tokens, positions, last, generated, bases, limits, tables)
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
         if self._engine.speculative is not None:

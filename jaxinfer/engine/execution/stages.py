@@ -107,8 +107,8 @@ def unshared(draft: Model) -> Model:
 
 
 def drafted_width(engine: ResolvedEngine) -> int:
-    """Tokens of each slot that a program on the device drafts: a draft model's last one is no draft."""
-    return engine.num_speculative_tokens + (not engine.drafts_by_head)
+    """Tokens of each slot that a program on the device drafts, all paths together: a draft model's last is no draft."""
+    return engine.num_speculative_tokens * engine.speculative_tree + (not engine.drafts_by_head)
 
 
 def _whole(model: Model) -> Stage:

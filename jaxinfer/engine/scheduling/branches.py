@@ -84,6 +84,8 @@ class BranchPlanner:
             if row.sequence in drafts:
                 sampled.setdefault((row.sequence, row.branch), []).append(tokens[0])
         won = {sequence: self._settle(draft, sampled) for sequence, draft in drafts.items()}
+        for sequence, start, _ in plan.pairs:  # a draft head has seen these in the main path's pages alone
+            sequence.drafted = start if won.get(sequence) else sequence.drafted
         return _counting(rows, drafts, won)
 
     def _settle(self, draft: Draft, sampled: dict[tuple[Sequence, int], list[int]]) -> int:
