@@ -22,6 +22,7 @@ STOREY = {
     "types": 0,
     "names": 0,
     "version": 0,
+    "speculative": 0,
     "protos": 0,  # generated from protos/
     "gguf": 0,
     "client": 1,
@@ -40,6 +41,7 @@ STOREY = {
     "engine": 7,
     "serve": 8,
     "edited": 8,
+    "heads": 8,
     "families": 8,
     "progress": 8,
     # the doors, in the order in which they open one another
@@ -109,6 +111,7 @@ THIRD_PARTY = {
     "v1": set[str](),
     "client": WIRE,
     "config": set[str](),
+    "speculative": set[str](),
     "names": set[str](),
     "version": set[str](),
     "validate": set[str](),
@@ -128,6 +131,7 @@ NO_JAX = (
     "jaxinfer.sampling_params",
     "jaxinfer.types",
     "jaxinfer.config",
+    "jaxinfer.speculative",
     "jaxinfer.validate",
     "jaxinfer.gguf",
     "jaxinfer.planner",

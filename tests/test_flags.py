@@ -47,6 +47,7 @@ EVERY = {
     "speculative": (["--speculative", "ngram"], "ngram"),
     "speculative_model": (["--speculative-model", "folder"], "folder"),
     "num_speculative_tokens": (["--num-speculative-tokens", "2"], 2),
+    "speculative_tree": (["--speculative-tree", "3"], 3),
     "prompt_lookup_min": (["--prompt-lookup-min", "1"], 1),
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
     "speculative_adaptive": (["--speculative-adaptive", "off"], False),

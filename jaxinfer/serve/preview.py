@@ -6,9 +6,9 @@ import json
 import pathlib
 from typing import Any
 
-from jaxinfer.config import other_vocabulary
 from jaxinfer.names import demo_folder, draft_of, no_model
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
+from jaxinfer.speculative import other_vocabulary
 
 _MOST_BYTES = 1 << 20
 _CONTEXT = ("max_position_embeddings", "n_positions")

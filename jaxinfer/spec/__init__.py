@@ -1,11 +1,11 @@
 """Speculation: guesses at what a sequence goes on with, for the engine to verify. No jax."""
 
-from jaxinfer.config import HEADS
 from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
 from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
 from jaxinfer.spec.suffix import SuffixDrafter
 from jaxinfer.spec.tree import Tree
+from jaxinfer.speculative import HEADS
 
 __all__ = [
     "WORTH",

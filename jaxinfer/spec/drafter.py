@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from jaxinfer.config import EngineConfigError, SpeculativeConfig
+from jaxinfer.config import EngineConfigError
 from jaxinfer.spec.tree import Tree
+from jaxinfer.speculative import SpeculativeConfig
 
 
 class Drafted(NamedTuple):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxinfer.config import EngineConfigError, SpeculativeConfig
+from jaxinfer.config import EngineConfigError
 from jaxinfer.spec import Bounded, Drafted, NgramDrafter, SuffixDrafter, Tree, drafter, make_drafter, register
+from jaxinfer.speculative import SpeculativeConfig
 
 
 def test_drafters_by_name() -> None:
@@ -43,5 +44,5 @@ def test_what_cannot_be_fed_is_cut(said: tuple[int, ...], fed: list[int]) -> Non
 
 
 def test_an_unknown_one_is_refused_with_the_names() -> None:
-    with pytest.raises(EngineConfigError, match="speculative = eagle must be one of None, ngram, draft_model, suffix"):
-        make_drafter(SpeculativeConfig(speculative="eagle"))
+    with pytest.raises(EngineConfigError, match="speculative = eagle4 must be one of None, ngram, draft_model, medusa, eagle, eagle3, mtp, suffix"):
+        make_drafter(SpeculativeConfig(speculative="eagle4"))

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 
-from jaxinfer.config import HEADS
+from jaxinfer.speculative import HEADS
 from jaxinfer.types import KV_CACHE_DTYPES
 from pallas_kernels.check.plugins import ROOT, PluginsMissing, default_folder, environment, require_plugins
 from tools.check_programs.rules import of_partitioner

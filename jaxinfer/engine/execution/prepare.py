@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, other_vocabulary, resolve
+from jaxinfer.config import EngineConfig, EngineConfigError, ResolvedEngine, resolve
 from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
@@ -18,6 +18,7 @@ from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
+from jaxinfer.speculative import other_vocabulary
 
 
 class Prepared(NamedTuple):
