@@ -72,7 +72,10 @@ def test_turns_are_what_drafting_computes(target: Model, texts: Texts, count: in
     features, _ = states(target, head, rows)
     module: Any = head.module
     bound = {"params": {**head.params, **shared(target.params, head.config)}}
-    entering, positions = module.apply(bound, features, method="first"), jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
+    entering, positions = (
+        module.apply(bound, features, method="first"),
+        jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)),
+    )
     got = guessed(head, own(head), target, rows, 4)
     for turn, (ours, _) in enumerate(got):
         left, _ = module.apply(bound, jnp.roll(rows, -1, axis=1), entering, positions, causal_attend, None)

@@ -26,13 +26,11 @@ class Acceptance:
 def engine(target: str, method: str, head: str, longest: int) -> LLM:
     """An engine of float32 that drafts at every step."""
     settings: dict[str, Any] = {"max_num_seqs": TOGETHER * (1 + DRAFTS), "max_model_len": longest}
-    drafts = {"speculative": method, "speculative_model": head, "num_speculative_tokens": DRAFTS}
+    drafts: dict[str, Any] = {"speculative": method, "speculative_model": head, "num_speculative_tokens": DRAFTS}
     return LLM(target, "float32", speculative_adaptive=False, show_progress=False, **settings, **drafts)
 
 
-def acceptance(
-    llm: LLM, prompts: Sequence[str] | Sequence[list[int]], temperature: float, tokens: int = 128
-) -> Acceptance:
+def acceptance(llm: LLM, prompts: Sequence[list[int]], temperature: float, tokens: int = 128) -> Acceptance:
     """Measure answers of so many tokens to ``prompts``."""
     before = llm.engine.stats()
     for at in range(0, len(prompts), TOGETHER):

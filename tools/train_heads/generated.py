@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -78,7 +79,7 @@ def _generate(
     target: Model, data: Corpus, text: Text, seed: int, say: Callable[[str], None]
 ) -> dict[float, Int[np.ndarray, "rows length"]]:
     rows = min(ROWS, max(count for _, count in text.counts))
-    settings = {"max_num_seqs": rows, "max_model_len": text.length, "enable_prefix_caching": False}
+    settings: dict[str, Any] = {"max_num_seqs": rows, "max_model_len": text.length, "enable_prefix_caching": False}
     found = {}
     with LLM(target.replace(draft=None), show_progress=False, **settings) as llm:
         for place, (temperature, count) in enumerate(text.counts):

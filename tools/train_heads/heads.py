@@ -92,7 +92,7 @@ def write(folder: pathlib.Path, recipe: HeadRecipe, head: Model, params: Tree, t
 
 
 def _vocabulary(head: Model) -> dict[str, np.ndarray]:
-    """``d2t``, what is added to each id of the head to make it the model's, and ``t2d``, which of the model's it has."""
+    """``d2t``, what is added to each id of the head to make it the model's, and ``t2d``: which it has."""
     known = np.asarray(head.params.get(MAP, np.arange(head.config.vocab_size))) >= 0
     tokens = np.flatnonzero(known)
     return {"d2t": tokens - np.arange(len(tokens)), "t2d": known}

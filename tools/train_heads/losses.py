@@ -40,7 +40,7 @@ def guessed(head: Model, params: Tree, target: Model, tokens: Int[Array, "rows t
     """What the head guesses behind every position of ``tokens``, if all that it guessed before came true."""
     features, logits = states(target, head, tokens)
     theirs = _logprobs(logits[:, 1:], head)
-    if head.module.recurrent:  # type: ignore[attr-defined]
+    if head.module.recurrent:
         return _in_turns(head, params, target, tokens, features, theirs, count)
     all_guesses: Any = head.module.apply({"params": params}, features, method="guesses")
     ahead = [theirs[:, place:] for place in range(count)]
@@ -83,11 +83,11 @@ def turn_attend(turn: int) -> Attend:
     def attend(
         q: Float[Array, "rows time heads head_dim"],
         k: Float[Array, "rows time kv_heads head_dim"],
-        v: Float[Array, "rows time kv_heads head_dim"],
+        v: Float[Array, "rows time kv_heads head_dim"] | None,
         cache: Any,
         layer: LayerSpec,
         scale: float,
-        sinks: None = None,
+        sinks: Float[Array, " heads"] | None = None,
     ) -> tuple[Float[Array, "rows time heads head_dim"], Any]:
         del layer, sinks
         made = (*cache, (k, v))
@@ -128,8 +128,8 @@ def _nats(ours: Float[Array, "... n"], theirs: Float[Array, "... n"]) -> Float[A
 
 
 def measure(head: Model, params: Tree, target: Model, tokens: jax.Array, count: int) -> jax.Array:
-    """Means over all places by guess, [3, guesses]: the cross-entropy (nats), how often the head's likeliest token is the
-    target's (of those that the head may say), and the probability that draws of both agree."""
+    """Means over all places by guess, [3, guesses]: the cross-entropy (nats), how often the likeliest token of those
+    that the head may say is the target's, and the probability that draws of both agree."""
     found = []
     for ours, theirs in guessed(head, params, target, tokens, count):
         same = (jnp.argmax(ours, -1) == jnp.argmax(theirs, -1)).mean()

@@ -38,13 +38,11 @@ class HeadRecipe:
     join_every: int = 5
     weight_decay: float = 0.01
     eval_every: int = 100
-    text: Text = Text()
+    text: Text = dataclasses.field(default_factory=Text)
 
 
 MEDUSA = HeadRecipe("medusa", guesses=3, steps=500, learning_rate=1e-3)
-EAGLE3 = HeadRecipe(
-    "eagle3", guesses=4, steps=400, decay=200, learning_rate=2e-3, intermediate=512, draft_vocab=1152
-)
+EAGLE3 = HeadRecipe("eagle3", guesses=4, steps=600, learning_rate=2e-3, intermediate=512, draft_vocab=1152)
 RECIPES = {recipe.method: recipe for recipe in (MEDUSA, EAGLE3)}
 
 

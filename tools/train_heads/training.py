@@ -67,7 +67,10 @@ def optimizer(recipe: HeadRecipe) -> optax.GradientTransformation:
     border = max(recipe.warmup, recipe.steps - recipe.decay)
     rate = optax.join_schedules([rises, optax.constant_schedule(peak), falls], [recipe.warmup, border])
     decaying = optax.adamw(
-        rate, b2=0.99, weight_decay=recipe.weight_decay, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+        rate,
+        b2=0.99,
+        weight_decay=recipe.weight_decay,
+        mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
     )
     return optax.chain(optax.clip_by_global_norm(1.0), decaying)
 
@@ -81,7 +84,7 @@ def train(
     file: pathlib.Path,
     say: Callable[[str], None],
 ) -> Progress:
-    """Train ``head`` by ``recipe``, or go on from ``file``. The best parameters are those of the least held-out loss."""
+    """Train ``head`` by ``recipe``, or go on from ``file``. The best parameters have the least held-out loss."""
     params = {name: value for name, value in head.params.items() if name != MAP}
     update = optimizer(recipe)
     progress = Progress(0, params, update.init(params), params, np.inf, 0.0)
