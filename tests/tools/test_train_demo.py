@@ -89,6 +89,16 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(data, tmp_path):
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), parts.params, whole.params)))
 
 
+def test_first_weights_have_a_variance_of_one_by_their_inputs():
+    layer = build(dataclasses.replace(TINY, hidden=64, intermediate=48), 0).params["layers_0"]
+    inputs = {"qkv": 64, "out": 64, "gate_up": 64, "down": 48}
+    matrices = {**layer["attention"], **layer["mlp"]}
+    assert matrices.keys() == inputs.keys()
+    for name, size in inputs.items():
+        residual = 2**-0.5 if name in ("out", "down") else 1.0
+        assert float(matrices[name].std()) == pytest.approx(residual * size**-0.5, rel=0.1), name
+
+
 def test_another_recipe_does_not_go_on_from_this_ones_checkpoint():
     other = dataclasses.replace(TINY, weight_decay=0.2)
     assert len({tool.checkpoint_name(TINY, 0), tool.checkpoint_name(TINY, 1), tool.checkpoint_name(other, 0)}) == 3

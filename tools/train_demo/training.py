@@ -44,7 +44,8 @@ def initial_params(specs: Tree, seed: int, layers: int) -> Tree:
         name = path[-1].key
         if spec.init == "ones":
             return jnp.ones(spec.shape)
-        scale = 0.04 if name == "table" else spec.shape[0] ** -0.5 * (residual if name in ("out", "down") else 1.0)
+        fan_in = spec.shape[spec.inputs or 0]
+        scale = 0.04 if name == "table" else fan_in**-0.5 * (residual if name in ("out", "down") else 1.0)
         return scale * jax.random.normal(key, spec.shape)
 
     made = [one(path, spec, key) for (path, spec), key in zip(leaves, keys, strict=True)]

@@ -1,0 +1,125 @@
+"""Train draft heads for a model, or measure them: see `docs/demo_model.md`.
+
+The model's tokenizer has the demo model's special tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks.speculation import KINDS
+from jaxinfer.loading import load_model, model_folder
+from jaxinfer.names import DEMO_FOLDERS
+from tools.train_demo import corpus
+from tools.train_heads import heads
+from tools.train_heads.evaluate import TEMPERATURES, acceptance, engine
+from tools.train_heads.generated import generated, prompts
+from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
+from tools.train_heads.training import Texts, train
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+PROMPTS, PROMPT_TOKENS = 24, 96  # held-out prompts that are measured, and the longest of them
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.train_heads", description=__doc__)
+    parser.add_argument("--method", choices=sorted(RECIPES), help="one kind of heads (default: all)")
+    parser.add_argument("--target", default="demo", help="the model that they draft for (default demo)")
+    parser.add_argument("--out", type=pathlib.Path, default=REPO / "jaxinfer" / "demo", help="gets medusa/ and eagle3/")
+    parser.add_argument("--data", type=pathlib.Path, default=REPO.parent / "shared" / "data", help="the data folder")
+    parser.add_argument(
+        "--work-dir",
+        type=pathlib.Path,
+        default=pathlib.Path.home() / ".cache" / "jaxinfer" / "train_heads",
+        help="what the model wrote, and checkpoints, from which an interrupted run goes on",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="in place of the recipe's")
+    parser.add_argument("--quick", action="store_true", help="a few steps of tiny heads: does the tool work?")
+    parser.add_argument("--evaluate", action="store_true", help="train nothing, measure what --out holds")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        split = corpus.Split.of(corpus.read_text(args.data))
+    except FileNotFoundError as error:
+        print(f"--data {args.data}: {error.filename} is missing", file=sys.stderr)
+        return 2
+    for method in RECIPES if args.method is None else [args.method]:
+        if args.evaluate:
+            _say(json.dumps({method: measure(method, split, args)}, indent=2))
+        else:
+            train_one(recipe_of(method, args), split, args)
+    return 0
+
+
+def recipe_of(method: str, args: argparse.Namespace) -> HeadRecipe:
+    recipe = quick(RECIPES[method]) if args.quick else RECIPES[method]
+    if args.steps is None:
+        return recipe
+    return dataclasses.replace(recipe, steps=args.steps, decay=min(recipe.decay, args.steps // 2))
+
+
+def train_one(recipe: HeadRecipe, split: corpus.Split, args: argparse.Namespace) -> None:
+    """Train (or go on), and write the best parameters to ``--out``."""
+    target = load_model(args.target, "float32", show_progress=False)
+    learnt = corpus.corpus(tokenizer_of(args.target), split.train)
+    rows = generated(target, learnt, recipe.text, args.seed, args.work_dir, _say)
+    texts = Texts.of(rows, recipe.text.held_out, learnt)
+    vocab = target.config.vocab_size
+    tokens = heads.most_frequent(texts.written, vocab, recipe.draft_vocab)
+    head = heads.build(recipe, target, tokens, args.seed)
+    _say(f"{recipe.method}: {recipe.steps} steps on {jax.devices()[0].device_kind}, seed {args.seed}")
+    if recipe.method == "eagle3":
+        share = np.isin(texts.written, tokens).mean()
+        _say(f"{recipe.method}: {len(tokens)} of {vocab} tokens are {share:.1%} of what the target writes")
+    file = args.work_dir / checkpoint_name(recipe, args.seed, args.target)
+    progress = train(head, target, recipe, texts, args.seed, file, _say)
+    heads.write(args.out / folder_name(recipe.method), recipe, head, progress.best, target)
+
+
+def checkpoint_name(recipe: HeadRecipe, seed: int, target: str) -> str:
+    """Another recipe, seed or target has another file, so that no run goes on from what it would not have done."""
+    return f"{recipe.method}-{zlib.crc32(repr((recipe, seed, target)).encode()):08x}.npz"
+
+
+def folder_name(method: str) -> str:
+    """Where a head of the demo model belongs."""
+    return DEMO_FOLDERS[f"demo-{method}"]
+
+
+def tokenizer_of(target: str) -> Tokenizer:
+    return Tokenizer.from_file(str(model_folder(target) / "tokenizer.json"))
+
+
+def measure(method: str, split: corpus.Split, args: argparse.Namespace) -> dict[str, Any]:
+    """Acceptance of the stored head behind prompts of the validation part, and behind those of the benchmark."""
+    unseen = corpus.corpus(tokenizer_of(args.target), split.validation)
+    known = [target.encode(text).ids for target in [tokenizer_of(args.target)] for text in KINDS["own kind"]]
+    kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": known}
+    with engine(args.target, method, str(args.out / folder_name(method)), 256) as llm:
+        return {
+            kind: {str(heat): dataclasses.asdict(acceptance(llm, starts, heat)) for heat in TEMPERATURES}
+            for kind, starts in kinds.items()
+        }
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
