@@ -121,7 +121,9 @@ class DraftPlanner:
         limit = min(room, self._most_for(sequence)) if self.waits else 0
         if limit <= 0 or (self._by_head and self._unseen(sequence) is None):
             return _Wanted([], 0.0)
-        paths = self._drafter.propose(self._drafted(sequence), limit).paths(self._paths) or [[]]
+        # Paths that are accepted by other rules than the draw's may contradict one another.
+        most = 1 if sequence.params.typical else self._paths
+        paths = self._drafter.propose(self._drafted(sequence), limit).paths(most) or [[]]
         return _Wanted(paths[0], sequence.acceptance.rate, others=paths[1:])
 
     def _feed(self, row: DecodePlan, tokens: list[int], idle: list[int], planned: list[DecodePlan]) -> list[int]:

@@ -1,10 +1,11 @@
-"""A draft model is spread over devices as its model is, and its pages lie where the model's do."""
+"""Draft models and heads are spread over devices as their model is, and their pages lie where the model's do."""
 
 import pytest
 
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
+from tests.fakes import random_head
 from tests.parallel.devices.test_tensor import SETTINGS, TIGHT, model_of
 
 DRAFTS = {"speculative": "draft_model", "speculative_adaptive": False, "num_speculative_tokens": 3}
@@ -35,3 +36,24 @@ def test_it_says_what_the_model_says(name):
     assert compilations.count == 0
     assert stats.draft_tokens > 20
     assert stats.draft_accepted > 0.98 * stats.draft_tokens
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+@pytest.mark.parametrize("name", PLACES)
+def test_heads_change_no_bit(name, method):
+    kind, axes = PLACES[name]
+    model = model_of(kind)
+    settings = {**SETTINGS, "num_pages": TIGHT, "max_num_seqs": 8, **axes}
+    prompts = [[(7 * number + place * place) % 90 for place in range(3 + 9 * number)] for number in range(6)]
+    params = [
+        SamplingParams(temperature=number % 2, seed=number, max_tokens=20, logprobs=2, ignore_eos=True)
+        for number in range(len(prompts))
+    ]
+    want = LLM(model, **settings).generate(prompts, params)
+    llm = LLM(model.replace(draft=random_head(method, model)), **settings, **{**DRAFTS, "speculative": method})
+    with count_compilations() as compilations:
+        got = llm.generate(prompts, params)
+    llm.engine.check()
+    assert [each.outputs for each in got] == [each.outputs for each in want]
+    assert compilations.count == 0
+    assert llm.engine.stats().draft_tokens > 20
