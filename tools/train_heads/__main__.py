@@ -24,7 +24,7 @@ from jaxinfer.names import DEMO_FOLDERS
 from tools.train_demo import corpus
 from tools.train_heads import heads
 from tools.train_heads.evaluate import TEMPERATURES, acceptance, engine
-from tools.train_heads.generated import generated, prompts
+from tools.train_heads.generated import generated, identity, prompts
 from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
 from tools.train_heads.training import Texts, train
 
@@ -86,7 +86,7 @@ def train_one(recipe: HeadRecipe, split: corpus.Split, args: argparse.Namespace)
     if recipe.method == "eagle3":
         share = np.isin(texts.written, tokens).mean()
         _say(f"{recipe.method}: {len(tokens)} of {vocab} tokens are {share:.1%} of what the target writes")
-    file = args.work_dir / checkpoint_name(recipe, args.seed, args.target)
+    file = args.work_dir / checkpoint_name(recipe, args.seed, identity(target))
     progress = train(head, target, recipe, texts, args.seed, file, _say)
     heads.write(args.out / folder_name(recipe.method), recipe, head, progress.best, target)
 
