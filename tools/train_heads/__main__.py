@@ -18,12 +18,11 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.speculation import KINDS
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.names import DEMO_FOLDERS
 from tools.train_demo import corpus
 from tools.train_heads import heads
-from tools.train_heads.evaluate import TEMPERATURES, acceptance, engine
+from tools.train_heads.evaluate import SPEAKERS, TEMPERATURES, acceptance, engine
 from tools.train_heads.generated import generated, identity, prompts
 from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
 from tools.train_heads.training import Texts, train
@@ -108,8 +107,8 @@ def tokenizer_of(target: str) -> Tokenizer:
 def measure(method: str, split: corpus.Split, args: argparse.Namespace) -> dict[str, Any]:
     """Acceptance of the stored head behind prompts of the validation part, and behind those of the benchmark."""
     unseen = corpus.corpus(tokenizer_of(args.target), split.validation)
-    known = [target.encode(text).ids for target in [tokenizer_of(args.target)] for text in KINDS["own kind"]]
-    kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": known}
+    named = [unseen.tokenizer.encode(f"{name}:").ids for name in SPEAKERS]
+    kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": named}
     with engine(args.target, method, str(args.out / folder_name(method)), 256) as llm:
         return {
             kind: {str(heat): dataclasses.asdict(acceptance(llm, starts, heat)) for heat in TEMPERATURES}
