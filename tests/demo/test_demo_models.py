@@ -137,8 +137,8 @@ def test_heads_load_and_are_finite(method):
     assert stored["dtype"] == "bfloat16"
 
 
-# Measured: MEASURED. One that says the same token always comes to 1.05.
-@pytest.mark.parametrize(("method", "floor"), [("medusa", 1.0), ("eagle3", 1.0)])
+# Measured: 1.82 and 3.41; 2.49 where features are in the wrong order.
+@pytest.mark.parametrize(("method", "floor"), [("medusa", 1.6), ("eagle3", 3.0)])
 def test_heads_guess_what_the_model_says(method, floor):
     settings = {"max_num_seqs": 20, "max_model_len": 128, "num_speculative_tokens": 4, "speculative_adaptive": False}
     with jaxinfer.LLM(demo("demo"), speculative=method, show_progress=False, **settings) as llm:

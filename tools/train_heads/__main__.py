@@ -18,13 +18,12 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.speculation import KINDS
 from jaxinfer.loading import load_model, model_folder
 from jaxinfer.names import DEMO_FOLDERS
 from tools.train_demo import corpus
 from tools.train_heads import heads
-from tools.train_heads.evaluate import TEMPERATURES, acceptance, engine
-from tools.train_heads.generated import generated, prompts
+from tools.train_heads.evaluate import SPEAKERS, TEMPERATURES, acceptance, engine
+from tools.train_heads.generated import generated, identity, prompts
 from tools.train_heads.recipes import RECIPES, HeadRecipe, quick
 from tools.train_heads.training import Texts, train
 
@@ -86,7 +85,7 @@ def train_one(recipe: HeadRecipe, split: corpus.Split, args: argparse.Namespace)
     if recipe.method == "eagle3":
         share = np.isin(texts.written, tokens).mean()
         _say(f"{recipe.method}: {len(tokens)} of {vocab} tokens are {share:.1%} of what the target writes")
-    file = args.work_dir / checkpoint_name(recipe, args.seed, args.target)
+    file = args.work_dir / checkpoint_name(recipe, args.seed, identity(target))
     progress = train(head, target, recipe, texts, args.seed, file, _say)
     heads.write(args.out / folder_name(recipe.method), recipe, head, progress.best, target)
 
@@ -108,8 +107,8 @@ def tokenizer_of(target: str) -> Tokenizer:
 def measure(method: str, split: corpus.Split, args: argparse.Namespace) -> dict[str, Any]:
     """Acceptance of the stored head behind prompts of the validation part, and behind those of the benchmark."""
     unseen = corpus.corpus(tokenizer_of(args.target), split.validation)
-    known = [target.encode(text).ids for target in [tokenizer_of(args.target)] for text in KINDS["own kind"]]
-    kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": known}
+    named = [unseen.tokenizer.encode(f"{name}:").ids for name in SPEAKERS]
+    kinds = {"held out": prompts(unseen, args.seed, PROMPTS, PROMPT_TOKENS), "benchmark": named}
     with engine(args.target, method, str(args.out / folder_name(method)), 256) as llm:
         return {
             kind: {str(heat): dataclasses.asdict(acceptance(llm, starts, heat)) for heat in TEMPERATURES}

@@ -12,6 +12,10 @@ from jaxinfer.sampling_params import SamplingParams
 DRAFTS = 4  # tokens of a draft
 TOGETHER = 8  # sequences at once, each with rows for a whole draft
 TEMPERATURES = (0.0, 0.7, 1.0)
+SPEAKERS = (
+    *("ROMEO", "JULIET", "KING RICHARD III", "DUKE OF YORK"),
+    *("First Citizen", "HAMLET", "CLIFFORD", "MENENIUS"),
+)  # whose names are the prompts of benchmarks/speculation.py
 
 
 @dataclasses.dataclass(frozen=True)

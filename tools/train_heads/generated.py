@@ -60,16 +60,23 @@ def _chat(data: Corpus, rng: np.random.Generator) -> list[int]:
     return data.tokenizer.encode(f"{system}{USER}{question}{EOS}{ASSISTANT}").ids
 
 
+def identity(target: Model) -> str:
+    """What differs for another model, and for one that was trained otherwise."""
+    scale = np.asarray(target.params["final_norm"]["scale"])
+    return f"{target.name} {target.config} {zlib.crc32(scale.tobytes()):08x}"
+
+
 def generated(
     target: Model, data: Corpus, text: Text, seed: int, folder: pathlib.Path, say: Callable[[str], None]
 ) -> dict[float, Int[np.ndarray, "rows length"]]:
     """Rows of tokens by temperature: a prompt and what the target says then. What ``folder`` has is read from there."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{target.name}-{zlib.crc32(repr((text, seed, target.config)).encode()):08x}.npz"
+    file = folder / f"text-{zlib.crc32(repr((text, seed, identity(target))).encode()):08x}.npz"
     if not file.exists():
         rows = _generate(target, data, text, seed, say)
+        arrays: dict[str, Any] = {str(temperature): each for temperature, each in rows.items()}
         partial = file.with_suffix(".partial.npz")
-        np.savez(partial, **{str(temperature): each for temperature, each in rows.items()})
+        np.savez(partial, **arrays)
         partial.replace(file)
     with np.load(file, allow_pickle=False) as stored:
         return {temperature: stored[str(temperature)] for temperature, _ in text.counts}
