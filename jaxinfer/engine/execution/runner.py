@@ -23,7 +23,7 @@ from jaxinfer.engine.execution.commands import (
 )
 from jaxinfer.engine.execution.results import prompt_logprobs, row_logprobs, row_tokens, wants_logprobs, with_drafted
 from jaxinfer.engine.scheduling.buckets import group_chunks
-from jaxinfer.engine.scheduling.plan import DecodePlan, Preempted, PrefillPlan, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, PrefillPlan, StepPlan, StepResult
 from jaxinfer.engine.scheduling.sequence import Sequence as Sample
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES
@@ -239,32 +239,35 @@ class Runner:
 
     def _draft_by_head(self, plan: StepPlan) -> jax.Array:
         """Launch the draft head on all pairs that it has not seen, the newest of each sequence last."""
-        each = [(pairs.sequence, at) for pairs in plan.pairs for at in range(pairs.start, pairs.end - 1)]
-        newest = [(sequence, end - 1) for sequence, _, end in plan.pairs]
-        ahead = max(0, len(each) + len(newest) - self._rows)
-        for some in itertools.batched(each[:ahead], self._rows):
-            self._executor.run(commands.HeadDraft(plan.microbatch, self._head_batch(plan, some)))
-        batch = self._head_batch(plan, [*newest, *each[ahead:]])
+        newest = [(pairs.sequence, pairs.end - 1) for pairs in plan.pairs]
+        others = [(sequence, at) for sequence, start, end in plan.pairs for at in range(start, end - 1)]
+        ahead = max(0, len(others) + len(newest) - self._rows)
+        for some in itertools.batched(others[:ahead], self._rows):
+            self._executor.run(commands.HeadDraft(plan.microbatch, self._head_batch(plan, [], some)))
+        batch = self._head_batch(plan, plan.drafts or (), [*newest, *others[ahead:]])
         drafted = self._executor.run(commands.HeadDraft(plan.microbatch, batch))
         drafted.copy_to_host_async()
         return drafted
 
-    def _head_batch(self, plan: StepPlan, pairs: Sequence[tuple[Sample, int]]) -> HeadBatch:
-        """The pairs at these positions, one a row; drafts behind those that are the newest of their sequences."""
-        engine, drafts = self._engine, {draft.sequence: draft for draft in plan.drafts or ()}
-        owners, tokens, last, generated, bases = np.zeros((5, self._rows), np.int32)
-        positions, limits = np.full(self._rows, -1, np.int32), np.zeros((self._rows, engine.speculative_tree), np.int32)
-        tables = np.zeros((self._groups, engine.speculative_tree, self._rows, engine.table_width), np.int32)
+    def _head_batch(self, plan: StepPlan, drafts: Iterable[Draft], pairs: Sequence[tuple[Sample, int]]) -> HeadBatch:
+        """The pairs at these positions, one a row, of which the first are the newest of these drafts' sequences."""
+        engine, rows = self._engine, self._rows
+        owners, tokens, last, generated, bases = np.zeros((5, rows), np.int32)
+        positions, limits = np.full(rows, -1, np.int32), np.zeros((rows, engine.speculative_tree), np.int32)
+        tables = np.zeros((self._groups, engine.speculative_tree, rows, engine.table_width), np.int32)
         for row, (sequence, at) in enumerate(pairs):
-            slot, draft = sequence.slot // engine.microbatches, drafts[sequence]
-            owners[row], tokens[row], positions[row], bases[slot] = slot, sequence.tokens[at + 1], at, sequence.base
-            if at == draft.start - 2:
-                last[slot], generated[slot] = row, at + 1 - sequence.prefill_end
-            first = sequence.base // engine.page_size
-            for path, (kv_slot, names) in enumerate([(sequence.slot, draft.tokens), *draft.branches]):
-                place = path_of(names, engine.num_speculative_tokens) if path else 0
+            owners[row], tokens[row], positions[row] = self._place(sequence.slot)[1], sequence.tokens[at + 1], at
+        for sequence in {pairs.sequence for pairs in plan.pairs}:
+            slot = self._place(sequence.slot)[1]
+            bases[slot], first = sequence.base, sequence.base // engine.page_size
+            tables[:, 0, slot, : engine.table_width - first] = self._tables[:, sequence.slot, first:]
+        for row, (sequence, start, names, branches) in enumerate(drafts):
+            slot, first = self._place(sequence.slot)[1], sequence.base // engine.page_size
+            last[slot], generated[slot], limits[slot, 0] = row, start - 1 - sequence.prefill_end, len(names)
+            for kv_slot, path in branches:
+                place = path_of(path, engine.num_speculative_tokens)
                 tables[:, place, slot, : engine.table_width - first] = self._tables[:, kv_slot, first:]
-                limits[slot, place] = len(names) if at == draft.start - 2 else 0
+                limits[slot, place] = len(path)
         tables = tables[:0] if engine.drafts_from_one_state else tables
         return HeadBatch(owners, tokens, positions, last, generated, bases, limits, tables)
 
