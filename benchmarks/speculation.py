@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import jax
+
 from benchmarks.kv_dtypes import random_llama
 from benchmarks.peers import machine
 from benchmarks.traces import record
@@ -66,9 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, quiet = parse(arguments), record.Quiet()
     model = random_llama(options.dtype) if options.model == "random-125m" else load_model(options.model, options.dtype)
     print(
-        "| text | sequences | drafter | tokens/s | ratio | mean acceptance length | (1-a^(k+1))/(1-a) | tokens a step |"
+        "| text | sequences | drafter | tokens/s | ratio | mean acceptance length | (1-a^(k+1))/(1-a) | tokens a step "
+        "| by bytes read |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for count in options.sequences:
         ways = engines(model, options, count)
@@ -94,6 +97,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=8, help="max_num_seqs of all engines (default 8)")
     add("--texts", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of text (default: all)")
     add("--num-speculative-tokens", type=int, default=7, help="most tokens of a draft (default 7)")
+    add("--tree", type=int, default=1, help="paths of a draft (default 1: chains)")
     add("--max-tokens", type=int, default=256, help="of an answer (default 256)")
     add("--temperature", type=float, default=0.0, help="default 0")
     add("--rounds", type=int, default=5, help="turns (default 5)")
@@ -103,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def engines(model: Model, options: argparse.Namespace, count: int) -> list[Way]:
     settings: dict[str, Any] = {"max_num_seqs": max(options.rows, count), "max_model_len": 1024, "show_progress": False}
-    drafts = {"num_speculative_tokens": options.num_speculative_tokens}
+    drafts = {"num_speculative_tokens": options.num_speculative_tokens, "speculative_tree": options.tree}
     plain = Way("none", LLM(model, **settings))
     return [plain, *(Way(name, LLM(model, speculative=name, **settings, **drafts)) for name in options.drafters)]
 
@@ -144,6 +148,7 @@ def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
     failed = max(0, drafts - _whole(now, before, tokens, drafts))
     share = accepted / (accepted + failed) if accepted + failed else 0.0
     length = tokens / drafts if drafts else 0.0
+    formula = (1 - share ** (length + 1)) / (1 - share) if drafts and share < 1 else None
     return {
         "drafter": way.name,
         "tokens_per_second": statistics.median(way.speeds),
@@ -152,9 +157,28 @@ def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
         "draft_tokens": tokens,
         "accepted": accepted,
         "acceptance_length": 1 + accepted / drafts if drafts else None,
-        "formula": (1 - share ** (length + 1)) / (1 - share) if drafts and share < 1 else None,
+        "formula": formula,
+        "by_bytes_read": None if formula is None else formula / (1 + drafting_cost(way.llm, length)),
         "tokens_a_step": (now.generated_tokens - before.generated_tokens) / max(1, now.steps - before.steps),
     }
+
+
+def drafting_cost(llm: LLM, length: float) -> float:
+    """Bytes that drafting reads over those of a step: what it costs where reading weights is all that takes time, as on
+    a GPU with few rows. Of n-grams and suffixes nothing; Medusa's heads are read once, others for each token."""
+    draft = llm.model.draft if llm.engine.config.drafts_on_device else None
+    if draft is None:
+        return 0.0
+    passes = 1 if llm.engine.config.drafts_from_one_state else length
+    return passes * read_bytes(draft) / read_bytes(llm.model)
+
+
+def read_bytes(model: Model) -> int:
+    """Bytes of the weights of a pass: of embeddings it reads a row, unless they are the head, too."""
+    shared = dict(getattr(model.config, "shares", ()))
+    whole = {name: leaf for name, leaf in model.params.items() if name != "embed" or model.config.tied}
+    borrowed = 0 if "head" not in shared else model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize
+    return borrowed + sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
 
 
 def _whole(now: EngineStats, before: EngineStats, tokens: int, drafts: int) -> int:
@@ -165,7 +189,7 @@ def _whole(now: EngineStats, before: EngineStats, tokens: int, drafts: int) -> i
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    numbers = (row["acceptance_length"], row["formula"], row["tokens_a_step"])
+    numbers = (row["acceptance_length"], row["formula"], row["tokens_a_step"], row["by_bytes_read"])
     figures = [f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}"]
     return [
         row["text"],
