@@ -3,7 +3,8 @@
     python benchmarks/speculation.py                      the embedded model, two kinds of text, 1, 4 and 8 sequences
     python benchmarks/speculation.py --model random-125m  a random Llama of 125M parameters, whose text repeats itself
 
-Engines take turns on the same requests; the median of the ratios of a turn counts. See docs/speculation.md.
+So many requests run at a time: one that ends is followed by another. Engines take turns; the median of the ratios of a
+turn counts. See docs/speculation.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 
 SCENE = (
     "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"
@@ -98,8 +100,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--texts", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of text (default: all)")
     add("--num-speculative-tokens", type=int, default=7, help="most tokens of a draft (default 7)")
     add("--tree", type=int, default=1, help="paths of a draft (default 1: chains)")
-    add("--max-tokens", type=int, default=256, help="of an answer (default 256)")
+    add("--max-tokens", type=int, default=192, help="of an answer (default 192)")
     add("--temperature", type=float, default=0.0, help="default 0")
+    add("--requests", type=int, default=4, help="of a turn, for each of those at once (default 4)")
     add("--rounds", type=int, default=5, help="turns (default 5)")
     add("--out", type=pathlib.Path, help="JSON file (default: none)")
     return parser.parse_args(arguments)
@@ -114,10 +117,10 @@ def engines(model: Model, options: argparse.Namespace, count: int) -> list[Way]:
 
 def measure(ways: Sequence[Way], kind: str, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each way: the first one is what the others are compared with."""
-    params = SamplingParams(
-        temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True, seed=1, min_tokens=0
-    )
-    texts: list[list[str]] = []
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, ignore_eos=True, seed=1)
+    tokenizer: Any = ways[0].llm.tokenizer
+    prompts = [tuple(tokenizer.encode(text)) for text in texts_of(kind, options.requests * count)]
+    found: list[list[list[int]]] = []
     for way in ways:
         way.ratios, way.speeds, way.before = [], [], None
     for turn in range(options.rounds + 1):
@@ -125,18 +128,41 @@ def measure(ways: Sequence[Way], kind: str, count: int, options: argparse.Namesp
         for way in ways:
             way.before = way.before if turn > 1 else way.llm.engine.stats()
             way.llm.engine.reset_prefix_cache()
-            begin = time.perf_counter()
-            outputs = way.llm.generate(KINDS[kind][:count], params)
-            tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-            speeds.append(tokens / (time.perf_counter() - begin))
-            texts.append([output.outputs[0].text for output in outputs])
+            speed, tokens = serve(way.llm, prompts, params, count)
+            speeds.append(speed)
+            found.append(tokens)
         if turn:
             for way, speed in zip(ways, speeds, strict=True):
                 way.speeds.append(speed)
                 way.ratios.append(speed / speeds[0])
-    if any(other != texts[0] for other in texts):
+    if any(other != found[0] for other in found):
         raise AssertionError("a drafter has changed the text")
     return [row(way, options) for way in ways]
+
+
+def texts_of(kind: str, count: int) -> list[str]:
+    """Prompts of a kind, no two alike."""
+    endings = ("", "\nI", "\nThe", "\nMy", "\nNow", "\nWhat", "\nCome", "\nO")
+    return [text + ending for ending in endings for text in KINDS[kind]][:count]
+
+
+def serve(
+    llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams, count: int
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second while ``count`` requests run: one that ends is followed by another. Also the tokens of each."""
+    engine, waiting = llm.engine, iter(enumerate(prompts))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    alive, made, seconds, begin = 0, 0, 0.0, time.perf_counter()
+    while alive or not seconds:
+        while alive < count and (following := next(waiting, None)) is not None:
+            engine.add(Request(f"{following[0]}", following[1], params))
+            alive += 1
+        if alive < count and not seconds:
+            seconds, made = time.perf_counter() - begin, sum(map(len, tokens))
+        for delta in engine.step():
+            tokens[int(delta.request_id)] += delta.token_ids
+            alive -= delta.finish_reason is not None
+    return made / seconds, tokens
 
 
 def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:

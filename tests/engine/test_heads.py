@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.engine.execution.runner import Launched, Runner
 from jaxinfer.heads import load_head
 from jaxinfer.layers.attention import causal_attend
@@ -21,9 +23,10 @@ from jaxinfer.models.head import shared
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import Request
 from tests.engine.test_identity import ROOMY, Requests, alone, check_mode, make_requests
 from tests.engine.test_identity import SETTINGS as IDENTITY
-from tests.fakes import random_head, random_model
+from tests.fakes import mixed_params, random_head, random_model
 from tests.models.parity import tokenizer_json
 from tests.models.test_head_goldens import golden
 from tools.oracle.heads_golden import write_head_checkpoint
@@ -108,8 +111,16 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "demo"])
-@pytest.mark.parametrize("mode", CHANGES)
+QUICK = {("demo", mode) for mode in CHANGES} | {("medusa", "paths"), ("eagle", "alone"), ("eagle3", "recomputed")}
+
+
+def cases(methods: list[str], others: Any) -> list[Any]:
+    """All pairs, of which those that are not quick are slow."""
+    pairs = itertools.product(methods, others)
+    return [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(("method", "mode"), cases(["medusa", "eagle", "eagle3", "demo"], CHANGES))
 def test_drafts_are_those_of_the_plain_equations(method: str, mode: str, said: Said) -> None:
     model = with_head(method)
     llm = LLM(model, **{**SETTINGS, "speculative": "eagle3" if method == "demo" else method, **CHANGES[mode]})
@@ -132,23 +143,28 @@ def test_drafts_are_those_of_the_plain_equations(method: str, mode: str, said: S
 @pytest.fixture(scope="module")
 def requests_alone() -> tuple[Requests, list[Any]]:
     model = random_model(num_hidden_layers=4)
-    requests = make_requests(24, model.config.vocab_size)
+    requests = make_requests(16, model.config.vocab_size)
     return requests, alone(model, requests, **IDENTITY)
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
-@pytest.mark.parametrize(
-    "changes", [{}, {"num_pages": 24, "max_num_seqs": 6}, {"speculative_tree": 3, "max_num_seqs": 2}]
-)
-def test_no_bit_depends_on_them(method: str, changes: dict[str, Any], requests_alone: Any) -> None:
-    requests, expected = requests_alone
+IDENTITY_CHANGES: dict[str, dict[str, Any]] = {
+    "full batch": {},
+    "preempted": {"num_pages": 24, "max_num_seqs": 6},
+    "trees": {"speculative_tree": 3, "max_num_seqs": 2},
+}
+QUICK |= {("eagle3", "preempted"), ("eagle3", "trees"), ("medusa", "trees"), ("eagle", "full batch")}
+
+
+@pytest.mark.parametrize(("method", "mode"), cases(["medusa", "eagle", "eagle3"], IDENTITY_CHANGES))
+def test_no_bit_depends_on_them(method: str, mode: str, requests_alone: Any) -> None:
+    (requests, expected), changes = requests_alone, IDENTITY_CHANGES[mode]
     settings = {**IDENTITY, "num_pages": ROOMY, "num_speculative_tokens": 4, "speculative_adaptive": False, **changes}
     llm = LLM(with_head(method), speculative=method, **settings)
     check_mode(llm, requests, expected, lambda stats: 0 < stats.draft_accepted < stats.draft_tokens)
     assert "num_pages" not in changes or sum(llm.engine.stats().preemptions.values())
 
 
-@pytest.mark.parametrize("name", ["mtp-deepseek-v3", "mtp-deepseek-v3-dense"])
+@pytest.mark.parametrize("name", ["mtp-deepseek-v3", pytest.param("mtp-deepseek-v3-dense", marks=pytest.mark.slow)])
 def test_a_layer_of_the_models_own_folder_drafts(name: str, tmp_path: pathlib.Path) -> None:
     case = golden(name)
     folder = write_head_checkpoint(tmp_path, case)
@@ -162,3 +178,31 @@ def test_a_layer_of_the_models_own_folder_drafts(name: str, tmp_path: pathlib.Pa
     stats = drafting.engine.stats()
     assert stats.draft_tokens > 50
     assert stats.draft_accepted > 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_nothing_behind(fresh_seed: int) -> None:
+    """Random prompts, lengths, samplers and aborts, with trees and with pages that run out."""
+    model, chance = with_head("eagle3"), np.random.default_rng(fresh_seed)
+    settings = {**SETTINGS, "num_pages": 24, "max_num_seqs": 12, "speculative": "eagle3", "speculative_tree": 2}
+    engine: Any = LLM(model, **settings).engine
+    kept = engine.stats().kv
+    alive, added = list[str](), 0
+    with count_compilations() as compilations:
+        while added < 10_000 or engine.has_work:
+            while added < 10_000 and len(alive) < 24:
+                prompt = tuple(chance.integers(97, size=chance.integers(1, 60)).tolist())
+                counts = {"n": int(chance.integers(1, 3)), "max_tokens": int(chance.integers(4, 10))}
+                engine.add(Request(f"{added}", prompt, mixed_params(int(chance.integers(100)), **counts)))
+                alive.append(f"{added}")
+                added += 1
+            if alive and chance.random() < 0.1:
+                engine.abort(alive[int(chance.integers(len(alive)))])
+            engine.step()
+            alive = [name for name in alive if name in engine._scheduler._requests]
+    engine.check()
+    stats = engine.stats()
+    assert compilations.count == 0
+    assert (stats.running, stats.kv.held, stats.kv.host_used) == (0, kept.held, kept.host_used)
+    assert stats.draft_accepted > 100
+    assert sum(stats.preemptions.values()) > 10

@@ -406,3 +406,15 @@ def test_the_steps_of_a_draft_model_keep_the_rules():
     assert part.broken == []
     asked = {one.rule for one in part.programs["draft"].findings if one.asked}
     assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+def test_the_steps_of_a_draft_head_keep_the_rules():
+    """The step keeps what the head reads, and the head drafts, without the host."""
+    work = Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, drafts=True, head="eagle3")
+    (part,) = door.run(work, default_folder())
+    assert {"decode", "draft"} < set(part.programs)
+    assert part.broken == []
+    asked = {one.rule for one in part.programs["draft"].findings if one.asked}
+    assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked

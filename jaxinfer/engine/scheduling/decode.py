@@ -57,6 +57,8 @@ class DecodePlanner:
         if self._drafts is not None:
             self._drafts.begin(members.values(), len(members))
         waits = self._drafts is not None and self._drafts.waits
+        if waits and any(sequence.in_flight for sequence in members.values()):
+            return [], 1, None  # all wait for all: else each step would have some of them
         for slot, sequence in members.items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
@@ -64,7 +66,7 @@ class DecodePlanner:
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
             token = sequence.token_at(position)
-            if token is None or (waits and sequence.in_flight):
+            if token is None:
                 continue
             rows.append(DecodePlan(sequence, slot // count, position, token))
             sequence.scheduled, sequence.sampled = position + 1, position
