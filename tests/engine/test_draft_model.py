@@ -166,7 +166,8 @@ def test_an_edited_one_is_checked_as_its_model_is() -> None:
 class Names(list):
     """Notes the names that are loaded."""
 
-    def load(self, name: str) -> Model:
+    def load(self, name: str, model: Model) -> Model:
+        """Loads what is to draft for a model."""
         self.append(name)
         return random_model(seed=1)
 

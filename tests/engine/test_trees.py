@@ -225,7 +225,8 @@ def test_whatever_is_proposed_tokens_and_logprobs_stay(
     assert stats.compilations == before.compilations, "nothing compiles while serving"
     assert stats.draft_tokens > before.draft_tokens
     assert (stats.draft_accepted > before.draft_accepted) == (kind != "always wrong")
-    assert bool(adopted) == (kind != "always wrong") or tight, "where pages are short there may be no branches"
+    room = not tight and not swap  # else there may be no page for a branch, or no row
+    assert bool(adopted) == (kind != "always wrong") or not room
 
 
 def test_a_branch_that_wins_has_the_bytes_of_a_run_without_drafts(

@@ -23,7 +23,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group, GroupError
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.types import Request
-from tests.fakes import mixed_params, random_model
+from tests.fakes import mixed_params, random_head, random_model
 from tests.parallel.test_group import SOON, group_of
 
 # Few pages: sequences are swapped out, and cached prefixes to the host.
@@ -75,7 +75,7 @@ class Pair:
         raise AssertionError(f"{self.member._ledger.done} of {self.group.sent}")
 
 
-OF_DRAFTS = {"Draft", "DraftPrefill"}
+OF_DRAFTS, OF_HEADS = {"Draft", "DraftPrefill"}, {"HeadDraft"}
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +125,22 @@ def same(one: object, other: object) -> bool:
 
 def test_what_follows_has_the_same_bits(pair):
     check_bits(pair)
-    assert set(pair.called) == set(COMMANDS) - OF_DRAFTS
+    assert set(pair.called) == set(COMMANDS) - OF_DRAFTS - OF_HEADS
 
 
 def test_what_follows_drafts_the_same(drafting, pair):
     assert check_bits(drafting) == run(pair.engine)
     assert set(drafting.called) >= OF_DRAFTS
+
+
+@pytest.mark.parametrize(("method", "paths"), [("medusa", 1), ("eagle", 2)])
+def test_what_follows_has_the_same_heads(method, paths, pair):
+    model = random_model(num_hidden_layers=1)
+    drafts = {"speculative": method, "speculative_tree": paths, "num_speculative_tokens": 2}
+    config = dataclasses.replace(SMALL, multi_step=1, speculative_adaptive=False, **drafts)
+    with paired(model.replace(draft=random_head(method, model)), config) as heads:
+        assert check_bits(heads) == run(pair.engine)
+        assert set(heads.called) >= OF_HEADS
 
 
 def check_bits(pair: Pair) -> dict[tuple[str, int], list[int]]:
