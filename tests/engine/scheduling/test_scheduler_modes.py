@@ -131,6 +131,22 @@ def test_a_full_batch_neither_drafts_nor_waits():
     assert loop.steps <= plain.steps + 4
 
 
+def test_sequences_draft_in_step_whenever_they_came():
+    """Else some would be on their way while others are planned, and each step would have a part of them."""
+    loop, _ = guessing_loop(0, most=60)
+    for number in range(3):
+        for _ in range(3 + 2 * number):
+            loop.step()
+        loop.add(make_request(f"b{number}", 12, 60, seed=number, cache_salt=f"{number}"))
+    for _ in range(6):
+        loop.step()
+    assert loop.scheduler.running > 2
+    for _ in range(10):
+        running = loop.scheduler.running
+        assert len({row.sequence for row in loop.step().decodes}) in (0, running)
+    loop.drain()
+
+
 def test_drafts_use_idle_rows_only():
     loop, _ = guessing_loop(4, rows=0, async_scheduling=False)  # five rows: those of one sequence's drafts
     loop.step()

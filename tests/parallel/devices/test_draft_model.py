@@ -8,7 +8,7 @@ from jaxinfer.sampling_params import SamplingParams
 from tests.fakes import random_head
 from tests.parallel.devices.test_tensor import SETTINGS, TIGHT, model_of
 
-DRAFTS = {"speculative": "draft_model", "speculative_adaptive": False, "num_speculative_tokens": 3}
+DRAFTS = {"speculative_adaptive": False, "num_speculative_tokens": 3}
 PLACES = {
     "heads": ("groups", {"tensor_parallel_size": 2}),
     "copies of heads": ("few KV heads", {"tensor_parallel_size": 4}),
@@ -16,10 +16,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_it_says_what_the_model_says(name):
-    kind, axes = PLACES[name]
-    model = model_of(kind)
+def drafting(model, draft, axes, method):
+    """Statistics of an engine that drafts, and says what one says that does not."""
     settings = {**SETTINGS, "num_pages": TIGHT, "max_num_seqs": 8, **axes}
     prompts = [[(7 * number + place * place) % 90 for place in range(3 + 9 * number)] for number in range(6)]
     params = [
@@ -27,13 +25,20 @@ def test_it_says_what_the_model_says(name):
         for number in range(len(prompts))
     ]
     want = LLM(model, **settings).generate(prompts, params)
-    llm = LLM(model.replace(draft=model), **settings, **DRAFTS)
+    llm = LLM(model.replace(draft=draft), **settings, **DRAFTS, speculative=method)
     with count_compilations() as compilations:
         got = llm.generate(prompts, params)
     llm.engine.check()
-    stats = llm.engine.stats()
     assert [each.outputs for each in got] == [each.outputs for each in want]
     assert compilations.count == 0
+    return llm.engine.stats()
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_draft_model_says_what_the_model_says(name):
+    kind, axes = PLACES[name]
+    model = model_of(kind)
+    stats = drafting(model, model, axes, "draft_model")
     assert stats.draft_tokens > 20
     assert stats.draft_accepted > 0.98 * stats.draft_tokens
 
@@ -43,17 +48,4 @@ def test_it_says_what_the_model_says(name):
 def test_heads_change_no_bit(name, method):
     kind, axes = PLACES[name]
     model = model_of(kind)
-    settings = {**SETTINGS, "num_pages": TIGHT, "max_num_seqs": 8, **axes}
-    prompts = [[(7 * number + place * place) % 90 for place in range(3 + 9 * number)] for number in range(6)]
-    params = [
-        SamplingParams(temperature=number % 2, seed=number, max_tokens=20, logprobs=2, ignore_eos=True)
-        for number in range(len(prompts))
-    ]
-    want = LLM(model, **settings).generate(prompts, params)
-    llm = LLM(model.replace(draft=random_head(method, model)), **settings, **{**DRAFTS, "speculative": method})
-    with count_compilations() as compilations:
-        got = llm.generate(prompts, params)
-    llm.engine.check()
-    assert [each.outputs for each in got] == [each.outputs for each in want]
-    assert compilations.count == 0
-    assert llm.engine.stats().draft_tokens > 20
+    assert drafting(model, random_head(method, model), axes, method).draft_tokens > 20
