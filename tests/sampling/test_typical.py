@@ -1,6 +1,7 @@
 """Typical acceptance against Medusa's equation in float64 numpy, and what it leaves alone."""
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -172,3 +173,18 @@ def test_nothing_is_computed_where_nobody_asks() -> None:
     always = primitives(jax.make_jaxpr(sample, static_argnums=6)(*args).jaxpr)
     assert "cond" in always
     assert not always & {"log", "exp", "argmax"}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_medusas_own_program_accepts_is_accepted(which: int, repo: pathlib.Path) -> None:
+    with np.load(repo / "tests/goldens/heads/typical.npz", allow_pickle=False) as file:
+        answers = dict(file)
+    (epsilon, delta), tokens = answers["thresholds"][which], answers["tokens"].astype(np.int32)
+    params = SamplingParams(temperature=float(answers["temperature"]), seed=1, speculation=TYPICAL)
+    rows = [Row(logits, params, (1,), (2,)) for logits in answers["logits"]]
+    slots, _ = slots_and_state(rows)
+    asks = np.ones(len(rows), bool)
+    chances, least = POSTERIOR(answers["logits"], tokens, slots, asks, float(epsilon), float(delta))
+    accepted = np.diagonal(np.asarray(chances)) > np.asarray(least)
+    np.testing.assert_array_equal(accepted, answers["accepted"][which])
+    assert 0 < accepted.sum() < len(rows)
