@@ -189,7 +189,8 @@ class _Chain:
         return pools, drafted[:, None]
 
     def paths(self, pools: list[LayerPool], state: jax.Array) -> tuple[list[LayerPool], jax.Array]:
-        """Several paths. Each has pages of its own, and is computed there whole at each step: paths change places."""
+        """Several paths. Each has pages of its own, and is computed there whole at each step: paths change places. Of
+        the pairs that are new in this batch those pages have what was guessed (measured: no path is shorter for it)."""
         count, most = self.programs._paths, self.programs._most
         logits = self.programs._logits(self.params, state, self.vocab)
         slots = jnp.arange(state.shape[0])[:, None]
@@ -203,7 +204,8 @@ class _Chain:
             newest = jnp.take_along_axis(states, (step - 1)[None, None, None, None], axis=2)[:, :, 0]
             logits = self.programs._logits(self.params, newest.reshape(-1, newest.shape[-1]), self.vocab)
             logits = logits.reshape(*newest.shape[:2], -1)
-            parents, tokens, scores = expand(logits, scores, self.own(logits[:, 0], step), count)
+            known = jnp.where(step < self.batch.limits, scores, -jnp.inf)  # others have no pages, or are long enough
+            parents, tokens, scores = expand(logits, known, self.own(logits[:, 0], step), count)
             entering = lax.dynamic_update_index_in_dim(entering, newest, step, 2)[slots, parents]
             drafted = lax.dynamic_update_index_in_dim(drafted[slots, parents], tokens, step, 2)
             return pools, entering, drafted, scores
