@@ -64,7 +64,7 @@ class DeepseekConfig(DecoderConfig):
     shared_size: int
     rule: RoutingRule
     corrected: bool
-    predictors: int = 0
+    predictors: int = dataclasses.field(default=0, compare=False)
 
     @property
     def ignored(self) -> tuple[str, ...]:
