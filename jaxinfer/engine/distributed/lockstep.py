@@ -317,7 +317,7 @@ class Lockstep:
         batch = joined([pack(one[0].batch if one else self._idle.decode) for one in pending])
         state = StepState(self.pools, self.last_tokens, self.sampler)
         state, sampled = self.programs.decode(self.params, self._slots, state, batch, None)
-        self.pools, self.last_tokens, self.sampler = state
+        self.pools, self.last_tokens, self.sampler, _ = state
         self._deal(sampled, pending, self._engine.rows)
 
     def _deal(self, results: Any, pending: Sequence[Any], rows: int) -> None:
