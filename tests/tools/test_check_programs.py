@@ -306,7 +306,9 @@ def test_what_a_device_has_follows_from_the_declarations():
 def expected_of(first, last, vocab=96, sizes=SIZES, norms=False):
     """Of a stage of two layers."""
     specs = {"layers_9": DENSE, "layers_10": SPARSE}
-    model = SimpleNamespace(specs=specs, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16), module=None)
+    model = SimpleNamespace(
+        specs=specs, config=SimpleNamespace(vocab_size=vocab), dtype=np.dtype(np.float16), module=None
+    )
     return expected(SimpleNamespace(model=model, first=first, last=last, prompts=False), sizes, norms)
 
 
