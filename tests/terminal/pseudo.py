@@ -55,6 +55,15 @@ class Terminal:
             assert words in self.text[after:], self.text
             return self.text.index(words, after) + len(words)
 
+    def type_until_it_ends(self, key: str) -> int:
+        """The exit code. The key is typed again as long as it lives: a signal that comes after readline's prompt is
+        shown and before it waits for keys is seen at the next key only."""
+        while True:
+            self.type(key)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+                return self.wait()
+
     def wait(self) -> int:
         """The exit code."""
         code = self.process.wait(300)

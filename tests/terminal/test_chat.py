@@ -39,8 +39,7 @@ def test_the_first_ctrl_c_stops_the_answer_alone(told):
 def test_ctrl_c_at_the_prompt_ends_with_130():
     with terminal("-m", "jaxinfer", *CHAT) as at:
         at.until("> ")
-        at.type(CTRL_C)
-        assert at.wait() == 130
+        assert at.type_until_it_ends(CTRL_C) == 130
         assert "Traceback" not in at.text
 
 
