@@ -3,14 +3,16 @@
     python benchmarks/speculation.py                      the embedded model, two kinds of text, 1, 4 and 8 sequences
     python benchmarks/speculation.py --model random-125m  a random Llama of 125M parameters, whose text repeats itself
 
-So many requests run at a time: one that ends is followed by another. Engines take turns; the median of the ratios of a
-turn counts. See docs/speculation.md.
+So many requests run at a time: one that ends is followed by another. Engines take turns, each time another one first;
+the median of the ratios of a turn counts. Many short turns tell more than few long ones: machines grow slower and
+faster. See docs/speculation.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import pathlib
 import statistics
 import sys
@@ -102,8 +104,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tree", type=int, default=1, help="paths of a draft (default 1: chains)")
     add("--max-tokens", type=int, default=192, help="of an answer (default 192)")
     add("--temperature", type=float, default=0.0, help="default 0")
-    add("--requests", type=int, default=4, help="of a turn, for each of those at once (default 4)")
-    add("--rounds", type=int, default=5, help="turns (default 5)")
+    add("--requests", type=int, default=2, help="of a turn, for each of those at once (default 2)")
+    add("--rounds", type=int, default=20, help="turns (default 20)")
     add("--out", type=pathlib.Path, help="JSON file (default: none)")
     return parser.parse_args(arguments)
 
@@ -124,17 +126,17 @@ def measure(ways: Sequence[Way], kind: str, count: int, options: argparse.Namesp
     for way in ways:
         way.ratios, way.speeds, way.before = [], [], None
     for turn in range(options.rounds + 1):
-        speeds = []
-        for way in ways:
+        speeds = dict[str, float]()
+        first = turn % len(ways)
+        for way in (*ways[first:], *ways[:first]):
             way.before = way.before if turn > 1 else way.llm.engine.stats()
             way.llm.engine.reset_prefix_cache()
-            speed, tokens = serve(way.llm, prompts, params, count)
-            speeds.append(speed)
+            speeds[way.name], tokens = serve(way.llm, prompts, params, count)
             found.append(tokens)
         if turn:
-            for way, speed in zip(ways, speeds, strict=True):
-                way.speeds.append(speed)
-                way.ratios.append(speed / speeds[0])
+            for way in ways:
+                way.speeds.append(speeds[way.name])
+                way.ratios.append(speeds[way.name] / speeds[ways[0].name])
     if any(other != found[0] for other in found):
         raise AssertionError("a drafter has changed the text")
     return [row(way, options) for way in ways]
@@ -179,6 +181,7 @@ def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
         "drafter": way.name,
         "tokens_per_second": statistics.median(way.speeds),
         "ratio": statistics.median(way.ratios),
+        "error": error_of_median(way.ratios),
         "drafts": drafts,
         "draft_tokens": tokens,
         "accepted": accepted,
@@ -187,6 +190,14 @@ def row(way: Way, options: argparse.Namespace) -> dict[str, Any]:
         "by_bytes_read": None if formula is None else formula / (1 + drafting_cost(way.llm, length)),
         "tokens_a_step": (now.generated_tokens - before.generated_tokens) / max(1, now.steps - before.steps),
     }
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """The standard error of a median, by the quartiles."""
+    if len(values) < 4:
+        return float("nan")
+    low, _, high = statistics.quantiles(values)
+    return 1.25 * (high - low) / 1.35 / math.sqrt(len(values))
 
 
 def drafting_cost(llm: LLM, length: float) -> float:
@@ -216,7 +227,7 @@ def _whole(now: EngineStats, before: EngineStats, tokens: int, drafts: int) -> i
 
 def cells(row: dict[str, Any]) -> list[str]:
     numbers = (row["acceptance_length"], row["formula"], row["tokens_a_step"], row["by_bytes_read"])
-    figures = [f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}"]
+    figures = [f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f} ± {row['error']:.2f}"]
     return [
         row["text"],
         str(row["sequences"]),

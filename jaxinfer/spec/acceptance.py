@@ -14,9 +14,11 @@ _REST = 16
 """Plans without drafts of a sequence whose drafts fail; twice as many each time."""
 _MEMORY = 0.8
 """Weight of what was seen before, at each new draft or step."""
-_LONG_MEMORY = 0.97
-"""The same for figures of steps, which differ more."""
-_PROBE = 12
+_SECONDS_MEMORY = 0.97
+"""The same for the seconds of steps, which differ more."""
+_TOKENS_MEMORY = 0.99
+"""The same for their tokens: a sequence's come in bursts."""
+_PROBE = 24
 """Steps with drafts that tell whether they would pay."""
 _PLAIN = 4
 """Steps without them that tell what such a step costs."""
@@ -24,9 +26,9 @@ _EVERY = 128
 """Steps with drafts that pay before a look at the others; steps without drafts that do not pay before a new try."""
 _LONGEST = 2048
 """The same after several tries in vain."""
-_LOSS = 0.97
-"""Drafts go on while they bring so much of the tokens a second that there would be without: what they cost is little,
-what they bring is much and comes in bursts."""
+_GAIN = 1.05
+"""Drafts go on where they bring so much of the tokens a second that there would be without. Figures of few steps are
+some percent off, and what is lost by wrong ones counts more than what little gains bring."""
 _PLAIN_LOSS = 0.9
 """Where they bring less than this it is not waited for the next look: first all sequences draft, then few are left for
 whom the others wait."""
@@ -36,71 +38,93 @@ whom the others wait."""
 class Mean:
     """A mean in which what was seen before fades."""
 
+    memory: float
     value: float = 0.0
     weight: float = 0.0
     steps: int = 0
 
     def note(self, value: float) -> None:
         self.steps += 1
-        self.weight = _LONG_MEMORY * self.weight + 1
+        self.weight = self.memory * self.weight + 1
         self.value += (value - self.value) / self.weight
 
 
-@dataclasses.dataclass(slots=True)
 class Tempo:
-    """Whether steps with drafts bring a sequence more tokens a second than steps without, as measured: a step's seconds
-    of either kind, and the tokens of those with drafts. The other kind is tried now and then, ever more seldom while
-    drafts do not pay.
+    """Whether steps with drafts bring more tokens a second than steps without, as measured, for each load: what a
+    step with drafts costs, and whose drafts it has, differ between one sequence and many.
 
     Args:
         clock: seconds.
-
-    Attributes:
-        drafts: whether the next step shall have drafts.
     """
 
-    clock: Callable[[], float]
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._loads = clock, dict[int, _Load]()
+        self._last: tuple[int, bool, float] | None = None
+
+    def drafts(self, sequences: int) -> bool:
+        """Whether the next step of so many sequences shall have drafts."""
+        return self._load(sequences).drafts
+
+    def rests(self, sequences: int) -> bool:
+        """Whether it has none because they have not paid."""
+        return self._load(sequences).rests
+
+    def wake(self, sequences: int) -> None:
+        """End a rest: a draft would have come true."""
+        self._load(sequences).wake()
+
+    def note(self, sequences: int, drafted: bool, tokens: float | None) -> None:
+        """Note a step that was read. ``tokens`` of a sequence; None: not to be compared, prompts were computed too."""
+        now, last, size = self._clock(), self._last, sequences.bit_length()
+        self._last = None if tokens is None else (size, drafted, now)
+        if tokens is not None and last is not None and last[:2] == (size, drafted):
+            self._load(sequences).note(drafted, now - last[2], tokens)
+
+    def _load(self, sequences: int) -> _Load:
+        size = sequences.bit_length()
+        if size not in self._loads:
+            self._loads[size] = _Load()
+        return self._loads[size]
+
+
+@dataclasses.dataclass(slots=True)
+class _Load:
+    """Steps of about so many sequences: the seconds of either kind, and the tokens of those with drafts. The other kind
+    is tried now and then, ever more seldom while drafts do not pay."""
+
     drafts: bool = True
-    _seconds: dict[bool, Mean] = dataclasses.field(default_factory=lambda: {True: Mean(), False: Mean()})
-    _tokens: Mean = dataclasses.field(default_factory=Mean)
-    _last: tuple[bool, float] | None = None
+    rests: bool = False  # drafts have not paid
+    _seconds: dict[bool, Mean] = dataclasses.field(
+        default_factory=lambda: {kind: Mean(_SECONDS_MEMORY) for kind in (True, False)}
+    )
+    _tokens: Mean = dataclasses.field(default_factory=lambda: Mean(_TOKENS_MEMORY))
     _left: int = _PROBE  # steps of this kind
-    _rests: bool = False  # drafts have not paid
     _rest: int = _EVERY  # steps of the next rest
 
-    def note(self, drafted: bool, tokens: float | None) -> None:
-        """Note a step that was read. ``tokens`` of a sequence; None: not to be compared, prompts were computed too."""
-        now, last = self.clock(), self._last
-        self._last = None if tokens is None else (drafted, now)
-        if tokens is None or last is None or last[0] != drafted or drafted != self.drafts:
-            return
-        self._seconds[drafted].note(now - last[1])
+    def note(self, drafted: bool, seconds: float, tokens: float) -> None:
+        if drafted != self.drafts:
+            return  # it was planned before the choice
+        self._seconds[drafted].note(seconds)
         if drafted:
             self._tokens.note(tokens)
         self._left -= 1
         if self._left <= 0 or (drafted and self._tokens.steps > _PROBE and self._brings() < _PLAIN_LOSS):
             self._choose()
 
-    @property
-    def rests(self) -> bool:
-        """Whether there are no drafts because they have not paid."""
-        return self._rests
-
     def wake(self) -> None:
-        """End a rest: a draft would have come true."""
-        if self._rests:
-            self.drafts, self._left, self._rests, self._tokens = True, _PROBE, False, Mean()
+        if self.rests:
+            self.drafts, self._left, self.rests, self._tokens = True, _PROBE, False, Mean(_TOKENS_MEMORY)
 
     def _choose(self) -> None:
         """Choose the kind of the next steps, and of how many: a run with drafts, a few without, and a verdict."""
         if self.drafts:
             self.drafts, self._left = False, _PLAIN
-        elif self._rests:
+        elif self.rests:
             self.wake()
-        elif self._brings() >= _LOSS:
+        elif self._brings() >= _GAIN:
             self.drafts, self._left, self._rest = True, _EVERY, _EVERY
         else:
-            self._left, self._rests, self._rest = self._rest, True, min(2 * self._rest, _LONGEST)
+            self._left, self.rests, self._rest = self._rest, True, min(2 * self._rest, _LONGEST)
 
     def _brings(self) -> float:
         """Tokens a second with drafts over those without."""

@@ -77,6 +77,9 @@ class Runner:
         # Of what is on the device as `StepState.last_tokens`: by microbatch and row, whose token (`arrival`), which
         # position.
         self._sampled = np.full((engine.microbatches, 2, self._rows), -1, np.int64)
+        # Owners and branches of a step's rows where each is its slot's own.
+        own = [np.arange(self._rows, dtype=np.int32)] if engine.speculative is not None else []
+        self._own_rows = [*own, np.zeros(self._rows, np.int32)] if engine.drafts_trees else own
 
     # ---- a step
 
@@ -293,18 +296,19 @@ class Runner:
         generated[rows] = fed - np.array([sequence.prefill_end for sequence in sequences], np.int32)
         arrivals = np.array([sequence.arrival for sequence in sequences], np.int64)
         tables = self._tables[:, microbatch::microbatches]
-        if self._engine.speculative is None:
+        slots = [sequence.slot // microbatches for sequence in sequences]
+        if slots == list(columns[0]):  # nobody drafts
             self._note(microbatch, rows, arrivals, fed, inputs)
-            return DecodeBatch(tokens, positions, generated, tables.copy())
+            return DecodeBatch(tokens, positions, generated, tables[:, : self._rows].copy(), *self._own_rows)
         owners = np.arange(self._rows, dtype=np.int32)
-        owners[rows] = [sequence.slot // microbatches for sequence in sequences]
+        owners[rows] = slots
         slot_rows = owners[rows] == rows
         self._note(microbatch, rows[slot_rows], arrivals[slot_rows], fed[slot_rows], inputs[slot_rows])
         if not self._engine.drafts_trees:
             return DecodeBatch(tokens, positions, generated, tables[:, owners], owners)
-        slots, branches = owners * microbatches + microbatch, np.zeros(self._rows, np.int32)
+        kv_slots, branches = owners * microbatches + microbatch, np.zeros(self._rows, np.int32)
         branches[rows] = of_branch
-        tables = self._tables[:, np.where(branches > 0, branches, slots)]
+        tables = self._tables[:, np.where(branches > 0, branches, kv_slots)]
         return DecodeBatch(tokens, positions, generated, tables, owners, branches)
 
     def _note(self, microbatch: int, rows: _Column, arrivals: _Column, positions: _Column, inputs: _Column) -> None:

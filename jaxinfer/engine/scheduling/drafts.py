@@ -55,9 +55,10 @@ class DraftPlanner:
         """Begin a plan of ``count`` sequences: choose whether it drafts."""
         self._plans += 1
         idle = self._rows - count
-        if self._adaptive and self._tempo.rests and idle > 0 and not self._on_device:
+        if self._adaptive and self._tempo.rests(count) and idle > 0 and not self._on_device:
             self._watch(sequences, count)
-        self.waits = idle > 0 and (not self._adaptive or self._tempo.drafts) and any(map(self._most_for, sequences))
+        pays = not self._adaptive or self._tempo.drafts(count)
+        self.waits = idle > 0 and pays and any(map(self._most_for, sequences))
 
     def _watch(self, sequences: Iterable[Sequence], count: int) -> None:
         """Look whether drafts would come true again, of one sequence after the other: nobody waits for a guess that is
@@ -65,7 +66,7 @@ class DraftPlanner:
         if self._watched is not None:
             accepted, failed = self._watched.outcome()
             if accepted > 1:
-                self._tempo.wake()
+                self._tempo.wake(count)
             elif not failed and not self._watched.sequence.finished:
                 return  # the next tokens will tell
         self._watched = None
@@ -197,9 +198,8 @@ class DraftPlanner:
             self._stats.drafted(draft.size, accepted, max(map(len, draft.paths)))
             if draft.sequence.scheduled >= draft.start and not self._by_head:  # else its pages are gone
                 draft.sequence.drafted = draft.start + accepted
-        drafts = sum(draft.rows for draft in plan.drafts or ())
-        rows = len(plan.decodes) - drafts
-        self._tempo.note(plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
+        rows = len(plan.decodes) - sum(draft.rows for draft in plan.drafts or ())
+        self._tempo.note(rows, plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
 
     def end(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""

@@ -92,11 +92,11 @@ def test_a_sequence_whose_drafts_fail_rests_and_is_tried_again():
 @pytest.mark.parametrize("wrong", [0, 1, 2, 4])
 def test_a_rest_ends_when_a_guess_that_was_not_fed_comes_true(wrong):
     loop, _ = guessing_loop(wrong, most=60, speculative_adaptive=True)
-    tempo = loop.scheduler._drafts._tempo
-    tempo.drafts, tempo._rests, tempo._left = False, True, 1000
+    load = loop.scheduler._drafts._tempo._load(1)
+    load.drafts, load.rests, load._left = False, True, 1000
     for _ in range(12):
         loop.step()
-    assert tempo.rests == (wrong < 2), "two tokens in a row, or it was chance"
+    assert load.rests == (wrong < 2), "two tokens in a row, or it was chance"
     loop.drain()
     assert bool(loop.scheduler.stats.snapshot().draft_accepted) == (wrong >= 2)
 
