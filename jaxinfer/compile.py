@@ -103,7 +103,7 @@ def compile_for(target: str, job: Compilation, progress: CompileProgress | None 
     drafted = with_draft(read(job.model), config, abstract_draft(config, job.dtype))
     model, engine, limits = prepare(drafted, config, "gpu", mesh)
     places = stages(mesh)
-    parts, places = [*cut(model, len(places)), *draft_stages(model)], [*places, *places[:1]]
+    parts, places = [*cut(model, len(places)), *draft_stages(model)], [*places, *places[-1:]]
     arrays = [abstract_arrays(part, engine, limits, place) for part, place in zip(parts, places, strict=False)]
     with device.current(), count_cache_use() as use, warnings.catch_warnings():
         # What an earlier run has kept is for the GPU to load, and is made again here.

@@ -314,8 +314,6 @@ def _require_draft_model(config: EngineConfig) -> None:
     if not config.drafts_on_device:
         alone = f"is used with speculative = {', '.join(('draft_model', *HEADS[:-1]))} or {HEADS[-1]} alone"
         return _require(config.speculative_model is None, "speculative_model", config.speculative_model, alone)
-    both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: it has no stages"
-    _require(config.pipeline_parallel_size == 1, "speculative", config.speculative, both)
     both = "and speculative = draft_model exclude each other: it says one token behind another, a chain"
     trees = config.speculative_tree == 1 or config.drafts_by_head
     _require(trees, "speculative_tree", config.speculative_tree, both)

@@ -285,10 +285,12 @@ def abstract_draft(config: EngineConfig, dtype: str) -> Callable[[str, Model], M
     return lambda name, model: abstract_model(name, dtype)
 
 
-def _loaded_draft(config: EngineConfig, load: Callable[[str], Model], mesh: Mesh) -> Callable[[str, Model], Model]:
+def _loaded_draft(config: EngineConfig, load: Callable[..., Model], mesh: Mesh) -> Callable[[str, Model], Model]:
+    """Drafts are made where the model's last stage lies."""
+    last = stages(mesh)[-1]
     if config.speculative in HEADS:
-        return lambda name, model: load_head(name, str(config.speculative), model, mesh)
-    return lambda name, model: load(name)
+        return lambda name, model: load_head(name, str(config.speculative), model, last)
+    return lambda name, model: load(name, mesh=last)
 
 
 def abstract_model(name: str, dtype: str = "auto", family: str | None = None) -> Model:

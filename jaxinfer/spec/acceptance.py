@@ -23,12 +23,15 @@ _PROBE = 24
 _PLAIN = 4
 """Steps without them that tell what such a step costs."""
 _EVERY = 128
-"""Steps with drafts that pay before a look at the others; steps without drafts that do not pay before a new try."""
+"""Steps with drafts that pay before a look at the others; steps without drafts that do not pay before a new try. Four
+times as many after each one in vain: a new try costs what a drafter has missed."""
 _LONGEST = 2048
 """The same after several tries in vain."""
-_GAIN = 1.05
-"""Drafts go on where they bring so much of the tokens a second that there would be without. Figures of few steps are
+_GAIN = 1.1
+"""Drafts begin where they bring so much of the tokens a second that there would be without. Figures of few steps are
 some percent off, and what is lost by wrong ones counts more than what little gains bring."""
+_LOSS = 1.0
+"""They go on where they bring so much."""
 _PLAIN_LOSS = 0.9
 """Where they bring less than this it is not waited for the next look: first all sequences draft, then few are left for
 whom the others wait."""
@@ -98,6 +101,7 @@ class _Load:
         default_factory=lambda: {kind: Mean(_SECONDS_MEMORY) for kind in (True, False)}
     )
     _tokens: Mean = dataclasses.field(default_factory=lambda: Mean(_TOKENS_MEMORY))
+    _goes_on: bool = False  # drafts have paid
     _left: int = _PROBE  # steps of this kind
     _rest: int = _EVERY  # steps of the next rest
 
@@ -121,10 +125,11 @@ class _Load:
             self.drafts, self._left = False, _PLAIN
         elif self.rests:
             self.wake()
-        elif self._brings() >= _GAIN:
-            self.drafts, self._left, self._rest = True, _EVERY, _EVERY
+        elif self._brings() >= (_LOSS if self._goes_on else _GAIN):
+            self.drafts, self._goes_on, self._left, self._rest = True, True, _EVERY, _EVERY
         else:
-            self._left, self.rests, self._rest = self._rest, True, min(2 * self._rest, _LONGEST)
+            self._goes_on, self.rests = False, True
+            self._left, self._rest = self._rest, min(4 * self._rest, _LONGEST)
 
     def _brings(self) -> float:
         """Tokens a second with drafts over those without."""

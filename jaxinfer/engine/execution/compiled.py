@@ -165,7 +165,8 @@ class _Work:
         programs = make_pass_programs(self.stage, backend, spread_tokens=spread)
         (params, pools), results = self.arrays[:2], (_shardings(self.arrays.pools), self.replicated)
         batch = self._decode_batch()
-        rows = (params, pools, batch, self._arriving(batch.positions.shape[0]))
+        drafted = [self._drafted()] if self.engine.drafts_on_device and self.stage.first else []
+        rows = (params, pools, batch, self._arriving(batch.positions.shape[0]), *drafted)
         decode = _Job(programs.decode, rows, 1, results, batch=2)
         return {"decode": decode, **self._prefill_jobs(programs.prefill, results)}
 
@@ -239,7 +240,7 @@ class _Work:
     def _arriving(self, rows: int) -> jax.ShapeDtypeStruct | None:
         if self.stage.first:
             return None if self.stage.last else self._ints(rows)
-        return self._array((rows, self.stage.width), self.stage.model.dtype)
+        return self._array((rows, self.stage.taken), self.stage.model.dtype)
 
     def _decode_batch(self) -> DecodeBatch:
         count = self.engine.rows // self.engine.microbatches

@@ -53,8 +53,9 @@ class StageRuntime:
         """Dummy last tokens for the first stage where all tokens come from the host."""
         return put_whole(np.zeros(rows, np.int32), self.replicated)
 
-    def pass_decode(self, batch: DecodeBatch, arriving: Array | None) -> Array:
-        self.pools, hidden = self.run.decode(self.params, self.pools, pack(batch), arriving)
+    def pass_decode(self, batch: DecodeBatch, arriving: Array | None, drafted: Array | None = None) -> Array:
+        given = (drafted,) if self.stage.first and drafted is not None else ()
+        self.pools, hidden = self.run.decode(self.params, self.pools, pack(batch), arriving, *given)
         return hidden
 
     def pass_prefill(self, batch: PrefillBatch, arriving: Array | None) -> Array:
@@ -76,7 +77,8 @@ class StageRuntime:
 class MicrobatchState:
     """Slots that decode together, as the last stage has them. ``input_tokens`` is ``last_tokens`` on its way to the
     first stage; None where that is the last one, too, or where the host feeds it. ``drafted``: what a draft
-    model or head drafted for the slots last. ``features``: see `StepState`."""
+    model or head drafted for the slots last, ``input_drafted``: the same on its way to the first stage. ``features``:
+    see `StepState`."""
 
     slots: SlotParams
     last_tokens: Array
@@ -84,6 +86,7 @@ class MicrobatchState:
     input_tokens: Array | None
     drafted: Array | None = None
     features: Array | None = None
+    input_drafted: Array | None = None
 
 
 class LocalExecutor:
@@ -99,7 +102,7 @@ class LocalExecutor:
 
     Attributes:
         runtimes: one for each stage of which this process has devices.
-        drafting: the draft model's or head's, where the model has one.
+        drafting: the draft model's or head's, where the model has one: it lies where the last stage does.
         microbatches: see `ResolvedEngine.microbatches`; none where the last stage is not here: results are None there.
         handed: what the last step gave to the stages of other processes: it is there when the step has run here.
     """
@@ -128,7 +131,7 @@ class LocalExecutor:
         self.handed: Array | None = None
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
-        self.drafting = self._drafting(model, mesh)
+        self.drafting = self._drafting(model, meshes[-1])
         computing = [*self.runtimes, *self.drafting]
         arrays = [self._arrays(runtime) for runtime in computing]
         compiled = (
@@ -140,26 +143,31 @@ class LocalExecutor:
     def _drafting(self, model: Model, mesh: Mesh) -> list[StageRuntime]:
         if not own_devices(mesh):
             return []
-        own = self.runtimes[0].params  # what a head shares lies there already
+        own = self.runtimes[-1].params  # what a head shares lies there already, but for an embedding of the first stage
         return [StageRuntime(sharing(stage, own), self._engine, mesh) for stage in draft_stages(model)]
 
     def _microbatches(self, last: StageRuntime, rows: int, limits: SamplingLimits) -> list[MicrobatchState]:
         model, slots = last.stage.model, HostSlots(rows, limits).snapshot()
         nothing = np.zeros((rows, drafted_width(self._engine)), np.int32)
+        drafted = put_whole(nothing, last.replicated) if self._engine.drafts_on_device else None
         return [
             MicrobatchState(
                 put_whole(slots, last.replicated),
                 tokens,
                 sampler,
-                self._input_tokens(tokens),
-                put_whole(nothing, last.replicated) if self._engine.drafts_on_device else None,
+                self._at_first(tokens),
+                drafted,
                 new_features(last.stage, self._engine, last.mesh),
+                self._at_first(drafted),
             )
             for tokens, sampler in (new_slots(model, rows, limits, last.mesh) for _ in range(self._engine.microbatches))
         ]
 
-    def _input_tokens(self, last_tokens: Array) -> Array | None:
-        return self._first.arrive(last_tokens) if self._first is not None and self._loops else None
+    def _at_first(self, tokens: Array | None) -> Array | None:
+        """Tokens on their way to the first stage; None where that is the last one, or another process's."""
+        if tokens is None or self._first is None or not self._loops:
+            return None
+        return self._first.arrive(tokens)
 
     def _arrays(self, runtime: StageRuntime) -> StageArrays:
         if not runtime.stage.last:
@@ -241,9 +249,10 @@ class LocalExecutor:
     # ---- steps
 
     def _decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
-        input_tokens = self.microbatches[microbatch].input_tokens if self._loops else self._no_tokens
-        rows = batch.positions.shape[0]
-        arriving = self._through(rows, lambda runtime, x: runtime.pass_decode(batch, x), input_tokens)
+        rows, fed, drafted = batch.positions.shape[0], self._no_tokens, None
+        if self._loops:
+            fed, drafted = self.microbatches[microbatch].input_tokens, self.microbatches[microbatch].input_drafted
+        arriving = self._through(rows, lambda runtime, x: runtime.pass_decode(batch, x, drafted), fed)
         if not self.microbatches:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
@@ -265,7 +274,7 @@ class LocalExecutor:
         (runtime,) = self.drafting
         operands = chosen.slots, chosen.sampler, runtime.pools, pack(batch), *features
         runtime.pools, drafted = runtime.run.draft(runtime.params, *operands)
-        chosen.drafted = drafted
+        chosen.drafted, chosen.input_drafted = drafted, self._at_first(drafted)
         return drafted
 
     def _draft_prefill(self, batch: PrefillBatch) -> None:
@@ -305,7 +314,8 @@ class LocalExecutor:
         return logprobs
 
     def _chunks_through(self, batch: PrefillBatch) -> Array | None:
-        return self._through(batch.tokens.size, lambda runtime, x: runtime.pass_prefill(batch, x))
+        seen = batch._replace(following=None)  # a draft head's
+        return self._through(batch.tokens.size, lambda runtime, x: runtime.pass_prefill(seen, x))
 
     def _through(
         self, rows: int, run: Callable[[StageRuntime, Array | None], Array], x: Array | None = None
@@ -323,7 +333,7 @@ class LocalExecutor:
 
     def _update(self, microbatch: MicrobatchState, state: StepState) -> None:
         self.runtimes[-1].pools, microbatch.last_tokens, microbatch.sampler, microbatch.features = state
-        microbatch.input_tokens = self._input_tokens(microbatch.last_tokens)
+        microbatch.input_tokens = self._at_first(microbatch.last_tokens)
 
     def _each(self, call: Callable[[StageRuntime], None]) -> None:
         for runtime in (*self.runtimes, *self.drafting):
@@ -344,7 +354,7 @@ def _links(cuts: Sequence[Stage], meshes: Sequence[Mesh], engine: ResolvedEngine
     """Links from each stage but the last to the next one, for all numbers of rows that a step may have."""
     chunks = [*engine.prefill_sizes, *(size * count for size, count in engine.wide_prefills)]
     return [
-        Link(source, target, stage.width, stage.model.dtype, (rows, *chunks))
+        Link(source, target, stage.given, stage.model.dtype, (rows, *chunks))
         for stage, source, target in zip(cuts, meshes, meshes[1:], strict=False)
     ]
 

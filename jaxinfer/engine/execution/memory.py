@@ -186,7 +186,7 @@ def plan_engine(model: Model, config: EngineConfig, platform: str, mesh: Mesh | 
         for part, own in zip(parts, places, strict=True):
             held.update(_held(part.model, model.params, own))
             for draft in draft_stages(part.model):
-                held.update(_held(unshared(draft.model), getattr(model.draft, "params", None), own))
+                held.update(_held(unshared(draft.model, part.model), getattr(model.draft, "params", None), own))
     plans = []
     for number, part in enumerate(parts):
         here = [places[number] for places in copies if own_devices(places[number])]
@@ -243,11 +243,11 @@ def _ways(part: Stage, engine: ResolvedEngine, platform: str) -> Ways:
 
 def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Needs:
     """Bytes of a stage of a `Prepared` model on each of its devices, its programs aside; ``arrays``: its
-    `abstract_arrays`. A draft model lies where its model does, and has as many pages."""
+    `abstract_arrays`. A draft model lies where its model's last stage does, and has as many pages."""
     weights, page = device_bytes(arrays.params), _page_bytes(part.model, engine)
     for draft in draft_stages(part.model):
         mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
-        weights += device_bytes(abstract_params(unshared(draft.model), mesh))
+        weights += device_bytes(abstract_params(unshared(draft.model, part.model), mesh))
         page += _page_bytes(draft.model, engine)
     return Needs(weights, device_bytes((arrays.sampler, arrays.features)) * engine.microbatches, page)
 
@@ -268,7 +268,8 @@ def _temporaries(part: Stage, arrays: StageArrays, engine: ResolvedEngine) -> in
 def _held(model: Model, params: Any, mesh: Mesh) -> collections.Counter[jax.Device]:
     """Bytes of parameters that lie where the model's will stay, by device."""
     found: collections.Counter[jax.Device] = collections.Counter()
-    own, wanted = {name: params[name] for name in model.params}, abstract_params(model, mesh)
+    wanted = {name: node for name, node in abstract_params(model, mesh).items() if name in params}
+    own = {name: params[name] for name in wanted}  # a head's may be its model's, and lie elsewhere
     for leaf, place in zip(jax.tree.leaves(own), jax.tree.leaves(wanted), strict=True):
         if isinstance(leaf, jax.Array) and leaf.shape == place.shape:
             found.update(

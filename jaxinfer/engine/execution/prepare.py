@@ -14,7 +14,8 @@ from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.parallel.mesh import mesh_for, replicas
+from jaxinfer.parallel.processes import processes_of
 from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
@@ -66,6 +67,11 @@ def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:
     """
     if not config.drafts_on_device:
         return None
+    if config.pipeline_parallel_size > 1 and any(len(processes_of(replica)) > 1 for replica in replicas(mesh)):
+        raise EngineConfigError(
+            f"speculative = {config.speculative} and pipeline_parallel_size = {config.pipeline_parallel_size} exclude "
+            f"each other where stages are in several processes: drafts go to the first one from device to device"
+        )
     if model.draft is None:
         raise EngineConfigError(f"speculative = {config.speculative} needs speculative_model: a folder or a hub id")
     if isinstance(model.draft.module, DraftHead) != config.drafts_by_head:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.config import EngineConfigError, ResolvedEngine
 from jaxinfer.layers.attention import Attend
 from jaxinfer.models.decoder import Decoder
-from jaxinfer.models.head import DraftHead, HeadConfig, shared, without_shared
+from jaxinfer.models.head import DraftHead, HeadConfig
 from jaxinfer.models.model import Model
 from jaxinfer.types import ParamTree
 
@@ -25,7 +25,7 @@ class Stage:
         model: its parameters and its cache are those of this stage; the module is the whole one.
         layers: of the whole model; None: all of them, and the module need not be a `Decoder`.
         first, last: whether it is given tokens, and whether it gives what the head is applied to.
-        width: of the hidden states that one stage hands to the next.
+        width: of hidden states.
         drafts: it is a draft model or a draft head, which is whole and drafts for the slots of another one.
         features: numbers of each position that a draft head reads of this model; 0: there is none.
         prompts: whether it reads those of prompts, too, because it has a cache.
@@ -41,6 +41,21 @@ class Stage:
     prompts: bool = False
 
     @property
+    def taken(self) -> int:
+        """Numbers of each position that the stage before hands on: hidden states, and the features so far."""
+        assert self.layers is not None
+        return self.width * (1 + self._tapped_before(self.layers.start))
+
+    @property
+    def given(self) -> int:
+        """The same of what this stage hands on."""
+        assert self.layers is not None
+        return self.width * (1 + self._tapped_before(self.layers.stop))
+
+    def _tapped_before(self, layer: int) -> int:
+        return sum(tap < layer for tap in getattr(self.model.module, "taps", ()))
+
+    @property
     def is_head(self) -> bool:
         """Whether it reads another model's states."""
         return isinstance(self.model.module, DraftHead)
@@ -48,22 +63,31 @@ class Stage:
     def tapped(
         self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
     ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch width"], Any]:
-        """Compute as `backbone`; also features of each position: inputs of tapped layers, else the hidden states."""
+        """Compute as `backbone`; also features of each position: inputs of tapped layers, else the hidden states.
+        Those of earlier stages' layers arrive behind the hidden states."""
         if not getattr(self.model.module, "taps", ()):
             hidden, pools = self.backbone(params, x, positions, attend, pools)
             return hidden, hidden, pools
-        apply: Any = self.model.module.apply
-        (hidden, pools), sown = apply({"params": params}, x, positions, attend, pools, mutable=["features"])
-        return hidden, jnp.concatenate(sown["features"]["taps"], axis=-1), pools
+        x, *earlier = jnp.split(x, self.taken // self.width, axis=-1) if not self.first else [x]
+        (hidden, pools), sown = self._apply(params, x, positions, attend, pools, mutable=["features"])
+        own = sown.get("features", {}).get("taps", ())
+        return hidden, jnp.concatenate([*earlier, *own], axis=-1) if earlier or own else hidden[..., :0], pools
+
+    def handed(self, hidden: Float[Array, "*batch d"], features: Float[Array, "*batch some"]) -> Array:
+        """What the next stage is given of that."""
+        return jnp.concatenate([hidden, features], axis=-1) if getattr(self.model.module, "taps", ()) else hidden
 
     def backbone(
         self, params: Any, x: Array, positions: Int[Array, "*batch"], attend: Attend, pools: Any
     ) -> tuple[Float[Array, "*batch d"], Any]:
         """Compute hidden states and the new pools from tokens, or from the hidden states of the stage before."""
+        return self._apply(params, x, positions, attend, pools)
+
+    def _apply(self, params: Any, *operands: Any, **options: Any) -> Any:
         apply: Any = self.model.module.apply
         if self.layers is None:
-            return apply({"params": params}, x, positions, attend, pools)
-        return apply({"params": params}, x, positions, attend, pools, self.layers, method="part")
+            return apply({"params": params}, *operands, **options)
+        return apply({"params": params}, *operands, self.layers, method="part", **options)
 
     def head(self, params: Any, hidden: Float[Array, "*batch d"]) -> Float[Array, "*batch vocab"]:
         apply: Any = self.model.module.apply
@@ -71,13 +95,15 @@ class Stage:
 
 
 def cut(model: Model, count: int) -> list[Stage]:
-    """The stages of a model, whose parameters may be abstract: layers evenly, the first stages have one more.
+    """The stages of a model, whose parameters may be abstract: layers evenly, the first stages have one more. Its draft
+    model or head is the last one's.
 
     Raises:
         EngineConfigError: there are fewer layers, or nobody knows how to cut this module.
     """
+    model, head = _tap(model)
     if count == 1:
-        return [_whole(model)]
+        return [_read(Stage(model), head)]
     total, what = len(model.cache_spec.layers), f"pipeline_parallel_size = {count} cannot be:"
     if total < count:
         raise EngineConfigError(f"{what} the model has {total} layers")
@@ -85,7 +111,8 @@ def cut(model: Model, count: int) -> list[Stage]:
         raise EngineConfigError(f"{what} {type(model.module).__name__} is no jaxinfer.models.decoder.Decoder")
     width = _width(model)
     firsts = [index * (total // count) + min(index, total % count) for index in range(count + 1)]
-    return [_stage(model, model.module, range(*firsts[index : index + 2]), width) for index in range(count)]
+    parts = [_stage(model, model.module, range(*firsts[index : index + 2]), width) for index in range(count)]
+    return [*parts[:-1], _read(parts[-1], head)]
 
 
 def draft_stages(model: Model) -> list[Stage]:
@@ -94,16 +121,17 @@ def draft_stages(model: Model) -> list[Stage]:
 
 
 def sharing(stage: Stage, params: Any) -> Stage:
-    """The stage of a draft head with those parameters that are its model's, of which these are all."""
+    """The stage of a draft head with those of its model's parameters that lie where it does, of which these are all."""
     if not stage.is_head:
         return stage
-    own = stage.model.params | shared(params, stage.model.config)
-    return dataclasses.replace(stage, model=stage.model.replace(params=own))
+    here = {own: params[theirs] for own, theirs in stage.model.config.shares if theirs in params}
+    return dataclasses.replace(stage, model=stage.model.replace(params=stage.model.params | here))
 
 
-def unshared(draft: Model) -> Model:
-    """A draft model or head without the parameters that are its model's."""
-    return draft.map_weights(lambda tree: without_shared(tree, draft.config))
+def unshared(draft: Model, model: Model) -> Model:
+    """A draft model or head without those parameters that are the model's (a stage's: where it drafts)."""
+    theirs = dict(getattr(draft.config, "shares", ()))
+    return draft.map_weights(lambda tree: {name: tree[name] for name in tree if theirs.get(name) not in model.params})
 
 
 def drafted_width(engine: ResolvedEngine) -> int:
@@ -111,18 +139,26 @@ def drafted_width(engine: ResolvedEngine) -> int:
     return engine.num_speculative_tokens * engine.speculative_tree + (not engine.drafts_by_head)
 
 
-def _whole(model: Model) -> Stage:
-    if model.draft is None or not isinstance(model.draft.config, HeadConfig):
-        return Stage(model)
-    head, prompts = model.draft.config, bool(model.draft.cache_spec.layers)
+def _tap(model: Model) -> tuple[Model, HeadConfig | None]:
+    """The model with the taps that its draft head reads, and the head's config; None: it has none."""
+    head = None if model.draft is None else model.draft.config
+    if not isinstance(head, HeadConfig):
+        return model, None
     if not head.taps:
-        return Stage(model, features=head.features, prompts=prompts)
+        return model, head
     if not isinstance(model.module, Decoder):
         raise EngineConfigError(
             f"{type(model.module).__name__} is no jaxinfer.models.decoder.Decoder: the head reads its layers"
         )
-    model = model.replace(module=model.module.clone(taps=head.taps))
-    return Stage(model, features=head.features, prompts=prompts)
+    return model.replace(module=model.module.clone(taps=head.taps)), head
+
+
+def _read(last: Stage, head: HeadConfig | None) -> Stage:
+    """The last stage, of which a draft head reads features."""
+    if head is None:
+        return last
+    assert last.model.draft is not None
+    return dataclasses.replace(last, features=head.features, prompts=bool(last.model.draft.cache_spec.layers))
 
 
 def _width(model: Model) -> int:
@@ -138,6 +174,6 @@ def _stage(model: Model, module: Decoder, layers: range, width: int) -> Stage:
     def own(tree: ParamTree) -> ParamTree:
         return {name: node for name, node in tree.items() if module.owns(name, layers)}
 
-    cache = model.cache_spec.part(slice(layers.start, layers.stop))
-    part = model.map_weights(own).replace(cache_spec=cache)
-    return Stage(part, layers, layers.start == 0, layers.stop == len(model.cache_spec.layers), width)
+    cache, last = model.cache_spec.part(slice(layers.start, layers.stop)), layers.stop == len(model.cache_spec.layers)
+    part = model.map_weights(own).replace(cache_spec=cache, draft=model.draft if last else None)
+    return Stage(part, layers, layers.start == 0, last, width)

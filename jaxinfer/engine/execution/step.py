@@ -79,9 +79,9 @@ class Programs(NamedTuple):
 
 class PassPrograms(NamedTuple):
     """Programs of a stage that others follow: each also returns the hidden states for the next one. The first stage of
-    a decode step receives the tokens that the slots sampled last."""
+    a decode step receives the tokens that the slots sampled last, and what was drafted on the device for them."""
 
-    decode: Callable[[Any, list[LayerPool], DecodeBatch, Any], tuple[list[LayerPool], jax.Array]]
+    decode: Callable[..., tuple[list[LayerPool], jax.Array]]
     prefill: Callable[[Any, list[LayerPool], PrefillBatch, Any], tuple[list[LayerPool], jax.Array]]
 
 
@@ -112,14 +112,22 @@ def make_pass_programs(stage: Stage, backend: Wish = "auto", *, spread_tokens: b
     """The programs of a stage that others follow."""
     spec, chunks = stage.model.cache_spec, _chunks(stage, backend, spread_tokens)
 
-    def decode(params: Any, pools: list[LayerPool], batch: DecodeBatch, arriving: Any) -> Any:
-        x = jnp.where(batch.tokens >= 0, batch.tokens, arriving) if stage.first else arriving
+    def decode(
+        params: Any,
+        pools: list[LayerPool],
+        batch: DecodeBatch,
+        arriving: Any,
+        drafted: Int[Array, "rows drafts"] | None = None,
+    ) -> Any:
+        fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
+        x = jnp.where(fed >= 0, fed, arriving) if stage.first else arriving
         attend = spread(DecodeAttend(spec, batch.tables, batch.positions, backend))
-        hidden, pools = stage.backbone(params, x, batch.positions, attend, pools)
-        return pools, hidden
+        hidden, features, pools = stage.tapped(params, x, batch.positions, attend, pools)
+        return pools, stage.handed(hidden, features)
 
     def prefill(params: Any, pools: list[LayerPool], batch: PrefillBatch, arriving: Any) -> Any:
-        return chunks(params, pools, batch, arriving)[:2]
+        pools, hidden, features = chunks(params, pools, batch, arriving)
+        return pools, stage.handed(hidden, features)
 
     return PassPrograms(decode, prefill)
 

@@ -19,6 +19,9 @@ from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.sampling_params import Speculation
 from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
 
+_ANEW = 16
+"""Positions of which a draft head that has missed more than is kept sees at least, where so many are kept."""
+
 
 class DraftPlanner:
     """Plans draft rows behind the rows of sequences, and learns from what became of them.
@@ -170,8 +173,9 @@ class DraftPlanner:
     def _unseen(self, sequence: Sequence) -> tuple[int, int] | None:
         """The positions from which a draft head is to go on, and from which it has seen all; None: it cannot yet.
 
-        Where features in between were not kept, it begins anew at the start of a page. A few may be missing: there it
-        has what it guessed.
+        Where features in between were not kept, it begins anew at the start of a page, the last one that leaves it some
+        positions: all that are kept would take it longer than they bring. A few may be missing: there it has what it
+        guessed.
         """
         newest = len(sequence.tokens) - 2
         if newest < sequence.kept:
@@ -181,7 +185,7 @@ class DraftPlanner:
         first = max(sequence.kept, newest + 1 - self._window)
         if sequence.drafted + self._most >= first:
             return max(sequence.drafted, first), sequence.base
-        first = -(-first // self._page) * self._page
+        first = max(-(-first // self._page), (newest + 1 - _ANEW) // self._page) * self._page
         return (first, first) if first <= newest else None
 
     def _drafted(self, sequence: Sequence) -> Drafted:

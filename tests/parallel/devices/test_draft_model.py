@@ -10,9 +10,10 @@ from tests.parallel.devices.test_tensor import SETTINGS, TIGHT, model_of
 
 DRAFTS = {"speculative_adaptive": False, "num_speculative_tokens": 3}
 PLACES = {
-    "heads": ("groups", {"tensor_parallel_size": 2}),
     "copies of heads": ("few KV heads", {"tensor_parallel_size": 4}),
     "replicas": ("groups", {"tensor_parallel_size": 2, "data_parallel_size": 2}),
+    "stages": ("groups", {"pipeline_parallel_size": 2}),
+    "stages of heads": ("groups", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 }
 
 
@@ -34,7 +35,7 @@ def drafting(model, draft, axes, method):
     return llm.engine.stats()
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", ["copies of heads", "stages of heads"])
 def test_a_draft_model_says_what_the_model_says(name):
     kind, axes = PLACES[name]
     model = model_of(kind)
@@ -43,9 +44,17 @@ def test_a_draft_model_says_what_the_model_says(name):
     assert stats.draft_accepted > 0.98 * stats.draft_tokens
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle"])
-@pytest.mark.parametrize("name", PLACES)
-def test_heads_change_no_bit(name, method):
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("medusa", "stages"),
+        ("eagle", "copies of heads"),
+        ("eagle", "replicas"),
+        ("eagle3", "stages of heads"),
+    ],
+)
+def test_heads_change_no_bit(method, name):
+    """EAGLE-3 reads layers of several stages."""
     kind, axes = PLACES[name]
-    model = model_of(kind)
+    model = model_of(kind, num_hidden_layers=4 if method == "eagle3" else 2)
     assert drafting(model, random_head(method, model), axes, method).draft_tokens > 20
