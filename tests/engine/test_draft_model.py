@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import scipy.special
 
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.engine.execution.memory import plan_engine
@@ -16,6 +20,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import LayerSpec
 from tests.fakes import random_model
+from tests.sampling.reference import p_value
 
 DRAFTS = 4
 SETTINGS: dict[str, Any] = {
@@ -138,6 +143,29 @@ def test_what_it_is_not_spread_over() -> None:
     changes = {"enable_dp_attention": True, "expert_parallel_size": 2}
     with pytest.raises(EngineConfigError, match="draft_model and enable_dp_attention = True exclude each other"):
         check(EngineConfig(**{**SETTINGS, **changes}))
+
+
+def test_what_is_accepted_has_the_models_distribution() -> None:
+    """Third tokens of answers, of which those behind a draft that was accepted are drawn in its row: where each lies in
+    the model's own cumulative distribution behind what came before it is anywhere equally often (chi-square)."""
+    model, prompt, chance = random_model(gain=9.0), PROMPTS[1], np.random.default_rng(0)
+    llm = LLM(model.replace(draft=random_model(gain=8.5)), **{**SETTINGS, "max_num_seqs": 8})
+    answers = list[tuple[int, ...]]()
+    for seeds in itertools.batched(range(600), 3):  # five rows are left for drafts
+        params = [SamplingParams(temperature=1.0, max_tokens=3, seed=seed, ignore_eos=True) for seed in seeds]
+        answers += [answer.outputs[0].token_ids for answer in llm.generate([prompt] * len(seeds), params)]
+    assert 0.2 < right(llm.engine.stats()) < 0.9
+    logits = np.asarray(model.apply(model.params, jnp.asarray([[*prompt, *answer[:2]] for answer in answers])))
+
+    def p_of(shares: np.ndarray) -> float:
+        """Tokens from the likeliest to the least likely: what is drawn from another distribution lies further down."""
+        own = np.take_along_axis(shares, np.array([answer[2:] for answer in answers]), axis=1)
+        above = np.where(shares > own, shares, 0).sum(axis=1, keepdims=True) + own * chance.random(own.shape)
+        return p_value((above[:, 0] * 12).astype(int).clip(0, 11), np.full(12, 1 / 12))
+
+    of_second, of_third = scipy.special.softmax(logits[:, -2:].astype(np.float64), axis=-1).swapaxes(0, 1)
+    assert p_of(of_third) > 1e-3
+    assert p_of(of_second) < 1e-3, "the test can tell"
 
 
 def test_its_weights_and_pages_are_counted() -> None:

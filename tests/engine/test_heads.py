@@ -201,8 +201,9 @@ def test_ten_thousand_requests_leave_nothing_behind(fresh_seed: int) -> None:
             engine.step()
             alive = [name for name in alive if name in engine._scheduler._requests]
     engine.check()
+    engine.reset_prefix_cache()  # pages of prompts that others may have, some of them on the host
     stats = engine.stats()
     assert compilations.count == 0
-    assert (stats.running, stats.kv.held, stats.kv.host_used) == (0, kept.held, kept.host_used)
+    assert (stats.running, stats.kv) == (0, kept)
     assert stats.draft_accepted > 100
     assert sum(stats.preemptions.values()) > 10
