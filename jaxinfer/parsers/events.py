@@ -127,8 +127,7 @@ class Emitter:
         self._add(Reasoning, text)
 
     def start(self, name: str, name_id: str | None = None) -> None:
-        """Begin a call, and end the one before."""
-        self.end()
+        """Begin a call; the one before has ended."""
         self._flush()
         self._space, self._bare, self._open, self._written = [], True, True, False
         self._events.append(CallStart(self.calls, name_id or self._new_id(self.calls), name))

@@ -7,7 +7,7 @@ import re
 
 from jaxinfer.parsers.events import Emitter
 from jaxinfer.parsers.source import Markers, Source, Wait
-from jaxinfer.parsers.tools import Tools, literal_json, parsed, quoted
+from jaxinfer.parsers.tools import MOST_PYTHON, Tools, literal_json, parsed, quoted
 from jaxinfer.parsers.values import MAX_NAME
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
@@ -16,7 +16,6 @@ _AFTER_NAME = re.compile(r"[^\w.]")
 _BRACKETS = re.compile(r"""["'(\[{)\]}]""")
 _QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-_MOST = 1 << 18
 
 
 def pythonic(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
@@ -54,10 +53,12 @@ def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
     if (yield from source.scan(_AFTER_NAME, parts.append)) != "(":
         return None
     name = "".join(parts)
-    if not name or len(name) > MAX_NAME or not tools.know(name) or not (yield from _parenthesis(source, parts)):
+    if not name or len(name) > MAX_NAME or not tools.know(name):
         return None
-    text = "".join(parts)
-    arguments = _arguments(text) if len(text) <= _MOST else None
+    size = yield from _parenthesis(source, parts)
+    if size is None:
+        return None
+    arguments = _arguments("".join(parts)) if size <= MOST_PYTHON else None
     if arguments is not None:
         emitter.start(name)
         emitter.arguments(arguments)
@@ -65,17 +66,25 @@ def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
     return arguments is not None
 
 
-def _parenthesis(source: Source, parts: list[str]) -> Wait[bool]:
-    """Read up to the bracket that closes the next one, by brackets and quotes alone."""
-    depth = 0
-    while character := (yield from source.scan(_BRACKETS, parts.append)):
+def _parenthesis(source: Source, parts: list[str]) -> Wait[int | None]:
+    """Read up to the bracket that closes the next one, by brackets and quotes alone.
+
+    Returns:
+        How many characters that are, strings not counted. None: no bracket closes it.
+    """
+    depth = size = 0
+    while True:
+        first = len(parts)
+        character = yield from source.scan(_BRACKETS, parts.append)
+        if not character:
+            return None
         parts.append(source.take(1))
+        size += sum(map(len, parts[first:]))
         if character in _QUOTES:
             yield from _string(source, parts, _QUOTES[character])
         depth += _DEPTH.get(character, 0)
         if depth == 0:
-            return True
-    return False
+            return size
 
 
 def _string(source: Source, parts: list[str], ends: re.Pattern[str]) -> Wait[None]:

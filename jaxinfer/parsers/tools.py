@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STRING = "string"
-_MOST_LITERAL = 1 << 16
+MOST_PYTHON = 1 << 14
+"""Characters of Python that are parsed, but for strings: a few hundredths of a second."""
 _MOST_DEPTH = 8
 _WORDS = {
     "str": STRING,
@@ -44,6 +45,7 @@ class Tools:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
         self._properties = dict(found for tool in tools or () if (found := _function(tool)) is not None)
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     @property
     def names(self) -> Sequence[str]:
@@ -55,7 +57,12 @@ class Tools:
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
         """The JSON schema's types of a function's parameter; empty: any, or unknown."""
-        return frozenset(_types(self._properties.get(name, {}).get(parameter), _MOST_DEPTH))
+        schema = self._properties.get(name, {}).get(parameter)
+        if schema is None:
+            return frozenset()
+        if (name, parameter) not in self._types:  # a schema may be large, and asked for often
+            self._types[name, parameter] = frozenset(_types(schema, _MOST_DEPTH))
+        return self._types[name, parameter]
 
 
 def json_value(text: str, types: frozenset[str]) -> str:
@@ -70,7 +77,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
     elif bare.lower() in ("true", "false") and ("boolean" in types or not types):
         found = (bare.lower() == "true",)
     else:
-        found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= _MOST_LITERAL else ())
+        found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
         found = found if found and _is_of(found[0], types) else ()
     return _dumped(found[0] if found else text) or _dumped(text) or '""'
 
@@ -146,13 +153,13 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
 
 def _dumped(value: Any) -> str | None:
     try:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        return json.dumps(_finite(value), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return None
 
 
 def _finite(value: Any) -> Any:
-    """Sets and bytes have no JSON; nor has a key that is no string."""
+    """Check what `json.dumps` would write although it is no JSON: infinite numbers, and keys that are no strings."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError
     if isinstance(value, dict) and not all(isinstance(key, str) for key in value):

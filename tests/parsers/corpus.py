@@ -105,6 +105,7 @@ CASES = [
     Case(QWEN3, "Hm, yes.</think>No.", content="No.", reasoning="Hm, yes.", prompt="<|im_start|>assistant\n<think>\n"),
     Case(QWEN3, "A <think> tag.", content="A <think> tag.", prompt="assistant\n<think>\n\n</think>\n\n"),
     Case(QWEN3, "<think>\nHm", reasoning="Hm"),
+    Case(QWEN3, "<think>Hm</think>A <tool_c", content="A <tool_c", reasoning="Hm"),
     Case(
         LLAMA,
         '<|python_tag|>{"type": "function", "name": "get_weather", "parameters": ' + _JSON + "}",
@@ -201,6 +202,7 @@ CASES = [
         "[get_weather(city='Martha\\'s [\"V\"])', days=3, options={'a': [1.5, None]}, near=True), now()]",
         (weather('Martha\'s ["V"])', days=3, options={"a": [1.5, None]}, near=True), ("now", {})),
     ),
+    Case(PYTHONIC, "[add(a='C:\\\\', b=')\\'')]", (("add", {"a": "C:\\", "b": ")'"}),)),
     Case(
         PYTHONIC,
         "See [1] and [f](x): <|python_start|>[add(a=b'x'), add(a=-1)]<|python_end|> [add(1)] [now(",

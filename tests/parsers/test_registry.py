@@ -153,6 +153,13 @@ def test_what_is_looked_at_again_is_bounded(parsers: Parsers, unit: str) -> None
         assert len(getattr(parser, "_source")._text) <= 64  # noqa: B009
 
 
+@pytest.mark.parametrize(("value", "is_call"), [(f"'{'x, ' * 20_000}'", True), (f"[{'1, ' * 20_000}]", False)])
+def test_python_is_parsed_up_to_a_size_strings_up_to_any(value: str, is_call: bool) -> None:
+    message = message_of(parse(Case(Parsers("pythonic"), f"[add(a={value})]"), []))
+    assert bool(message.calls) == is_call
+    assert bool(message.content) != is_call
+
+
 def test_a_call_that_max_tokens_cuts_keeps_what_there_is() -> None:
     parser = Parsers("kimi_k2").make(Tools(TOOLS))
     assert parser is not None

@@ -72,6 +72,17 @@ def test_tools_that_no_template_would_show_are_refused_by_name():
     assert fitted(Conversation(HELLO, []), [TEMPLATE]).tools == []
 
 
+def test_an_effort_is_what_the_template_knows_of_it():
+    hard, none = (Conversation(HELLO, variables={"x": 1}, reasoning_effort=effort) for effort in ("high", "none"))
+    assert fitted(hard, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "high", "x": 1}
+    assert fitted(none, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "none", "x": 1}
+    assert fitted(none, ["{% if enable_thinking %}"]).variables == {"enable_thinking": False, "thinking": False, "x": 1}
+    for conversation, source in ((hard, "{% if enable_thinking %}"), (none, TEMPLATE)):
+        with pytest.raises(RequestError, match="template knows no such effort") as refusal:
+            fitted(conversation, [source])
+        assert refusal.value.field == "reasoning_effort"
+
+
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_templates_end_in_time_and_keep_nobody_waiting(kind):
     async def run() -> None:
