@@ -49,7 +49,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
 
 _THINK = ("<think>", "</think>")
 REASONING_PARSERS: Mapping[str, Thought | None] = {
-    "deepseek_r1": Thought(*_THINK, begun=True),
+    "deepseek_r1": Thought(*_THINK, begun=True, closed=("<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>")),
     "deepseek_v3": Thought(*_THINK),
     "glm45": Thought(*_THINK),
     "mistral": Thought("[THINK]", "[/THINK]", anywhere=True),
@@ -160,8 +160,8 @@ _TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 _REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (GPT_OSS, ("<|channel|>", "<|message|>")),
     ("mistral", ("[THINK]",)),
-    ("deepseek_v3", ("</think>", "<｜Assistant｜>", "thinking")),
-    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
+    ("deepseek_v3", ("<think>", "<｜Assistant｜>")),
+    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),  # the thought's beginning is not in the prompt
     ("glm45", ("</think>", "<arg_key>")),
     ("qwen3", ("</think>",)),
 )

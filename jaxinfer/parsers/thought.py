@@ -15,6 +15,7 @@ class Thought:
     Attributes:
         begin, end: its tags.
         begun: an answer begins within it, unless its prompt has closed it.
+        closed: ends of prompts, besides ``end``, behind which there is none.
         anywhere: text may stand in front of it. Else only a tag that comes first is one: models write about tags, too.
     """
 
@@ -22,11 +23,12 @@ class Thought:
     end: str
     begun: bool = False
     anywhere: bool = False
+    closed: tuple[str, ...] = ()
 
     def is_open(self, prompt: str) -> bool:
         """Whether an answer to a prompt with this end begins within the thought."""
         last = prompt.rstrip()
-        return last.endswith(self.begin) or (self.begun and not last.endswith(self.end))
+        return last.endswith(self.begin) or (self.begun and not last.endswith((self.end, *self.closed)))
 
     def read(self, source: Source, emitter: Emitter, prompt: str) -> Wait[None]:
         if self.is_open(prompt):

@@ -20,11 +20,12 @@ from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits, Usage
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answered, unavailable
+from jaxinfer.serve.fitting import fitted
 from jaxinfer.serve.generation import Generation, expired, failing
 from jaxinfer.serve.reading import LONG_CHARACTERS, LongTexts
 from jaxinfer.serve.room import Load, Place, Room
 from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
-from jaxinfer.serve.templates import Renderer, fitted
+from jaxinfer.serve.templates import Renderer
 from jaxinfer.serve.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate

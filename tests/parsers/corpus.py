@@ -169,6 +169,7 @@ CASES = [
     Case(V31, f"{_CALLS}{_v31('get_weather', _JSON)}{_v31('now', '')}{_END}", (_WEATHER, ("now", {}))),
     Case(R1, f"So be it.\n</think>\n\n{_CALLS}{_v3('now', '{}')}{_END}", (("now", {}),), "", "So be it."),
     Case(R1, "No thought.", content="No thought.", prompt="<｜Assistant｜><think>\n\n</think>\n\n"),
+    Case(R1, "Sunny.", content="Sunny.", prompt="<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"),
     Case(
         KIMI,
         "Yes. " + _section(_kimi("functions.get_weather:0", _JSON), _kimi("functions.now:1", "{}")),

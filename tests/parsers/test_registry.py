@@ -190,7 +190,7 @@ def test_ids_have_the_form_that_templates_want() -> None:
         ("[TOOL_CALLS]", "mistral", None),
         ("[THINK][TOOL_CALLS]", "mistral", "mistral"),
         ("<｜Assistant｜><｜tool▁call▁begin｜>function```json </think>", "deepseek_v3", "deepseek_r1"),
-        ("{% if thinking %}<｜Assistant｜><｜tool▁call▁begin｜></think>", "deepseek_v31", "deepseek_v3"),
+        ("<｜Assistant｜><｜tool▁call▁begin｜><think></think>", "deepseek_v31", "deepseek_v3"),
         ("<|tool_calls_section_begin|>", "kimi_k2", None),
         ("<|start|><|channel|>final<|message|>", "openai", "openai_gptoss"),
         ('<|start_header_id|> {"name": function name, "parameters": dictionary}', "llama3_json", None),
