@@ -48,7 +48,7 @@ class ScriptedRunner(FakeRunner):
     """The answers to requests, in the order in which they come."""
 
     def __init__(self, answers: Sequence[str], tokens: Tokenizer) -> None:
-        super().__init__(Mischief())
+        super().__init__(Mischief(seconds=0.001))  # so that a stream gets more than one delta
         self._answers = [[*tokens.encode(answer, add_special_tokens=False), EOS] for answer in answers]
         self._place: dict[str, int] = {}
 

@@ -136,6 +136,37 @@ def test_reasoning_can_be_left_out_and_has_the_name_that_is_set() -> None:
     run(test)
 
 
+def test_a_thought_that_is_left_out_leaves_an_empty_text() -> None:
+    async def test() -> None:
+        async with speaking("<think>Hm.</think>") as running, running.openai() as client:
+            for include, content in ((True, None), (False, "")):
+                terms = {"model": "fake", "messages": MESSAGES, "extra_body": {"include_reasoning": include}}
+                assert (await client.chat.completions.create(**terms)).choices[0].message.content == content
+
+    run(test)
+
+
+def test_a_prompt_may_begin_the_thought() -> None:
+    async def test() -> None:
+        template = "{{ messages }}</think>{% if add_generation_prompt %}<think>\n{% endif %}"
+        async with speaking("Hm.</think>Yes.", template=template) as running, running.openai() as client:
+            message = (await client.chat.completions.create(model="fake", messages=MESSAGES)).choices[0].message
+            assert (message.content, (message.model_extra or {})["reasoning"]) == ("Yes.", "Hm.")
+
+    run(test)
+
+
+def test_a_thought_comes_back_under_either_name() -> None:
+    async def test() -> None:
+        async with speaking("Yes.") as running, running.http() as client:
+            for name in ("reasoning", "reasoning_content"):
+                messages = [*MESSAGES, {"role": "assistant", "content": "x", name: "Hm."}]
+                tokens = (await client.post("/tokenize", json={"messages": messages})).json()["tokens"]
+                assert "<think>Hm.</think>x" in await running.frontend.detokenize(tokens)
+
+    run(test)
+
+
 def test_special_tokens_that_are_no_markers_stay_hidden() -> None:
     async def test() -> None:
         async with speaking("<think>a<|secret|>b</think>c<|secret|>d") as running, running.openai() as client:
@@ -184,6 +215,17 @@ def test_an_answer_that_is_cut_says_length() -> None:
             assert choice.finish_reason == "length"
             (call,) = choice.message.tool_calls or []
             assert '{"city": "Zürich 🦊"}'.startswith(call.function.arguments)
+
+    run(test)
+
+
+def test_arguments_that_are_cut_off_are_none() -> None:
+    async def test() -> None:
+        said = "[TOOL_CALLS]weather[ARGS]"
+        async with speaking(said, parsers=Parsers("mistral")) as running, running.openai() as client:
+            for most, arguments in ((len(said), ""), (len(said) + 1, "{}")):
+                choice = (await client.chat.completions.create(**ASKED, max_tokens=most)).choices[0]
+                assert [call.function.arguments for call in choice.message.tool_calls or []] == [arguments]
 
     run(test)
 
