@@ -24,6 +24,7 @@ STOREY = {
     "version": 0,
     "speculative": 0,
     "protos": 0,  # generated from protos/
+    "parsers": 0,
     "gguf": 0,
     "client": 1,
     "v1": 1,  # the public name of protos/v1
@@ -114,6 +115,7 @@ THIRD_PARTY = {
     "speculative": set[str](),
     "names": set[str](),
     "version": set[str](),
+    "parsers": set[str](),
     "validate": set[str](),
     "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
@@ -127,6 +129,7 @@ NO_JAX = (
     "jaxinfer.flags",
     "jaxinfer.generate",
     "jaxinfer.names",
+    "jaxinfer.parsers",
     "jaxinfer.version",
     "jaxinfer.sampling_params",
     "jaxinfer.types",

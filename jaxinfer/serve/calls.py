@@ -17,6 +17,7 @@ class Conversation:
         messages: each with a ``role`` and what the template wants besides, usually ``content``.
         variables: further variables of the template.
         template: the request's own template, refused unless the server allows it.
+        reasoning_effort: how much the model should think, in OpenAI's words, if its template knows of that.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -24,6 +25,7 @@ class Conversation:
     add_generation_prompt: bool = True
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template: str | None = None
+    reasoning_effort: str | None = None
 
 
 Input = str | Sequence[int] | Conversation
@@ -42,6 +44,7 @@ class Call:
         tenant: whose request it is, see `jaxinfer.serve.tenants`: ids, cached prefixes and turns are its own.
         trace: the W3C headers ``traceparent`` and ``tracestate``, where the client sent them.
         logged: it is a request of its own, with a line in the log, and no part of one.
+        shown: special tokens, by their texts, that are part of its text all the same: a parser looks for them.
     """
 
     prompt: Input
@@ -55,6 +58,7 @@ class Call:
     tenant: str = ""
     trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
     logged: bool = True
+    shown: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,17 +13,19 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.parsers.registry import Parsers
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits, Usage
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
 from jaxinfer.serve.faults import answered, unavailable
+from jaxinfer.serve.fitting import fitted
 from jaxinfer.serve.generation import Generation, expired, failing
 from jaxinfer.serve.reading import LONG_CHARACTERS, LongTexts
 from jaxinfer.serve.room import Load, Place, Room
 from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
-from jaxinfer.serve.templates import Renderer, fitted
+from jaxinfer.serve.templates import Renderer
 from jaxinfer.serve.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.tracing import Tracing
 from jaxinfer.text.chat_template import ChatTemplate
@@ -33,6 +35,7 @@ from jaxinfer.types import Request
 from jaxinfer.validate import SamplingLimits, check_token_ids
 
 _LIMITS = ServeLimits()
+_NO_PARSERS = Parsers()
 _INLINE = 1000
 """Characters or ids that are worked on in the event loop: half a millisecond. More goes to a thread."""
 _FEW_MESSAGES = 64
@@ -55,6 +58,7 @@ class Frontend:
         weight: of a tenant, the `Request.weight`; default: all are alike.
         folder: where the tokenizer was loaded from: long texts are tokenised by processes that load it, too (None: by
             threads, as short ones).
+        parsers: of the model's answers.
 
     Attributes:
         leaving: new calls are still taken, but readiness is gone: others shall be asked.
@@ -77,10 +81,11 @@ class Frontend:
         scope: Callable[[str], str] = cache_scope,
         weight: Callable[[str], float] = lambda tenant: 1.0,
         folder: pathlib.Path | None = None,
+        parsers: Parsers = _NO_PARSERS,
     ) -> None:
         most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer, self.template, self.parsers = tokenizer, template, parsers
         self.leaving = self.draining = False
         self.room = Room(card.engine)
         self._backend, self._clock = backend, clock
@@ -191,7 +196,7 @@ class Frontend:
             async with _within(call.timeout):
                 request = await self._request(call, request_id, params)
                 place.measure(len(request.prompt_token_ids))
-                return await self._start(dataclasses.replace(request, deadline=deadline), place)
+                return await self._start(dataclasses.replace(request, deadline=deadline), place, call.shown)
         finally:
             if self._active.get(request_id) is None:
                 self._leave(request_id)
@@ -350,10 +355,11 @@ class Frontend:
             cache_salt=call.cache_salt,
         )
 
-    async def _start(self, request: Request, place: Place) -> Generation:
+    async def _start(self, request: Request, place: Place, shown: frozenset[str]) -> Generation:
         stream = await self._backend.submit(request)
         seconds = None if request.deadline is None else request.deadline - self._clock()
-        generation = Generation(self._backend, stream, self.tokenizer, self._leave, seconds, place)
+        tokenizer = self.tokenizer.showing(shown) if self.tokenizer is not None and shown else self.tokenizer
+        generation = Generation(self._backend, stream, tokenizer, self._leave, seconds, place)
         self._active[request.request_id] = generation
         if self._stopped:
             generation.cut(_stopping())

@@ -8,6 +8,7 @@ import pathlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from jaxinfer.parsers.registry import chosen
 from jaxinfer.serve import descriptors
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
@@ -19,7 +20,7 @@ from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.request_log import RequestLog
-from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig
 from jaxinfer.serve.tenants import ALL, cache_scope
 from jaxinfer.serve.throughput import Throughput
 from jaxinfer.serve.tracing import Tracing
@@ -70,6 +71,7 @@ class Server:
             engine=lambda: self._supervisor.condition,
             metrics=metrics,
             requests=self._requests,
+            reasoning_fields=REASONING_FIELDS[config.reasoning_field],
         )
         open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(
@@ -236,6 +238,7 @@ class Server:
         if tokenizer is not None and self._parted:
             await asyncio.to_thread(tokenizer.forget)
         template = await asyncio.to_thread(load_template, folder)
+        sources = "" if template is None else "\n".join(template.sources.values())
         frontend = Frontend(
             self._supervisor.backend,
             card,
@@ -248,6 +251,7 @@ class Server:
             scope=self._scope,
             weight=self._authoriser.weight,
             folder=folder,
+            parsers=chosen(config.tool_call_parser, config.reasoning_parser, sources),
         )
         await frontend.warm()
         if self._opened is not None:

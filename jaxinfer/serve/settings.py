@@ -16,6 +16,7 @@ import yaml
 
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.names import DTYPES, advice, known_dtype
+from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.logs import FORMATS, LEVELS
 from jaxinfer.serve.tenants import SHARING, TENANT
@@ -32,7 +33,13 @@ _MOST_SECONDS = 2_000_000  # 23 days: gRPC counts milliseconds in 31 bits
 _MISSING = {"model": 'name one ("demo", a folder, a .gguf file, or a hub id): jaxinfer serve MODEL'}
 _PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
-OFF = ("off", False)  # YAML reads ``off`` as false
+OFF: tuple[str, bool] = ("off", False)  # YAML reads ``off`` as false
+REASONING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "both": ("reasoning", "reasoning_content"),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
+"""What messages call their reasoning: OpenAI's gpt-oss and vLLM the first, DeepSeek and SGLang the second."""
 
 
 class ServeConfigError(ValueError):
@@ -41,6 +48,10 @@ class ServeConfigError(ValueError):
 
 def _unless_off(value: Any) -> Any:
     return None if isinstance(value, str | bool) and value in OFF else value
+
+
+def _or_off(value: Any) -> Any:
+    return OFF[0] if value is False else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +127,22 @@ class AccessConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """Tool calls and reasoning in answers.
+
+    Attributes:
+        tool_call_parser: reads the calls: "auto": as the model's chat template writes them; "off"; or a name
+            (docs/tool_calls.md).
+        reasoning_parser: reads the reasoning: the same.
+        reasoning_field: what messages call it: "reasoning", "reasoning_content", or "both".
+    """
+
+    tool_call_parser: Annotated[str, pydantic.BeforeValidator(_or_off)] = AUTO
+    reasoning_parser: Annotated[str, pydantic.BeforeValidator(_or_off)] = AUTO
+    reasoning_field: str = "both"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PatienceConfig:
     """Time limits, and bounds on what is under way.
 
@@ -187,7 +214,7 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(LogConfig, GroupConfig, PatienceConfig, AccessConfig, DoorConfig, ServedModelConfig):
+class ServeConfig(LogConfig, GroupConfig, PatienceConfig, AnswerConfig, AccessConfig, DoorConfig, ServedModelConfig):
     """A server: one model behind gRPC and HTTP."""
 
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
@@ -198,6 +225,11 @@ TIMES = tuple(field.name for field in dataclasses.fields(ServeConfig) if field.n
 """The settings that are seconds. None of them may be infinite: a bound that is none is no setting."""
 
 Settings = Mapping[str, Any]
+_ONE_OF: Mapping[str, tuple[str, ...]] = {
+    "tool_call_parser": (AUTO, OFF[0], *TOOL_PARSERS),
+    "reasoning_parser": (AUTO, OFF[0], *REASONING_PARSERS),
+    "reasoning_field": tuple(REASONING_FIELDS),
+}
 
 
 def read_settings(path: pathlib.Path) -> dict[str, Any]:
@@ -284,6 +316,8 @@ def _check(config: ServeConfig) -> None:
     _require(config.log_level in LEVELS, "log_level", config.log_level, f"must be one of {', '.join(LEVELS)}")
     sharing = config.prefix_cache_sharing
     _require(sharing in SHARING, "prefix_cache_sharing", sharing, f"must be one of {', '.join(SHARING)}")
+    for name, known in _ONE_OF.items():
+        _require(getattr(config, name) in known, name, getattr(config, name), f"must be one of {', '.join(known)}")
     both = (config.tls_cert is None) == (config.tls_key is None)
     _require(both, "tls_cert", config.tls_cert, f"and tls_key = {config.tls_key!r} belong together")
     has_ca = config.tls_client_ca is not None

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jaxinfer.sampling_params import RequestError
@@ -95,30 +95,6 @@ class Renderer:
         """End the helpers."""
         self._default.close()
         self._requests.close()
-
-
-def fitted(conversation: Conversation, sources: Sequence[str]) -> Conversation:
-    """Fit a conversation to templates that know neither tools nor the role ``developer``, which is OpenAI's newer name
-    of ``system``.
-
-    Args:
-        sources: of the templates, of which one is used.
-
-    Raises:
-        RequestError: there are tools, and no template would show them to the model.
-    """
-    if conversation.tools and not _has_word(sources, "tools"):
-        raise RequestError("tools", ": the model's chat template has no place for tools: leave them out")
-    if _has_word(sources, "developer"):
-        return conversation
-    messages = [
-        {**each, "role": "system"} if each.get("role") == "developer" else each for each in conversation.messages
-    ]
-    return dataclasses.replace(conversation, messages=messages)
-
-
-def _has_word(sources: Sequence[str], word: str) -> bool:
-    return any(word in source for source in sources)
 
 
 class Pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,6 +130,15 @@ class Tokenizer:
         self._backend.forget()
         for token_id in range(self.vocab_size):
             self._cached(token_id)
+
+    def showing(self, texts: Iterable[str]) -> Tokenizer:
+        """The same, but for tokens of these texts, which are no special ones: they are part of every text."""
+        shown = {self.token_to_id(text) for text in texts} & self.special_ids
+        if not shown:
+            return self
+        other = copy.copy(self)  # what is remembered of tokens is shared
+        other.special_ids = self.special_ids - shown
+        return other
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ``ids``. Ids outside the vocabulary stand for nothing."""

@@ -39,6 +39,9 @@ REFUSED = [
     ({"model": "demo", "engine": {"page_size": 3}}, "engine.page_size = 3 must be a power of two"),
     ({"model": "demo", "engine": {"scheduling_policy": "lifo"}}, "engine.scheduling_policy = lifo must be one of fcfs"),
     ({"model": "demo", "prefix_cache_sharing": "none"}, "prefix_cache_sharing = 'none' must be one of tenant, all"),
+    ({"model": "demo", "tool_call_parser": "x"}, "tool_call_parser = 'x' must be one of auto, off, deepseek_v3,"),
+    ({"model": "demo", "reasoning_parser": "hermes"}, "reasoning_parser = 'hermes' must be one of auto, off,"),
+    ({"model": "demo", "reasoning_field": "thought"}, "reasoning_field = 'thought' must be one of both, reasoning,"),
     ({"model": "demo", "engine": {"pages": 1}}, "engine.pages is not a setting"),
     ({"model": "demo", "engine": 5}, "engine = 5"),
     ({"model": "demo", "http_port": "abc"}, "http_port = 'abc'"),
@@ -82,6 +85,13 @@ def test_http_is_on_unless_it_is_off(tmp_path, text, port):
     """YAML reads off as false, which must not become port 0."""
     (tmp_path / "config.yaml").write_text(f"model: demo\n{text}\n")
     assert make_config(read_settings(tmp_path / "config.yaml")).http_port == port
+
+
+@pytest.mark.parametrize(("text", "parser"), [("off", "off"), ("auto", "auto"), ("mistral", "mistral")])
+def test_parsers_are_off_as_yaml_writes_it(tmp_path, text, parser):
+    (tmp_path / "config.yaml").write_text(f"model: demo\ntool_call_parser: {text}\nreasoning_parser: {text}\n")
+    config = make_config(read_settings(tmp_path / "config.yaml"))
+    assert (config.tool_call_parser, config.reasoning_parser) == (parser, parser)
 
 
 def test_http_is_off_by_a_flag():

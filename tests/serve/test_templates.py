@@ -15,7 +15,7 @@ from jaxinfer.serve import templates
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.packing import pack
 from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
-from jaxinfer.serve.templates import Renderer, fitted
+from jaxinfer.serve.templates import Renderer
 from jaxinfer.text.chat_template import ChatTemplate
 from tests.serve.core.fake_core import REPO
 from tests.serve.fake_engine import TEMPLATE, fake_template
@@ -53,23 +53,6 @@ def test_a_request_may_bring_its_own():
     conversation = Conversation(HELLO, template="{{ messages[0].role }}!")
     assert asyncio.run(rendered(Renderer(fake_template(), 9.0), conversation)) == ["user!"]
     assert asyncio.run(rendered(Renderer(None, 9.0), conversation)) == ["user!"]
-
-
-def test_a_template_that_does_not_know_developers_has_a_system_instead():
-    told = Conversation([{"role": "developer", "content": "Be short."}, *HELLO])
-    assert [each["role"] for each in fitted(told, [TEMPLATE]).messages] == ["system", "user"]
-    assert fitted(told, ["{% if m.role == 'developer' %}"]) is told
-    assert told.messages[0]["role"] == "developer"
-
-
-def test_tools_that_no_template_would_show_are_refused_by_name():
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(RequestError, match="tools: the model's chat template has no place for tools") as refusal:
-        fitted(Conversation(HELLO, tools), [TEMPLATE])
-    assert refusal.value.field == "tools"
-    for sources in ([TEMPLATE, "{{ tools }}"], ["{% if tools is defined %}{% endif %}"]):
-        assert fitted(Conversation(HELLO, tools), sources).tools == tools
-    assert fitted(Conversation(HELLO, []), [TEMPLATE]).tools == []
 
 
 @pytest.mark.parametrize("kind", BAD)

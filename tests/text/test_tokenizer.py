@@ -157,6 +157,14 @@ def test_a_named_token_is_special_even_if_the_file_does_not_say_so(tmp_path: pat
     assert ours.decode(ours.encode("aéb")) == "a b"
 
 
+def test_some_special_tokens_can_be_shown(tmp_path: pathlib.Path) -> None:
+    ours = load(tmp_path, byte_level(), tokenizer_config={"bos_token": "<s>", "eos_token": "</s>"})
+    ids = ours.encode("<s>a</s>b", add_special_tokens=False)
+    assert ours.showing(["</s>", "not there", "a"]).decode(ids) == "a</s>b"
+    assert ours.decode(ids) == "ab"
+    assert ours.showing(["a"]) is ours
+
+
 def test_special_tokens_are_found_within_a_text(tmp_path: pathlib.Path) -> None:
     library = byte_fallback()
     library.add_tokens([AddedToken("</s>", special=True, normalized=True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.calls import ServeLimits
@@ -49,6 +49,7 @@ class Door:
         engine: how that is; asked by /health, /ready and /metrics.
         version: jaxinfer's.
         requests: has a line for what is refused here.
+        reasoning_fields: what messages call their reasoning.
         long: reads long bodies.
     """
 
@@ -59,6 +60,7 @@ class Door:
     engine: Callable[[], Condition] = lambda: Condition(READY)
     metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     requests: RequestLog = dataclasses.field(default_factory=lambda: RequestLog(enabled=False))
+    reasoning_fields: Sequence[str] = ("reasoning", "reasoning_content")
 
     def __post_init__(self) -> None:
         self.long = BodyReader(self.limits)

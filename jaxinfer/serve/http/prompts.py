@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from jaxinfer.parsers.registry import Parsers
 from jaxinfer.serve.calls import Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
@@ -65,13 +67,26 @@ def scores_only(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0 and not isinstance(body.max_tokens, bool)
 
 
+def parsers_of(body: ChatCompletionRequest, parsers: Parsers) -> Parsers:
+    """Those of a model's ``parsers`` that read the answer: calls are looked for where there are tools.
+
+    Raises:
+        ServeError: INVALID, naming field and value: something is asked for that nobody reads.
+    """
+    _check_choice(body.tool_choice)
+    if not body.tools or body.tool_choice == "none":
+        return dataclasses.replace(parsers, tool_calls=None)
+    if body.parallel_tool_calls is False and parsers.tool_calls is None:
+        _refuse("parallel_tool_calls", False, "is not served: no parser of this model's tool calls is known")
+    return parsers
+
+
 def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[str, Any]:
     """The fields for the validator.
 
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    _check_choice(body.tool_choice)
     _check_format(body.response_format)
     fields = body.sampling(limits.logit_bias)
     if body.max_completion_tokens is not None:
@@ -133,6 +148,7 @@ def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation
         add_generation_prompt=True if generate is None else generate,
         variables=body.chat_template_kwargs or {},
         template=body.chat_template,
+        reasoning_effort=body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None,
     )
 
 
@@ -141,6 +157,8 @@ def _message(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(role, str):
         _refuse(f"{path}.role", role, "must be a string")
     whole = dict(message)
+    if whole.get("reasoning") is not None:  # templates know the older name
+        whole.setdefault("reasoning_content", whole["reasoning"])
     if isinstance(content, list):
         whole["content"] = "\n".join(_text(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
@@ -171,7 +189,7 @@ def _tool_call(path: str, call: Any) -> Any:
 
 def _check_choice(choice: Any) -> None:
     if choice not in (None, "none", "auto"):
-        _refuse("tool_choice", choice, "is not served: it may be 'none' or 'auto'")
+        _refuse("tool_choice", choice, "is not served, since nothing makes a model call: it may be 'none' or 'auto'")
 
 
 def _check_format(form: Any) -> None:

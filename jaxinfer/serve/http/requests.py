@@ -12,7 +12,7 @@ they are only described. What is declared with a type is strict: no string is ta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import ConfigDict, Field, WithJsonSchema
@@ -43,6 +43,7 @@ _SPECULATION: dict[str, Any] = {
     "additionalProperties": False,
 }
 Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]  # the first that is none is told: there may be many
 Prompt = Annotated[
     Any,
@@ -85,11 +86,6 @@ class Body(pydantic.BaseModel):
     """OpenAI's fields that are not served, and the values of them that ask for nothing."""
     ignored: ClassVar[frozenset[str]] = frozenset()
     """OpenAI's fields that are labels: they change no answer."""
-
-    @classmethod
-    def harmless(cls, name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Values of the unserved field ``name`` that ask for nothing, beside the others of the body."""
-        return cls.unserved[name]
 
 
 class StreamOptions(Body):
@@ -158,16 +154,14 @@ class CompletionRequest(Sampling):
 
 
 class ChatCompletionRequest(Sampling):
-    """``POST /v1/chat/completions``. What the model may call is told to its template; calls come as text."""
+    """``POST /v1/chat/completions``. What the model may call is told to its template."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": _NOTHING,
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
-        "parallel_tool_calls": (None, True),
         "prediction": _NOTHING,
-        "reasoning_effort": _NOTHING,
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
         "verbosity": _NOTHING,
@@ -178,6 +172,9 @@ class ChatCompletionRequest(Sampling):
     messages: Annotated[Objects, Field(min_length=1)]
     tools: Objects | None = None
     tool_choice: Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})] = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: no call behind the first is shown.")] = None
+    include_reasoning: Annotated[bool | None, Field(description="Default: true.")] = None
+    reasoning_effort: Effort | None = None
     response_format: Annotated[Any, WithJsonSchema({"type": "object", "description": 'Only {"type": "text"}.'})] = None
     max_completion_tokens: Integer = None
     logprobs: bool | None = None
@@ -185,12 +182,6 @@ class ChatCompletionRequest(Sampling):
     add_generation_prompt: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    @classmethod
-    def harmless(cls, name: str, fields: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Some frameworks always say whether tools may be called side by side: without tools that asks for nothing."""
-        idle = name == "parallel_tool_calls" and not fields.get("tools")
-        return (None, True, False) if idle else super().harmless(name, fields)
 
 
 class TokenizeRequest(Body):
@@ -225,7 +216,7 @@ def checked[B: Body](kind: type[B], fields: Mapping[str, Any]) -> B:
     """
     for name in kind.unserved:
         value = fields.get(name)
-        if not any(value == other and type(value) is type(other) for other in kind.harmless(name, fields)):
+        if not any(value == other and type(value) is type(other) for other in kind.unserved[name]):
             raise ServeError(Kind.INVALID, f"{name}={short(value)} is not served", field=name)
     known = {name: value for name, value in fields.items() if name not in kind.unserved and name not in kind.ignored}
     for name in known:

@@ -51,7 +51,7 @@ BAD_FIELDS = [
     ("chat/completions", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "content=3"),
     ("chat/completions", {**CHAT, "tools": TOOLS}, "tools", "tools: the model's chat template has no place for tools"),
     ("chat/completions", {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls", "=False"),
-    ("chat/completions", {**CHAT, "parallel_tool_calls": 0}, "parallel_tool_calls", "=0 is not served"),
+    ("chat/completions", {**CHAT, "parallel_tool_calls": 0}, "parallel_tool_calls", "parallel_tool_calls=0"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice", "'required'"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format", "'json_object'"),
     ("chat/completions", {**CHAT, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),

@@ -1,0 +1,88 @@
+"""OpenAI's Harmony, which gpt-oss speaks: messages on channels, some of them to functions."""
+
+from __future__ import annotations
+
+import re
+
+from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.source import Markers, Sink, Source, Wait
+from jaxinfer.parsers.tools import Tools
+from jaxinfer.parsers.values import NAME
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_HEAD = Markers(_START, _CHANNEL, _MESSAGE, "<|end|>", "<|call|>", "<|return|>")
+_HEAD_END = Markers(_MESSAGE)
+_BODY_END = Markers(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
+_MAX_HEAD = 1024
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ON = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTIONS = "functions."
+_TO = " to="
+
+
+class _Paragraphs:
+    """Sink that puts a line break between texts."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._any = self._next = False
+
+    def begin(self) -> None:
+        self._next = self._any
+
+    def __call__(self, text: str) -> None:
+        if self._next:
+            self._sink("\n")
+        self._any, self._next = True, False
+        self._sink(text)
+
+
+def harmony(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
+    """``<|channel|>analysis<|message|>...<|end|>`` is reasoning, ``final`` and what ``commentary`` has for the user are
+    content, and what goes ``to=functions.f`` calls f."""
+    sinks = _Paragraphs(emitter.reasoning), _Paragraphs(emitter.content)
+    marker = _TO if (yield from source.starts(_TO)) else (yield from source.until(_HEAD, emitter.content))
+    while marker is not None:
+        head = yield from _head(source, emitter, marker)
+        if head is None:
+            marker = yield from source.until(_HEAD, emitter.content)
+        else:
+            marker = yield from _body(source, emitter, head, sinks, tools)
+
+
+def _head(source: Source, emitter: Emitter, marker: str) -> Wait[str | None]:
+    """Read what stands before a message, behind ``marker``. None: it is no head, or the text ends in it."""
+    if marker not in (_START, _CHANNEL, _MESSAGE, _TO):  # the end of a message that had no head
+        return None
+    if marker == _MESSAGE:
+        return marker
+    head, end = yield from source.gather(_HEAD_END, _MAX_HEAD)
+    if end is None and len(head) == _MAX_HEAD:
+        emitter.content(marker + head)
+    return None if end is None else marker + head
+
+
+def _body(
+    source: Source, emitter: Emitter, head: str, sinks: tuple[_Paragraphs, _Paragraphs], tools: Tools
+) -> Wait[str | None]:
+    """Read a message. Returns what ends it, if that is the head of the next."""
+    to, on = _RECIPIENT.search(head), _ON.search(head)
+    name = _function(to[1], tools) if to else None
+    if name is not None:
+        emitter.start(name)
+        sink: Sink = emitter.arguments
+    else:
+        paragraphs = sinks[0 if (on and on[1] == "analysis") or to else 1]
+        paragraphs.begin()
+        sink = paragraphs
+    marker = yield from source.until(_BODY_END, sink)
+    if marker is not None:
+        emitter.end()
+    return marker
+
+
+def _function(recipient: str, tools: Tools) -> str | None:
+    """The function's name; other recipients are the model's own tools, which nobody has here."""
+    name = recipient.removeprefix(_FUNCTIONS)
+    known = recipient.startswith(_FUNCTIONS) or name in tools.names
+    return name if known and NAME.fullmatch(name) else None

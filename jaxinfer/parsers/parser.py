@@ -1,0 +1,67 @@
+"""What all parsers are: text in, events out; the same for a stream and for a whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from jaxinfer.parsers.events import Content, Emitter, Event
+from jaxinfer.parsers.source import Source, Wait
+
+Program = Callable[[Source, Emitter], Wait[None]]
+"""What a format is: it reads a source to its end and emits events."""
+
+
+@runtime_checkable
+class Parser(Protocol):
+    """Follows one answer. Neither method raises, whatever the model has written."""
+
+    def feed(self, text: str) -> list[Event]:
+        """Events of more text, split anywhere."""
+        ...
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """Events of the end; nothing may follow. ``cut``: the answer ended before the model ended it."""
+        ...
+
+
+class ProgramParser:
+    """Parser that is a program's.
+
+    Args:
+        new_id: see `Emitter`.
+    """
+
+    def __init__(self, program: Program, new_id: Callable[[int], str]) -> None:
+        self._source, self._emitter = Source(), Emitter(new_id)
+        self._running = program(self._source, self._emitter)
+
+    def feed(self, text: str) -> list[Event]:
+        self._source.add(text)
+        next(self._running, None)
+        return self._emitter.drain()
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        self._source.end()
+        next(self._running, None)
+        self._emitter.close(cut=cut)
+        return self._emitter.drain()
+
+
+class Chain:
+    """Parser of what another leaves as content: calls behind a thought."""
+
+    def __init__(self, first: Parser, second: Parser) -> None:
+        self._first, self._second = first, second
+
+    def feed(self, text: str) -> list[Event]:
+        return self._passed(self._first.feed(text))
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        return self._passed(self._first.finish(cut=cut)) + self._second.finish(cut=cut)
+
+    def _passed(self, events: list[Event]) -> list[Event]:
+        found: list[Event] = []
+        for event in events:
+            found += self._second.feed(event.text) if isinstance(event, Content) else [event]
+        return found

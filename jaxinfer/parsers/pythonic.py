@@ -1,0 +1,110 @@
+"""Calls as a list in Python: ``[f(a=1), g(b="x")]``, Llama's."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.source import Markers, Source, Wait
+from jaxinfer.parsers.tools import MOST_PYTHON, Tools, literal_json, parsed, quoted
+from jaxinfer.parsers.values import MAX_NAME
+
+_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_LIST = Markers(_BEGIN, _END, "[")
+_AFTER_NAME = re.compile(r"[^\w.]")
+_BRACKETS = re.compile(r"""["'(\[{)\]}]""")
+_QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "'\""}
+_DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def pythonic(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
+    """A list of calls with literals by name, anywhere. Each comes out when it is whole: only then is it known to be
+    one. Since nothing marks them, they are calls only if their function is one of the request's."""
+    while marker := (yield from source.until(_LIST, emitter.content)):
+        if marker != "[":
+            emitter.gap()
+            continue
+        source.copy(marker)
+        yield from _list(source, emitter, tools)
+
+
+def _list(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
+    """Read what follows the bracket. What is no call becomes content, and so does a list without any."""
+    calls = emitter.calls
+    while (is_call := (yield from _call(source, emitter, tools))) is not None:
+        text = source.copied()
+        source.copy()
+        if not is_call:
+            emitter.content(text)
+        yield from source.skip_space()
+        if (yield from source.starts("]")):
+            break
+        yield from source.starts(",")
+    text = source.copied()
+    if is_call is None or emitter.calls == calls:
+        emitter.content(text)
+
+
+def _call(source: Source, emitter: Emitter, tools: Tools) -> Wait[bool | None]:
+    """Read one call; False: it has other arguments than literals by name; None: it is none, as far as it was read."""
+    yield from source.skip_space()
+    parts: list[str] = []
+    if (yield from source.scan(_AFTER_NAME, parts.append)) != "(":
+        return None
+    name = "".join(parts)
+    if not name or len(name) > MAX_NAME or not tools.know(name):
+        return None
+    size = yield from _parenthesis(source, parts)
+    if size is None:
+        return None
+    arguments = _arguments("".join(parts)) if size <= MOST_PYTHON else None
+    if arguments is not None:
+        emitter.start(name)
+        emitter.arguments(arguments)
+        emitter.end()
+    return arguments is not None
+
+
+def _parenthesis(source: Source, parts: list[str]) -> Wait[int | None]:
+    """Read up to the bracket that closes the next one, by brackets and quotes alone.
+
+    Returns:
+        How many characters that are, strings not counted. None: no bracket closes it.
+    """
+    depth = size = 0
+    while True:
+        first = len(parts)
+        character = yield from source.scan(_BRACKETS, parts.append)
+        if not character:
+            return None
+        parts.append(source.take(1))
+        size += sum(map(len, parts[first:]))
+        if character in _QUOTES:
+            yield from _string(source, parts, _QUOTES[character])
+        depth += _DEPTH.get(character, 0)
+        if depth == 0:
+            return size
+
+
+def _string(source: Source, parts: list[str], ends: re.Pattern[str]) -> Wait[None]:
+    while character := (yield from source.scan(ends, parts.append)):
+        parts.append(source.take(1))
+        if character != "\\":
+            return
+        escaped = yield from source.peek(1)
+        parts.append(source.take(len(escaped)))
+
+
+def _arguments(call: str) -> str | None:
+    """JSON of a call's arguments; None: they are no literals by name."""
+    node = parsed(call)
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    found = []
+    for keyword in node.keywords:
+        value = literal_json(keyword.value)
+        if keyword.arg is None or value is None:
+            return None
+        found.append(f'"{quoted(keyword.arg)}": {value}')
+    return f"{{{', '.join(found)}}}"

@@ -1,0 +1,169 @@
+"""A request's tools as parsers know them: names, and the types of their parameters."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+STRING = "string"
+MOST_PYTHON = 1 << 14
+"""Characters of Python that are parsed, but for strings: a few hundredths of a second."""
+_MOST_DEPTH = 8
+_WORDS = {
+    "str": STRING,
+    "text": STRING,
+    "enum": STRING,
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+}
+"""Names of types that are no JSON schema's, but that clients write."""
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+
+
+class Tools:
+    """Tools in OpenAI's shape. What has another shape is unknown.
+
+    Args:
+        tools: the request's.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+        self._properties = dict(found for tool in tools or () if (found := _function(tool)) is not None)
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._properties)
+
+    def know(self, name: str) -> bool:
+        """Whether a function has this name; True for all names where there are no tools."""
+        return name in self._properties or not self._properties
+
+    def types(self, name: str, parameter: str) -> frozenset[str]:
+        """The JSON schema's types of a function's parameter; empty: any, or unknown."""
+        schema = self._properties.get(name, {}).get(parameter)
+        if schema is None:
+            return frozenset()
+        if (name, parameter) not in self._types:  # a schema may be large, and asked for often
+            self._types[name, parameter] = frozenset(_types(schema, _MOST_DEPTH))
+        return self._types[name, parameter]
+
+
+def json_value(text: str, types: frozenset[str]) -> str:
+    """JSON of a value that a model wrote without quotes, of one of these types (none: of any); else of a string.
+
+    Python's literals are understood: True, None, single quotes.
+    """
+    bare = text.strip()
+    found: tuple[Any, ...] = ()
+    if bare.lower() in ("null", "none") and ("null" in types or STRING not in types):
+        found = (None,)
+    elif bare.lower() in ("true", "false") and ("boolean" in types or not types):
+        found = (bare.lower() == "true",)
+    else:
+        found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
+        found = found if found and _is_of(found[0], types) else ()
+    return _dumped(found[0] if found else text) or _dumped(text) or '""'
+
+
+def quoted(text: str) -> str:
+    """``text`` within a JSON string: of texts one behind the other it is the same, one behind the other."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def parsed(expression: str) -> ast.expr | None:
+    """The tree of a Python expression; None: it is none."""
+    try:
+        with warnings.catch_warnings():  # of escapes that Python does not know
+            warnings.simplefilter("ignore")
+            return ast.parse(expression, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+def literal_json(node: ast.expr) -> str | None:
+    """JSON of a Python literal; None: it is none, or has no JSON."""
+    found = _literal(node)
+    return _dumped(found[0]) if found else None
+
+
+def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(name, str):
+        return None
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return name, properties if isinstance(properties, Mapping) else {}
+
+
+def _types(schema: object, depth: int) -> set[str]:
+    """Types that ``schema`` names, also by its values or its alternatives."""
+    if not isinstance(schema, Mapping) or depth == 0:
+        return set()
+    found = schema.get("type")
+    if found is not None:
+        words = found if isinstance(found, list) else [found]
+        return {_WORDS.get(each, each) for each in words if isinstance(each, str)}
+    values = schema.get("enum")
+    if isinstance(values, list):
+        return {kind for value in values for kind, types in _KINDS.items() if type(value) in types} | {
+            STRING for value in values if isinstance(value, str)
+        }
+    alternatives = [schema.get(word) for word in ("anyOf", "oneOf", "allOf")]
+    return {kind for each in alternatives if isinstance(each, list) for one in each for kind in _types(one, depth - 1)}
+
+
+def _json(text: str) -> tuple[Any, ...]:
+    try:
+        return (json.loads(text),)
+    except (ValueError, RecursionError):
+        return ()
+
+
+def _literal(node: ast.expr | None) -> tuple[Any, ...]:
+    try:
+        return () if node is None else (ast.literal_eval(node),)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return ()
+
+
+def _is_of(value: Any, types: frozenset[str]) -> bool:
+    """Whether a value is of one of the types. Strings are written without quotes: a value is none."""
+    if not types:
+        return not isinstance(value, str) and any(type(value) in kinds for kinds in _KINDS.values())
+    return any(type(value) in _KINDS.get(kind, ()) for kind in types)
+
+
+def _dumped(value: Any) -> str | None:
+    try:
+        return json.dumps(_finite(value), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _finite(value: Any) -> Any:
+    """Check what `json.dumps` would write although it is no JSON: infinite numbers, and keys that are no strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError
+    if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
+        raise ValueError
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,94 @@
+"""A server whose model says what a test has written, special tokens and all, over the real scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jaxinfer.engine.core import EngineLoop, new_kv
+from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
+from jaxinfer.parsers.registry import Parsers, detect
+from jaxinfer.serve.async_engine import AsyncEngine
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.http.app import build_app
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
+from tests.serve.fake_engine import BOS, EOS, PAD, FakeEngine, FakeRunner, Mischief, fake_card, fake_library, resolved
+from tests.serve.http.support import Running
+
+QWEN = """\
+{%- if tools %}Call in <tool_call></tool_call>: {{ tools | tojson }}
+{% endif %}
+{%- for m in messages %}[{{ m.role }}]
+{%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}[assistant]
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %}"""
+"""As Qwen3's: tools, thoughts, calls and their results, and a switch for thinking."""
+
+SPECIAL = ("<think>", "</think>", "<|secret|>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+
+
+def tokenizer() -> Tokenizer:
+    """Bytes, and `SPECIAL`."""
+    library = fake_library()
+    library.add_special_tokens(list(SPECIAL))
+    return Tokenizer(LibraryBackend(library), SpecialIds(bos=BOS, eos=(EOS,), pad=PAD))
+
+
+class ScriptedRunner(FakeRunner):
+    """The answers to requests, in the order in which they come."""
+
+    def __init__(self, answers: Sequence[str], tokens: Tokenizer) -> None:
+        super().__init__(Mischief(seconds=0.001))  # so that a stream gets more than one delta
+        self._answers = [[*tokens.encode(answer, add_special_tokens=False), EOS] for answer in answers]
+        self._place: dict[str, int] = {}
+
+    def _made_up(self, plan: StepPlan) -> StepResult:
+        said = []
+        for row in plan.decodes:
+            request = row.sequence.request
+            answer = self._answers[self._place.setdefault(request.request_id, len(self._place)) % len(self._answers)]
+            first = row.position + 1 - len(request.prompt_token_ids)
+            said.append([*answer, *[EOS] * plan.steps][first : first + plan.steps])
+        made = super()._made_up(plan)
+        return dataclasses.replace(made, tokens=said)
+
+
+class ScriptedEngine(FakeEngine):
+    """`FakeEngine` with another runner."""
+
+    def __init__(self, runner: ScriptedRunner) -> None:
+        super().__init__()
+        engine, self._fake = resolved(), runner
+        EngineLoop.__init__(self, engine, new_kv(engine), runner)
+
+
+@contextlib.asynccontextmanager
+async def speaking(
+    *answers: str, parsers: Parsers | None = None, template: str = QWEN, reasoning_fields: Sequence[str] | None = None
+) -> AsyncIterator[Running]:
+    """``parsers``: default: those that the template asks for."""
+    tokens = tokenizer()
+    parsers = detect(template) if parsers is None else parsers
+    fields: dict[str, Any] = {} if reasoning_fields is None else {"reasoning_fields": reasoning_fields}
+    async with AsyncEngine(ScriptedEngine(ScriptedRunner(answers, tokens))) as backend:
+        card = dataclasses.replace(fake_card(), vocab_size=tokens.vocab_size)
+        frontend = Frontend(backend, card, tokens, ChatTemplate(template), parsers=parsers)
+        door = Door("1.2.3", frontend=frontend, **fields)
+        app = build_app(door)
+        server = HttpServer(ServeConfig(model="fake", http_port=0), door, app)
+        await server.start()
+        try:
+            yield Running(door, server, backend, app.inner.routes)
+        finally:
+            await server.stop()
+            await frontend.aclose()

@@ -1,0 +1,75 @@
+"""Conversations fit the templates of models: what those do not know, and how they want calls."""
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.sampling_params import RequestError
+from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.fitting import fitted
+from jaxinfer.text.chat_template import ChatTemplate
+from tests.serve.fake_engine import TEMPLATE
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_template_that_does_not_know_developers_has_a_system_instead():
+    told = Conversation([{"role": "developer", "content": "Be short."}, *HELLO])
+    assert [each["role"] for each in fitted(told, [TEMPLATE]).messages] == ["system", "user"]
+    assert fitted(told, ["{% if m.role == 'developer' %}"]) == told
+    assert told.messages[0]["role"] == "developer"
+
+
+def test_tools_that_no_template_would_show_are_refused_by_name():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(RequestError, match="tools: the model's chat template has no place for tools") as refusal:
+        fitted(Conversation(HELLO, tools), [TEMPLATE])
+    assert refusal.value.field == "tools"
+    for sources in ([TEMPLATE, "{{ tools }}"], ["{% if tools is defined %}{% endif %}"]):
+        assert fitted(Conversation(HELLO, tools), sources).tools == tools
+    assert fitted(Conversation(HELLO, []), [TEMPLATE]).tools == []
+
+
+def test_an_effort_is_what_the_template_knows_of_it():
+    hard, none = (Conversation(HELLO, variables={"x": 1}, reasoning_effort=effort) for effort in ("high", "none"))
+    assert fitted(hard, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "high", "x": 1}
+    assert fitted(none, ["{{ reasoning_effort }}"]).variables == {"reasoning_effort": "none", "x": 1}
+    assert fitted(none, ["{% if enable_thinking %}"]).variables == {"enable_thinking": False, "thinking": False, "x": 1}
+    for conversation, source in ((hard, "{% if enable_thinking %}"), (none, TEMPLATE)):
+        with pytest.raises(RequestError, match="template knows no such effort") as refusal:
+            fitted(conversation, [source])
+        assert refusal.value.field == "reasoning_effort"
+
+
+def called(**more: Any) -> Conversation:
+    function = {"name": "f", "arguments": {"a": "é"}}
+    return Conversation([{"role": "assistant", "tool_calls": [{"type": "function", "function": function}], **more}])
+
+
+def written(source: str, conversation: Conversation) -> str:
+    return ChatTemplate(source).render(fitted(conversation, [source]).messages)
+
+
+DEEPSEEK = "{{ m['content'] is none }}{{ 'x' + m['tool_calls'][0]['function']['arguments'] + 'y' }}"
+GLM = "[{{ m.content }}]{{ m.tool_calls[0].function.arguments | tojson }}"
+GPT_OSS = "{% set message = m %}{{ 'x' in message.content }}{{ message.thinking }}"
+
+
+@pytest.mark.parametrize("more", [{}, {"content": None}])
+@pytest.mark.parametrize(
+    ("source", "text"), [(DEEPSEEK, 'Truex{"a": "é"}y'), (GLM, '[]{"a": "é"}'), (GPT_OSS, "FalseHm")]
+)
+def test_calls_are_written_as_the_template_wants_them(source: str, text: str, more: dict[str, Any]) -> None:
+    loop = f"{{% for m in messages %}}{source}{{% endfor %}}"
+    assert written(loop, called(reasoning_content="Hm", **more)) == text
+
+
+def test_a_thought_has_one_name_beside_content() -> None:
+    (message,) = fitted(called(reasoning_content="Hm", content="Well"), ["message.thinking"]).messages
+    assert "thinking" not in message
+
+
+@pytest.mark.parametrize("calls", ["x", ["x"], [{"function": 3}], [{"function": {"arguments": "text"}}]])
+def test_calls_of_another_shape_are_left_to_the_template(calls: Any) -> None:
+    (message,) = fitted(called(tool_calls=calls), ["'' + arguments + ''"]).messages
+    assert message["tool_calls"] == calls
