@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from jaxinfer import client as c
+from jaxinfer.config import EngineConfig
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live
 
@@ -22,8 +23,8 @@ PROMPT = "ROMEO:\n"
 
 @pytest.fixture(scope="module")
 def server():
-    engine = {"max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": (64,)}
-    with live(ServeConfig(model="demo", grpc_port=0, http_port=0, **engine)) as found:
+    engine = EngineConfig(max_num_seqs=4, max_model_len=256, prefill_sizes=(64,))
+    with live(ServeConfig(model="demo", grpc_port=0, http_port=0, engine=engine)) as found:
         yield found
 
 
@@ -67,4 +68,4 @@ def test_the_client(server):
 def test_nothing_is_compiled_for_it(server):
     text_of(post(server, "completions", prompt=PROMPT, structured_outputs={"grammar": 'root ::= "a" [b-c]+ "."'}))
     figures = httpx.get(f"{server.url}/metrics", timeout=60).text
-    assert re.search(r"^jaxinfer_compilations\S* 0(\.0)?$", figures, re.MULTILINE), figures
+    assert re.search(r"^jaxinfer:compilations_total\S* 0\.0$", figures, re.MULTILINE), figures
