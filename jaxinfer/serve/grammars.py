@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import hashlib
+
 from jaxinfer.helper_process import GOOD
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.calls import ModelCard
@@ -12,6 +15,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 _SIZES = Sizes(helpers=3, share=2, waiting=256)
 _SECONDS = 10.0
+_REMEMBERED = 4096
 
 
 class Grammars:
@@ -19,6 +23,8 @@ class Grammars:
 
     def __init__(self) -> None:
         self._pool = Pool(MODULE, _SIZES, setup(CPU_SECONDS), _SECONDS, "grammars")
+        # Those that could be held lately, by tenant: how long an answer takes tells nobody what others have asked.
+        self._good: collections.OrderedDict[tuple[str, bytes], None] = collections.OrderedDict()
 
     async def check(self, params: SamplingParams, tenant: str) -> None:
         """Check what constrains a request, if anything does.
@@ -29,7 +35,17 @@ class Grammars:
         """
         if params.grammar is None:
             return
-        place, answer = f"structured_outputs.{params.grammar[0]}", await self._pool.ask(tenant, check(*params.grammar))
+        question = check(*params.grammar)
+        key = tenant, hashlib.sha256(question).digest()
+        if key not in self._good:
+            await self._ask(f"structured_outputs.{params.grammar[0]}", question, tenant)
+        self._good[key] = None
+        self._good.move_to_end(key)
+        if len(self._good) > _REMEMBERED:
+            self._good.popitem(last=False)
+
+    async def _ask(self, place: str, question: bytes, tenant: str) -> None:
+        answer = await self._pool.ask(tenant, question)
         if answer is None:
             raise RequestError(place, "was stopped: it took too long to compile, or too much memory")
         if answer[:1] != GOOD:

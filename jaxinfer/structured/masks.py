@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import threading
@@ -67,8 +68,8 @@ class Masks:
     """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], helpers: int) -> None:
-        self._came = threading.Condition()
-        self._workers = [_Worker(vocabulary, self._came) for _ in range(helpers)]
+        self._came, once = threading.Condition(), functools.cache(vocabulary)
+        self._workers = [_Worker(once, self._came) for _ in range(helpers)]
         self._numbers = itertools.count()
         self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
         weakref.finalize(self, _stop, self._workers)

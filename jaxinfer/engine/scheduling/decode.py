@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from jaxinfer.engine.scheduling.plan import DecodePlan, Draft
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.structured.masks import Masks
 
-_PATIENCE = 0.002
-"""Seconds that a plan waits for masks that were asked for just now, while the device runs the step before. Who is not
-ready then is not waited for again."""
+_PATIENCE, _PATIENCE_ALONE = 0.002, 0.02
+"""Seconds that a plan waits for masks that were asked for just now: while the device runs the step before, and where
+all sequences have grammars, so that nobody else could go on. Who is not ready then is not waited for again."""
 _NAP = 0.002  # seconds, where there is nothing else to do
 
 
@@ -151,13 +151,14 @@ class Constraints:
 
     # ---- a plan
 
-    def begin(self, members: Iterable[Sequence]) -> None:
+    def begin(self, members: Collection[Sequence]) -> None:
         """Begin a plan of these sequences: choose whether those with grammars are in it, and wait a moment for them."""
         held = [each for each in members if each in self._open and not each.prefilling]
+        alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
         expected = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
         if expected and not self._blocked:
-            self._masks.wait(expected, _PATIENCE)
+            self._masks.wait(expected, _PATIENCE_ALONE if alone else _PATIENCE)
 
     def may(self, sequence: Sequence, position: int) -> bool:
         """Whether a row at ``position`` may be planned. What is computed again needs no mask: what it samples is known,
