@@ -35,6 +35,8 @@ class ExecutionConfig:
         max_logprobs: most top logprobs that a request may ask for.
         exactness: "exact": the same bits whatever else is served; "relaxed": also pages that other programs computed
             are reused.
+        structured_output_helpers: processes that compute what grammars allow, started by the first request with
+            ``structured_outputs``. 0: such requests are refused.
         attention_backend: "auto": Mosaic kernels for attention and the KV cache, on GPUs that they do, else
             XLA; "mosaic" and "xla" force one of them.
         seed: where unset request seeds come from (default: entropy of the system).
@@ -44,6 +46,7 @@ class ExecutionConfig:
     activation_dtype: str = "auto"
     max_logprobs: int = 20
     exactness: str = "exact"
+    structured_output_helpers: int = 2
     attention_backend: str = "auto"
     seed: int | None = None
 
@@ -176,6 +179,11 @@ class ResolvedEngine(EngineConfig):
         return self.pipeline_parallel_size
 
     @property
+    def grammars(self) -> bool:
+        """Whether outputs can be held to grammars. Ranks of data-parallel attention run one program, and have none."""
+        return self.structured_output_helpers > 0 and not self.enable_dp_attention
+
+    @property
     def feature_window(self) -> int:
         """Last positions of a slot of which a draft head's features are kept: those of a step, and where a head has a
         cache as many as let it begin anew at the start of a page."""
@@ -306,7 +314,8 @@ def _require_simple(config: EngineConfig) -> None:
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
-    _require(config.max_logprobs >= 0, "max_logprobs", config.max_logprobs, "must not be negative")
+    for name in ("max_logprobs", "structured_output_helpers"):
+        _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
 
 
 def _require_draft_model(config: EngineConfig) -> None:

@@ -19,6 +19,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.names import advice
 from jaxinfer.progress import prompts_bar
 from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.structured.grammar import require_compiled
 from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
@@ -257,6 +258,7 @@ class LLM:
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
                 made.append(self._intake.request(str(next(self._ids)), prompt, each))
+                require_compiled(each)
             except RequestError as error:
                 if len(prompts) == 1 or error.field not in _PROMPT:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
 import re
@@ -59,6 +60,51 @@ _MAX_DRAFT = 2**31 - 1
 _MAX_BIAS = 100.0
 _MAX_STRINGS = 64
 _MAX_CHARACTERS = 1024
+_MAX_GRAMMAR = 1 << 20  # characters
+_MAX_CHOICES = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an output must be (docs/structured_outputs.md): exactly one of these is given. Names are vLLM's.
+
+    Attributes:
+        json: a JSON Schema, as an object or as its text, which it becomes.
+        json_object: true: any JSON object.
+        regex: a regular expression, which the whole output matches.
+        choice: texts, of which the output is one.
+        grammar: a grammar in Lark's notation as llguidance reads it, or in GBNF.
+
+    Raises:
+        RequestError: a value cannot be. Whether a grammar can be held is found when it is compiled.
+    """
+
+    __no_type_check__ = True  # as of `SamplingParams`
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in dataclasses.fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            reason = f"must have exactly one of {', '.join(names)}, not {len(given)} of them"
+            raise RequestError("structured_outputs", reason)
+        make: dict[str, Any] = {"json": _schema, "json_object": _true, "choice": _choices}
+        for name in given:
+            value = make.get(name, _grammar_text)(f"structured_outputs.{name}", getattr(self, name))
+            object.__setattr__(self, name, value)
+
+    @property
+    def asked(self) -> tuple[str, str]:
+        """Which of the fields is given, and its text: of the choices, as JSON."""
+        if self.choice is not None:
+            return "choice", json.dumps(self.choice)
+        texts = {"json": self.json, "regex": self.regex, "grammar": self.grammar}
+        return next(((name, str(text)) for name, text in texts.items() if text is not None), ("json_object", ""))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +153,8 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs=N`` returns the chosen token and the
     N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
     logits (before any processor). ``seed`` None is drawn once, at admission. ``speculation``: a
-    `Speculation`, or a mapping of its fields; None: what the engine does, exactly.
+    `Speculation`, or a mapping of its fields; None: what the engine does, exactly. ``structured_outputs``: a
+    `StructuredOutputs`, or a mapping of its fields; None: the output may be anything.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
     tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
@@ -141,6 +188,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculation: Speculation | Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for field, bounds in _NUMBERS.items():
@@ -156,7 +204,8 @@ class SamplingParams:
         for field in ("stop_token_ids", "allowed_token_ids"):
             self._set(field, _token_ids(field, getattr(self, field)))
         self._set("logit_bias", _bias("logit_bias", self.logit_bias))
-        self._set("speculation", _speculation(self.speculation))
+        self._set("speculation", _fields_of(Speculation, "speculation", self.speculation))
+        self._set("structured_outputs", _fields_of(StructuredOutputs, "structured_outputs", self.structured_outputs))
         self._set("top_k", max(self.top_k, 0))
         self._check_together()
 
@@ -164,6 +213,11 @@ class SamplingParams:
     def typical(self) -> bool:
         """Whether drafts of this request are kept by the typical acceptance: lossy."""
         return isinstance(self.speculation, Speculation) and self.speculation.acceptance == "typical"
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """What constrains the output, see `StructuredOutputs.asked`; None: nothing."""
+        return self.structured_outputs.asked if isinstance(self.structured_outputs, StructuredOutputs) else None
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -242,16 +296,63 @@ def _bias(field: str, value: object) -> dict[int, float] | None:
     }
 
 
-def _speculation(value: object) -> Speculation | None:
-    """Of a mapping, what is None counts as not given."""
-    if value is None or isinstance(value, Speculation):
+def _schema(place: str, value: object) -> str:
+    """A JSON Schema's text."""
+    if isinstance(value, Mapping):
+        try:
+            value = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as cause:
+            raise RequestError(place, f"must be JSON: {cause}") from cause
+    text = _grammar_text(place, value)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise RequestError(place, f"must be JSON: {cause}") from cause
+    if not isinstance(schema, dict):
+        _refuse(place, schema, "must be an object")
+    return text
+
+
+def _true(place: str, value: object) -> bool:
+    if value is not True:
+        _refuse(place, value, "must be true or false")
+    return True
+
+
+def _choices(place: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        _refuse(place, value, "must be a list of strings")
+    if not 0 < len(value) <= _MAX_CHOICES:
+        raise RequestError(place, f"must hold 1 to {_MAX_CHOICES} strings, not {len(value)}")
+    for item in value:
+        if not isinstance(item, str) or not item:
+            _refuse(place, item, "must be a string that is not empty")
+    _grammar_text(place, "".join(value))
+    return tuple(value)
+
+
+def _grammar_text(place: str, value: object) -> str:
+    if not isinstance(value, str):
+        _refuse(place, value, "must be a string")
+    if not 0 < len(value) <= _MAX_GRAMMAR:
+        raise RequestError(place, f"must have 1 to {_MAX_GRAMMAR} characters, not {len(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(place, f"has a lone surrogate at character {cause.start}: not Unicode") from cause
+    return value
+
+
+def _fields_of(kind: Any, name: str, value: object) -> Any:
+    """A dataclass of a mapping of its fields, in which what is None counts as not given."""
+    if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        _refuse("speculation", value, "must be an object")
-    known = [field.name for field in dataclasses.fields(Speculation)]
-    for name in value:
-        if name not in known:
-            plain = isinstance(name, str) and name.isidentifier()
-            place = f"speculation.{name:.50}" if plain else f"speculation[{reprlib.repr(name)}]"
+        _refuse(name, value, "must be an object")
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in value:
+        if key not in known:
+            plain = isinstance(key, str) and key.isidentifier()
+            place = f"{name}.{key:.50}" if plain else f"{name}[{reprlib.repr(key)}]"
             raise RequestError(place, f"is no field of it: they are {', '.join(known)}")
-    return Speculation(**{name: given for name, given in value.items() if given is not None})
+    return kind(**{key: given for key, given in value.items() if given is not None})

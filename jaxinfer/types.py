@@ -50,6 +50,8 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     DEADLINE = "deadline"
+    ERROR = "error"
+    """Its grammar failed; ``SequenceDelta.stop_reason`` says why."""
 
 
 class TokenLogprob(NamedTuple):

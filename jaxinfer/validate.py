@@ -25,6 +25,7 @@ class SamplingLimits:
         max_bad_word_tokens: tokens of one such sequence.
         max_logprobs: most likely tokens that a position can report.
         drafts: the engine drafts, so that requests may choose how drafts are accepted.
+        grammars: the engine holds outputs to grammars.
     """
 
     max_stop_ids: int = 64
@@ -32,6 +33,7 @@ class SamplingLimits:
     max_bad_word_tokens: int = 8
     max_logprobs: int = 20
     drafts: bool = False
+    grammars: bool = False
 
 
 def validate_request(
@@ -72,6 +74,11 @@ def validate_request(
     if params.typical and not limits.drafts:
         none = "needs drafts, and there are none: speculation is off (speculative)"
         raise RequestError("speculation.acceptance", f"='typical' {none}")
+    if params.grammar is not None and not limits.grammars:
+        raise RequestError(
+            "structured_outputs",
+            "is not served: structured_output_helpers is 0, or enable_dp_attention is on, or there is no tokenizer",
+        )
     _check_something_is_left(params, stops, bad_words_ids)
 
 

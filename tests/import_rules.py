@@ -18,6 +18,7 @@ SCRIPTS = ("tools", "benchmarks")
 STOREY = {
     "brief": -1,
     "sampling_params": -1,
+    "helper_process": -1,
     "pallas_kernels": 0,
     "types": 0,
     "names": 0,
@@ -39,6 +40,7 @@ STOREY = {
     "weights": 5,
     "sampling": 5,
     "spec": 6,
+    "structured": 6,
     "engine": 7,
     "serve": 8,
     "edited": 8,
@@ -107,6 +109,7 @@ THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxtyping", "numpy"},
     "brief": set[str](),
     "sampling_params": set[str](),
+    "helper_process": set[str](),
     "types": set[str](),
     "protos": WIRE,
     "v1": set[str](),
@@ -119,6 +122,7 @@ THIRD_PARTY = {
     "validate": set[str](),
     "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
+    "structured": {"llguidance", "numpy"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
@@ -132,6 +136,7 @@ NO_JAX = (
     "jaxinfer.parsers",
     "jaxinfer.version",
     "jaxinfer.sampling_params",
+    "jaxinfer.helper_process",
     "jaxinfer.types",
     "jaxinfer.config",
     "jaxinfer.speculative",
@@ -171,6 +176,7 @@ NO_JAX = (
     "jaxinfer.kv.manager",
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
+    "jaxinfer.structured",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

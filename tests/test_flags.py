@@ -52,6 +52,7 @@ EVERY = {
     "prompt_lookup_max": (["--prompt-lookup-max", "9"], 9),
     "speculative_adaptive": (["--speculative-adaptive", "off"], False),
     "suffix_cache_tokens": (["--suffix-cache-tokens", "77"], 77),
+    "structured_output_helpers": (["--structured-output-helpers", "0"], 0),
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),
     "tensor_parallel_size": (["--tensor-parallel-size", "2"], 2),

@@ -107,6 +107,54 @@ def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence:
     assert (refusal.value.field, str(refusal.value)) == ("speculation", sentence)
 
 
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ({}, "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, not 0 of them"),
+        (
+            {"regex": "a", "choice": ["a"]},
+            "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, not 2 of them",
+        ),
+        (
+            {"ebnf": "a"},
+            "structured_outputs.ebnf is no field of it: they are json, json_object, regex, choice, grammar",
+        ),
+        ("a", "structured_outputs='a' must be an object"),
+        ({"regex": 1.5}, "structured_outputs.regex=1.5 must be a string"),
+        ({"regex": ""}, "structured_outputs.regex must have 1 to 1048576 characters, not 0"),
+        ({"regex": "a" * 1048577}, "structured_outputs.regex must have 1 to 1048576 characters, not 1048577"),
+        ({"grammar": "\ud800"}, "structured_outputs.grammar has a lone surrogate at character 0: not Unicode"),
+        ({"json": []}, "structured_outputs.json=[] must be a string"),
+        ({"json": "[]"}, "structured_outputs.json=[] must be an object"),
+        ({"json_object": 2}, "structured_outputs.json_object=2 must be true or false"),
+        ({"choice": "ab"}, "structured_outputs.choice='ab' must be a list of strings"),
+        ({"choice": []}, "structured_outputs.choice must hold 1 to 4096 strings, not 0"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice='' must be a string that is not empty"),
+    ],
+)
+def test_structured_outputs_are_refused_naming_field_and_value(value: Any, sentence: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        SamplingParams(structured_outputs=value)
+    assert (refusal.value.field, str(refusal.value)) == ("structured_outputs", sentence)
+
+
+@pytest.mark.parametrize("text", ["x", "[" * 100_000, '{"a": }'])
+def test_a_schema_is_json(text: str) -> None:
+    with pytest.raises(RequestError, match="must be JSON"):
+        SamplingParams(structured_outputs={"json": text})
+
+
+def test_what_constrains_an_output_has_one_form() -> None:
+    assert SamplingParams().grammar is None
+    for given, asked in (
+        ({"json": {"b": 1, "a": None}}, ("json", '{"b": 1, "a": null}')),
+        ({"json_object": True, "regex": None}, ("json_object", "")),
+        ({"choice": ["a", "é"]}, ("choice", '["a", "\\u00e9"]')),
+        ({"regex": "a", "json_object": False}, ("regex", "a")),
+    ):
+        assert SamplingParams(structured_outputs=given).grammar == asked
+
+
 def test_speculation_may_be_a_mapping_of_what_is_given() -> None:
     assert SamplingParams(speculation={}).speculation == Speculation()
     given = SamplingParams(speculation={"max_tokens": np.int64(3), "enabled": None}).speculation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import pathlib
 
 from jaxinfer.cli.parser import Parser
 from jaxinfer.config import EngineConfig, EngineConfigError, check
@@ -80,6 +81,7 @@ def add_sampling(parser: Parser) -> None:
         value = {int: "N", float: "X"}[kind]
         group.add_argument(*all_flags(name), dest=name, type=kind, metavar=value, help=shown)
     _add_speculation(group)
+    _add_structured(group)
     group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output; may be given several times")
     group.add_argument("--stop-token-ids", type=int, nargs="+", metavar="N", help="tokens that end the output")
     group.add_argument("--bad-words", nargs="+", metavar="TEXT", help="texts that the output does not have")
@@ -98,10 +100,44 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--speculation-acceptance", metavar="{exact,typical}", help=lossy)
 
 
+def _add_structured(group: argparse._ArgumentGroup) -> None:
+    """Fields of `StructuredOutputs`."""
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", type=_text, metavar="SCHEMA", help="the output is JSON of it (@FILE: in a file)")
+    one.add_argument("--json-object", action="store_true", help="the output is a JSON object")
+    one.add_argument("--regex", metavar="REGEX", help="the output matches a regular expression")
+    one.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these; give it repeatedly")
+    one.add_argument("--grammar", type=_text, metavar="GRAMMAR", help="the output is of it: Lark, or GBNF (@FILE)")
+
+
+def _structured(args: argparse.Namespace) -> dict[str, object]:
+    """The fields that were given."""
+    asked = {
+        "json": args.json_schema,
+        "json_object": args.json_object or None,
+        "regex": args.regex,
+        "choice": args.choice,
+        "grammar": args.grammar,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _text(given: str) -> str:
+    """The text, or what is in the file that it names."""
+    if not given.startswith("@"):
+        return given
+    try:
+        return pathlib.Path(given[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{given[1:]!r} cannot be read: {error}") from error
+
+
 def sampling_settings(args: argparse.Namespace) -> dict[str, object]:
     """Fields of SamplingParams that were given."""
     given = {name: value for name in (*SAMPLING, *_LISTS) if (value := getattr(args, name)) is not None}
     about = {"enabled": args.speculation} | {n: getattr(args, f"speculation_{n}") for n in ("max_tokens", "acceptance")}
     if asked := {name: value for name, value in about.items() if value is not None}:
         given["speculation"] = asked
+    if structured := _structured(args):
+        given["structured_outputs"] = structured
     return {"max_tokens": MAX_TOKENS, **given, **{name: getattr(args, name) for name in _SWITCHES}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -34,6 +35,8 @@ class SamplingOptions(TypedDict, total=False):
     """Options of sampling and stopping. None or not given: the server's default, see `Client.model_info`.
 
     ``speculation``: ``enabled``, ``max_tokens`` and ``acceptance`` by name (docs/speculation.md).
+    ``structured_outputs``: one of ``json`` (a schema, as an object or as text), ``json_object``, ``regex``, ``choice``
+    and ``grammar`` by name (docs/structured_outputs.md).
     """
 
     n: int | None
@@ -58,6 +61,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     skip_special_tokens: bool | None
     speculation: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
 
 
 class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):
@@ -224,23 +228,28 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
         sampling.allowed_token_ids.SetInParent()  # an empty list is not the same as none
         _extend(name, sampling.allowed_token_ids.ids, value)
     elif name == "speculation":
-        _set_speculation(sampling.speculation, value)
+        _set_named("speculation", sampling.speculation, value)
+    elif name == "structured_outputs":
+        _set_named("structured_outputs", sampling.structured_outputs, value)
     elif name in ("stop", "bad_words", "stop_token_ids"):
         _extend(name, getattr(sampling, name), [value] if isinstance(value, str) and name == "stop" else value)
     else:
         _set(sampling, name, value)
 
 
-def _set_speculation(message: pb.Speculation, fields: Any) -> None:
+def _set_named(field: str, message: Any, fields: Any) -> None:
     if not isinstance(fields, Mapping):
-        raise ValueError(f"speculation={fields!r:.100} must be a mapping")
+        raise ValueError(f"{field}={fields!r:.100} must be a mapping")
     message.SetInParent()
-    known = pb.Speculation.DESCRIPTOR.fields_by_name
+    known = message.DESCRIPTOR.fields_by_name
     for name, value in fields.items():
         if name not in known:
-            raise ValueError(f"speculation.{name!s:.50} is no field of it: they are {', '.join(known)}")
-        if value is not None:
-            _guarded(f"speculation.{name}", value, setattr, message, name, value)
+            raise ValueError(f"{field}.{name!s:.50} is no field of it: they are {', '.join(known)}")
+        if name == "choice" and value is not None:
+            _extend(f"{field}.{name}", message.choice, value)
+        elif value is not None:
+            text = json.dumps(value) if name == "json" and isinstance(value, Mapping) else value
+            _guarded(f"{field}.{name}", value, setattr, message, name, text)
 
 
 def _set_fields(message: Any, fields: Mapping[str, Any]) -> None:

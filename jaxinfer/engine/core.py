@@ -19,6 +19,8 @@ from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.spec import Bounded, make_drafter
+from jaxinfer.structured.masks import Masks
+from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.types import Request, SequenceDelta
 from jaxinfer.validate import SamplingLimits
 
@@ -102,6 +104,7 @@ class EngineLoop:
         size_classes: prefill sizes with equal bits, see `buckets.next_chunk`; None: each is a class of its own.
         vocab_size: token ids that drafts may have.
         costs: what decides between swapping and recomputing a preempted sequence.
+        vocabulary: that grammars speak of; None: requests have none.
     """
 
     def __init__(
@@ -115,13 +118,16 @@ class EngineLoop:
         vocab_size: int = 2**31 - 1,
         costs: Costs | None = None,
         clock: Callable[[], float] = time.monotonic,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
         self.config, self._kv, self._runner = config, kv, runner
         self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.speculative is not None)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
-        self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock)
+        grammars = vocabulary is not None and config.grammars
+        masks = Masks(vocabulary, config.structured_output_helpers) if vocabulary is not None and grammars else None
+        self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, masks=masks)
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()
@@ -168,6 +174,8 @@ class EngineLoop:
         launched = self._runner.launch(self._scheduler.plan())
         if launched is not None:
             self._pending.append(launched)
+        elif not self._pending:
+            self._scheduler.rest()
         return launched is not None
 
     def read(self, launched: bool) -> list[SequenceDelta]:

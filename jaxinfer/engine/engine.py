@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -16,6 +18,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.parallel.mesh import mesh_for
+from jaxinfer.structured.matcher import Vocabulary
 
 
 class Engine(EngineLoop):
@@ -55,7 +58,14 @@ class Engine(EngineLoop):
         runner = Runner(self._executor, engine, limits, kv.tables, vocab, found.prefill_batches)
         engine = dataclasses.replace(engine, multi_step=found.multi_step)
         super().__init__(
-            engine, kv, runner, limits=limits, size_classes=found.size_classes, vocab_size=vocab, costs=found.costs
+            engine,
+            kv,
+            runner,
+            limits=limits,
+            size_classes=found.size_classes,
+            vocab_size=vocab,
+            costs=found.costs,
+            vocabulary=functools.partial(_vocabulary, model.tokenizer, vocab) if limits.grammars else None,
         )
         ready = contextlib.ExitStack()
         self._compiled = ready.enter_context(count_compilations())
@@ -66,3 +76,9 @@ class Engine(EngineLoop):
 
     def temporaries(self) -> int:
         return self._executor.temporaries()
+
+
+def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+    """What grammars need to know of a model's tokens: their bytes. Those of special ones are names."""
+    tokens = [tokenizer.token_bytes(number) for number in range(min(size, tokenizer.vocab_size))]
+    return Vocabulary(tokens, frozenset(tokenizer.special_ids), tokenizer.eos_ids, size)

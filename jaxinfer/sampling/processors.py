@@ -1,4 +1,4 @@
-"""Logits processors, in vLLM's order: bias and allowed tokens, bad words, minimum length, penalties.
+"""Logits processors, in vLLM's order: bias and allowed tokens, bad words, minimum length, penalties; grammars last.
 
 Each is skipped unless an active row uses it, and leaves the bits of the other rows' logits as they are.
 """
@@ -15,6 +15,7 @@ from jaxinfer.sampling.slots import SlotParams, SlotState
 
 Logits = Float32[Array, "rows vocab"]
 Rows = Bool[Array, " rows"]
+Masks = Int32[Array, "rows words"]
 
 
 def process(
@@ -23,9 +24,10 @@ def process(
     state_of_rows: Callable[[], SlotState],
     generated: Int32[Array, " rows"],
     active: Rows,
+    masks: Masks | None = None,
 ) -> Logits:
     """Logits from which tokens are chosen. ``generated``: how many tokens each row's slot has generated before it.
-    The state is asked for where a row needs a processor alone."""
+    The state is asked for where a row needs a processor alone. ``masks``: see `sample`."""
     short = active & (generated < slots.min_tokens)
     words = active & (slots.bad_words[:, :, -1] >= 0).any(axis=1)
     biased = active & slots.has_bias
@@ -38,7 +40,20 @@ def process(
         logits = _where_any(short, lambda x: _ban(x, slots.stop_ids), logits)
         return _where_any(penalised, lambda x: _penalise(x, slots, state), logits)
 
-    return lax.cond(jnp.any(short | words | biased | penalised), all_of_them, lambda x: x, logits)
+    processed = lax.cond(jnp.any(short | words | biased | penalised), all_of_them, lambda x: x, logits)
+    if masks is None:
+        return processed
+    return _where_any(active & slots.constrained, lambda x: _within(masks, x, logits), processed)
+
+
+def _within(masks: Masks, logits: Logits, raw: Logits) -> Logits:
+    """-inf for each token that is not in its row's mask. Where other processors have barred all that are, the grammar
+    wins: they are as likely as the model says."""
+    rows, vocab = logits.shape
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+    allowed = bits.reshape(rows, -1)[:, :vocab] == 1
+    left = jnp.any(allowed & (logits > -jnp.inf), axis=1, keepdims=True)
+    return jnp.where(allowed, jnp.where(left, logits, raw), -jnp.inf)
 
 
 def _where_any(on: Rows, change: Callable[[Logits], Logits], logits: Logits) -> Logits:

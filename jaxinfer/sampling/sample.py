@@ -31,6 +31,7 @@ def sample(
     active: Bool[Array, " rows"],
     max_logprobs: int,
     drafts: DraftRows | None = None,
+    masks: Int32[Array, "rows words"] | None = None,
 ) -> tuple[Sampled, SlotState]:
     """Choose the next token of every row.
 
@@ -43,10 +44,16 @@ def sample(
         active: rows that decode in this step; others leave their state as it is and have no meaningful token.
         max_logprobs: static width of the reported most likely tokens.
         drafts: the same rows where some of them may hold drafts; None: none does.
+        masks: tokens that each row may choose, where its slot is constrained: bit ``i % 32`` of word ``i // 32`` for
+            token i; None: no slot is.
     """
     raw = logits.astype(jnp.float32)
     rows = slots if drafts is None else params_of_rows(slots, drafts)
-    processed = process(raw, rows, lambda: state if drafts is None else state_of_rows(state, drafts), generated, active)
+
+    def seen() -> SlotState:
+        return state if drafts is None else state_of_rows(state, drafts)
+
+    processed = process(raw, rows, seen, generated, active, masks)
     tokens = select(processed, rows, positions, active)
     if drafts is not None:
         tokens = take_typical(tokens, processed, rows, drafts)

@@ -34,6 +34,7 @@ class SlotParams(NamedTuple):
         bad_words: right-aligned token sequences padded with -1; a row of -1 is unused.
         logprobs: wants log probabilities.
         typical: takes drafts that are likely enough, see `jaxinfer.sampling.typical`.
+        constrained: the row of the step's mask applies.
     """
 
     temperature: Float32[Array, " rows"]
@@ -51,6 +52,7 @@ class SlotParams(NamedTuple):
     bad_words: Int32[Array, "rows words length"]
     logprobs: Bool[Array, " rows"]
     typical: Bool[Array, " rows"]
+    constrained: Bool[Array, " rows"]
 
 
 class SlotState(NamedTuple):
@@ -91,6 +93,7 @@ def neutral_slots(rows: int, limits: SamplingLimits) -> SlotParams:
         bad_words=full(-1, np.int32, limits.max_bad_words, limits.max_bad_word_tokens),
         logprobs=full(False, np.bool_),
         typical=full(False, np.bool_),
+        constrained=full(False, np.bool_),
     )
 
 
@@ -164,6 +167,7 @@ class HostSlots:
             mine.bad_words[slot, word, -len(ids) :] = ids
         mine.logprobs[slot] = params.logprobs is not None
         mine.typical[slot] = params.typical
+        mine.constrained[slot] = params.grammar is not None
 
     def clear(self, slot: int) -> None:
         """Make ``slot`` neutral."""

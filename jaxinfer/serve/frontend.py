@@ -22,6 +22,7 @@ from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelErro
 from jaxinfer.serve.faults import answered, unavailable
 from jaxinfer.serve.fitting import fitted
 from jaxinfer.serve.generation import Generation, expired, failing
+from jaxinfer.serve.grammars import Grammars, has_grammars
 from jaxinfer.serve.reading import LONG_CHARACTERS, LongTexts
 from jaxinfer.serve.room import Load, Place, Room
 from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
@@ -92,9 +93,11 @@ class Frontend:
         self._tracing = tracing or Tracing()
         self._scope, self._weight = scope, weight
         self._allow_templates = allow_request_templates
-        bounds = SamplingLimits(max_logprobs=most, drafts=card.engine.get("speculative") is not None)
+        bounds = SamplingLimits(
+            max_logprobs=most, drafts=card.engine.get("speculative") is not None, grammars=has_grammars(card, tokenizer)
+        )
         self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds)
-        self._renderer = Renderer(template, template_seconds)
+        self._renderer, self._grammars = Renderer(template, template_seconds), Grammars()
         self._sources = list(template.sources.values()) if template is not None else []
         self._long = None if folder is None or tokenizer is None else LongTexts(folder)
         # What is long has threads of its own: nobody who asks for little waits for it.
@@ -141,6 +144,7 @@ class Frontend:
         """End everything that still runs, and what was started to render and to tokenise."""
         await self.drain(0.0)
         self._renderer.close()
+        self._grammars.close()
         if self._long is not None:
             self._long.close()
         for threads in (self._threads, self._long_threads):
@@ -184,6 +188,7 @@ class Frontend:
                 (place,) = self.room.enter(call.tenant, [_load(call.prompt, params.n)])
             try:
                 await self._check_prompt(call.prompt)
+                await self._grammars.check(params, call.tenant)
                 return await self._prepared(call, request_id, params, place)
             except BaseException:
                 place.leave()

@@ -170,6 +170,10 @@ class Generation:
         if new.finish_reason == FinishReason.DEADLINE:
             self._cut, new.finish_reason = expired(), None
             return new if new.token_ids else None
+        if new.finish_reason == FinishReason.ERROR:
+            self._cut = ServeError(Kind.INVALID, f"structured_outputs: {delta.stop_reason}", "structured_outputs")
+            new.finish_reason = None
+            return new if new.token_ids else None
         self._running -= 1
         self._place.ended()
         self._reasons[index] = new.finish_reason

@@ -12,11 +12,11 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxinfer.helper_process import GOOD
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve import packing
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.template_helper import GOOD
 from jaxinfer.serve.templates import Pool, Sizes
 from jaxinfer.serve.text_helper import BODY, TEXT, TEXT_ALONE
 

@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
-import os
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+from jaxinfer.helper_process import GOOD, Helper
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.packing import pack
-from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
 from jaxinfer.serve.turns import Turns
 from jaxinfer.text.chat_template import ChatTemplate
 
@@ -110,7 +105,7 @@ class Pool:
     """
 
     def __init__(self, module: str, sizes: Sizes, setup: bytes, seconds: float, what: str) -> None:
-        self._helpers = [_Helper(module, setup) for _ in range(sizes.helpers)]
+        self._helpers = [Helper(module, setup) for _ in range(sizes.helpers)]
         self._share = sizes.share
         self._turns = Turns(self._helpers, sizes.share, sizes.waiting, f"{what} wait for a helper")
         self._threads = concurrent.futures.ThreadPoolExecutor(sizes.helpers, "jaxinfer-helper")
@@ -136,14 +131,14 @@ class Pool:
         # A client that leaves does not take the helper away in the midst of an answer.
         return await asyncio.shield(self._ask(tenant, helper, question))
 
-    async def _ask(self, tenant: str, helper: _Helper, question: bytes) -> bytes | None:
+    async def _ask(self, tenant: str, helper: Helper, question: bytes) -> bytes | None:
         try:
             await self._within(_START_SECONDS, helper, helper.start)
             return await self._within(self.seconds, helper, helper.ask, question)
         finally:
             self._turns.give(tenant, helper)
 
-    async def _within[*A, T](self, seconds: float, helper: _Helper, function: Callable[[*A], T], *args: *A) -> T:
+    async def _within[*A, T](self, seconds: float, helper: Helper, function: Callable[[*A], T], *args: *A) -> T:
         """``function`` in a thread; the helper is killed after ``seconds``, which ends it."""
         loop = asyncio.get_running_loop()
         killer = loop.call_later(seconds, helper.kill)
@@ -156,72 +151,6 @@ class Pool:
         for helper in self._helpers:
             helper.kill()
         self._threads.shutdown(wait=False)
-
-
-class _Helper:
-    """A helper process and the pipes to it. Methods but `kill` belong to whoever took it out of the pool."""
-
-    def __init__(self, module: str, setup: bytes) -> None:
-        self._command, self._setup = (sys.executable, "-m", module, str(os.getpid())), setup
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reap: weakref.finalize[..., _Helper] | None = None
-        self._killed = False
-
-    def start(self) -> None:
-        """Start it if it does not run.
-
-        Raises:
-            RuntimeError: it cannot be started.
-        """
-        if self._process is not None and not self._killed and self._process.poll() is None:
-            return
-        if self._reap is not None:
-            self._reap()
-        # In a session of its own: a Ctrl-C in the terminal is the server's business.
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), start_new_session=True
-        )
-        self._reap, self._killed = weakref.finalize(self, _end, self._process), False
-        if self._exchange(self._setup) is None:
-            raise RuntimeError(f"{self._command[2]} does not start")
-
-    def ask(self, question: bytes) -> bytes | None:
-        """Ask the helper; None: it was killed, or died."""
-        answer = self._exchange(question)
-        self._killed = self._killed or answer is None
-        return answer
-
-    def kill(self) -> None:
-        """Kill the helper, from any thread. Whoever waits for an answer gets none."""
-        self._killed = True
-        if self._process is not None:
-            self._process.kill()
-
-    def _exchange(self, frame: bytes) -> bytes | None:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            return None
-        try:
-            write_frame(process.stdin, frame)
-        except BrokenPipeError:
-            return None
-        return read_frame(process.stdout)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what a write that failed has left in the buffer
-                pipe.close()
-
-
-def _environment() -> dict[str, str]:
-    """Templates have no business with the server's environment, but Python must find itself, and this package."""
-    passed = ("PATH", "LD_LIBRARY_PATH", "HOME", "TZ", "LANG", "LC_ALL", "SYSTEMROOT")
-    passed_on = {name: os.environ[name] for name in passed if name in os.environ}
-    return {**passed_on, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 
 def _packed(conversation: Conversation) -> bytes:

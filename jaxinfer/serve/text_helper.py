@@ -14,21 +14,12 @@ from __future__ import annotations
 
 import json
 import pathlib
-import resource
 import sys
 
+from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
 from jaxinfer.serve import heap, packing
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.http.bodies import check_count, parse
-from jaxinfer.serve.template_helper import (
-    BAD,
-    GOOD,
-    START_CPU_SECONDS,
-    allow_cpu,
-    die_with,
-    read_frame,
-    write_frame,
-)
 from jaxinfer.text.load import load_tokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
@@ -43,10 +34,7 @@ _LARGE_BYTES = 1 << 20
 
 def main() -> None:
     """Answer questions until the input ends. The argument is the process that starts this one."""
-    die_with(int(sys.argv[1]))
-    allow_cpu(START_CPU_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    begin(_MAX_MEMORY_BYTES)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     setup = json.loads(read_frame(reader) or b"{}")
     folder = setup.get("folder")

@@ -29,7 +29,7 @@ class OutputDelta:
         index: 0 to n-1.
         text: whole characters.
         logprobs: one for each token, if asked for.
-        stop_reason: under "stop", the request's own stop token or stop string that ended it.
+        stop_reason: under "stop", the request's own stop token or stop string that ended it; under "error", why.
         prompt_logprobs: in the first delta of output 0, if asked for; the first entry is None.
         acceptance: beside the finish reason: "typical" where drafts were kept by that rule; None: exactly.
     """
@@ -80,7 +80,7 @@ class Output:
                 made.stop_reason, reason = stop, FinishReason.STOP
         if reason is not None:
             self.ended, made.finish_reason, made.acceptance = True, reason.value, self._acceptance
-            if made.stop_reason is None and delta.stop_reason in self._stop_token_ids:
+            if reason is FinishReason.ERROR or (made.stop_reason is None and delta.stop_reason in self._stop_token_ids):
                 made.stop_reason = delta.stop_reason
         return made
 

@@ -99,6 +99,27 @@ def test_what_is_said_of_speculation_is_one_parameter(words, asked):
         assert command.parse(words).sampling.get("speculation") == asked
 
 
+def test_what_an_output_must_be_is_one_parameter(tmp_path, capsys):
+    (tmp_path / "schema.json").write_text("{}")
+    for words, asked in (
+        ([], None),
+        (["--json-schema", '{"type": "null"}'], {"json": '{"type": "null"}'}),
+        (["--json-schema", f"@{tmp_path / 'schema.json'}"], {"json": "{}"}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "a"], {"regex": "a"}),
+        (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
+        (["--grammar", "start: /a/"], {"grammar": "start: /a/"}),
+    ):
+        assert generate.parse(words).sampling.get("structured_outputs") == asked
+    for words, said in (
+        (["--regex", "a", "--json-object"], "not allowed"),
+        (["--grammar", "@/no/such"], "cannot be read"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.parse(words)
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "compile"])
 def test_all_flags_are_explained_in_groups(command):
     page = PARSERS[command].make_parser().format_help()

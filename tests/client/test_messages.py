@@ -46,6 +46,27 @@ def test_speculation_is_sent_by_its_fields() -> None:
             generate_request("a", None, None, {"speculation": wrong})
 
 
+def test_structured_outputs_are_sent_by_their_fields() -> None:
+    schema = {"type": "null"}
+    for given, sent in (
+        ({"regex": "a", "json": None}, {"regex": "a"}),
+        ({"json": schema}, {"json": '{"type": "null"}'}),
+        ({"json": "{}"}, {"json": "{}"}),
+        ({"choice": ("a", "b")}, {"choice": ["a", "b"]}),
+        ({"json_object": True}, {"json_object": True}),
+    ):
+        message = generate_request("a", None, None, {"structured_outputs": given}).sampling.structured_outputs
+        found = {field.name: value for field, value in message.ListFields()}
+        assert {name: list(each) if name == "choice" else each for name, each in found.items()} == sent
+    for wrong, sentence in (
+        ({"ebnf": "a"}, "structured_outputs.ebnf is no field of it: they are json, json_object, regex, choice"),
+        ({"choice": "ab"}, "structured_outputs.choice='ab' must be a list"),
+        ("a", "structured_outputs='a' must be a mapping"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            generate_request("a", None, None, {"structured_outputs": wrong})
+
+
 def test_a_limit_is_no_full_queue() -> None:
     """Both are RESOURCE_EXHAUSTED; only after the one is another try worth it."""
     error = from_status(grpc.StatusCode.RESOURCE_EXHAUSTED, "the body is too large", ())

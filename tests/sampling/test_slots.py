@@ -29,6 +29,7 @@ FULL = Request(
         min_tokens=2,
         logprobs=0,
         speculation={"acceptance": "typical"},
+        structured_outputs={"regex": "a"},
     ),
     stop_token_ids=frozenset({9, 3}),
     bad_words_ids=((4,), (1, 2, 3)),
@@ -59,6 +60,7 @@ def test_set_writes_one_slot() -> None:
         "bad_words": [[-1, -1, 4], [1, 2, 3], [-1, -1, -1]],
         "logprobs": True,
         "typical": True,
+        "constrained": True,
     }
 
 

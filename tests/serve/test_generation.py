@@ -98,6 +98,21 @@ def test_what_came_before_the_deadline_is_told():
     assert [(piece.text, piece.finish_reason) for piece in pieces] == [("a", None), ("bc", None)]
 
 
+def test_a_grammar_that_fails_on_its_way_is_the_request_s_error():
+    pieces: list[OutputDelta] = []
+    failed = delta(0, "bc", FinishReason.ERROR)
+    failed.stop_reason = "it took too long"
+
+    async def run() -> None:
+        async for piece in generation_of(scripted(delta(0, "a"), failed)):
+            pieces.append(piece)
+
+    with pytest.raises(ServeError, match="structured_outputs: it took too long") as caught:
+        asyncio.run(run())
+    assert (caught.value.kind, caught.value.field) == (Kind.INVALID, "structured_outputs")
+    assert [(piece.text, piece.finish_reason) for piece in pieces] == [("a", None), ("bc", None)]
+
+
 def test_reasons_are_told_in_the_order_of_the_outputs():
     class Trace:
         reasons: Sequence[str] = ()

@@ -10,11 +10,12 @@ import time
 
 import pytest
 
+from jaxinfer import helper_process
+from jaxinfer.helper_process import GOOD, read_frame, write_frame
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve import templates
 from jaxinfer.serve.calls import Conversation
 from jaxinfer.serve.packing import pack
-from jaxinfer.serve.template_helper import GOOD, read_frame, write_frame
 from jaxinfer.serve.templates import Renderer
 from jaxinfer.text.chat_template import ChatTemplate
 from tests.serve.core.fake_core import REPO
@@ -172,7 +173,7 @@ def test_refusals_of_templates_are_told():
 
 def test_helpers_have_no_part_in_the_servers_environment(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
-    assert "SECRET" not in templates._environment()
+    assert "SECRET" not in helper_process._environment()
 
 
 def test_helpers_end_with_the_renderer():
@@ -255,7 +256,7 @@ def test_one_tenants_queue_does_not_fill_that_of_others(monkeypatch):
 PARENT = """
 import asyncio, sys
 from jaxinfer.serve.calls import Conversation
-from jaxinfer.serve.template_helper import read_frame, write_frame
+from jaxinfer.helper_process import read_frame, write_frame
 from jaxinfer.serve.templates import Renderer
 
 async def main():
@@ -300,7 +301,7 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
     setup = pack({"sources": {}, "tokens": {}, "seconds": 1.0})
     run = [sys.executable, "-m", templates._MODULE, str(os.getpid())]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(run, **pipes, env=templates._environment()) as helper:
+    with subprocess.Popen(run, **pipes, env=helper_process._environment()) as helper:
         assert helper.stdin is not None
         assert helper.stdout is not None
         asked = {"messages": [], "tools": None, "add_generation_prompt": True, "variables": {}}
@@ -317,5 +318,5 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
 
 def test_a_helper_whose_parent_died_before_it_began_ends():
     run = [sys.executable, "-m", templates._MODULE, "1"]
-    with subprocess.Popen(run, stdin=subprocess.PIPE, env=templates._environment()) as helper:
+    with subprocess.Popen(run, stdin=subprocess.PIPE, env=helper_process._environment()) as helper:
         assert helper.wait(60) == 1

@@ -316,7 +316,7 @@ class Lockstep:
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
         batch = joined([pack(one[0].batch if one else self._idle.decode) for one in pending])
         state = StepState(self.pools, self.last_tokens, self.sampler)
-        state, sampled = self.programs.decode(self.params, self._slots, state, batch, None)
+        state, sampled = self.programs.decode(self.params, self._slots, state, batch, None, None, None)
         self.pools, self.last_tokens, self.sampler, _ = state
         self._deal(sampled, pending, self._engine.rows)
 

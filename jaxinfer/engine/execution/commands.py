@@ -114,10 +114,12 @@ class Command[Result]:
 
 
 class Decode(Command[Sampled]):
-    """Sample one token for each row of a microbatch."""
+    """Sample one token for each row of a microbatch. ``masks``: what rows with a grammar may say, see
+    `jaxinfer.sampling.sample`; None: there is none."""
 
     microbatch: int
     batch: DecodeBatch
+    masks: Int32[np.ndarray, "rows words"] | None = None
     by_last_stage = True
 
 

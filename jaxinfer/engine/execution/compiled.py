@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
-from jaxinfer.engine.execution.placement import StageArrays
+from jaxinfer.engine.execution.placement import StageArrays, mask_words
 from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
     StepState,
@@ -178,8 +178,9 @@ class _Work:
         programs = make_programs(self.stage, limit, engine.multi_step, backend, spread_tokens=spread)
         carried, out, pages = _shardings(state), self.replicated, self._filled(pools)
         arriving = self._arriving(batch.positions.shape[0])
-        drafted = [self._drafted()] if engine.drafts_on_device else []
-        operands = (params, slots, state, batch, arriving, *drafted)
+        drafted = self._drafted() if engine.drafts_on_device else None
+        masks = self._ints(batch.positions.shape[0], mask_words(sampler)) if engine.grammars else None
+        operands = (params, slots, state, batch, arriving, drafted, masks)
         jobs = {"decode": _Job(programs.decode, operands, 2, (carried, out), batch=3)}
         if engine.multi_step > 1 and batch.owners is None:
             several = (params, slots, state, batch, self._ints())

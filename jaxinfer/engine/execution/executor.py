@@ -18,7 +18,14 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, DraftBatch, Executor, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, compile_stages
-from jaxinfer.engine.execution.placement import StageArrays, new_features, new_pools_on, new_slots, place_params
+from jaxinfer.engine.execution.placement import (
+    StageArrays,
+    mask_words,
+    new_features,
+    new_pools_on,
+    new_slots,
+    place_params,
+)
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import LayerPool
@@ -131,6 +138,7 @@ class LocalExecutor:
         self.handed: Array | None = None
         self._snapshots: dict[int, SlotState] = {}
         self.microbatches = [] if last is None else self._microbatches(last, rows, limits)
+        self._open_masks = self._masks_of_nobody(last, rows)
         self.drafting = self._drafting(model, meshes[-1])
         computing = [*self.runtimes, *self.drafting]
         arrays = [self._arrays(runtime) for runtime in computing]
@@ -169,6 +177,13 @@ class LocalExecutor:
             return None
         return self._first.arrive(tokens)
 
+    def _masks_of_nobody(self, last: StageRuntime | None, rows: int) -> Array | None:
+        """All tokens for all rows, on the device: what steps are given in which nobody has a grammar."""
+        if last is None or not self._engine.grammars:
+            return None
+        words = mask_words(self.microbatches[0].sampler)
+        return put_whole(np.full((rows, words), -1, np.int32), last.replicated)
+
     def _arrays(self, runtime: StageRuntime) -> StageArrays:
         if not runtime.stage.last:
             return StageArrays(runtime.params, runtime.pools)
@@ -182,8 +197,8 @@ class LocalExecutor:
 
     def _run(self, command: Command[Any]) -> Any:
         match command:
-            case commands.Decode(microbatch, batch):
-                return self._decode(microbatch, batch)
+            case commands.Decode(microbatch, batch, masks):
+                return self._decode(microbatch, batch, masks)
             case commands.DecodeMany(batch, steps):
                 return self._decode_many(batch, steps)
             case commands.Prefill(batch):
@@ -248,7 +263,7 @@ class LocalExecutor:
 
     # ---- steps
 
-    def _decode(self, microbatch: int, batch: DecodeBatch) -> Sampled:
+    def _decode(self, microbatch: int, batch: DecodeBatch, masks: np.ndarray | None) -> Sampled:
         rows, fed, drafted = batch.positions.shape[0], self._no_tokens, None
         if self._loops:
             fed, drafted = self.microbatches[microbatch].input_tokens, self.microbatches[microbatch].input_drafted
@@ -256,7 +271,7 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
-        operands = pack(batch), arriving, *([] if chosen.drafted is None else [chosen.drafted])
+        operands = pack(batch), arriving, chosen.drafted, self._open_masks if masks is None else masks
         state, sampled = last.run.decode(last.params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
         return sampled

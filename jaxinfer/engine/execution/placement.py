@@ -141,6 +141,11 @@ def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
     return math.ceil(math.prod(shape) * itemsize_bits(dtype) / 8)
 
 
+def mask_words(sampler: Any) -> int:
+    """32-bit words of a row's mask, one bit for each token of the vocabulary of a sampler's state."""
+    return -(-int(sampler.counts.shape[-1]) // 32)
+
+
 def new_features(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> jax.Array | None:
     """Features of a microbatch's slots, of which there are none yet. None: no draft head reads any."""
     made = _features(stage, engine)

@@ -55,7 +55,11 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         draft = prepared(model.draft, model, resolved, platform)
         model = model.replace(draft=draft)
         resolved = dataclasses.replace(resolved, num_speculative_tokens=_most_drafts(draft, resolved))
-    limits = SamplingLimits(max_logprobs=resolved.max_logprobs, drafts=resolved.speculative is not None)
+    limits = SamplingLimits(
+        max_logprobs=resolved.max_logprobs,
+        drafts=resolved.speculative is not None,
+        grammars=resolved.grammars and model.tokenizer is not None,
+    )
     return Prepared(model, resolved, limits)
 
 

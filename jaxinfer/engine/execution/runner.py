@@ -146,7 +146,7 @@ class Runner:
         """Save the sampler state of swapped-out sequences; recomputed ones start fresh, but for those whose tokens need
         not be drawn again."""
         for sequence, slot in preempted:
-            kept = sequence.swapped is not None or sequence.params.typical
+            kept = sequence.swapped is not None or sequence.redrawn
             if sequence.stateful and kept and sequence.sampler_state is None:
                 sequence.sampler_state = snapshot = self._snapshots.new()
                 self._executor.run(commands.SaveSlot(slot, snapshot.number))
@@ -156,7 +156,7 @@ class Runner:
             slots, row = self._place(sequence.slot)
             slots.set(row, sequence.request, sequence.index)
             if isinstance(sequence.sampler_state, SamplerSnapshot):
-                if not sequence.params.typical:
+                if not sequence.redrawn:
                     self._restore(sequence)
             elif sequence.stateful:
                 self._executor.run(commands.AdmitSlot(sequence.slot, *slots.state_rows(sequence.request, self._vocab)))
@@ -275,16 +275,25 @@ class Runner:
         return HeadBatch(owners, tokens, positions, last, generated, bases, limits, tables)
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
-        if self._engine.speculative is not None:
+        if self._engine.speculative is not None or plan.masks:
             self._restore_caught_up(plan.decodes)
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None
         if plan.steps > 1:
             sampled, ran = self._executor.run(commands.DecodeMany(batch, plan.steps))
         else:
-            sampled = self._executor.run(commands.Decode(plan.microbatch, batch))
+            sampled = self._executor.run(commands.Decode(plan.microbatch, batch, self._masks(plan)))
         for array in jax.tree.leaves((ran, sampled if wants_logprobs(plan.decodes) else sampled.tokens)):
             array.copy_to_host_async()
         return sampled, ran
+
+    def _masks(self, plan: StepPlan) -> Int32[np.ndarray, "rows words"] | None:
+        """Masks of all rows; all tokens where there is none. None where none has one: nothing goes to the device."""
+        if not plan.masks:
+            return None
+        masks = np.full((self._rows, -(-self._vocab // 32)), -1, np.int32)
+        for row, mask in plan.masks.items():
+            masks[row] = mask
+        return masks
 
     def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
         """The rows of a microbatch; those without a plan are idle."""

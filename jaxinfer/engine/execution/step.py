@@ -64,7 +64,8 @@ class Programs(NamedTuple):
     """The functions to compile, of a whole model or of its last pipeline stage. All are pure; what changes is donated.
 
     ``arriving`` are the hidden states that the stage before gave; None where there is none. Behind them ``decode`` is
-    given what was drafted on the device for the slots, if anything is. The pools that the prefill programs give have
+    given what was drafted on the device for the slots, if anything is, and the masks of grammars, if there may be any.
+    The pools that the prefill programs give have
     the features of all tokens beside them where a draft head reads those.
     """
 
@@ -157,6 +158,7 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         batch: DecodeBatch,
         arriving: Any = None,
         drafted: Int[Array, "rows drafts"] | None = None,
+        masks: Int32[Array, "rows words"] | None = None,
     ) -> tuple[StepState, Sampled]:
         active = batch.positions >= 0
         fed = batch.tokens if drafted is None else _with_drafted(batch, drafted)
@@ -166,7 +168,7 @@ def _decode(stage: Stage, max_logprobs: int, backend: Wish) -> Callable[..., tup
         logits = gathered_logits(stage.head(params, hidden))
         drafts = None if batch.owners is None else DraftRows(batch.owners, fed, batch.positions, active, batch.branches)
         sampled, slot_state = sample(
-            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts
+            logits, slots, state.slots, batch.positions + 1, batch.generated, active, max_logprobs, drafts, masks
         )
         own = active if drafts is None else drafts.slot_rows
         last_tokens, kept = jnp.where(own, sampled.tokens, state.last_tokens), state.features

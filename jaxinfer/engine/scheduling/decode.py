@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft
 from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.structured.masks import Masks
+
+_PATIENCE, _PATIENCE_ALONE = 0.002, 0.02
+"""Seconds that a plan waits for masks that were asked for just now: while the device runs the step before, and where
+all sequences have grammars, so that nobody else could go on. Who is not ready then is not waited for again."""
+_NAP = 0.002  # seconds, where there is nothing else to do
 
 
 class DecodePlanner:
@@ -16,10 +24,17 @@ class DecodePlanner:
 
     Args:
         drafts: plans tokens to verify in idle rows; None: no speculation.
+        constraints: knows when sequences with grammars may decode; None: there are none.
     """
 
-    def __init__(self, engine: ResolvedEngine, pages: SequencePages, drafts: DraftPlanner | None) -> None:
-        self._engine, self._pages, self._drafts = engine, pages, drafts
+    def __init__(
+        self,
+        engine: ResolvedEngine,
+        pages: SequencePages,
+        drafts: DraftPlanner | None,
+        constraints: Constraints | None = None,
+    ) -> None:
+        self._engine, self._pages, self._drafts, self._constraints = engine, pages, drafts, constraints
         self.microbatch = 0
         """Microbatch whose slots decode in the plan that is being made."""
 
@@ -59,9 +74,13 @@ class DecodePlanner:
         waits = self._drafts is not None and self._drafts.waits
         if waits and any(sequence.in_flight for sequence in members.values()):
             return [], 1, None  # all wait for all: else each step would have some of them
+        if self._constraints is not None:
+            self._constraints.begin(members.values())
         for slot, sequence in members.items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
+                continue
+            if self._constraints is not None and not self._constraints.may(sequence, position):
                 continue
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
@@ -80,7 +99,7 @@ class DecodePlanner:
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:
         """Number of steps that the device may run alone: nobody waits, nothing ends by length, and pages are there."""
         steps = 1
-        if rows and alone:
+        if rows and alone and all(row.sequence.held is None for row in rows):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
         known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
         if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
@@ -88,3 +107,78 @@ class DecodePlanner:
         for row in rows:
             row.sequence.scheduled += steps - 1  # not `sampled`: a run may stop early, so the host feeds the next one
         return steps
+
+
+class Constraints:
+    """Sequences that grammars hold: when each may decode, under which mask, and when its output is whole.
+
+    The tokens that such a sequence may say next depend on the one that it says now, so it waits until that has been
+    read, and its mask is there. All of them wait for those in flight: else half of them would run in each step. Whose
+    mask is late leaves out the step alone; everybody else goes on.
+    """
+
+    def __init__(self, masks: Masks) -> None:
+        self._masks = masks
+        self._open: set[Sequence] = set()
+        self._blocked = False
+
+    def admit(self, admitted: Iterable[Sequence]) -> None:
+        """Open the grammars of those that have their first slot: they compile while the prompts are computed."""
+        for sequence in admitted:
+            if sequence.held is None and (grammar := sequence.params.grammar) is not None:
+                sequence.held = self._masks.open(*grammar, sequence.request.cache_scope)
+                self._open.add(sequence)
+
+    def said(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Note tokens that a sequence has been given, and goes on behind."""
+        if sequence.held is not None:
+            self._masks.advance(sequence.held, tokens)
+
+    def end(self, sequence: Sequence) -> None:
+        """Note that a sequence has ended."""
+        if sequence.held is not None and sequence in self._open:
+            self._open.remove(sequence)
+            self._masks.close(sequence.held)
+
+    def send(self) -> None:
+        """Ask for what was noted."""
+        self._masks.send()
+
+    def over(self) -> list[tuple[Sequence, str | None]]:
+        """Sequences whose output is whole (None), or whose grammar failed, and why."""
+        found = [(each, each.held) for each in self._open if each.held is not None and each.held.ready]
+        return [(each, held.error) for each, held in found if held.stopped or held.error is not None]
+
+    # ---- a plan
+
+    def begin(self, members: Collection[Sequence]) -> None:
+        """Begin a plan of these sequences: choose whether those with grammars are in it, and wait a moment for them."""
+        held = [each for each in members if each in self._open and not each.prefilling]
+        alone = len(held) == len(members)
+        self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
+        expected = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
+        if expected and not self._blocked:
+            self._masks.wait(expected, _PATIENCE_ALONE if alone else _PATIENCE)
+
+    def may(self, sequence: Sequence, position: int) -> bool:
+        """Whether a row at ``position`` may be planned. What is computed again needs no mask: what it samples is known,
+        and dropped."""
+        held, known = sequence.held, len(sequence.tokens)
+        if held is None or position + 1 < known:
+            return True
+        return position < known and not self._blocked and held.ready and held.mask is not None
+
+    def masks(self, rows: Iterable[DecodePlan]) -> dict[int, np.ndarray]:
+        """The masks of a plan's rows, by row."""
+        newest = (row for row in rows if row.sequence.held is not None and row.position + 1 >= len(row.sequence.tokens))
+        return {
+            row.row: row.sequence.held.mask
+            for row in newest
+            if row.sequence.held is not None and row.sequence.held.mask is not None
+        }
+
+    def rest(self) -> None:
+        """Wait a while for any mask, when there is nothing else to do."""
+        expected = [each.held for each in self._open if each.held is not None and not each.held.ready]
+        if expected:
+            self._masks.wait_any(expected, _NAP)

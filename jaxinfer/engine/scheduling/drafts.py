@@ -87,6 +87,8 @@ class DraftPlanner:
         return 0 if self._plans < acceptance.resume else min(most, acceptance.depth(self._worth))
 
     def _allowed(self, sequence: Sequence) -> int:
+        if sequence.held is not None:
+            return 0  # what a draft may say next is known when it has been said
         asked = sequence.params.speculation
         return asked.most(self._most) if isinstance(asked, Speculation) else self._most
 
@@ -118,7 +120,8 @@ class DraftPlanner:
         sequence = row.sequence
         room = min(idle, sequence.final_length - sequence.scheduled)
         known = sequence.tokens[sequence.scheduled : sequence.scheduled + room]
-        if row.token < 0 or (known and sequence.stateful):  # what is computed again, the sampler counts token by token
+        # What is computed again, the sampler counts token by token; and behind it a grammar has a mask for one row.
+        if row.token < 0 or (known and (sequence.stateful or sequence.held is not None)):
             return _Wanted([], 0.0)
         if known:
             return _Wanted(known.tolist(), 1.0, known=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from collections.abc import Sequence as Row
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.sequence import Sequence
@@ -110,6 +113,7 @@ class StepPlan:
         drafts: those among the decode rows; None: sequences did not wait for any.
         draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
         pairs: what a draft head has not seen of the sequences that it drafts for.
+        masks: of decode rows, by row, that a grammar holds: the tokens that they may say, as int32 words.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -124,6 +128,7 @@ class StepPlan:
     drafts: list[Draft] | None = None
     draft_prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
     pairs: list[Pairs] = dataclasses.field(default_factory=list)
+    masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Row
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.scheduling.branches import RowResult
-from jaxinfer.engine.scheduling.decode import DecodePlanner
+from jaxinfer.engine.scheduling.decode import Constraints, DecodePlanner
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, StepPlan, StepResult
@@ -31,6 +31,7 @@ from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.spec import Drafter
+from jaxinfer.structured.masks import Masks
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 
@@ -40,6 +41,7 @@ class Scheduler:
     Args:
         classes: prefill sizes with equal bits, see `buckets.next_chunk`.
         drafter: proposes tokens to verify in idle rows; None: no speculation.
+        masks: of what grammars allow; None: requests have none.
         costs: what decides between swapping and recomputing a preempted sequence.
     """
 
@@ -53,6 +55,7 @@ class Scheduler:
         costs: Costs | None = None,
         stats: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        masks: Masks | None = None,
     ) -> None:
         self._engine, self._kv, self._clock = engine, kv, clock
         self._costs = costs or Costs()
@@ -62,7 +65,8 @@ class Scheduler:
         self.stats = stats or StatsRecorder(clock)
         self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
-        self._decode = DecodePlanner(engine, self._pages, self._drafts)
+        self._constraints = None if masks is None else Constraints(masks)
+        self._decode = DecodePlanner(engine, self._pages, self._drafts, self._constraints)
         self._siblings = Siblings(self._enqueue)
         self._running: dict[int, Sequence] = {}
         self._free_slots = list(range(engine.max_num_seqs))  # a heap: the lowest free slot is taken first
@@ -107,6 +111,8 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
+        if request.params.grammar is not None and self._constraints is None:
+            raise RequestError("structured_outputs", "is not served by this engine")
         samples = [self._sequence(request, index) for index in range(request.params.n)]
         self._refuse(samples)
         self._requests[request.request_id] = samples
@@ -166,6 +172,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the next step and advance the scheduled lengths, before any earlier result is known."""
         self._expire()
+        self._end_constrained()
         self._prefill.begin()
         self._batch_runs = self._batch_runs and bool(self._running)
         self._decode.advance(self._running)
@@ -177,11 +184,16 @@ class Scheduler:
             self._admit(preempted, admitted, started)
         self._continue(started, preempted)
         self._admit(preempted, admitted)
+        if self._constraints is not None:
+            self._constraints.admit(admitted)
+            self._constraints.send()
         decodes, steps, drafts = self._decodes(admitted)
+        masks = {} if self._constraints is None else self._constraints.masks(decodes)
         prefills, catch_up = self._prefill.plans, self._drafts.catch_up(drafts or ()) if self._drafts else ([], [])
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
-        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, self._decode.microbatch, drafts, *catch_up)
+        place = self._decode.microbatch
+        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, place, drafts, *catch_up, masks)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -211,6 +223,8 @@ class Scheduler:
                 deltas.append(delta)
                 emitted.append(sequence)
         self.stats.emitted(emitted)
+        if self._constraints is not None:
+            self._constraints.send()
         if self._drafts is not None:
             self._drafts.committed(result.plan, sum(len(delta.token_ids) for delta in deltas))
         return deltas
@@ -221,10 +235,23 @@ class Scheduler:
         for request_id in self._deadlines.pop_expired(self._clock):
             for sequence in list(self._requests.get(request_id, ())):
                 if sequence.finish_reason is None:
-                    self._end(sequence, FinishReason.DEADLINE)
-                    self._ended.append(
-                        SequenceDelta(sequence.request.request_id, sequence.index, [], (), FinishReason.DEADLINE)
-                    )
+                    self._end_between(sequence, FinishReason.DEADLINE)
+
+    def _end_constrained(self) -> None:
+        """End the outputs that are whole, and those whose grammars failed."""
+        for sequence, error in () if self._constraints is None else self._constraints.over():
+            self._end_between(sequence, FinishReason.STOP if error is None else FinishReason.ERROR, error)
+
+    def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """End a sequence between its rows."""
+        self._end(sequence, reason)
+        request_id = sequence.request.request_id
+        self._ended.append(SequenceDelta(request_id, sequence.index, [], (), reason, stop_reason))
+
+    def rest(self) -> None:
+        """Wait a while for a mask, where nothing runs."""
+        if self._constraints is not None:
+            self._constraints.rest()
 
     def _grow(self) -> list[Preempted]:
         """Give a page to each decoding sequence that needs one; where there is none, another sequence gives way."""
@@ -335,7 +362,7 @@ class Scheduler:
             raise AssertionError(f"a row of position {at} was read when {len(known)} tokens are known")
         if again:
             for have, token in zip(known[at + 1 :], tokens, strict=False):
-                self.stats.replayed(have == token or sequence.params.typical)  # which need not be drawn again
+                self.stats.replayed(have == token or sequence.redrawn)
             tokens, logprobs = tokens[again:], logprobs[again:]
             if not tokens:
                 return delta
@@ -343,6 +370,8 @@ class Scheduler:
         self._queue.charge(sequence, output=taken)
         if taken < len(tokens):
             tokens, logprobs = tokens[:taken], logprobs[:taken]
+        if self._constraints is not None and sequence.finish_reason is None:
+            self._constraints.said(sequence, tokens)
         delta = _added(sequence, delta, tokens, logprobs)
         if sequence.finish_reason is not None:
             delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
@@ -367,6 +396,8 @@ class Scheduler:
             self._pages.drop(sequence)
         if self._drafts is not None:
             self._drafts.end(sequence)
+        if self._constraints is not None:
+            self._constraints.end(sequence)
         sequence.status = Status.FINISHED
         self._siblings.release_of(sequence)
         self.stats.finished(sequence)

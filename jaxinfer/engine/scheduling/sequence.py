@@ -11,6 +11,7 @@ from jaxinfer.kv.manager import Swapped
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Acceptance
+from jaxinfer.structured.masks import Held
 from jaxinfer.types import FinishReason, PositionLogprobs, Request
 
 
@@ -66,6 +67,7 @@ class Sequence:
     followers: list[Sequence] = dataclasses.field(default_factory=list)  # samples that share this one's prompt
     leader: Sequence | None = None  # the sample whose prompt this one shares
     sampler_state: object = None  # the runner's, while the sequence is swapped out
+    held: Held | None = None  # its place in its grammar, since it had its first slot
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     times: Times = dataclasses.field(default_factory=Times)
 
@@ -91,6 +93,12 @@ class Sequence:
         if position < len(self.tokens):
             return self.tokens[position]
         return -1 if self.sampled == position - 1 else None
+
+    @property
+    def redrawn(self) -> bool:
+        """Whether tokens that are computed again need not be drawn again: drafts were taken for likely enough, or no
+        grammar holds what is known already."""
+        return self.params.typical or self.params.grammar is not None
 
     @property
     def finished(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
+from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
 from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
@@ -42,6 +42,7 @@ _REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
     FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 _REASON_OF = {number: reason for reason, number in _REASONS.items()}
 _COUNTERS = (
@@ -118,6 +119,8 @@ def _sampling_message(params: SamplingParams) -> pb.Sampling:
     for name in ("allowed_token_ids", "stop_token_ids"):
         if (ids := getattr(params, name)) is not None:
             getattr(message, name).CopyFrom(pb.TokenIds(ids=ids))
+    if isinstance(params.structured_outputs, StructuredOutputs):
+        _set_structured(message.structured_outputs, params.structured_outputs)
     if isinstance(params.speculation, Speculation):
         message.speculation.CopyFrom(pb.Speculation(**dataclasses.asdict(params.speculation)))
     for name in ("bad_words", "stop"):
@@ -140,12 +143,30 @@ def _sampling_of(message: pb.Sampling) -> SamplingParams:
         bad_words=tuple(message.bad_words.values) if message.HasField("bad_words") else None,
         stop=tuple(message.stop.values) if message.HasField("stop") else None,
         speculation=_speculation_of(message.speculation) if message.HasField("speculation") else None,
+        structured_outputs=_structured_of(message.structured_outputs),
     )
 
 
 def _speculation_of(message: pb.Speculation) -> Speculation:
     most = message.max_tokens if message.HasField("max_tokens") else None
     return Speculation(enabled=message.enabled, max_tokens=most, acceptance=message.acceptance)
+
+
+def _set_structured(message: pb.StructuredOutputs, asked: StructuredOutputs) -> None:
+    name, text = asked.asked
+    if asked.choice is not None:
+        message.choice.values.extend(asked.choice)
+    else:
+        setattr(message, name, True if name == "json_object" else text)
+
+
+def _structured_of(message: pb.StructuredOutputs) -> StructuredOutputs | None:
+    name = message.WhichOneof("asked")
+    if name is None:
+        return None
+    value = getattr(message, name)
+    fields: dict[str, Any] = {name: tuple(value.values) if name == "choice" else value}
+    return StructuredOutputs(**fields)
 
 
 def seed_fields(seed: int | None) -> dict[str, Any]:

@@ -110,10 +110,10 @@ def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
 
 
 def _bare(value: Any) -> Any:
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, pb.Speculation):
-        return {field.name: each for field, each in value.ListFields()}
+    if isinstance(value, pb.Speculation | pb.StructuredOutputs):
+        return {field.name: _bare(each) for field, each in value.ListFields()}
     items = value.ids if isinstance(value, pb.TokenIds) else value
     if len(items) > _CHUNK:  # it is counted before it is copied
         return items

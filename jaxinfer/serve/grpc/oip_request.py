@@ -47,6 +47,7 @@ _MAX_DIGITS = 20
 _MAX_PARAMETERS = 64
 _MAX_VALUES = 4096  # of the input sampling_parameters
 _MAX_SPELT = 400  # characters of a number
+_MAX_SPELT_GRAMMAR = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +155,8 @@ def _typed(name: str, value: Any) -> Any:
     if name == "speculation":
         fields = _object(value)
         return {key: _typed(key, each) for key, each in fields.items()} if isinstance(fields, dict) else value
+    if name == "structured_outputs":
+        return _object(value, _MAX_SPELT_GRAMMAR)
     if name in _TEXTS or not isinstance(value, str) or len(value) > _MAX_SPELT:
         return value
     try:
@@ -163,9 +166,9 @@ def _typed(name: str, value: Any) -> Any:
     return spelt if isinstance(spelt, int | float) else value
 
 
-def _object(value: Any) -> Any:
+def _object(value: Any, most: int = _MAX_SPELT) -> Any:
     """A JSON object, of which a parameter of the request has the text."""
-    if not isinstance(value, str) or len(value) > _MAX_SPELT:
+    if not isinstance(value, str) or len(value) > most:
         return value
     try:
         return parse(value.encode())

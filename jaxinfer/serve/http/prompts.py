@@ -14,7 +14,7 @@ from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
 from jaxinfer.serve.http.bodies import parse
 from jaxinfer.serve.http.errors import short
-from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, TokenizeRequest
 
 MAX_PROMPTS = 1024
 """Prompts of one request for completions."""
@@ -87,7 +87,6 @@ def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[s
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    _check_format(body.response_format)
     fields = body.sampling(limits.logit_bias)
     if body.max_completion_tokens is not None:
         if fields.get("max_tokens", body.max_completion_tokens) != body.max_completion_tokens:
@@ -102,7 +101,7 @@ def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[s
 
 def names_in_chat(body: ChatCompletionRequest) -> Mapping[str, str]:
     """Map the validator's fields to their names in ``body``, where these differ."""
-    names = {**names_in_messages(), "logprobs": "top_logprobs"}
+    names = {**names_in_messages(), **names_in_format(body), "logprobs": "top_logprobs"}
     return names if body.max_completion_tokens is None else {**names, "max_tokens": "max_completion_tokens"}
 
 
@@ -111,10 +110,16 @@ def names_in_messages() -> dict[str, str]:
     return {**prompt_as("messages"), "template": "chat_template", "variables": "chat_template_kwargs"}
 
 
+def names_in_format(body: Sampling) -> dict[str, str]:
+    """The same, of what constrains the output."""
+    return {"structured_outputs": "response_format"} if body.structured_outputs is None else {}
+
+
 def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
     """The same, for each prompt of ``body``."""
     several = isinstance(body.prompt, list) and isinstance(body.prompt[0], str | list | array)
-    return [prompt_as(f"prompt[{i}]") for i in range(len(body.prompt))] if several else [prompt_as("prompt")]
+    prompts = [f"prompt[{i}]" for i in range(len(body.prompt))] if several else ["prompt"]
+    return [{**prompt_as(each), **names_in_format(body)} for each in prompts]
 
 
 async def conversation_of(body: ChatCompletionRequest | TokenizeRequest, limits: ServeLimits) -> Conversation:
@@ -190,12 +195,6 @@ def _tool_call(path: str, call: Any) -> Any:
 def _check_choice(choice: Any) -> None:
     if choice not in (None, "none", "auto"):
         _refuse("tool_choice", choice, "is not served, since nothing makes a model call: it may be 'none' or 'auto'")
-
-
-def _check_format(form: Any) -> None:
-    kind = form.get("type") if isinstance(form, dict) else None
-    if form is not None and kind != "text":
-        _refuse("response_format", form if kind is None else kind, "is not served: it may be of type 'text'")
 
 
 def ids_of(field: str, ids: Any) -> Sequence[int]:

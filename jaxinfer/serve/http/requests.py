@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.http.errors import from_pydantic, short
+from jaxinfer.serve.http.response_format import constraint_of
 
 _TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _STRINGS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
@@ -44,6 +45,25 @@ _SPECULATION: dict[str, Any] = {
 }
 Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_STRUCTURED: dict[str, Any] = {
+    "type": "object",
+    "description": "Exactly one of these.",
+    "properties": {
+        "json": {"anyOf": [{"type": "object"}, {"type": "string"}]},
+        "json_object": {"type": "boolean"},
+        "regex": {"type": "string"},
+        "choice": _STRINGS,
+        "grammar": {"type": "string"},
+    },
+    "additionalProperties": False,
+}
+Structured = Annotated[Any, WithJsonSchema({"anyOf": [_STRUCTURED, {"type": "null"}]})]
+_FORMAT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
+    "required": ["type"],
+}
+Format = Annotated[Any, WithJsonSchema({"anyOf": [_FORMAT, {"type": "null"}]})]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]  # the first that is none is told: there may be many
 Prompt = Annotated[
     Any,
@@ -73,6 +93,7 @@ SAMPLING = (
     "prompt_logprobs",
     "skip_special_tokens",
     "speculation",
+    "structured_outputs",
 )
 _NOTHING = (None,)
 
@@ -124,6 +145,8 @@ class Sampling(Body):
     include_stop_str_in_output: Boolean = None
     skip_special_tokens: Boolean = None
     speculation: Speculates = None
+    structured_outputs: Structured = None
+    response_format: Format = None
     prompt_logprobs: Integer = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -136,7 +159,7 @@ class Sampling(Body):
         fields = {name: value for name, value in values if value is not None}
         if isinstance(fields.get("logit_bias"), dict) and len(fields["logit_bias"]) <= most_biases:
             fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
-        return fields
+        return {**fields, **constraint_of(self.response_format, self.structured_outputs)}
 
 
 class CompletionRequest(Sampling):
@@ -175,7 +198,6 @@ class ChatCompletionRequest(Sampling):
     parallel_tool_calls: Annotated[bool | None, Field(description="false: no call behind the first is shown.")] = None
     include_reasoning: Annotated[bool | None, Field(description="Default: true.")] = None
     reasoning_effort: Effort | None = None
-    response_format: Annotated[Any, WithJsonSchema({"type": "object", "description": 'Only {"type": "text"}.'})] = None
     max_completion_tokens: Integer = None
     logprobs: bool | None = None
     top_logprobs: Integer = None

@@ -293,7 +293,7 @@ def _count(counts: dict[str, float], world: World) -> None:
         "steps": loop.steps,
         "requests": world.count,
         **{f"preempted by {kind}": number for kind, number in stats.preemptions.items()},
-        **{f"ended by {reason}": number for reason, number in stats.finished.items()},
+        **{f"ended by {why}": count for why, count in stats.finished.items() if why != "error"},  # no grammars here
         **{name: getattr(stats, name) for name in ("prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens")},
         **loop.device.moved,
     }

@@ -11,7 +11,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
+from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings
@@ -34,6 +34,7 @@ def through[M](message: M) -> M:
     return type(message).FromString(message.SerializeToString())
 
 
+some_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 sampling = st.builds(
     SamplingParams,
     n=st.integers(1, 1024),
@@ -60,6 +61,12 @@ sampling = st.builds(
     speculation=st.none()
     | st.builds(Speculation, enabled=st.booleans(), max_tokens=st.none() | st.integers(0, 2**31 - 1))
     | st.builds(Speculation, max_tokens=st.none() | st.integers(1, 2**31 - 1), acceptance=st.just("typical")),
+    structured_outputs=st.none()
+    | st.builds(StructuredOutputs, json=st.sampled_from(['{"type": "null"}', "{}"]))
+    | st.builds(StructuredOutputs, json_object=st.just(True))
+    | st.builds(StructuredOutputs, regex=some_text)
+    | st.builds(StructuredOutputs, choice=st.lists(some_text, min_size=1, max_size=3))
+    | st.builds(StructuredOutputs, grammar=some_text),
 )
 requests = st.builds(
     Request,

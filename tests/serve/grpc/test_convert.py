@@ -39,6 +39,16 @@ FIELDS = {
     "speculation": st.fixed_dictionaries(
         {}, optional={"enabled": st.booleans(), "max_tokens": INT32, "acceptance": st.text()}
     ),
+    "structured_outputs": st.fixed_dictionaries(
+        {},
+        optional={
+            "json": st.text(),
+            "json_object": st.booleans(),
+            "regex": st.text(),
+            "choice": st.lists(st.text(), min_size=1, max_size=3),
+            "grammar": st.text(),
+        },
+    ),
     "logit_bias": st.dictionaries(UINT32, DOUBLE, min_size=1, max_size=3),
     "bad_words": st.lists(st.text(), min_size=1, max_size=3),
     "stop": st.lists(st.text(), min_size=1, max_size=3),

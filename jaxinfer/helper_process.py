@@ -1,0 +1,138 @@
+"""Helper processes: what may loop for ever, or ask for all memory, runs in one, and is killed there. No jax.
+
+A helper reads frames from stdin and writes one back for each; it ends with its input, or at once where its parent is
+killed, whatever it does. A frame is its length (4 bytes, big-endian) and bytes, which on the way out begin with `GOOD`
+or `BAD`. Its first frame is its setup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from typing import IO
+
+GOOD, BAD = b"+", b"-"
+MAX_FRAME_BYTES = 256 << 20
+"""More than the largest text that a template may write, every character escaped."""
+
+START_CPU_SECONDS = 30.0
+_PR_SET_PDEATHSIG = 1
+
+# ---- within a helper
+
+
+def begin(memory: int) -> None:
+    """Bound this process, whose argument is the process that started it: ``memory`` in bytes, and the processor's time
+    of its start."""
+    die_with(int(sys.argv[1]))
+    allow_cpu(START_CPU_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def die_with(parent: int) -> None:
+    """End this process with its parent, which ends the input too, but a template that loops reads none. Linux sends a
+    signal; elsewhere it is the limit of the processor's time that ends such a template."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        sys.exit(1)
+
+
+def allow_cpu(seconds: float) -> None:
+    """Allow ``seconds`` of the processor from now on; beyond that the kernel ends this process (SIGXCPU)."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1  # it counts whole seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def read_frame(reader: IO[bytes]) -> bytes | None:
+    """Read a frame; None at the end of the input, also within a frame or where one is announced that is too large."""
+    head = reader.read(4)
+    size = int.from_bytes(head)
+    if len(head) < 4 or size > MAX_FRAME_BYTES:
+        return None
+    body = reader.read(size)
+    return body if len(body) == size else None
+
+
+def write_frame(writer: IO[bytes], body: bytes) -> None:
+    writer.write(len(body).to_bytes(4))
+    writer.write(body)
+    writer.flush()
+
+
+# ---- beside it
+
+
+class Helper:
+    """A helper process and the pipes to it. Methods but `kill` belong to whoever took it out of the pool."""
+
+    def __init__(self, module: str, setup: bytes) -> None:
+        self._command, self._setup = (sys.executable, "-m", module, str(os.getpid())), setup
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reap: weakref.finalize[..., Helper] | None = None
+        self._killed = False
+
+    def start(self) -> None:
+        """Start it if it does not run.
+
+        Raises:
+            RuntimeError: it cannot be started.
+        """
+        if self._process is not None and not self._killed and self._process.poll() is None:
+            return
+        if self._reap is not None:
+            self._reap()
+        # In a session of its own: a Ctrl-C in the terminal is the server's business.
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), start_new_session=True
+        )
+        self._reap, self._killed = weakref.finalize(self, _end, self._process), False
+        if self._exchange(self._setup) is None:
+            raise RuntimeError(f"{self._command[2]} does not start")
+
+    def ask(self, question: bytes) -> bytes | None:
+        """Ask the helper; None: it was killed, or died."""
+        answer = self._exchange(question)
+        self._killed = self._killed or answer is None
+        return answer
+
+    def kill(self) -> None:
+        """Kill the helper, from any thread. Whoever waits for an answer gets none."""
+        self._killed = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _exchange(self, frame: bytes) -> bytes | None:
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            return None
+        try:
+            write_frame(process.stdin, frame)
+        except BrokenPipeError:
+            return None
+        return read_frame(process.stdout)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what a write that failed has left in the buffer
+                pipe.close()
+
+
+def _environment() -> dict[str, str]:
+    """Templates have no business with the server's environment, but Python must find itself, and this package."""
+    passed = ("PATH", "LD_LIBRARY_PATH", "HOME", "TZ", "LANG", "LC_ALL", "SYSTEMROOT")
+    passed_on = {name: os.environ[name] for name in passed if name in os.environ}
+    return {**passed_on, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

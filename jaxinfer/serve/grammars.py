@@ -1,0 +1,62 @@
+"""Check the grammars of requests before the engine hears of them, in helper processes that can be killed. No jax."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+
+from jaxinfer.helper_process import GOOD
+from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.templates import Pool, Sizes
+from jaxinfer.structured.helper import MODULE, check, setup
+from jaxinfer.structured.masks import CPU_SECONDS
+from jaxinfer.text.tokenizer import Tokenizer
+
+_SIZES = Sizes(helpers=3, share=2, waiting=256)
+_SECONDS = 10.0
+_REMEMBERED = 4096
+
+
+class Grammars:
+    """Compiles what constrains requests, to refuse what cannot be held. Tenants take turns."""
+
+    def __init__(self) -> None:
+        self._pool = Pool(MODULE, _SIZES, setup(CPU_SECONDS), _SECONDS, "grammars")
+        # Those that could be held lately, by tenant: how long an answer takes tells nobody what others have asked.
+        self._good: collections.OrderedDict[tuple[str, bytes], None] = collections.OrderedDict()
+
+    async def check(self, params: SamplingParams, tenant: str) -> None:
+        """Check what constrains a request, if anything does.
+
+        Raises:
+            RequestError: it cannot be held exactly, or it takes too long to find out.
+            QueueFullError: too many wait.
+        """
+        if params.grammar is None:
+            return
+        question = check(*params.grammar)
+        key = tenant, hashlib.sha256(question).digest()
+        if key not in self._good:
+            await self._ask(f"structured_outputs.{params.grammar[0]}", question, tenant)
+        self._good[key] = None
+        self._good.move_to_end(key)
+        if len(self._good) > _REMEMBERED:
+            self._good.popitem(last=False)
+
+    async def _ask(self, place: str, question: bytes, tenant: str) -> None:
+        answer = await self._pool.ask(tenant, question)
+        if answer is None:
+            raise RequestError(place, "was stopped: it took too long to compile, or too much memory")
+        if answer[:1] != GOOD:
+            raise RequestError(place, f"cannot be held: {answer[1:].decode()}")
+
+    def close(self) -> None:
+        """End the helpers."""
+        self._pool.close()
+
+
+def has_grammars(card: ModelCard, tokenizer: Tokenizer | None) -> bool:
+    """Whether the engine holds outputs to grammars, see `ResolvedEngine.grammars`."""
+    helpers = card.engine.get("structured_output_helpers", 0)
+    return helpers > 0 and not card.engine.get("enable_dp_attention") and tokenizer is not None

@@ -1,0 +1,210 @@
+"""The masks of sequences, computed beside the engine's steps in helper processes. No jax."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from jaxinfer.helper_process import Helper
+from jaxinfer.structured.helper import MODULE, STOPPED, setup
+from jaxinfer.structured.matcher import Vocabulary
+
+CPU_SECONDS = 1.0
+"""Of the processor, for a grammar or a mask, in whole seconds and up to two more."""
+_WALL_SECONDS = 20.0  # for one that waits, and uses no processor
+_TOO_LONG = "the grammar took too long, or too much memory: its helper was stopped"
+
+
+class Held:
+    """A sequence's place in its grammar. It belongs to the engine's thread.
+
+    Attributes:
+        ready: the answer to what was last asked is there.
+        mask: the tokens that may follow, as int32 words.
+        stopped: the output is whole.
+        error: why there will be no mask.
+        late: it was waited for, and was not there in time.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "error",
+        "generation",
+        "grammar",
+        "late",
+        "mask",
+        "number",
+        "ready",
+        "said",
+        "stopped",
+        "told",
+    )
+
+    def __init__(self, number: int, grammar: tuple[str, str, str]) -> None:
+        self.number, self.grammar = number, grammar
+        self.said: list[int] = []
+        self.ready = self.stopped = self.late = False
+        self.mask: np.ndarray | None = None
+        self.error: str | None = None
+        self.generation, self.told = -1, 0  # of the helper that knows it, and how much of what was said
+
+
+class Masks:
+    """Masks for the sequences of an engine. Its helpers are started by the first of them.
+
+    Nothing here waits but `wait`. A helper that takes too long, or too much memory, is killed and replaced; the one
+    whose grammar it was has an error then, and the others of this helper are late.
+
+    Args:
+        vocabulary: asked for once, by a thread.
+        helpers: processes.
+    """
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], helpers: int) -> None:
+        self._came, once = threading.Condition(), functools.cache(vocabulary)
+        self._workers = [_Worker(once, self._came) for _ in range(helpers)]
+        self._numbers = itertools.count()
+        self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
+        weakref.finalize(self, _stop, self._workers)
+
+    def open(self, kind: str, text: str, scope: str = "") -> Held:
+        """Begin an output in a grammar; its first mask is on its way with the next `send`."""
+        held = Held(next(self._numbers), (kind, text, scope))
+        worker = min(self._workers, key=lambda each: each.members)
+        worker.members += 1
+        self._owners[held] = worker
+        worker.waiting.append(held)
+        return held
+
+    def advance(self, held: Held, tokens: Iterable[int]) -> None:
+        """Note what the sequence has said; its next mask is on its way with the next `send`."""
+        held.said.extend(tokens)
+        held.ready = held.late = False
+        self._owners[held].waiting.append(held)
+
+    def close(self, held: Held) -> None:
+        """Forget a sequence."""
+        worker = self._owners.pop(held)
+        worker.members -= 1
+        worker.ended.append(held.number)
+
+    def send(self) -> None:
+        """Send all that was noted since the last call on its way; end what has waited for too long."""
+        for worker in self._workers:
+            worker.send()
+
+    def wait(self, those: Sequence[Held], seconds: float) -> None:
+        """Wait until all of these are ready, so long at most. What is not is late."""
+        with self._came:
+            self._came.wait_for(lambda: all(each.ready for each in those), seconds)
+        for each in those:
+            each.late = not each.ready
+
+    def wait_any(self, those: Sequence[Held], seconds: float) -> None:
+        """Wait until one of these is ready, so long at most."""
+        with self._came:
+            self._came.wait_for(lambda: any(each.ready for each in those), seconds)
+
+
+def _stop(workers: Iterable[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+class _Worker:
+    """A helper, and the thread that asks it. ``waiting``, ``ended`` and ``members`` belong to the engine's thread."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], came: threading.Condition) -> None:
+        self._vocabulary, self._came = vocabulary, came
+        self.members, self.waiting, self.ended = 0, list[Held](), list[int]()
+        self._sent = threading.Condition()
+        self._ask, self._end = list[Held](), list[int]()
+        self._helper: Helper | None = None
+        self._thread: threading.Thread | None = None
+        self._generation, self._words, self._since, self._stopped = 0, 0, 0.0, False
+
+    def send(self) -> None:
+        if self._since and time.monotonic() - self._since > _WALL_SECONDS and self._helper is not None:
+            self._helper.kill()
+        if not self.waiting and not self.ended:
+            return
+        with self._sent:
+            self._ask = [held for held in (*self._ask, *self.waiting) if held.number not in self.ended]
+            self._end += self.ended
+            self.waiting, self.ended = [], []
+            self._sent.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="jaxinfer-masks", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        with self._sent:
+            self._stopped = True
+            self._sent.notify()
+        if self._helper is not None:
+            self._helper.kill()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with self._sent:
+                self._sent.wait_for(lambda: self._ask or self._stopped)
+                ask, end, self._ask, self._end = self._ask, self._end, [], []
+            if not self._stopped:
+                self._answer(ask, end)
+
+    def _answer(self, ask: list[Held], end: list[int]) -> None:
+        answer = self._asked(ask, end)
+        if answer is None and len(ask) > 1 and not self._stopped:
+            for each in ask:  # whose grammar it was shows when each is asked by itself
+                self._answer([each], [])
+            return
+        states: list[str | None] = [_TOO_LONG] * len(ask)
+        masks = b""
+        if answer is not None:
+            head, _, masks = answer.partition(b"\n")
+            states = json.loads(head)
+        rows, row = np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)), 0
+        with self._came:
+            for held, state in zip(ask, states, strict=True):
+                held.stopped, held.error, held.mask = state == STOPPED, state, None
+                if state is None:
+                    held.mask, row = rows[row], row + 1
+                elif held.stopped:
+                    held.error = None
+                held.ready = True
+            self._came.notify_all()
+
+    def _asked(self, ask: list[Held], end: list[int]) -> bytes | None:
+        """Ask the helper, which learns the grammars that it does not know; None: it was killed, or died."""
+        try:
+            helper = self._started()
+        except RuntimeError:  # it does not start
+            return None
+        items, self._since = [self._item(held) for held in ask], time.monotonic()
+        answer = helper.ask(json.dumps({"ask": items, "end": end}).encode())
+        self._since = 0.0
+        if answer is None:
+            self._generation += 1
+        return answer
+
+    def _started(self) -> Helper:
+        if self._helper is None:
+            vocabulary = self._vocabulary()
+            self._words = vocabulary.words
+            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary))
+        self._helper.start()
+        return self._helper
+
+    def _item(self, held: Held) -> tuple[int, tuple[str, str, str] | None, list[int]]:
+        """What a matcher is asked: one that the helper knows is told what is new, another one all."""
+        known = held.generation == self._generation
+        told = held.said if not known else held.said[held.told :]
+        held.generation, held.told = self._generation, len(held.said)
+        return held.number, None if known else held.grammar, told

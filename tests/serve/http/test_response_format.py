@@ -1,0 +1,61 @@
+"""``response_format`` becomes ``structured_outputs``, or is refused naming the part that is wrong."""
+
+from typing import Any
+
+import pytest
+
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, checked
+from jaxinfer.serve.http.response_format import constraint_of
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
+
+
+def schema(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", **fields}}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, {}),
+        ({"type": "text"}, {}),
+        ({"type": "json_object"}, {"structured_outputs": {"json_object": True}}),
+        (schema(schema=SCHEMA), {"structured_outputs": {"json": SCHEMA}}),
+        (schema(schema=SCHEMA, strict=True, description="b"), {"structured_outputs": {"json": SCHEMA}}),
+        (schema(strict=None), {"structured_outputs": {"json_object": True}}),
+    ],
+)
+def test_a_format_is_a_constraint(given, found):
+    assert constraint_of(given, None) == found
+    for kind, prompt in (
+        (CompletionRequest, {"prompt": "a"}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        body = checked(kind, {**prompt, "response_format": given})
+        assert {name: value for name, value in body.sampling(9).items() if name == "structured_outputs"} == found
+
+
+def test_both_fields_may_be_there_where_one_asks_for_nothing():
+    assert constraint_of({"type": "text"}, {"regex": "a"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({}, "response_format.type=None must be one of text, json_object, json_schema"),
+        ({"type": []}, "response_format.type=[] must be one of"),
+        ({"type": "json_object", "schema": {}}, "response_format.schema={} is no field of type json_object"),
+        ({"type": "text", "json_schema": {}}, "response_format.json_schema={} is no field of type text"),
+        ({"type": "json_schema"}, "response_format.json_schema=None must be an object"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name=None must be"),
+        (schema(strict="yes"), "response_format.json_schema.strict='yes' must be true or false"),
+        (schema(schema="{}"), "response_format.json_schema.schema='{}' must be an object"),
+        (schema(grammar="a"), "response_format.json_schema.grammar='a' is no field of it"),
+    ],
+)
+def test_what_is_no_format_is_refused(given, sentence):
+    with pytest.raises(ServeError) as refused:
+        constraint_of(given, None)
+    assert refused.value.message.startswith(sentence)
+    assert refused.value.field == "response_format"

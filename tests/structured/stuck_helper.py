@@ -1,0 +1,26 @@
+"""`jaxinfer.structured.helper`, which loops for ever on one grammar."""
+
+from typing import Any
+
+from jaxinfer.structured import helper
+from jaxinfer.structured.matcher import Matcher, Matchers
+
+MODULE = "tests.structured.stuck_helper"
+STUCK = "stuck"
+
+
+class Stuck(Matchers):
+    def new(self, kind: str, text: str, scope: str = "") -> Matcher:
+        while text == STUCK:
+            pass
+        return super().new(kind, text, scope)
+
+
+def main() -> None:
+    changed: Any = helper
+    changed.Matchers = Stuck
+    helper.main()
+
+
+if __name__ == "__main__":
+    main()

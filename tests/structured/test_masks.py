@@ -1,0 +1,113 @@
+"""Masks from helper processes: those that hang or die are replaced, and nobody but the culprit notices."""
+
+import gc
+
+import pytest
+
+from jaxinfer.structured import masks as masking
+from jaxinfer.structured.masks import Held, Masks
+from tests.serve.processes import wait_until
+from tests.structured import stuck_helper
+from tests.structured.test_grammar import BYTES
+
+PATIENCE = 120.0
+
+
+@pytest.fixture
+def masks() -> Masks:
+    return Masks(lambda: BYTES, 1)
+
+
+def ready(masks: Masks, *those: Held) -> None:
+    masks.send()
+    masks.wait(those, PATIENCE)
+    assert all(each.ready for each in those)
+
+
+def allowed(held: Held) -> list[int]:
+    assert held.mask is not None
+    return [token for token in range(257) if held.mask[token // 32] >> (token % 32) & 1]
+
+
+def test_masks_come_one_behind_the_other(masks):
+    held = masks.open("regex", "ab?")
+    ready(masks, held)
+    assert allowed(held) == [ord("a")]
+    masks.advance(held, b"a")
+    assert not held.ready
+    ready(masks, held)
+    assert allowed(held) == [ord("b"), 256]
+    masks.advance(held, b"b")
+    ready(masks, held)
+    assert held.stopped
+    assert held.mask is None
+    assert held.error is None
+
+
+def test_a_failing_grammar_is_its_own_affair(masks):
+    bad, good = masks.open("json", '{"not": {}}'), masks.open("regex", "a")
+    ready(masks, bad, good)
+    assert "not" in (bad.error or "")
+    assert bad.mask is None
+    assert allowed(good) == [ord("a")]
+
+
+def test_a_vocabulary_that_cannot_say_it_is_an_error():
+    masks = Masks(lambda: BYTES._replace(tokens=BYTES.tokens[:98], special=frozenset(), ends=(97,), size=98), 1)
+    held = masks.open("regex", "z")
+    ready(masks, held)
+    assert held.error is not None
+
+
+def test_what_a_helper_knew_is_told_to_its_successor(masks):
+    held, other = masks.open("regex", "abcd"), masks.open("regex", "x+")
+    ready(masks, held, other)
+    masks.advance(held, b"ab")
+    ready(masks, held)
+    masks._workers[0]._helper.kill()
+    masks.advance(held, b"c")
+    masks.advance(other, b"x")
+    ready(masks, held, other)
+    assert allowed(held) == [ord("d")]
+    assert allowed(other) == [ord("x"), 256]
+
+
+def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch):
+    monkeypatch.setattr(masking, "MODULE", stuck_helper.MODULE)
+    before = masks.open("regex", "abc")
+    ready(masks, before)
+    masks.advance(before, b"a")
+    stuck, behind = masks.open("regex", stuck_helper.STUCK), masks.open("regex", "x")
+    ready(masks, before, stuck, behind)
+    assert allowed(before) == [ord("b")]
+    assert allowed(behind) == [ord("x")]
+    assert "took too long" in (stuck.error or "")
+
+
+def test_what_is_late_is_said_to_be(masks):
+    held = masks.open("regex", "a")
+    masks.wait([held], 0.0)
+    assert held.late
+    ready(masks, held)
+    assert not held.late
+
+
+def test_what_ends_before_it_was_asked_is_forgotten(masks):
+    one, other = masks.open("regex", "a+"), masks.open("regex", "b+")
+    ready(masks, one, other)
+    masks.advance(one, b"a")
+    masks.close(one)
+    masks.advance(other, b"b")
+    ready(masks, other)
+    assert allowed(other) == [ord("b"), 256]
+    assert masks._workers[0].members == 1
+
+
+def test_a_helper_ends_when_nobody_refers_to_its_masks():
+    masks = Masks(lambda: BYTES, 1)
+    held = masks.open("regex", "a")
+    ready(masks, held)
+    process = masks._workers[0]._helper._process
+    del masks
+    gc.collect()
+    wait_until(lambda: process.poll() is not None)
