@@ -15,15 +15,18 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 
 # Half of the suite's time, in files that seldom are the first to fail: left to `make test-extended` and CI.
 EXTENDED = (
+    "demo/test_demo_models.py",
     "engine/execution/test_probe.py",
     "engine/scheduling/test_fair.py",
     "engine/scheduling/test_tenants.py",
+    "engine/test_draft_model.py",
     "engine/test_heads.py",
     "engine/test_identity.py",
     "engine/test_invariance.py",
     "engine/test_kv_dtype.py",
     "engine/test_quantised.py",
     "engine/test_structured.py",
+    "engine/test_trees.py",
     "engine/test_typical.py",
     "eval/",
     "kernels/paged_attention/test_api.py",

@@ -166,10 +166,15 @@ def test_no_bit_depends_on_them(method: str, mode: str, requests_alone: Any) -> 
 
 @pytest.mark.parametrize("name", ["mtp-deepseek-v3", pytest.param("mtp-deepseek-v3-dense", marks=pytest.mark.slow)])
 def test_a_layer_of_the_models_own_folder_drafts(name: str, tmp_path: pathlib.Path) -> None:
+    check_mtp(name, tmp_path)
+
+
+def check_mtp(name: str, tmp_path: pathlib.Path, **axes: int) -> None:
+    """Tokens and logprobs are those without drafts, of which some came true."""
     case = golden(name)
     folder = write_head_checkpoint(tmp_path, case)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(128)))
-    settings: dict[str, Any] = {**SETTINGS, "max_model_len": 96, "dtype": "float32", "show_progress": False}
+    settings: dict[str, Any] = {**SETTINGS, "max_model_len": 96, "dtype": "float32", "show_progress": False, **axes}
     prompts = [[place % 120 for place in prompt[:40]] for prompt in PROMPTS]
     params = SamplingParams(temperature=0.5, max_tokens=30, seed=2, ignore_eos=True, logprobs=1)
     plain, drafting = LLM(str(folder), **settings), LLM(str(folder), speculative="mtp", **settings)

@@ -43,6 +43,20 @@ class ByHand:
     def send(self) -> None: ...
 
 
+class Noting:
+    """A fake engine's runner that keeps the plans."""
+
+    def __init__(self, runner: Any) -> None:
+        self.plans, self._runner = list[StepPlan](), runner
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        return self._runner.launch(plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
 class Stage:
     """A fake engine, its plans, and masks by hand."""
 
@@ -51,9 +65,8 @@ class Stage:
         scheduler: Any = self.engine._scheduler
         given: Any = self.masks
         scheduler._constraints = scheduler._decode._constraints = Constraints(given)
-        self.plans: list[StepPlan] = []
-        launch = self.engine._fake.launch
-        self.engine._fake.launch = lambda plan: (self.plans.append(plan), launch(plan))[1]  # type: ignore[method-assign]
+        noting: Any = Noting(self.engine._runner)
+        self.plans, self.engine._runner = noting.plans, noting
 
     def add(self, name: str, constrained: bool, most: int = 50) -> None:
         params = SamplingParams(seed=1, max_tokens=most, structured_outputs={"regex": "a"} if constrained else None)

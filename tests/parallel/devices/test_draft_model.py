@@ -5,6 +5,7 @@ import pytest
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
+from tests.engine.test_heads import check_mtp
 from tests.fakes import random_head
 from tests.parallel.devices.test_tensor import SETTINGS, TIGHT, model_of
 
@@ -58,3 +59,7 @@ def test_heads_change_no_bit(method, name):
     kind, axes = PLACES[name]
     model = model_of(kind, num_hidden_layers=4 if method == "eagle3" else 2)
     assert drafting(model, random_head(method, model), axes, method).draft_tokens > 20
+
+
+def test_a_predicting_layer_lies_where_the_last_stage_does(tmp_path):
+    check_mtp("mtp-deepseek-v3", tmp_path, pipeline_parallel_size=2)

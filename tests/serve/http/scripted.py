@@ -12,14 +12,12 @@ from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.parsers.registry import Parsers, detect
 from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import Door
-from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from tests.serve.fake_engine import BOS, EOS, PAD, FakeEngine, FakeRunner, Mischief, fake_card, fake_library, resolved
-from tests.serve.http.support import Running
+from tests.serve.http.support import Running, listening
 
 QWEN = """\
 {%- if tools %}Call in <tool_call></tool_call>: {{ tools | tojson }}
@@ -84,11 +82,5 @@ async def speaking(
         card = dataclasses.replace(fake_card(), vocab_size=tokens.vocab_size)
         frontend = Frontend(backend, card, tokens, ChatTemplate(template), parsers=parsers)
         door = Door("1.2.3", frontend=frontend, **fields)
-        app = build_app(door)
-        server = HttpServer(ServeConfig(model="fake", http_port=0), door, app)
-        await server.start()
-        try:
-            yield Running(door, server, backend, app.inner.routes)
-        finally:
-            await server.stop()
-            await frontend.aclose()
+        async with listening(ServeConfig(model="fake", http_port=0), door, frontend, backend) as running:
+            yield running

@@ -83,14 +83,23 @@ async def serving(
     async with AsyncEngine(fake) as backend:
         frontend = Frontend(backend, fake_card(fake.config), fake_tokenizer(), fake_template(), limits)
         door = Door(version="1.2.3", limits=limits, authoriser=Authoriser(keys), frontend=frontend)
-        app = build_app(door)
-        server = HttpServer(config, door, app)
-        await server.start()
-        try:
-            yield Running(door, server, backend, app.inner.routes)
-        finally:
-            await server.stop()
-            await frontend.aclose()
+        async with listening(config, door, frontend, backend) as started:
+            yield started
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    config: ServeConfig, door: Door, frontend: Frontend, backend: AsyncEngine
+) -> AsyncIterator[Running]:
+    """A server of this door, until the block ends."""
+    app = build_app(door)
+    server = HttpServer(config, door, app)
+    await server.start()
+    try:
+        yield Running(door, server, backend, app.inner.routes)
+    finally:
+        await server.stop()
+        await frontend.aclose()
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
