@@ -153,6 +153,9 @@ class Constraints:
 
     def begin(self, members: Collection[Sequence]) -> None:
         """Begin a plan of these sequences: choose whether those with grammars are in it, and wait a moment for them."""
+        self._blocked = False
+        if not self._open:
+            return
         held = [each for each in members if each in self._open and not each.prefilling]
         alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
@@ -170,12 +173,11 @@ class Constraints:
 
     def masks(self, rows: Iterable[DecodePlan]) -> dict[int, np.ndarray]:
         """The masks of a plan's rows, by row."""
-        newest = (row for row in rows if row.sequence.held is not None and row.position + 1 >= len(row.sequence.tokens))
-        return {
-            row.row: row.sequence.held.mask
-            for row in newest
-            if row.sequence.held is not None and row.sequence.held.mask is not None
-        }
+        if not self._open:
+            return {}
+        newest = (row for row in rows if row.position + 1 >= len(row.sequence.tokens))
+        held = {row.row: row.sequence.held for row in newest if row.sequence.held is not None}
+        return {row: each.mask for row, each in held.items() if each.mask is not None}
 
     def rest(self) -> None:
         """Wait a while for any mask, when there is nothing else to do."""
