@@ -125,8 +125,7 @@ class EngineLoop:
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
-        grammars = vocabulary is not None and config.grammars
-        masks = Masks(vocabulary, config.structured_output_helpers) if vocabulary is not None and grammars else None
+        masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers)
         self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, masks=masks)
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0

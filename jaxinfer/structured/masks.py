@@ -63,16 +63,22 @@ class Masks:
     whose grammar it was has an error then, and the others of this helper are late.
 
     Args:
-        vocabulary: asked for once, by a thread.
-        helpers: processes.
+        vocabulary: asked for once, by a thread; None: no sequence has a grammar.
+        helpers: processes; 0: the same.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], helpers: int) -> None:
-        self._came, once = threading.Condition(), functools.cache(vocabulary)
-        self._workers = [_Worker(once, self._came) for _ in range(helpers)]
+    def __init__(self, vocabulary: Callable[[], Vocabulary] | None, helpers: int) -> None:
+        self._came, self._workers = threading.Condition(), list[_Worker]()
+        if vocabulary is not None:
+            once = functools.cache(vocabulary)
+            self._workers = [_Worker(once, self._came) for _ in range(helpers)]
         self._numbers = itertools.count()
         self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
         weakref.finalize(self, _stop, self._workers)
+
+    @property
+    def helpers(self) -> int:
+        return len(self._workers)
 
     def open(self, kind: str, text: str, scope: str = "") -> Held:
         """Begin an output in a grammar; its first mask is on its way with the next `send`."""

@@ -24,15 +24,11 @@ class DecodePlanner:
 
     Args:
         drafts: plans tokens to verify in idle rows; None: no speculation.
-        constraints: knows when sequences with grammars may decode; None: there are none.
+        constraints: knows when sequences with grammars may decode.
     """
 
     def __init__(
-        self,
-        engine: ResolvedEngine,
-        pages: SequencePages,
-        drafts: DraftPlanner | None,
-        constraints: Constraints | None = None,
+        self, engine: ResolvedEngine, pages: SequencePages, drafts: DraftPlanner | None, constraints: Constraints
     ) -> None:
         self._engine, self._pages, self._drafts, self._constraints = engine, pages, drafts, constraints
         self.microbatch = 0
@@ -74,13 +70,12 @@ class DecodePlanner:
         waits = self._drafts is not None and self._drafts.waits
         if waits and any(sequence.in_flight for sequence in members.values()):
             return [], 1, None  # all wait for all: else each step would have some of them
-        if self._constraints is not None:
-            self._constraints.begin(members.values())
+        self._constraints.begin(members.values())
         for slot, sequence in members.items():
             position = sequence.scheduled
             if position < sequence.prefill_end or position >= sequence.final_length:
                 continue
-            if self._constraints is not None and not self._constraints.may(sequence, position):
+            if not self._constraints.may(sequence, position):
                 continue
             if position >= sequence.capacity and not self._pages.extend(sequence, position + 1):
                 continue
@@ -121,6 +116,11 @@ class Constraints:
         self._masks = masks
         self._open: set[Sequence] = set()
         self._blocked = False
+
+    @property
+    def served(self) -> bool:
+        """Whether sequences may have grammars."""
+        return self._masks.helpers > 0
 
     def admit(self, admitted: Iterable[Sequence]) -> None:
         """Open the grammars of those that have their first slot: they compile while the prompts are computed."""

@@ -65,7 +65,7 @@ class Scheduler:
         self.stats = stats or StatsRecorder(clock)
         self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
-        self._constraints = None if masks is None else Constraints(masks)
+        self._constraints = Constraints(masks or Masks(None, 0))
         self._decode = DecodePlanner(engine, self._pages, self._drafts, self._constraints)
         self._siblings = Siblings(self._enqueue)
         self._running: dict[int, Sequence] = {}
@@ -111,7 +111,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise RequestError("request_id", f"={request.request_id!r} is in use")
-        if request.params.grammar is not None and self._constraints is None:
+        if request.params.grammar is not None and not self._constraints.served:
             raise RequestError("structured_outputs", "is not served by this engine")
         samples = [self._sequence(request, index) for index in range(request.params.n)]
         self._refuse(samples)
@@ -184,11 +184,10 @@ class Scheduler:
             self._admit(preempted, admitted, started)
         self._continue(started, preempted)
         self._admit(preempted, admitted)
-        if self._constraints is not None:
-            self._constraints.admit(admitted)
-            self._constraints.send()
+        self._constraints.admit(admitted)
+        self._constraints.send()
         decodes, steps, drafts = self._decodes(admitted)
-        masks = {} if self._constraints is None else self._constraints.masks(decodes)
+        masks = self._constraints.masks(decodes)
         prefills, catch_up = self._prefill.plans, self._drafts.catch_up(drafts or ()) if self._drafts else ([], [])
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
@@ -223,8 +222,7 @@ class Scheduler:
                 deltas.append(delta)
                 emitted.append(sequence)
         self.stats.emitted(emitted)
-        if self._constraints is not None:
-            self._constraints.send()
+        self._constraints.send()
         if self._drafts is not None:
             self._drafts.committed(result.plan, sum(len(delta.token_ids) for delta in deltas))
         return deltas
@@ -239,7 +237,7 @@ class Scheduler:
 
     def _end_constrained(self) -> None:
         """End the outputs that are whole, and those whose grammars failed."""
-        for sequence, error in () if self._constraints is None else self._constraints.over():
+        for sequence, error in self._constraints.over():
             self._end_between(sequence, FinishReason.STOP if error is None else FinishReason.ERROR, error)
 
     def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
@@ -250,8 +248,7 @@ class Scheduler:
 
     def rest(self) -> None:
         """Wait a while for a mask, where nothing runs."""
-        if self._constraints is not None:
-            self._constraints.rest()
+        self._constraints.rest()
 
     def _grow(self) -> list[Preempted]:
         """Give a page to each decoding sequence that needs one; where there is none, another sequence gives way."""
@@ -370,7 +367,7 @@ class Scheduler:
         self._queue.charge(sequence, output=taken)
         if taken < len(tokens):
             tokens, logprobs = tokens[:taken], logprobs[:taken]
-        if self._constraints is not None and sequence.finish_reason is None:
+        if sequence.finish_reason is None:
             self._constraints.said(sequence, tokens)
         delta = _added(sequence, delta, tokens, logprobs)
         if sequence.finish_reason is not None:
@@ -396,8 +393,7 @@ class Scheduler:
             self._pages.drop(sequence)
         if self._drafts is not None:
             self._drafts.end(sequence)
-        if self._constraints is not None:
-            self._constraints.end(sequence)
+        self._constraints.end(sequence)
         sequence.status = Status.FINISHED
         self._siblings.release_of(sequence)
         self.stats.finished(sequence)

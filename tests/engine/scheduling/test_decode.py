@@ -18,6 +18,8 @@ from tests.serve.fake_engine import FakeEngine
 class ByHand:
     """Masks that come when the test says so."""
 
+    helpers = 1
+
     def __init__(self) -> None:
         self.held: list[Held] = []
         self.closed: list[Held] = []
