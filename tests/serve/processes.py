@@ -88,8 +88,8 @@ class ServerProcess:
     def core(self) -> int | None:
         """The process of its engine core."""
         for task in pathlib.Path(f"/proc/{self.process.pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a thread or a child that has just ended
+                for child in (task / "children").read_text().split():
                     if b"core" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
                         return int(child)
         return None
