@@ -76,7 +76,7 @@ class Stage:
 
     def give(self, number: int, mask: int = 1) -> None:
         held = self.masks.held[number]
-        held.ready, held.mask = True, np.full(3, mask, np.int32)
+        held.ready, held.masks = True, [np.full(3, mask, np.int32)]
 
     def step(self) -> list[str]:
         """Whose rows the plan of a step has."""
