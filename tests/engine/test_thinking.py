@@ -12,12 +12,14 @@ import pytest
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.types import Thinking
 from tests.engine.test_identity import _place_eagerly
 from tests.engine.test_invariance import bits
 from tests.engine.test_structured import MODES, ROOMY, SETTINGS, Requests, asked, check, model_of, one, run
-from tests.fakes import mixed_params
+from tests.fakes import mixed_params, random_model
 from tests.serve.fake_engine import VOCAB, fake_tokenizer
+from tests.serve.http.scripted import QWEN, SPECIAL, tokenizer
 
 BUDGETS = (None, 0, 1, 7, 20)
 
@@ -158,3 +160,25 @@ def test_a_budget_is_refused_where_no_thought_is_known():
     with pytest.raises(RequestError, match="thinking_token_budget=3 needs"):
         plain.generate([[5]], SamplingParams(thinking_token_budget=3))
     assert one(llm, {"choice": ["a"]}).text == "a"
+
+
+def test_a_conversation_with_a_model_that_thinks():
+    """Its template tells how. The thought is closed by its budget, and what follows is of the schema."""
+    tokens = tokenizer()
+    model = random_model(seed=0, vocab_size=VOCAB + len(SPECIAL)).replace(
+        tokenizer=tokens, chat_template=ChatTemplate(QWEN + "{%- if add_generation_prompt %}<think>{% endif %}")
+    )
+    llm = LLM(model, num_pages=ROOMY, **SETTINGS)
+    params = SamplingParams(
+        temperature=1.5, seed=3, max_tokens=80, thinking_token_budget=9, structured_outputs={"choice": ["yes", "no"]}
+    )
+    (output,) = llm.chat([{"role": "user", "content": "Hi"}], params)
+    said = list(output.outputs[0].token_ids)
+    assert said[9] == tokens.token_to_id("</think>")
+    assert tokens.decode(said[10:]).strip() in ("yes", "no")
+    assert output.outputs[0].finish_reason == "stop"
+    (held,) = llm.chat(
+        [{"role": "user", "content": "Hi"}],
+        SamplingParams(max_tokens=9, structured_outputs={"choice": ["yes"], "enable_in_reasoning": True}),
+    )
+    assert held.outputs[0].text == "yes"
