@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 
 from benchmarks.kv_dtypes import random_llama
 from benchmarks.peers import machine
@@ -223,7 +223,7 @@ def forced(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Steps and tokens of the embedded model's JSON, with and without what is forced; the text is the same."""
     count, rows, texts = options.sequences or 1, list[dict[str, Any]](), dict[str | None, list[list[int]]]()
     for method in (None, "grammar"):
-        drafts = {} if method is None else {"speculative": method, "num_speculative_tokens": 7}
+        drafts: dict[str, Any] = {} if method is None else {"speculative": method, "num_speculative_tokens": 7}
         llm = LLM("demo", max_num_seqs=8, max_model_len=512, show_progress=False, **drafts)
         prompts = [tuple(llm.tokenizer.encode(f"Record {i}: ")) for i in range(8)] if llm.tokenizer is not None else []
         params = [
