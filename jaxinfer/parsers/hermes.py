@@ -57,11 +57,20 @@ def mistral(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     while marker := (yield from source.until(_MISTRAL, emitter.content)):
         source.copy(marker)
         yield from source.skip_space()
-        listed = yield from source.starts("[")
-        found = yield from (_listed(source, emitter) if listed else _named(source, emitter))
+        while (yield from source.starts(_CALLS)):  # some write it twice
+            yield from source.skip_space()
+        found = yield from _mistral_calls(source, emitter)
         text = source.copied()
         if not found:
             emitter.content(text)
+
+
+def _mistral_calls(source: Source, emitter: Emitter) -> Wait[bool]:
+    if (yield from source.starts("[")):
+        return (yield from _listed(source, emitter))
+    if (yield from source.starts("{")):  # an object without its list
+        return (yield from CallObject(source, emitter, stop=_CALLS).read())
+    return (yield from _named(source, emitter))
 
 
 def _listed(source: Source, emitter: Emitter) -> Wait[bool]:

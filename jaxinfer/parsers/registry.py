@@ -78,6 +78,16 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_coder": _TOOL_CALL,
 }
 
+# Texts that nobody writes without meaning a call: models call within a thought that they have not closed.
+_CALL_SIGNS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": _DEEPSEEK[:1],
+    "deepseek_v31": _DEEPSEEK[:1],
+    "hermes": tuple(f'<tool_call>{space}{{"name"' for space in ("", "\n")),
+    "kimi_k2": (f"<|tool_{_KIMI[0]}|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "qwen3_coder": tuple(f"<tool_call>{space}<function=" for space in ("", "\n")),
+}
+
 PROMPT_TOKENS = 16
 """So many tokens of a prompt's end tell whether a thought is open."""
 
@@ -110,7 +120,10 @@ class Parsers:
         if self.reasoning == GPT_OSS or self.tool_calls == OPENAI:
             return self._program(harmony, tools or Tools(), new_id)
         thought = REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
-        first = None if thought is None else ProgramParser(functools.partial(thought.read, prompt=prompt), str)
+        called = self.tool_calls if tools is not None else None
+        signs = _CALL_SIGNS.get(called or "", ())
+        read = None if thought is None else functools.partial(thought.read, prompt=prompt, calls=signs)
+        first = None if read is None else ProgramParser(read, str)
         if tools is None or self.tool_calls is None:
             return first
         second = self._program(TOOL_PARSERS[self.tool_calls], tools, new_id)
