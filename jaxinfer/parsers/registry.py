@@ -15,6 +15,8 @@ from jaxinfer.parsers.harmony import harmony
 from jaxinfer.parsers.hermes import hermes, llama3_json, mistral
 from jaxinfer.parsers.parser import Chain, Parser, ProgramParser
 from jaxinfer.parsers.pythonic import pythonic
+from jaxinfer.parsers.response_template.regions import TemplateParser
+from jaxinfer.parsers.response_template.template import ResponseTemplate
 from jaxinfer.parsers.source import Source, Wait
 from jaxinfer.parsers.tagged import glm45, qwen3_coder
 from jaxinfer.parsers.thought import Thought
@@ -23,6 +25,8 @@ from jaxinfer.parsers.tools import Tools
 
 AUTO, OFF = "auto", "off"
 OPENAI, GPT_OSS = "openai", "openai_gptoss"
+RESPONSE_TEMPLATE = "response_template"
+"""The parser that a tokenizer carries. It parses reasoning, too."""
 
 
 @runtime_checkable
@@ -90,22 +94,39 @@ _CALL_SIGNS: Mapping[str, tuple[str, ...]] = {
 
 PROMPT_TOKENS = 16
 """So many tokens of a prompt's end tell whether a thought is open."""
+TEMPLATE_TOKENS = 128
+"""So many tell a response template what the prompt has of the answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsers:
-    """Names of the parsers of a model's answers. None: there is none."""
+    """Names of the parsers of a model's answers. None: there is none.
+
+    Attributes:
+        template: what `RESPONSE_TEMPLATE` is.
+    """
 
     tool_calls: str | None = None
     reasoning: str | None = None
+    template: ResponseTemplate | None = None
 
     @property
     def markers(self) -> frozenset[str]:
         """Texts that the parsers look for. Some tokenizers have them as special tokens: answers must show these."""
-        thought = REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
+        thought = REASONING_PARSERS.get(self.reasoning or "")
         around = (thought.begin, thought.end) if thought is not None else ()
         name = OPENAI if self.reasoning == GPT_OSS else self.tool_calls
-        return frozenset(around + (_MARKERS[name] if name is not None else ()))
+        carried = self.template.markers if self._is_carried and self.template is not None else frozenset[str]()
+        return carried.union(around, _MARKERS.get(name or "", ()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """So many tokens of a prompt's end are asked for."""
+        return TEMPLATE_TOKENS if self._is_carried else PROMPT_TOKENS
+
+    @property
+    def _is_carried(self) -> bool:
+        return RESPONSE_TEMPLATE in (self.tool_calls, self.reasoning)
 
     def make(
         self, tools: Tools | None, *, prompt: str = "", new_id: Callable[[int], str] | None = None
@@ -119,32 +140,59 @@ class Parsers:
         """
         if self.reasoning == GPT_OSS or self.tool_calls == OPENAI:
             return self._program(harmony, tools or Tools(), new_id)
-        thought = REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
-        called = self.tool_calls if tools is not None else None
-        signs = _CALL_SIGNS.get(called or "", ())
-        read = None if thought is None else functools.partial(thought.read, prompt=prompt, calls=signs)
-        first = None if read is None else ProgramParser(read, str)
+        if self.reasoning == RESPONSE_TEMPLATE:
+            return self._carried(tools or Tools(), prompt, new_id)
+        first = self._thinking(tools, prompt)
         if tools is None or self.tool_calls is None:
             return first
-        second = self._program(TOOL_PARSERS[self.tool_calls], tools, new_id)
+        carried = self.tool_calls == RESPONSE_TEMPLATE
+        open_ = prompt if first is None else ""  # a thought that the prompt has begun is the first one's
+        second = self._carried(tools, open_, new_id) if carried else self._family(tools, new_id)
         return second if first is None else Chain(first, second)
+
+    def _thinking(self, tools: Tools | None, prompt: str) -> Parser | None:
+        thought = REASONING_PARSERS.get(self.reasoning or "")
+        if thought is None:
+            return None
+        signs = _CALL_SIGNS.get(self.tool_calls or "", ()) if tools is not None else ()
+        return ProgramParser(functools.partial(thought.read, prompt=prompt, calls=signs), str)
+
+    def _carried(self, tools: Tools, prompt: str, new_id: Callable[[int], str] | None) -> Parser:
+        if self.template is None:
+            raise ValueError(f"{RESPONSE_TEMPLATE} without a template")
+        return TemplateParser(self.template, tools, prompt, new_id or _long_id)
+
+    def _family(self, tools: Tools, new_id: Callable[[int], str] | None) -> Parser:
+        return self._program(TOOL_PARSERS[self.tool_calls or ""], tools, new_id)
 
     def _program(self, read: ToolFormat, tools: Tools, new_id: Callable[[int], str] | None) -> Parser:
         made = new_id or (_short_id if self.tool_calls == "mistral" else _long_id)
         return ProgramParser(functools.partial(read, tools=tools), made)
 
 
-def chosen(tool_calls: str, reasoning: str, template: str) -> Parsers:
+def chosen(tool_calls: str, reasoning: str, template: str, carried: ResponseTemplate | None = None) -> Parsers:
     """The parsers that are named, or that a template asks for where "auto" is named; "off" is none.
+
+    Args:
+        carried: the tokenizer's response template, which reads calls and reasoning where it `takes_carried`.
 
     Raises:
         KeyError: there is no parser of this name.
     """
-    found = detect(template)
+    found, known = detect(template), REASONING_PARSERS
+    if carried is not None and takes_carried(tool_calls, template):
+        return Parsers(
+            RESPONSE_TEMPLATE, RESPONSE_TEMPLATE if reasoning == AUTO else _named(reasoning, known), carried
+        )
     return Parsers(
         found.tool_calls if tool_calls == AUTO else _named(tool_calls, TOOL_PARSERS),
-        found.reasoning if reasoning == AUTO else _named(reasoning, REASONING_PARSERS),
+        found.reasoning if reasoning == AUTO else _named(reasoning, known),
     )
+
+
+def takes_carried(tool_calls: str, template: str) -> bool:
+    """Whether a response template is asked for: by name, or by "auto" where no family is known by its template."""
+    return tool_calls == RESPONSE_TEMPLATE or (tool_calls == AUTO and detect(template).tool_calls is None)
 
 
 def detect(template: str) -> Parsers:

@@ -79,7 +79,15 @@ def json_value(text: str, types: frozenset[str]) -> str:
     else:
         found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
         found = found if found and _is_of(found[0], types) else ()
-    return _dumped(found[0] if found else text) or _dumped(text) or '""'
+    return json_text(found[0] if found else text) or json_text(text) or '""'
+
+
+def json_text(value: Any) -> str | None:
+    """JSON of a value; None: it has none."""
+    try:
+        return json.dumps(_finite(value), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def quoted(text: str) -> str:
@@ -100,7 +108,7 @@ def parsed(expression: str) -> ast.expr | None:
 def literal_json(node: ast.expr) -> str | None:
     """JSON of a Python literal; None: it is none, or has no JSON."""
     found = _literal(node)
-    return _dumped(found[0]) if found else None
+    return json_text(found[0]) if found else None
 
 
 def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
@@ -149,13 +157,6 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
     if not types:
         return not isinstance(value, str) and any(type(value) in kinds for kinds in _KINDS.values())
     return any(type(value) in _KINDS.get(kind, ()) for kind in types)
-
-
-def _dumped(value: Any) -> str | None:
-    try:
-        return json.dumps(_finite(value), ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        return None
 
 
 def _finite(value: Any) -> Any:
