@@ -33,8 +33,6 @@ class TemplateParser:
         begun = template.begun(prompt)
         self._first = len(begun)  # where the answer begins in the scanner's text
         self._read(begun)
-        for text in self._texts.values():
-            text.forget()
 
     def feed(self, text: str) -> list[Event]:
         self._read(text)
@@ -117,10 +115,6 @@ class Text:
         """Another text."""
         self._inside, self._space = False, ""
 
-    def forget(self) -> None:
-        """Space at the prompt's end is the prompt's."""
-        self._space = ""
-
     def add(self, text: str, *, shown: bool) -> None:
         if self._strip and not self._inside:
             text = text.lstrip()
@@ -128,14 +122,16 @@ class Text:
             return
         joined = self._join if self._any and not self._inside else ""
         self._inside = True
-        bare = text.rstrip() if self._strip else text
-        if not bare:
-            self._space += text
-            return
         if shown:
+            self._show(text, joined)
+
+    def _show(self, text: str, joined: str) -> None:
+        """Space at the end waits."""
+        bare = text.rstrip() if self._strip else text
+        if bare:
             self._sink(joined + self._space + bare)
-            self._any = True
-        self._space = text[len(bare) :]
+            self._any, self._space = True, ""
+        self._space += text[len(bare) :]
 
 
 class TextRegion(Region):
@@ -194,7 +190,9 @@ class CallsRegion(Region):
 
 
 def _call(item: Any, tools: Tools) -> tuple[str, str]:
-    function = item.get("function", item) if isinstance(item, Mapping) else {}
+    function = item.get("function", item) if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError("no call")
     name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError("no call")
