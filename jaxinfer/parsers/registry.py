@@ -7,7 +7,7 @@ import functools
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxinfer.parsers.events import Emitter
@@ -198,33 +198,38 @@ def takes_carried(tool_calls: str, template: str) -> bool:
 def detect(template: str) -> Parsers:
     """The parsers for the markers that a chat template writes."""
     reasoning, tool_calls = (
-        next((name for name, texts in signs if all(text in template for text in texts)), None)
+        next((name for name, *texts in signs if _has(template, texts)), None)
         for signs in (_REASONING_SIGNS, _TOOL_SIGNS)
     )
     return Parsers(tool_calls, reasoning)
 
 
-# The first whose texts are all there.
-_TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (OPENAI, ("<|channel|>", "<|message|>")),
-    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
-    ("glm45", ("<tool_call>", "<arg_key>")),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("hermes", ("<tool_call>",)),
-    ("llama4_pythonic", ("<|python_start|>",)),
-    ("pythonic", ("[func_name1(params_name1=",)),
-    ("llama3_json", ("<|start_header_id|>", '"parameters"')),
+def _has(template: str, texts: Sequence[str]) -> bool:
+    return all((text.removeprefix("!") in template) != text.startswith("!") for text in texts)
+
+
+# The first whose texts are all there, but for those behind "!".
+_TOOL_SIGNS: tuple[tuple[str, ...], ...] = (
+    (OPENAI, "<|channel|>", "<|message|>"),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>"),
+    ("glm45", "<tool_call>", "<arg_key>"),
+    ("qwen3_coder", "<function=", "<parameter=", "!<seed:tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("hermes", "<tool_call>", "!<invoke name="),
+    ("llama4_pythonic", "<|python_start|>"),
+    ("pythonic", "[func_name1("),
+    ("llama3_json", "<|start_header_id|>", '"parameters"'),
+    ("llama3_json", "<|header_start|>", '"parameters"'),
 )
-_REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (GPT_OSS, ("<|channel|>", "<|message|>")),
-    ("mistral", ("[THINK]",)),
-    ("deepseek_v3", ("<think>", "<｜Assistant｜>")),
-    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),  # the thought's beginning is not in the prompt
-    ("glm45", ("</think>", "<arg_key>")),
-    ("qwen3", ("</think>",)),
+_REASONING_SIGNS: tuple[tuple[str, ...], ...] = (
+    (GPT_OSS, "<|channel|>", "<|message|>"),
+    ("mistral", "[THINK]"),
+    ("deepseek_v3", "<think>", "<｜Assistant｜>"),
+    ("deepseek_r1", "</think>", "<｜Assistant｜>"),  # the thought's beginning is not in the prompt
+    ("glm45", "</think>", "<arg_key>"),
+    ("qwen3", "</think>"),
 )
 
 
