@@ -217,7 +217,7 @@ _TOOL_SIGNS: tuple[tuple[str, ...], ...] = (
     ("glm45", "<tool_call>", "<arg_key>"),
     ("qwen3_coder", "<function=", "<parameter=", "!<seed:tool_call>"),
     ("mistral", "[TOOL_CALLS]"),
-    ("hermes", "<tool_call>", "!<invoke name="),
+    ("hermes", "<tool_call>", "!<invoke name=", "!<tool_calls>["),
     ("llama4_pythonic", "<|python_start|>"),
     ("pythonic", "[func_name1("),
     ("llama3_json", "<|start_header_id|>", '"parameters"'),

@@ -68,7 +68,7 @@ class Tools:
 def json_value(text: str, types: frozenset[str]) -> str:
     """JSON of a value that a model wrote without quotes, of one of these types (none: of any); else of a string.
 
-    Python's literals are understood: True, None, single quotes.
+    Python's literals are understood: True, None, single quotes; and JSON with its quotes escaped.
     """
     bare = text.strip()
     found: tuple[Any, ...] = ()
@@ -77,7 +77,7 @@ def json_value(text: str, types: frozenset[str]) -> str:
     elif bare.lower() in ("true", "false") and ("boolean" in types or not types):
         found = (bare.lower() == "true",)
     else:
-        found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
+        found = _json(bare) or _escaped(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
         found = found if found and _is_of(found[0], types) else ()
     return json_text(found[0] if found else text) or json_text(text) or '""'
 
@@ -143,6 +143,12 @@ def _json(text: str) -> tuple[Any, ...]:
         return (json.loads(text),)
     except (ValueError, RecursionError):
         return ()
+
+
+def _escaped(text: str) -> tuple[Any, ...]:
+    """Value of JSON that is written as within a string of JSON."""
+    inner = _json(f'"{text}"') if '\\"' in text else ()
+    return _json(inner[0]) if inner and isinstance(inner[0], str) else ()
 
 
 def _literal(node: ast.expr | None) -> tuple[Any, ...]:
