@@ -181,9 +181,7 @@ def chosen(tool_calls: str, reasoning: str, template: str, carried: ResponseTemp
     """
     found, known = detect(template), REASONING_PARSERS
     if carried is not None and takes_carried(tool_calls, template):
-        return Parsers(
-            RESPONSE_TEMPLATE, RESPONSE_TEMPLATE if reasoning == AUTO else _named(reasoning, known), carried
-        )
+        return Parsers(RESPONSE_TEMPLATE, RESPONSE_TEMPLATE if reasoning == AUTO else _named(reasoning, known), carried)
     return Parsers(
         found.tool_calls if tool_calls == AUTO else _named(tool_calls, TOOL_PARSERS),
         found.reasoning if reasoning == AUTO else _named(reasoning, known),

@@ -1,4 +1,4 @@
-"""Look at a model's small files before anything is started: what they alone can refuse need not cost a start. No jax."""
+"""Look at a model's small files before anything is started: what these refuse need not cost a start. No jax."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ def load_response_template(path: Path) -> Any:
     Raises:
         TokenizerError: it cannot be read or understood.
     """
-    return None if path.is_file() else read_object(path / "tokenizer_config.json", TokenizerError).get("response_template")
+    return (
+        None if path.is_file() else read_object(path / "tokenizer_config.json", TokenizerError).get("response_template")
+    )
 
 
 def gguf_files(path: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ DATA = pathlib.Path(__file__).parent / "data"
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A case. ``calls``: names and arguments, as JSON where they are JSON. ``differs``: why they demand another thing."""
+    """A case. ``calls``: names and arguments, as JSON where they are. ``differs``: why they demand another thing."""
 
     name: str
     parsers: Parsers

@@ -30,7 +30,9 @@ def test_a_tokenizer_that_carries_none(tmp_path: pathlib.Path) -> None:
     folder(tmp_path, response_schema={"of": "an older kind"})
     assert parsers(tmp_path) == parsers(tmp_path, None) == Parsers()
     assert parsers(tmp_path, QWEN) == Parsers("hermes", "qwen3")
-    with pytest.raises(ServeConfigError, match=r"tool_call_parser = response_template: tokenizer_config.json has no resp"):
+    with pytest.raises(
+        ServeConfigError, match=r"tool_call_parser = response_template: tokenizer_config.json has no resp"
+    ):
         parsers(tmp_path, tool_call_parser="response_template")
 
 
@@ -48,8 +50,8 @@ def test_one_that_is_not_understood_is_refused_before_the_model_is_loaded(tmp_pa
     fields = {"content": {"close_pattern": "(?!x)"}}
     folder(tmp_path, response_template={"start_anchor": "A", "fields": fields}, chat_template="{{ messages }}")
     message = (
-        r"tokenizer_config.json: response_template.fields.content.close_pattern = '\(\?!x\)' has \(\?! near character 1, "
-        r"which is not supported \(tool_call_parser = off serves answers as they are\)"
+        r"tokenizer_config.json: response_template.fields.content.close_pattern = '\(\?!x\)' has \(\?! "
+        r"near character 1, which is not supported \(tool_call_parser = off serves answers as they are\)"
     )
     with pytest.raises(ServeConfigError, match=message):
         refuse_early(ServeConfig(model=str(tmp_path)))

@@ -181,7 +181,7 @@ def _call(node: ast.expr) -> dict[str, Any]:
 class _Words(ast.NodeTransformer):
     """Takes JSON's words for Python's."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  the library's name
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
 
 
@@ -199,7 +199,7 @@ _READERS: Mapping[str, tuple[Callable[[str, Mapping[str, Any], int], Contents], 
 
 
 def read_program(key: str, pattern: object, *, anywhere: bool = True) -> Program:
-    """The program of a pattern that never fits where there is nothing, but for the text's beginning if not ``anywhere``.
+    """The program of a pattern that never fits where there is nothing; if not ``anywhere``, but for the beginning.
 
     Raises:
         ResponseTemplateError: it is none, or does. The message begins with ``key``.

@@ -1,7 +1,7 @@
 """Regular expressions of a checkpoint's owner, as programs that need time in proportion to a text's length.
 
-Python's own expressions go back over a text, some for ever, and cannot be stopped. Here are those that need not: literals,
-classes, groups, alternatives, repetitions, and the text's beginning. All else is refused by name.
+Python's own expressions go back over a text, some for ever, and cannot be stopped. Here are those that need not:
+literals, classes, groups, alternatives, repetitions, and the text's beginning. All else is refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parser that a response template is: regions of an answer, of which text comes out at once, calls when they end."""
+"""The parser that a response template is: regions of an answer. Text comes out at once, calls when they end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class TemplateParser:
     def _watched(self, field: Field | None) -> Sequence[tuple[Field, bool]]:
         """What is looked for in a region: its end; where none is open, the beginnings of others."""
         ends = [(field, False)] if field is not None and field.close is not None else []
-        return ends if field is not self._template.implicit else [*((each, True) for each in self._template.fields), *ends]
+        return (
+            ends if field is not self._template.implicit else [*((each, True) for each in self._template.fields), *ends]
+        )
 
     def _begin(self, field: Field | None, marker: str, kept: Mapping[str, str]) -> Region:
         if field is None:
@@ -147,9 +149,7 @@ class TextRegion(Region):
 class CallsRegion(Region):
     """Calls, which are known when it has ended. What is none stays text, its markers included."""
 
-    def __init__(
-        self, field: Field, emitter: Emitter, tools: Tools, marker: str, kept: Mapping[str, str]
-    ) -> None:
+    def __init__(self, field: Field, emitter: Emitter, tools: Tools, marker: str, kept: Mapping[str, str]) -> None:
         self._field, self._emitter, self._tools = field, emitter, tools
         self._marker, self._kept = marker, kept
         self._parts: list[str] = []

@@ -86,9 +86,9 @@ class Search:
         for thread in threads:
             one = self._program.code[thread.place].one
             within = self._reach is None or self.position - thread.start <= self._reach
-            if within and one is not None and one.match(character):
-                if self._follow(thread._replace(place=thread.place + 1)):
-                    break  # what comes behind is less preferred
+            fits = within and one is not None and one.match(character) is not None
+            if fits and self._follow(thread._replace(place=thread.place + 1)):
+                break  # what comes behind is less preferred
 
     def _follow(self, thread: Thread) -> bool:
         """Go on from a place up to where characters are looked at. True: the pattern fits."""

@@ -121,7 +121,9 @@ def _made(fields: Sequence[Field], anchor: Program, special: Collection[str]) ->
         implicit = [Field("content", Kind.CONTENT, read_contents(_KEY, TEXT, {}))]  # nothing is lost
     texts = [text for field in fields for text in _texts(field)]
     markers = frozenset(token for token in special if any(token in text for text in texts))
-    return ResponseTemplate([field for field in fields if field.open], implicit[0] if implicit else None, anchor, markers)
+    return ResponseTemplate(
+        [field for field in fields if field.open], implicit[0] if implicit else None, anchor, markers
+    )
 
 
 def _texts(field: Field) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Case:
 
     def parse(self, cuts: Sequence[int]) -> list[Event]:
         parser, edges = self.parser(), [0, *cuts, len(self.text)]
-        events = [event for a, b in zip(edges, edges[1:], strict=False) for event in parser.feed(self.text[a:b])]
+        events = [event for a, b in itertools.pairwise(edges) for event in parser.feed(self.text[a:b])]
         return events + parser.finish()
 
     def message(self, cuts: Sequence[int] = ()) -> Message:

@@ -30,7 +30,12 @@ TAG = r"<(?P<key>\w+)>\s*(?P<value>.*?)\s*</"
         ),
         ("json", {"allow_non_json": True}, " x ", "x"),
         ("xml-inline", {"tag_pattern": TAG}, "<a>1</a> <b> x\ny </b><a>2</a>", {"a": "2", "b": "x\ny"}),
-        ("xml-inline", {"tag_pattern": TAG, "merge_duplicates": True}, "<a>1</<b>3</<a>2</", {"a": ["1", "2"], "b": "3"}),
+        (
+            "xml-inline",
+            {"tag_pattern": TAG, "merge_duplicates": True},
+            "<a>1</<b>3</<a>2</",
+            {"a": ["1", "2"], "b": "3"},
+        ),
         (
             "xml-inline",
             {"tag_pattern": TAG, "value_parser": {"name": "json", "args": {"allow_non_json": True}}},
@@ -93,7 +98,11 @@ def nested(depth: int) -> dict[str, Any]:
         ("text", {"strip": "yes"}, "key.content_args.strip = 'yes' must be a bool"),
         ("json", {"string_delims": [["a"]]}, r"key.content_args.string_delims = \[\['a'\]\] must be at most 8 pairs"),
         ("xml-inline", {}, "key.content_args.tag_pattern = None must be a regular expression"),
-        ("xml-inline", {"tag_pattern": "(?P<key>a)(?P<b>c)"}, r"key.content_args.tag_pattern = .* must name key and value"),
+        (
+            "xml-inline",
+            {"tag_pattern": "(?P<key>a)(?P<b>c)"},
+            r"key.content_args.tag_pattern = .* must name key and value",
+        ),
         ("xml-inline", {"tag_pattern": r"<(?P<key>a)>\1"}, "key.content_args.tag_pattern = .* has a back reference"),
         ("xml-inline", {"tag_pattern": "(?P<key>a*)"}, "key.content_args.tag_pattern = .* fits where there is nothing"),
         ("kv-lines", {"kv_sep": ""}, "key.content_args.kv_sep = '' must not be empty"),

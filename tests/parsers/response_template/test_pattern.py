@@ -44,7 +44,10 @@ def test_programs_are_bounded(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [
-        (r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>", ["<|channel|>commentary to=functions.", "<|message|>"]),
+        (
+            r"<\|channel\|>commentary to=functions\.(?P<name>\w+).*?<\|message\|>",
+            ["<|channel|>commentary to=functions.", "<|message|>"],
+        ),
         (r"\s*(?:<a>|\n<b>)x?", ["<a>", "\n<b>", "x"]),
         (r"[<]a", ["a"]),
         ("^", []),

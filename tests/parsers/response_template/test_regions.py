@@ -46,13 +46,40 @@ def test_any_parts_add_up(data: st.DataObject, case: Case) -> None:
 
 
 PIECES = {
-    "qwen2": ['<tool_call>{"name": "f"', ', "arguments": {"a": 1}}', "</tool_call>", "<think>", "</think>", " <|im_end|>"],
+    "qwen2": [
+        '<tool_call>{"name": "f"',
+        ', "arguments": {"a": 1}}',
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        " <|im_end|>",
+    ],
     "qwen3_5": ["<tool_call>\n<function=f", ">", "<parameter=a>", "1", "</parameter>", "</function></tool_call>", "\n"],
-    "gemma4": ["<|tool_call>call:f", "{a:1", ',b:<|"|>x', '<|"|>}', "<tool_call|>", "<|channel>thought\n", "<channel|>"],
-    "cohere": ["<|START_ACTION|>", '[{"tool_name": "f", "parameters": {}}', "]", "<|END_ACTION|>", "<|START_RESPONSE|>"],
+    "gemma4": [
+        "<|tool_call>call:f",
+        "{a:1",
+        ',b:<|"|>x',
+        '<|"|>}',
+        "<tool_call|>",
+        "<|channel>thought\n",
+        "<channel|>",
+    ],
+    "cohere": [
+        "<|START_ACTION|>",
+        '[{"tool_name": "f", "parameters": {}}',
+        "]",
+        "<|END_ACTION|>",
+        "<|START_RESPONSE|>",
+    ],
     "gpt_oss": ["<|channel|>commentary to=functions.f", "<|message|>", "{}", "<|call|>", "<|channel|>final", "<|end|>"],
     "ernie": ["<think>", "</think>", "<response>\n", "\n", "</response>", "<tool_call>", "null", "</tool_call>"],
-    "inkling": ["<|message_model|>", "<|content_text|>", "<|content_invoke_tool_json|>", '{"name": "f"}', "<|end_message|>"],
+    "inkling": [
+        "<|message_model|>",
+        "<|content_text|>",
+        "<|content_invoke_tool_json|>",
+        '{"name": "f"}',
+        "<|end_message|>",
+    ],
 }
 
 

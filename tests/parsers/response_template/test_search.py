@@ -1,5 +1,6 @@
 """Searches beside Python's own, over patterns and texts at random, and in all partitions."""
 
+import itertools
 import re
 
 import pytest
@@ -11,7 +12,25 @@ from jaxinfer.parsers.response_template.program import compiled
 from jaxinfer.parsers.response_template.search import Finder, Match, Search, find_all
 from tests.parsers.test_registry import partitions
 
-ATOMS = ["a", "b", "<", r"\|", ".", "[ab]", "[^<]", r"[^\s<]", r"\s", r"\w", r"\S", "x", "{", "ab", "<a", r"\x61", "[]a]"]
+ATOMS = [
+    "a",
+    "b",
+    "<",
+    r"\|",
+    ".",
+    "[ab]",
+    "[^<]",
+    r"[^\s<]",
+    r"\s",
+    r"\w",
+    r"\S",
+    "x",
+    "{",
+    "ab",
+    "<a",
+    r"\x61",
+    "[]a]",
+]
 QUANTIFIERS = ["*", "+", "?", "*?", "+?", "??", "{1,2}", "{2}", "{,2}", "{1,}?"]
 PATTERNS = st.recursive(
     st.sampled_from(ATOMS),
@@ -31,7 +50,9 @@ def oracle(pattern: str, text: str) -> Match | None:
     match = re.compile(pattern, re.DOTALL).search(text)
     if match is None:
         return None
-    return Match(*match.span(), {name: match.span(name) for name, value in match.groupdict().items() if value is not None})
+    return Match(
+        *match.span(), {name: match.span(name) for name, value in match.groupdict().items() if value is not None}
+    )
 
 
 @settings(max_examples=300)
@@ -41,7 +62,6 @@ def test_a_search_finds_what_python_finds(data: st.DataObject, pattern: str, tex
         node = read_pattern(pattern)
     except PatternError:
         assume(False)
-        return
     assume(text and not can_be_empty(node))
     search = Search(compiled(node))
     for edge in [*data.draw(partitions(len(text))), len(text)]:
@@ -57,7 +77,7 @@ def test_all_places_are_those_of_python(pattern: str, data: st.DataObject, text:
     wanted = [match.span() for match in re.finditer(pattern, text, re.DOTALL)]
     assert [(match.start, match.end) for match in find_all(program, text)] == wanted
     finder, edges = Finder(program), [0, *data.draw(partitions(len(text))), len(text)]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         finder.add(text[first:last])
     assert finder.end() == (text, find_all(program, text))
 
