@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -76,24 +77,31 @@ def _is_true(text: str) -> bool:
 
 def _json(key: str, arguments: Mapping[str, Any], depth: int) -> Contents:
     pairs = arguments.get("string_delims", [])
-    good = len(pairs) <= _MOST_DELIMITERS and all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(each, str) and each for each in pair)
-        for pair in pairs
-    )
+    good = len(pairs) <= _MOST_DELIMITERS and all(map(_is_pair, pairs))
     what = f"must be at most {_MOST_DELIMITERS} pairs of texts"
     require(good, f"{key}.content_args.string_delims", pairs, what)
-    bare, lax = arguments.get("unquoted_keys", False), arguments.get("allow_non_json", False)
-
-    def read(text: str, _: Sequence[Match]) -> Any:
-        quoted = _quoted(text, pairs)
-        try:
-            return json.loads(_with_keys(quoted) if bare else quoted)
-        except json.JSONDecodeError:
-            if lax:
-                return text.strip()
-            raise
-
+    read = functools.partial(
+        _read_json,
+        pairs=pairs,
+        bare=arguments.get("unquoted_keys", False),
+        lax=arguments.get("allow_non_json", False),
+    )
     return Contents(read, literals=tuple(each for pair in pairs for each in pair))
+
+
+def _is_pair(found: object) -> bool:
+    return isinstance(found, list) and len(found) == 2 and all(isinstance(each, str) and each for each in found)
+
+
+def _read_json(text: str, _: Sequence[Match], pairs: Sequence[Sequence[str]], *, bare: bool, lax: bool) -> Any:
+    """``bare``: keys may have no quotes; ``lax``: what is no JSON is text."""
+    quoted = _quoted(text, pairs)
+    try:
+        return json.loads(_with_keys(quoted) if bare else quoted)
+    except json.JSONDecodeError:
+        if lax:
+            return text.strip()
+        raise
 
 
 def _quoted(text: str, pairs: Sequence[Sequence[str]]) -> str:
@@ -115,17 +123,17 @@ def _tags(key: str, arguments: Mapping[str, Any], depth: int) -> Contents:
     tag = f"{key}.content_args.tag_pattern"
     program = read_program(tag, arguments.get("tag_pattern"))
     require({"key"} <= set(program.names) <= {"key", "value"}, tag, arguments["tag_pattern"], "must name key and value")
-    inner = _inner(key, arguments, depth)
     merges = arguments.get("merge_duplicates", False)
+    return Contents(functools.partial(_read_tags, inner=_inner(key, arguments, depth), merges=merges), program)
 
-    def read(text: str, matches: Sequence[Match]) -> Any:
-        found: dict[str, list[Any]] = {}
-        for match in matches:
-            name = text[slice(*match.kept["key"])]
-            found.setdefault(name, []).append(inner(text[slice(*match.kept.get("value", (0, 0)))]))
-        return {name: values if merges and len(values) > 1 else values[-1] for name, values in found.items()}
 
-    return Contents(read, program)
+def _read_tags(text: str, matches: Sequence[Match], inner: Callable[[str], Any], *, merges: bool) -> Any:
+    """``merges``: the values of one key are a list."""
+    found: dict[str, list[Any]] = {}
+    for match in matches:
+        name = text[slice(*match.kept["key"])]
+        found.setdefault(name, []).append(inner(text[slice(*match.kept.get("value", (0, 0)))]))
+    return {name: values if merges and len(values) > 1 else values[-1] for name, values in found.items()}
 
 
 def _lines(key: str, arguments: Mapping[str, Any], depth: int) -> Contents:
@@ -133,16 +141,19 @@ def _lines(key: str, arguments: Mapping[str, Any], depth: int) -> Contents:
     for word, value in (("line_sep", line_end), ("kv_sep", between)):
         require(value != "", f"{key}.content_args.{word}", value, "must not be empty")
     inner, strip = _inner(key, arguments, depth), arguments.get("strip", True)
+    return Contents(functools.partial(_read_lines, separators=(line_end, between), inner=inner, strip=strip))
 
-    def read(text: str, _: Sequence[Match]) -> Any:
-        found = {}
-        for line in text.split(line_end):
-            name, has, value = line.partition(between)
-            if has:
-                found[name.strip() if strip else name] = inner(value.strip() if strip else value)
-        return found
 
-    return Contents(read)
+def _read_lines(
+    text: str, _: Sequence[Match], separators: tuple[str, str], inner: Callable[[str], Any], *, strip: bool
+) -> Any:
+    """``separators``: of lines, and of a key and its value."""
+    found, (line_end, between) = {}, separators
+    for line in text.split(line_end):
+        name, has, value = line.partition(between)
+        if has:
+            found[name.strip() if strip else name] = inner(value.strip() if strip else value)
+    return found
 
 
 def _inner(key: str, arguments: Mapping[str, Any], depth: int) -> Callable[[str], Any]:

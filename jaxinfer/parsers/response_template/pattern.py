@@ -223,10 +223,8 @@ _ANY = Char(re.compile(".", re.DOTALL))
 def can_be_empty(node: Node, *, at_begin: bool = False) -> bool:
     """Whether it fits where there is nothing, elsewhere than at the text's beginning, or there, too."""
     match node:
-        case Char():
-            return False
-        case Begin():
-            return at_begin
+        case Char() | Begin():
+            return at_begin and isinstance(node, Begin)
         case Concat(parts):
             return all(can_be_empty(part, at_begin=at_begin) for part in parts)
         case Either(options):

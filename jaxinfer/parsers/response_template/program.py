@@ -106,10 +106,8 @@ class _Compiler:
 
     def write(self, node: Node) -> None:
         match node:
-            case Char(one):
-                self.add(Instruction(CHAR, one))
-            case Begin():
-                self.add(Instruction(BEGIN))
+            case Char() | Begin():
+                self.add(Instruction(CHAR, node.one) if isinstance(node, Char) else Instruction(BEGIN))
             case Concat(parts):
                 for part in parts:
                     self.write(part)
@@ -134,16 +132,12 @@ class _Compiler:
     def _repeat(self, node: Repeat) -> None:
         for _ in range(node.least):
             self.write(node.part)
-        if node.most is None:
-            split = self.add(Instruction(SPLIT))
-            self.write(node.part)
-            self.add(Instruction(SPLIT, None, split, split))
-            self._split(split, split + 1, len(self.code), lazy=node.lazy)
-            return
         splits = []
-        for _ in range(node.most - node.least):
+        for _ in range(1 if node.most is None else node.most - node.least):
             splits.append(self.add(Instruction(SPLIT)))
             self.write(node.part)
+        if node.most is None:
+            self.add(Instruction(SPLIT, None, splits[0], splits[0]))
         for split in splits:
             self._split(split, split + 1, len(self.code), lazy=node.lazy)
 

@@ -72,8 +72,7 @@ class Scanner:
 
     def _decided(self, end: int) -> Found | None:
         if self._ended and self._at == end:
-            for _, _, search in self._searches:
-                search.end()
+            self._end_searches()
         finals = [
             (match.start, -match.end, field.open is not program, field.name, index)
             for index, (field, program, search) in enumerate(self._searches)
@@ -84,6 +83,10 @@ class Scanner:
         start, *_, index = min(finals)
         open_ = (search.pending for _, _, search in self._searches)
         return None if any(place is not None and place <= start for place in open_) else self._found(index)
+
+    def _end_searches(self) -> None:
+        for _, _, search in self._searches:
+            search.end()
 
     def _found(self, index: int) -> Found:
         field, program, search = self._searches[index]

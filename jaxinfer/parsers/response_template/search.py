@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxinfer.parsers.response_template.program import BEGIN, CHAR, MATCH, SAVE, Program
+from jaxinfer.parsers.response_template.program import BEGIN, CHAR, MATCH, SAVE, SPLIT, Program
 
 
 class Thread(NamedTuple):
@@ -94,28 +95,33 @@ class Search:
         """Go on from a place up to where characters are looked at. True: the pattern fits."""
         stack = [thread]
         while stack:
-            place, start, kept = thread = stack.pop()
-            if place in self._seen:
+            thread = stack.pop()
+            if thread.place in self._seen:
                 continue
-            self._seen.add(place)
-            step = self._program.code[place]
-            if step.kind == CHAR:
-                self._threads.append(thread)
-            elif step.kind == MATCH:
-                self.match = self._matched(start, kept)
+            self._seen.add(thread.place)
+            if self._program.code[thread.place].kind == MATCH:
+                self.match = self._matched(thread)
                 return True
-            elif step.kind == SAVE:
-                kept = (*kept[: step.first], self.position, *kept[step.first + 1 :])
-                stack.append(Thread(place + 1, start, kept))
-            elif step.kind != BEGIN:
-                stack += (Thread(step.second, start, kept), Thread(step.first, start, kept))
-            elif self.position == 0:
-                stack.append(Thread(place + 1, start, kept))
+            stack += self._next(thread)
         return False
 
-    def _matched(self, start: int, kept: tuple[int, ...]) -> Match:
+    def _next(self, thread: Thread) -> Sequence[Thread]:
+        """What a thread becomes, the preferred one last; none where it waits for a character."""
+        place, start, kept = thread
+        step = self._program.code[place]
+        if step.kind == CHAR:
+            self._threads.append(thread)
+            return ()
+        if step.kind == SPLIT:
+            return Thread(step.second, start, kept), Thread(step.first, start, kept)
+        if step.kind == SAVE:
+            kept = (*kept[: step.first], self.position, *kept[step.first + 1 :])
+        return () if step.kind == BEGIN and self.position else (Thread(place + 1, start, kept),)
+
+    def _matched(self, thread: Thread) -> Match:
+        kept = thread.kept
         pairs = {name: (kept[2 * i], kept[2 * i + 1]) for i, name in enumerate(self._program.names)}
-        return Match(start, self.position, {name: pair for name, pair in pairs.items() if -1 not in pair})
+        return Match(thread.start, self.position, {name: pair for name, pair in pairs.items() if -1 not in pair})
 
 
 class Finder:

@@ -160,8 +160,12 @@ def _field(key: str, name: str, raw: object) -> Field:
     _only(key, raw, _FIELD_KEYS)
     for word in _BOOLEANS:
         require(isinstance(raw.get(word, False), bool), f"{key}.{word}", raw.get(word), "must be true or false")
+    return _checked(key, name, raw)
+
+
+def _checked(key: str, name: str, raw: Mapping[str, Any]) -> Field:
     begin = _anchor(key, raw, "open", _OPEN)
-    end = _anchor(key, raw, "close", _CLOSE)
+    end = None if raw.get(_CLOSE) in _TEXT_END else _anchor(key, raw, "close", _CLOSE)
     kind, arguments = FIELDS[name], raw.get("content_args", {})
     contents = read_contents(key, raw.get("content", TEXT), arguments)
     kept = [part for program in (begin, end) if program is not None for part in program.names]
@@ -174,19 +178,19 @@ def _anchor(key: str, raw: Mapping[str, Any], literal: str, pattern: str) -> Pro
     """The program of a delimiter: of one text, of several, or of a pattern."""
     both = literal in raw and pattern in raw
     require(not both, f"{key}.{literal}", raw.get(literal), f"and {pattern} cannot be there at once")
-    if literal == "close" and raw.get(pattern) in _TEXT_END:
-        return None
     if pattern in raw:
         return read_program(f"{key}.{pattern}", raw[pattern], anywhere=literal != "open")
-    if literal not in raw:
-        return None
-    texts = raw[literal] if isinstance(raw[literal], list) else [raw[literal]]
+    return _literal(f"{key}.{literal}", raw[literal]) if literal in raw else None
+
+
+def _literal(key: str, raw: object) -> Program:
+    texts = raw if isinstance(raw, list) else [raw]
     good = bool(texts) and all(isinstance(text, str) and text for text in texts)
-    require(good, f"{key}.{literal}", raw[literal], "must be a text, or a list of texts")
+    require(good, key, raw, "must be a text, or a list of texts")
     try:
         return compiled(literals(*texts))
     except PatternError as error:
-        refuse(f"{key}.{literal}", raw[literal], str(error))
+        refuse(key, raw, str(error))
 
 
 def _check_text(key: str, raw: Mapping[str, Any], kept: Sequence[str]) -> None:
