@@ -115,3 +115,11 @@ def test_no_text_costs_more_than_its_length(pattern: str) -> None:
         search.run(text, 0, edge)
         assert len(search._threads) <= len(program.code)
     assert search.match is None
+
+
+def test_a_place_that_is_known_late_is_looked_behind_again() -> None:
+    finder = Finder(compiled("a(?:x+y)?|x"))
+    for part in ("a", "xx", "x", "-a"):
+        finder.add(part)
+    text, found = finder.end()
+    assert [text[match.start : match.end] for match in found] == ["a", "x", "x", "x", "a"]
