@@ -59,7 +59,8 @@ class Search:
         """Look at ``text``, which begins at the place ``base``, up to the place ``upto``."""
         while self.position < upto and not self.is_final:
             self._skip(text, base, upto)
-            self._step(text[self.position - base])
+            if self.position < upto:
+                self._step(text[self.position - base])
 
     def end(self) -> None:
         """There is no more text."""
@@ -77,7 +78,8 @@ class Search:
         end = found.start() + base if found else upto
         if self._threads and self._reach is not None:
             end = min(end, self._threads[0].start + self._reach)
-        self.position = max(self.position, end - len(self._threads) - 1)
+        said = len(self._threads) + 1 if self._threads else 0
+        self.position = max(self.position, end - said)
 
     def _step(self, character: str) -> None:
         if self.match is None:
