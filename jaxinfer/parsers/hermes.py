@@ -24,11 +24,18 @@ def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
             emitter.closing(marker)
             continue
         source.copy(marker)
-        yield from source.skip_space()
-        found = (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE).read())
-        text = source.copied()
-        if not found:
-            emitter.content(text)
+        found = yield from _tagged(source, emitter)
+        while found:
+            source.copy()
+            yield from source.skip_space()
+            found = (yield from source.starts(",")) and (yield from _tagged(source, emitter))
+        emitter.content(source.copied())
+
+
+def _tagged(source: Source, emitter: Emitter) -> Wait[bool]:
+    """Read a call: some models put several into a tag, with commas between."""
+    yield from source.skip_space()
+    return (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE).read())
 
 
 def llama3_json(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
