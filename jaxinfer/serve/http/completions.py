@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.parsers.registry import PROMPT_TOKENS, Parsers
+from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.calls import Call, Input
 from jaxinfer.serve.faults import in_its_words
@@ -116,7 +116,7 @@ def _chat_choices(
 ) -> list[ChatChoice]:
     """A choice for each output, each with a parser of its own where there is something to parse."""
     wanted, tokenizer = _wanted(frontend, body, logprobs=bool(body.logprobs)), frontend.tokenizer
-    last = generation.prompt_token_ids[-PROMPT_TOKENS:]
+    last = generation.prompt_token_ids[-parsers.prompt_tokens :]
     prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
     reasoning = () if body.include_reasoning is False else door.reasoning_fields
     shown = Shown(reasoning, parallel=body.parallel_tool_calls is not False)
