@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.forms import (
+    Form,
+    FormError,
+    Function,
+    Node,
+    check_names,
+    check_parts,
+    const,
+    either,
+    optional,
+    regex,
+    row,
+    several,
+    unmarked,
+)
+from jaxinfer.parsers.literals import Literals, listed
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import MOST_PYTHON, Tools, literal_json, parsed, quoted
 from jaxinfer.parsers.values import MAX_NAME
@@ -108,3 +126,30 @@ def _arguments(call: str) -> str | None:
             return None
         found.append(f'"{quoted(keyword.arg)}": {value}')
     return f"{{{', '.join(found)}}}"
+
+
+# ---- its form, see `jaxinfer.parsers.forms.Form`
+
+_CALLABLE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+
+
+def pythonic_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    """Nothing marks a call: an answer that begins with a bracket is a list of calls."""
+    check_names(functions, _CALLABLE)
+    calls = [row(const(f"{each.name}("), *_by_name(each), const(")")) for each in functions]
+    some = several(either(calls), parallel=parallel, between=regex(", ?"))
+    return unmarked(row(optional(const(_BEGIN)), const("["), some, const("]"), optional(const(_END))), "[")
+
+
+def _by_name(function: Function) -> Iterable[Node]:
+    """The arguments in their order, with a comma between those that are there."""
+    check_parts(function)
+    literals = Literals(function)
+    if function.open:
+        pair = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), literals.any())
+        return [optional(several(pair, parallel=True, between=regex(", ?")))]
+    for name in function.parameters:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise FormError(function, "parameters.properties", f"has {name!r:.100}, which is no name in Python")
+    pairs = [(row(const(f"{name}="), literals.of(name)), function.needs(name)) for name in function.parameters]
+    return [listed(pairs)] if pairs else []

@@ -19,7 +19,15 @@ _PLACE, _LISTING = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: 
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be held. The message says why, and names the keyword where it is one."""
+    """A grammar that cannot be held. The message says why, and names the keyword where it is one.
+
+    Args:
+        place: the part of the request that it is about; "": what constrains the output.
+    """
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def compiled(
@@ -53,7 +61,7 @@ def _check_schemas(found: Held) -> None:
     for place, rule in found.schemas:
         _, messages = LLMatcher.validate_grammar_with_warnings(_lark(f"start: {rule}"), limits=LIMITS)
         if messages:
-            raise GrammarError(f"{place}: {short('; '.join(messages))}")
+            raise GrammarError(short("; ".join(messages)), place)
 
 
 def require_compiled(params: SamplingParams) -> None:
@@ -66,7 +74,8 @@ def require_compiled(params: SamplingParams) -> None:
         try:
             compiled(*params.grammar)
         except GrammarError as error:
-            raise RequestError(f"structured_outputs.{params.grammar[0]}", f"cannot be held: {error}") from error
+            place = error.place or f"structured_outputs.{params.grammar[0]}"
+            raise RequestError(place, f"cannot be held: {error}") from error
 
 
 def _json(text: str) -> str:

@@ -6,7 +6,8 @@ and the processor's time for each frame, are bounded, and whoever started it kil
 The first frame is JSON, the ``seconds`` of the processor that a frame may take and, behind a line, a `Vocabulary`
 (nothing: grammars are only checked). A question is a list of `Question` and of numbers of matchers that end, as JSON;
 its answer, behind a line of JSON that says for each whether it goes on (null), has ``stopped`` or has failed (a
-sentence), the masks of those that go on. A question of `check` has `GOOD` or `BAD` and a sentence for an answer.
+sentence), the masks of those that go on. A question of `check` has `GOOD` for an answer, or `BAD`, the place that it is
+about and, behind a line, a sentence.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _checked(kind: str, text: str) -> bytes:
     try:
         compiled(kind, text)
     except GrammarError as error:
-        return BAD + str(error).encode(errors="replace")
+        return BAD + f"{error.place}\n{error}".encode(errors="replace")
     return GOOD
 
 

@@ -159,7 +159,8 @@ class _Writer:
                 pieces = self._pieces(node.value)
                 return None if any(isinstance(each, int) for each in pieces) else json.dumps(node.value)
             case Regex():
-                return lark.regex(node.pattern)
+                without = f" & ({lark.text_without(node.excludes)})" if node.excludes else ""
+                return f"({lark.regex(node.pattern)}{without})"
             case Row():
                 parts = [self._regular(each) for each in node.elements]
                 return None if None in parts else f"({' '.join(map(str, parts))})"
@@ -217,9 +218,10 @@ class _Writer:
         return self._rule("json", rule)
 
     def _other(self, node: Grammar) -> str:
-        name = f"grammar{len(self.others)}"
-        self.others.append(_grammar(name, lark.grammar(node.text)))
-        return f"@{name}"
+        if node.text not in self._known:
+            self._known[node.text] = f"grammar{len(self.others)}"
+            self.others.append(_grammar(self._known[node.text], lark.grammar(node.text)))
+        return f"@{self._known[node.text]}"
 
     def _rule(self, name: str, body: str, options: str = "") -> str:
         """The name of a rule, made once."""

@@ -33,9 +33,10 @@ class AnyText:
 
 @dataclasses.dataclass(frozen=True)
 class Regex:
-    """A text that a regular expression matches."""
+    """A text that a regular expression matches, and in which none of ``excludes`` stands."""
 
     pattern: str
+    excludes: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Triggered:
 
 
 Node = Const | Json | AnyText | Regex | Grammar | Row | Either | Repeat | Tag | Triggered
+_PLACE = "structured_outputs.structural_tag"
 _NAMED = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
@@ -140,7 +142,7 @@ def _older(found: Mapping[str, Any]) -> Triggered:
     tags = []
     for path, each in _listed(found, "", "structures"):
         _check_fields(each, path, ("begin", "schema", "end"))
-        inner = Json(_schema(each, path, "schema"), f"{path}.schema")
+        inner = Json(_schema(each, path, "schema"), f"{_PLACE}.{path}.schema")
         tags.append(_limited(Tag(_text(each, path, "begin"), inner, _ends(each, path)), path))
     return _triggered_of(found, "", tags)
 
@@ -161,7 +163,7 @@ def _const(found: Mapping[str, Any], path: str) -> Const:
 def _json(found: Mapping[str, Any], path: str) -> Json:
     if found.get("style", "json") != "json":
         _refuse(f"{path}.style", found["style"], "is not served: it is json")
-    place = _text(found, path, "name") if "name" in found else f"{path}.json_schema"
+    place = _text(found, path, "name") if "name" in found else f"{_PLACE}.{path}.json_schema"
     return Json(_schema(found, path, "json_schema"), place)
 
 
@@ -170,7 +172,7 @@ def _any_text(found: Mapping[str, Any], path: str) -> AnyText:
 
 
 def _regex(found: Mapping[str, Any], path: str) -> Regex:
-    return Regex(_text(found, path, "pattern"))
+    return Regex(_text(found, path, "pattern"), _texts(found, path, "excludes"))
 
 
 def _grammar(found: Mapping[str, Any], path: str) -> Grammar:
@@ -241,7 +243,7 @@ _READ: Mapping[str, _Read] = {
     "const_string": (("value",), _const),
     "json_schema": (("json_schema", "style", "name"), _json),
     "any_text": (("excludes",), _any_text),
-    "regex": (("pattern",), _regex),
+    "regex": (("pattern", "excludes"), _regex),
     "grammar": (("grammar",), _grammar),
     "sequence": (("elements",), _row),
     "or": (("elements",), _either),
