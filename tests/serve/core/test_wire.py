@@ -66,7 +66,8 @@ sampling = st.builds(
     | st.builds(StructuredOutputs, json_object=st.just(True))
     | st.builds(StructuredOutputs, regex=some_text)
     | st.builds(StructuredOutputs, choice=st.lists(some_text, min_size=1, max_size=3))
-    | st.builds(StructuredOutputs, grammar=some_text),
+    | st.builds(StructuredOutputs, grammar=some_text)
+    | st.builds(StructuredOutputs, structural_tag=st.just("{}")),
 )
 requests = st.builds(
     Request,
