@@ -75,6 +75,7 @@ class StructuredOutputs:
         regex: a regular expression, which the whole output matches.
         choice: texts, of which the output is one.
         grammar: a grammar in Lark's notation as llguidance reads it, or in GBNF.
+        structural_tag: texts, tags and free text between them, as vLLM and xgrammar write them: an object or its text.
         enable_in_reasoning: besides one of those: the thought of a model that thinks aloud is held, too.
 
     Raises:
@@ -88,6 +89,7 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
@@ -98,7 +100,7 @@ class StructuredOutputs:
         if len(given) != 1:
             reason = f"must have exactly one of {', '.join(names)}, not {len(given)} of them"
             raise RequestError("structured_outputs", reason)
-        make: dict[str, Any] = {"json": _schema, "json_object": _true, "choice": _choices}
+        make: dict[str, Any] = {"json": _object, "json_object": _true, "choice": _choices, "structural_tag": _object}
         for name in given:
             value = make.get(name, _grammar_text)(f"structured_outputs.{name}", getattr(self, name))
             object.__setattr__(self, name, value)
@@ -108,7 +110,8 @@ class StructuredOutputs:
         """Which of the fields is given, and its text: of the choices, as JSON."""
         if self.choice is not None:
             return "choice", json.dumps(self.choice)
-        texts = {"json": self.json, "regex": self.regex, "grammar": self.grammar}
+        names = ("json", "regex", "grammar", "structural_tag")
+        texts = {name: getattr(self, name) for name in names}
         return next(((name, str(text)) for name, text in texts.items() if text is not None), ("json_object", ""))
 
 
@@ -303,8 +306,8 @@ def _bias(field: str, value: object) -> dict[int, float] | None:
     }
 
 
-def _schema(place: str, value: object) -> str:
-    """A JSON Schema's text."""
+def _object(place: str, value: object) -> str:
+    """The text of a JSON object."""
     if isinstance(value, Mapping):
         try:
             value = json.dumps(value, allow_nan=False)

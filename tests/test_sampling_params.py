@@ -65,6 +65,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
+KINDS = "json, json_object, regex, choice, grammar, structural_tag"
+
+
 @pytest.mark.parametrize(("field", "value", "reason"), REFUSED)
 def test_refuses_naming_field_and_value(field: str, value: Any, reason: str) -> None:
     with pytest.raises(RequestError) as refusal:
@@ -110,14 +113,17 @@ def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ({}, "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, not 0 of them"),
+        (
+            {},
+            f"structured_outputs must have exactly one of {KINDS}, not 0 of them",
+        ),
         (
             {"regex": "a", "choice": ["a"]},
-            "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, not 2 of them",
+            f"structured_outputs must have exactly one of {KINDS}, not 2 of them",
         ),
         (
             {"ebnf": "a"},
-            "structured_outputs.ebnf is no field of it: they are json, json_object, regex, choice, grammar",
+            f"structured_outputs.ebnf is no field of it: they are {KINDS}",
         ),
         ("a", "structured_outputs='a' must be an object"),
         ({"regex": 1.5}, "structured_outputs.regex=1.5 must be a string"),
@@ -127,6 +133,7 @@ def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence:
         ({"json": []}, "structured_outputs.json=[] must be a string"),
         ({"json": "[]"}, "structured_outputs.json=[] must be an object"),
         ({"json_object": 2}, "structured_outputs.json_object=2 must be true or false"),
+        ({"structural_tag": []}, "structured_outputs.structural_tag=[] must be a string"),
         ({"choice": "ab"}, "structured_outputs.choice='ab' must be a list of strings"),
         ({"choice": []}, "structured_outputs.choice must hold 1 to 4096 strings, not 0"),
         ({"choice": ["a", ""]}, "structured_outputs.choice='' must be a string that is not empty"),
@@ -148,6 +155,7 @@ def test_what_constrains_an_output_has_one_form() -> None:
     assert SamplingParams().grammar is None
     for given, asked in (
         ({"json": {"b": 1, "a": None}}, ("json", '{"b": 1, "a": null}')),
+        ({"structural_tag": {"type": "a"}}, ("structural_tag", '{"type": "a"}')),
         ({"json_object": True, "regex": None}, ("json_object", "")),
         ({"choice": ["a", "é"]}, ("choice", '["a", "\\u00e9"]')),
         ({"regex": "a", "json_object": False}, ("regex", "a")),

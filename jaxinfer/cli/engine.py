@@ -109,6 +109,7 @@ def _add_structured(group: argparse._ArgumentGroup) -> None:
     one.add_argument("--regex", metavar="REGEX", help="the output matches a regular expression")
     one.add_argument("--choice", action="append", metavar="TEXT", help="the output is one of these; give it repeatedly")
     one.add_argument("--grammar", type=_text, metavar="GRAMMAR", help="the output is of it: Lark, or GBNF (@FILE)")
+    one.add_argument("--structural-tag", type=_text, metavar="TAG", help="texts, tags and free text, as JSON (@FILE)")
 
 
 def _structured(args: argparse.Namespace) -> dict[str, object]:
@@ -119,6 +120,7 @@ def _structured(args: argparse.Namespace) -> dict[str, object]:
         "regex": args.regex,
         "choice": args.choice,
         "grammar": args.grammar,
+        "structural_tag": args.structural_tag,
     }
     return {name: value for name, value in asked.items() if value is not None}
 

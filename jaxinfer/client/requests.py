@@ -13,6 +13,7 @@ from google.protobuf.struct_pb2 import Struct
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
 ChatMessage = Mapping[str, Any]
+_AS_JSON = ("json", "structural_tag")
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
@@ -35,8 +36,8 @@ class SamplingOptions(TypedDict, total=False):
     """Options of sampling and stopping. None or not given: the server's default, see `Client.model_info`.
 
     ``speculation``: ``enabled``, ``max_tokens`` and ``acceptance`` by name (docs/speculation.md).
-    ``structured_outputs``: one of ``json`` (a schema, as an object or as text), ``json_object``, ``regex``, ``choice``
-    and ``grammar`` by name (docs/structured_outputs.md).
+    ``structured_outputs``: one of ``json`` (a schema, as an object or as text), ``json_object``, ``regex``, ``choice``,
+    ``grammar`` and ``structural_tag`` (an object or text) by name (docs/structured_outputs.md).
     """
 
     n: int | None
@@ -249,7 +250,7 @@ def _set_named(field: str, message: Any, fields: Any) -> None:
         if name == "choice" and value is not None:
             _extend(f"{field}.{name}", message.choice, value)
         elif value is not None:
-            text = json.dumps(value) if name == "json" and isinstance(value, Mapping) else value
+            text = json.dumps(value) if name in _AS_JSON and isinstance(value, Mapping) else value
             _guarded(f"{field}.{name}", value, setattr, message, name, text)
 
 

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.forms import (
+    Form,
+    Function,
+    Node,
+    any_text,
+    arguments,
+    check_names,
+    const,
+    either,
+    optional,
+    row,
+    several,
+    star,
+    tag,
+)
 from jaxinfer.parsers.source import Markers, Sink, Source, Wait
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.parsers.values import NAME
@@ -96,3 +112,36 @@ def _function(recipient: str, tools: Tools) -> str | None:
     name = recipient.removeprefix(_FUNCTIONS)
     known = recipient.startswith(_FUNCTIONS) or name in tools.names
     return name if known and NAME.fullmatch(name) else None
+
+
+# ---- its form, see `jaxinfer.parsers.forms.Form`
+
+_END, _ASSISTANT = "<|end|>", const(f"{_START}assistant")
+_TEXT = any_text(_START, _CHANNEL, _END, "<|call|>", "<|return|>")
+_FINAL = f"{_CHANNEL}final{_MESSAGE}"
+
+
+def harmony_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    """All of an answer, its thoughts and what it tells the user before a call included. An end token ends a call."""
+    check_names(functions)
+    call = either(map(_to_function, functions))
+    calls = several(call, parallel=parallel, between=row(const(_END), _ASSISTANT))
+    before = [tag(f"{_CHANNEL}{on}{_MESSAGE}", _TEXT, _END) for on in ("analysis", "commentary")]
+    thoughts = star(either(before), _ASSISTANT)
+
+    def beside(answer: Node) -> Node:
+        return row(thoughts, either([calls, row(const(_FINAL), answer)]))
+
+    return Form(row(thoughts, calls), beside(_TEXT), beside)
+
+
+def _to_function(function: Function) -> Node:
+    to = f" to={_FUNCTIONS}{function.name}"
+    kind = either([const(" <|constrain|>json"), const(" json"), const("<|constrain|>json")])
+    head = either(
+        [
+            row(const(f"{_CHANNEL}commentary{to}"), optional(kind)),
+            row(const(f"{to}{_CHANNEL}commentary"), optional(kind)),
+        ]
+    )
+    return row(head, const(_MESSAGE), arguments(function))

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.forms import (
+    SPACE,
+    Form,
+    Function,
+    Node,
+    arguments,
+    check_names,
+    const,
+    either,
+    marked,
+    optional,
+    regex,
+    row,
+    several,
+    tag,
+    unmarked,
+)
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.parsers.values import MAX_NAME, NAME, CallObject, Value
@@ -115,3 +135,38 @@ def _named_arguments(source: Source, emitter: Emitter, marker: str) -> Wait[None
         yield from value.read()
     if (yield from source.peek(1)):
         emitter.end()
+
+
+# ---- their forms, see `jaxinfer.parsers.forms.Form`
+
+
+def hermes_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    check_names(functions)
+    tags = [tag(_OPEN, row(SPACE, _object(each, "arguments"), SPACE), _CLOSE) for each in functions]
+    return marked(several(either(tags), parallel=parallel), tags, [_OPEN], parallel=parallel)
+
+
+def llama3_json_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    """Nothing marks a call: an answer that begins with a brace is one, or several."""
+    check_names(functions)
+    call = either(_object(each, "parameters") for each in functions)
+    calls = row(optional(const(_PYTHON_TAG)), several(call, parallel=parallel, between=regex("; ?")))
+    return unmarked(calls, "{")
+
+
+def mistral_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    """The list of older tokenizers, or a name and arguments: the model knows which."""
+    check_names(functions)
+    call = several(either(_object(each, "arguments") for each in functions), parallel=parallel, between=regex(", ?"))
+    name_id = optional(const(_ID), regex("[a-zA-Z0-9]{9}"))
+    named = [row(const(each.name), optional(name_id, const(_ARGS)), arguments(each)) for each in functions]
+    listed = row(regex(r" ?\["), call, const("]"))
+    one = either(tag(_CALLS, each, "") for each in named)
+    calls = either([tag(_CALLS, listed, ""), several(one, parallel=parallel, between=const(""))])
+    return marked(calls, [tag(_CALLS, each, "") for each in (listed, *named)], [_CALLS], parallel=parallel)
+
+
+def _object(function: Function, word: str) -> Node:
+    name = json.dumps(function.name, ensure_ascii=False)
+    head = "".join(each if each.isalnum() else f"\\{each}" for each in name)
+    return row(regex(rf'\{{"name": ?{head}, ?"{word}": ?'), arguments(function), const("}"))

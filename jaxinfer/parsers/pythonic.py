@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.forms import (
+    Form,
+    FormError,
+    Function,
+    Node,
+    check_names,
+    check_parts,
+    const,
+    either,
+    optional,
+    regex,
+    row,
+    several,
+    unmarked,
+)
+from jaxinfer.parsers.literals import MOST_PARAMETERS, Literals, listed
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import MOST_PYTHON, Tools, literal_json, parsed, quoted
 from jaxinfer.parsers.values import MAX_NAME
@@ -102,9 +120,40 @@ def _arguments(call: str) -> str | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
     found = []
-    for keyword in node.keywords:
-        value = literal_json(keyword.value)
-        if keyword.arg is None or value is None:
+    for each in node.keywords:
+        value = literal_json(each.value)
+        if each.arg is None or value is None:
             return None
-        found.append(f'"{quoted(keyword.arg)}": {value}')
+        found.append(f'"{quoted(each.arg)}": {value}')
     return f"{{{', '.join(found)}}}"
+
+
+# ---- its form, see `jaxinfer.parsers.forms.Form`
+
+_CALLABLE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+
+
+def pythonic_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    """Nothing marks a call: an answer that begins with a bracket is a list of calls."""
+    check_names(functions, _CALLABLE)
+    calls = [row(const(f"{each.name}("), *_by_name(each), const(")")) for each in functions]
+    some = several(either(calls), parallel=parallel, between=regex(", ?"))
+    return unmarked(row(optional(const(_BEGIN)), const("["), some, const("]"), optional(const(_END))), "[")
+
+
+def _by_name(function: Function) -> Iterable[Node]:
+    """The arguments in their order, with a comma between those that are there."""
+    check_parts(function)
+    literals = Literals(function)
+    if function.open:
+        pair = row(regex("[A-Za-z_][A-Za-z0-9_]{0,63}="), literals.any())
+        return [optional(several(pair, parallel=True, between=regex(", ?")))]
+    for name in function.parameters:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise FormError(function, "parameters.properties", f"has {name!r:.100}, which is no name in Python")
+    if len(function.parameters) > MOST_PARAMETERS:
+        raise FormError(
+            function, "parameters.properties", f"are more than {MOST_PARAMETERS}, too many for Python's calls"
+        )
+    pairs = [(row(const(f"{name}="), literals.of(name)), function.needs(name)) for name in function.parameters]
+    return [listed(pairs)] if pairs else []

@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxinfer.parsers.events import Emitter
-from jaxinfer.parsers.harmony import harmony
-from jaxinfer.parsers.hermes import hermes, llama3_json, mistral
+from jaxinfer.parsers.forms import Form, Function
+from jaxinfer.parsers.harmony import harmony, harmony_form
+from jaxinfer.parsers.hermes import hermes, hermes_form, llama3_json, llama3_json_form, mistral, mistral_form
 from jaxinfer.parsers.parser import Chain, Parser, ProgramParser
-from jaxinfer.parsers.pythonic import pythonic
+from jaxinfer.parsers.pythonic import pythonic, pythonic_form
 from jaxinfer.parsers.response_template.regions import TemplateParser
 from jaxinfer.parsers.response_template.template import ResponseTemplate
 from jaxinfer.parsers.source import Source, Wait
-from jaxinfer.parsers.tagged import glm45, qwen3_coder
+from jaxinfer.parsers.tagged import glm45, glm45_form, qwen3_coder, qwen3_coder_form
 from jaxinfer.parsers.thought import Thought
-from jaxinfer.parsers.tokens import deepseek, kimi_k2
+from jaxinfer.parsers.tokens import deepseek, deepseek_v3_form, deepseek_v31_form, kimi_k2, kimi_k2_form
 from jaxinfer.parsers.tools import Tools
 
 AUTO, OFF = "auto", "off"
@@ -49,6 +50,33 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
     OPENAI: harmony,
     "pythonic": pythonic,
     "qwen3_coder": qwen3_coder,
+}
+
+
+@runtime_checkable
+class ToolForm(Protocol):
+    """How a family writes calls of these functions, as grammars hold it: the other side of its `ToolFormat`.
+
+    Raises:
+        FormError: one of the functions cannot be called in it.
+    """
+
+    def __call__(self, functions: Sequence[Function], *, parallel: bool) -> Form: ...
+
+
+TOOL_FORMS: Mapping[str, ToolForm] = {
+    "deepseek_v3": deepseek_v3_form,
+    "deepseek_v31": deepseek_v31_form,
+    "glm45": glm45_form,
+    "glm47": glm45_form,
+    "hermes": hermes_form,
+    "kimi_k2": kimi_k2_form,
+    "llama3_json": llama3_json_form,
+    "llama4_pythonic": pythonic_form,
+    "mistral": mistral_form,
+    OPENAI: harmony_form,
+    "pythonic": pythonic_form,
+    "qwen3_coder": qwen3_coder_form,
 }
 
 _THINK = ("<think>", "</think>")

@@ -3,8 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.forms import (
+    SPACE,
+    Form,
+    FormError,
+    Function,
+    Node,
+    any_text,
+    check_names,
+    check_parts,
+    const,
+    either,
+    marked,
+    optional,
+    regex,
+    row,
+    schema_of,
+    several,
+    star,
+    tag,
+)
 from jaxinfer.parsers.source import Markers, Source, Wait, ignore
 from jaxinfer.parsers.tools import STRING, Tools, json_value, quoted
 from jaxinfer.parsers.values import MAX_NAME, NAME
@@ -152,3 +174,123 @@ def _pairs(source: Source, arguments: _Object, marker: str | None) -> Wait[None]
             arguments.value_end()
             marker = yield from source.until(_GLM_WITHIN, ignore)
     yield from _close(source, arguments, marker)
+
+
+# ---- their forms, see `jaxinfer.parsers.forms.Form`
+
+_LINE = regex("\n?")
+_ANCHORED = re.compile(r"(?<!\\)(?:\\\\)*\$$")
+_KEY_NAME = re.compile(r"[^<>\s](?:[^<>\n]{0,254}[^<>\s])?")
+
+
+def qwen3_coder_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    _check(functions)
+    bodies = [(f"{_FUNCTION}{each.name}>", row(*_qwen_parts(each), _LINE)) for each in functions]
+    wrapped = [
+        tag(_OPEN, row(SPACE, const(begin), body, const(_FUNCTION_END), SPACE), _CLOSE) for begin, body in bodies
+    ]
+    bare = [tag(begin, body, _FUNCTION_END) for begin, body in bodies]
+    calls = several(either(wrapped), parallel=parallel)
+    return marked(calls, [*wrapped, *bare], [_OPEN, _FUNCTION], parallel=parallel)
+
+
+def _qwen_parts(function: Function) -> Iterable[Node]:
+    def part(key: str | Node, value: Callable[[str, str], Node]) -> Node:
+        inner = value("\n", f"\n{_PARAMETER_END}")
+        return row(_LINE, const(_PARAMETER), const(key) if isinstance(key, str) else key, const(">"), inner)
+
+    return _parts(function, part, _ENDS)
+
+
+def glm45_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    _check(functions)
+    tags = [tag(_OPEN, row(const(each.name), *_glm_parts(each), _LINE), _CLOSE) for each in functions]
+    return marked(several(either(tags), parallel=parallel), tags, [_OPEN], parallel=parallel)
+
+
+def _glm_parts(function: Function) -> Iterable[Node]:
+    def part(key: str | Node, value: Callable[[str, str], Node]) -> Node:
+        name = const(key) if isinstance(key, str) else key
+        return row(_LINE, const(_KEY), name, const(_KEY_END), _LINE, value(_VALUE, _GLM_VALUE_END))
+
+    return _parts(function, part, (_GLM_VALUE_END,))
+
+
+type _Part = Callable[[str | Node, Callable[[str, str], Node]], Node]
+
+
+def _parts(function: Function, part: _Part, ends: Sequence[str]) -> Iterable[Node]:
+    """The parameters in their order, those that are not required where the model wants them.
+
+    Args:
+        part: writes one, of its name and of what writes its value between two texts.
+        ends: texts that no value may have in it.
+    """
+    if function.open:
+        yield star(part(regex("[A-Za-z_][A-Za-z0-9_-]{0,63}"), lambda begin, end: tag(begin, any_text(*ends), end)))
+    for name in function.parameters:
+        value = _Value(function, name, ends)
+        yield part(name, value.between) if function.needs(name) else optional(part(name, value.between))
+
+
+class _Value:
+    """Writer of a parameter's value without quotes: of a string free text, of all else JSON."""
+
+    def __init__(self, function: Function, name: str, ends: Sequence[str]) -> None:
+        self._function, self._ends = function, ends
+        self._place = f"parameters.properties.{name}"
+        schema = function.parameters[name]
+        self._schema = schema if isinstance(schema, Mapping) else {}
+        types = Tools([{"name": function.name, "parameters": function.schema}]).types(function.name, name)
+        self._free = STRING in types or not types
+        self._only = types == {STRING}
+
+    def between(self, begin: str, end: str) -> Node:
+        if not self._free:
+            schema = {**self._function.definitions, **self._schema}
+            return row(const(begin), schema_of(schema, f"{self._function.place}.{self._place}"), const(end))
+        return tag(begin, self._text(), end)
+
+    def _text(self) -> Node:
+        values = [self._schema["const"]] if "const" in self._schema else self._schema.get("enum")
+        if isinstance(values, list) and values:
+            return either(const(self._written(each)) for each in values)
+        bounds = {word for word in ("minLength", "maxLength", "pattern") if word in self._schema}
+        if not bounds or not self._only:
+            return any_text(*self._ends)
+        if "pattern" in bounds and len(bounds) > 1:
+            raise FormError(self._function, self._place, "cannot be held: pattern beside a length")
+        return {**regex(self._pattern()), "excludes": list(self._ends)}
+
+    def _pattern(self) -> str:
+        """Of the whole text. Schemas' patterns match anywhere in it."""
+        if "pattern" not in self._schema:
+            return f"(?s:.){{{self._schema.get('minLength', 0)},{self._schema.get('maxLength', '')}}}"
+        pattern = str(self._schema["pattern"])
+        before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if _ANCHORED.search(pattern) else "(?s:.*)"
+        inner = pattern.removeprefix("^")
+        inner = inner if after else inner.removesuffix("$")
+        if "|" in pattern and not (before and after):
+            raise FormError(self._function, self._place, f"cannot be held: pattern={pattern!r:.100}: | beside ^ or $")
+        return f"{before}(?:{inner}){after}"
+
+    def _written(self, value: object) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if any(end in text for end in self._ends):
+            raise FormError(self._function, self._place, f"has {text!r:.100}, and a marker of the model's calls in it")
+        return text
+
+
+def _check(functions: Sequence[Function]) -> None:
+    """Check that the parsers read the names of functions and parameters, and that the schemas tell of these.
+
+    Raises:
+        FormError: one does not.
+    """
+    check_names(functions)
+    for function in functions:
+        check_parts(function)
+        for name in function.parameters:
+            if not _KEY_NAME.fullmatch(name):
+                reason = f"has a parameter {name!r:.100}, which this model's calls cannot write"
+                raise FormError(function, "parameters.properties", reason)

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from jaxinfer.parsers.events import Emitter
+from jaxinfer.parsers.forms import (
+    SPACE,
+    Form,
+    Function,
+    Node,
+    arguments,
+    check_names,
+    const,
+    either,
+    marked,
+    regex,
+    row,
+    several,
+    tag,
+)
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.parsers.values import MAX_NAME, NAME, Value
@@ -24,6 +40,7 @@ _KIMI_SECTIONS = (
 _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 _KIMI = Markers(*_KIMI_SECTIONS, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END)
 _AFTER_ID = Markers(_KIMI_ARGUMENTS, _KIMI_CALL, _KIMI_END, *_KIMI_SECTIONS)
+_KIMI_NAME = re.compile(r"[\w.-]{1,240}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 
 
@@ -90,3 +107,43 @@ def _arguments(source: Source, emitter: Emitter, end: str) -> Wait[None]:
         yield from source.starts("```")
     if (yield from source.peek(1)):
         emitter.end()
+
+
+# ---- their forms, see `jaxinfer.parsers.forms.Form`
+
+
+def deepseek_v3_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    check_names(functions)
+    calls = [
+        tag(_CALL, row(const(f"function{_SEPARATOR}{each.name}\n```json\n"), _fenced(each)), _CALL_END)
+        for each in functions
+    ]
+    return _sections(calls, (_SECTION, _CALL, _SECTION_END), parallel=parallel)
+
+
+def deepseek_v31_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    check_names(functions)
+    calls = [tag(_CALL, row(const(each.name + _SEPARATOR), arguments(each)), _CALL_END) for each in functions]
+    return _sections(calls, (_SECTION, _CALL, _SECTION_END), parallel=parallel)
+
+
+def kimi_k2_form(functions: Sequence[Function], *, parallel: bool) -> Form:
+    check_names(functions, _KIMI_NAME)
+    calls = [tag(_KIMI_CALL, _kimi_call(each), _KIMI_END) for each in functions]
+    return _sections(calls, (_KIMI_SECTIONS[0], _KIMI_CALL, _KIMI_SECTIONS[1]), parallel=parallel)
+
+
+def _fenced(function: Function) -> Node:
+    return row(arguments(function), const("\n```"))
+
+
+def _kimi_call(function: Function) -> Node:
+    name = row(const(f"functions.{function.name}"), regex(":[0-9]{1,3} ?"))
+    return row(name, const(_KIMI_ARGUMENTS), regex(" ?"), arguments(function), regex(" ?"))
+
+
+def _sections(calls: Sequence[Node], markers: tuple[str, str, str], *, parallel: bool) -> Form:
+    """Calls in a section. Its markers may be missing: in text a call's own begins one, too."""
+    begin, call, end = markers
+    section = tag(begin, row(SPACE, several(either(calls), parallel=parallel), SPACE), end)
+    return marked(section, [section, *calls], [begin, call], parallel=parallel)

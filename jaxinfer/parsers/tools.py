@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 STRING = "string"
 MOST_PYTHON = 1 << 14
@@ -44,24 +44,26 @@ class Tools:
     """
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self._properties = dict(found for tool in tools or () if (found := _function(tool)) is not None)
+        self._parameters = dict(found for tool in tools or () if (found := _function(tool)) is not None)
         self._types: dict[tuple[str, str], frozenset[str]] = {}
 
     @property
     def names(self) -> Sequence[str]:
-        return list(self._properties)
+        return list(self._parameters)
 
     def know(self, name: str) -> bool:
         """Whether a function has this name; True for all names where there are no tools."""
-        return name in self._properties or not self._properties
+        return name in self._parameters or not self._parameters
 
     def types(self, name: str, parameter: str) -> frozenset[str]:
         """The JSON schema's types of a function's parameter; empty: any, or unknown."""
-        schema = self._properties.get(name, {}).get(parameter)
+        root = self._parameters.get(name, {})
+        properties = root.get("properties")
+        schema = properties.get(parameter) if isinstance(properties, Mapping) else None
         if schema is None:
             return frozenset()
         if (name, parameter) not in self._types:  # a schema may be large, and asked for often
-            self._types[name, parameter] = frozenset(_types(schema, _MOST_DEPTH))
+            self._types[name, parameter] = frozenset(_types(schema, root, _MOST_DEPTH, set()))
         return self._types[name, parameter]
 
 
@@ -71,15 +73,14 @@ def json_value(text: str, types: frozenset[str]) -> str:
     Python's literals are understood: True, None, single quotes; and JSON with its quotes escaped.
     """
     bare = text.strip()
-    found: tuple[Any, ...] = ()
     if bare.lower() in ("null", "none") and ("null" in types or STRING not in types):
-        found = (None,)
-    elif bare.lower() in ("true", "false") and ("boolean" in types or not types):
-        found = (bare.lower() == "true",)
-    else:
-        found = _json(bare) or _escaped(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
-        found = found if found and _is_of(found[0], types) else ()
-    return json_text(found[0] if found else text) or json_text(text) or '""'
+        return "null"
+    if bare.lower() in ("true", "false") and ("boolean" in types or not types):
+        return bare.lower()
+    if (found := _json(bare)) and _is_of(found[0], types):
+        return json_text(found[0]) or bare  # of numbers that are too large for us it is JSON all the same
+    found = _escaped(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
+    return (json_text(found[0]) if found and _is_of(found[0], types) else None) or json_text(text) or '""'
 
 
 def json_text(value: Any) -> str | None:
@@ -117,30 +118,45 @@ def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
     if not isinstance(function, Mapping) or not isinstance(name, str):
         return None
     parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return name, properties if isinstance(properties, Mapping) else {}
+    return name, parameters if isinstance(parameters, Mapping) else {}
 
 
-def _types(schema: object, depth: int) -> set[str]:
-    """Types that ``schema`` names, also by its values or its alternatives."""
-    if not isinstance(schema, Mapping) or depth == 0:
+def referred(reference: object, root: Mapping[str, Any]) -> object:
+    """What a ``$ref`` within a schema names; None: nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: object = root
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) -> set[str]:
+    """Types that ``schema`` names, also by its values, its alternatives, or what it refers to within ``root``.
+
+    Args:
+        seen: ids of schemas that were asked already: they may refer to one another many times.
+    """
+    if not isinstance(schema, Mapping) or depth == 0 or id(schema) in seen:
         return set()
+    seen.add(id(schema))
     found = schema.get("type")
     if found is not None:
         words = found if isinstance(found, list) else [found]
         return {_WORDS.get(each, each) for each in words if isinstance(each, str)}
-    values = schema.get("enum")
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return {kind for value in values for kind, types in _KINDS.items() if type(value) in types} | {
             STRING for value in values if isinstance(value, str)
         }
-    alternatives = [schema.get(word) for word in ("anyOf", "oneOf", "allOf")]
-    return {kind for each in alternatives if isinstance(each, list) for one in each for kind in _types(one, depth - 1)}
+    listed = [each for word in ("anyOf", "oneOf", "allOf") if isinstance(each := schema.get(word), list)]
+    others = [*(one for each in listed for one in each), referred(schema.get("$ref"), root)]
+    return {kind for each in others for kind in _types(each, root, depth - 1, seen)}
 
 
 def _json(text: str) -> tuple[Any, ...]:
     try:
-        return (json.loads(text),)
+        return (json.loads(text, parse_constant=_no_json),)
     except (ValueError, RecursionError):
         return ()
 
@@ -149,6 +165,10 @@ def _escaped(text: str) -> tuple[Any, ...]:
     """Value of JSON that is written as within a string of JSON."""
     inner = _json(f'"{text}"') if '\\"' in text else ()
     return _json(inner[0]) if inner and isinstance(inner[0], str) else ()
+
+
+def _no_json(word: str) -> NoReturn:
+    raise ValueError(word)
 
 
 def _literal(node: ast.expr | None) -> tuple[Any, ...]:

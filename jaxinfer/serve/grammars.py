@@ -49,7 +49,8 @@ class Grammars:
         if answer is None:
             raise RequestError(place, "was stopped: it took too long to compile, or too much memory")
         if answer[:1] != GOOD:
-            raise RequestError(place, f"cannot be held: {answer[1:].decode()}")
+            part, _, why = answer[1:].decode().partition("\n")
+            raise RequestError(part or place, f"cannot be held: {why}")
 
     def close(self) -> None:
         """End the helpers."""

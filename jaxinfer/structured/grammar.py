@@ -7,49 +7,61 @@ import re
 from collections.abc import Mapping
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.structured import lark
+from jaxinfer.structured.tags import Held, held
 
 LIMITS = LLParserLimits(verbose_errors=False)  # whose message would repeat the grammar
+TAGS = "structural_tag"
 _MAX_SENTENCE = 500
 _PLACE, _LISTING = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?"), re.compile(r"\n\s*1 \| ")
-_EXTENSION = "x-guidance"
-"""A schema's key for options of the library's, such as to pass over keywords that it does not know: ours, not the
-client's."""
-_HEADER = '%llguidance {"no_forcing": true}\n'
-"""Where one text alone can follow, any tokens that spell it may: the library would choose some for the model."""
-_OPTIONS = {  # none is weaker than the schema; compact, as models that are trained on JSON write it
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_flexible": False,
-    "coerce_one_of": False,
-    "lenient": False,
-}
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be held. The message says why, and names the keyword where it is one."""
+    """A grammar that cannot be held. The message says why, and names the keyword where it is one.
+
+    Args:
+        place: the part of the request that it is about; "": what constrains the output.
+    """
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
 
 
-def compiled(kind: str, text: str, tokenizer: LLTokenizer | None = None) -> str:
+def compiled(
+    kind: str, text: str, tokenizer: LLTokenizer | None = None, special: Mapping[str, int] | None = None
+) -> str:
     """The grammar for `llguidance.LLMatcher`, checked.
 
     Args:
         kind, text: of `StructuredOutputs.asked`.
         tokenizer: whose special tokens it may name; None: any.
+        special: special tokens by the texts that structural tags spell; None: there are none.
 
     Raises:
         GrammarError: it is no such thing, or the library cannot hold it exactly.
     """
     try:
-        grammar = _MAKE[kind](text)
+        found = held(text, special or {}) if kind == TAGS else None
+        grammar = _MAKE[kind](text) if found is None else json.dumps({"grammars": found.grammars})
     except Exception as error:  # what the converter of GBNF raises has no class of its own
         raise GrammarError(short(str(error))) from error
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=LIMITS)
+    if found is not None and messages:
+        _check_schemas(found)
     if failed or (messages and kind == "json"):  # what it warns of is a keyword that it would pass over
         raise GrammarError(short("; ".join(messages)))
     return grammar
+
+
+def _check_schemas(found: Held) -> None:
+    """Name the schema that a structural tag's grammar fails with, if it is one."""
+    for place, rule in found.schemas:
+        _, messages = LLMatcher.validate_grammar_with_warnings(_lark(f"start: {rule}"), limits=LIMITS)
+        if messages:
+            raise GrammarError(short("; ".join(messages)), place)
 
 
 def require_compiled(params: SamplingParams) -> None:
@@ -62,23 +74,23 @@ def require_compiled(params: SamplingParams) -> None:
         try:
             compiled(*params.grammar)
         except GrammarError as error:
-            raise RequestError(f"structured_outputs.{params.grammar[0]}", f"cannot be held: {error}") from error
+            place = error.place or f"structured_outputs.{params.grammar[0]}"
+            raise RequestError(place, f"cannot be held: {error}") from error
 
 
 def _json(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, Mapping):
         raise ValueError("a JSON Schema is an object")
-    return _lark(f"start: %json {json.dumps({**schema, _EXTENSION: _OPTIONS})}")
+    return _lark(f"start: {lark.schema(schema, lark.COMPACT)}")
 
 
 def _lark(text: str) -> str:
-    return LLMatcher.grammar_from_lark(_HEADER + text)
+    return LLMatcher.grammar_from_lark(lark.HEADER + text)
 
 
 def _regex(text: str) -> str:
-    (grammar,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
-    return _lark(grammar["lark_grammar"])
+    return _lark(f"start: {lark.regex(text)}")
 
 
 def _json_object(text: str) -> str:
@@ -86,21 +98,12 @@ def _json_object(text: str) -> str:
 
 
 def _choice(text: str) -> str:
-    choices = "|".join(map(_literal, json.loads(text)))
+    choices = "|".join(map(lark.literal, json.loads(text)))
     return _regex(f"(?:{choices})")
 
 
-def _literal(choice: str) -> str:
-    """A regular expression of this text alone."""
-    return "".join(each if each.isalnum() and each.isascii() else f"\\x{{{ord(each):x}}}" for each in choice)
-
-
 def _grammar(text: str) -> str:
-    """Lark, or GBNF, whose rules are defined by ``::=``."""
-    for option in (_EXTENSION, "%llguidance"):
-        if option in text:
-            raise ValueError(f"{option} is not served")
-    return _lark(gbnf_to_lark(text) if "::=" in text else text)
+    return _lark(lark.grammar(text))
 
 
 _MAKE = {

@@ -6,7 +6,8 @@ and the processor's time for each frame, are bounded, and whoever started it kil
 The first frame is JSON, the ``seconds`` of the processor that a frame may take, how many tokens to look ``ahead`` where
 one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only checked). A question is JSON:
 what to ``ask`` of which matchers, and the numbers of those that ``end``. Its answer is a line of JSON, an `Answer` for
-each, and behind it the masks that are not in it. A question of `check` is answered by `GOOD`, or by `BAD` and why.
+each, and behind it the masks that are not in it. A question of `check` is answered by `GOOD`, or by `BAD`, the place
+that it is about and, behind a line, a sentence.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _checked(kind: str, text: str) -> bytes:
     try:
         compiled(kind, text)
     except GrammarError as error:
-        return BAD + str(error).encode(errors="replace")
+        return BAD + f"{error.place}\n{error}".encode(errors="replace")
     return GOOD
 
 

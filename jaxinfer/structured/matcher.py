@@ -38,6 +38,12 @@ class Vocabulary(NamedTuple):
         """32-bit words of a mask."""
         return -(-self.size // 32)
 
+    @property
+    def names(self) -> dict[str, int]:
+        """Special tokens by their names, but for those that end an output: these are no part of it."""
+        inner = (self.special - frozenset(self.ends)) & frozenset(range(min(len(self.tokens), self.size)))
+        return {name: each for each in sorted(inner) if (name := self.tokens[each].decode(errors="replace"))}
+
     def packed(self) -> bytes:
         """All of it, for `unpacked`."""
         head = json.dumps([[len(each) for each in self.tokens], sorted(self.special), list(self.ends), self.size])
@@ -180,7 +186,8 @@ class Matchers:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer, self._speller = _tokenizer(vocabulary), Speller(vocabulary)
+        self._tokenizer, self._special = _tokenizer(vocabulary), vocabulary.names
+        self._speller = Speller(vocabulary)
         # By whose it is, too: how long a grammar takes tells nobody what another tenant has asked for.
         self._cached: collections.OrderedDict[tuple[str, str, str], LLMatcher] = collections.OrderedDict()
         self._size = 0
@@ -194,7 +201,8 @@ class Matchers:
         key = (scope, kind, text)
         library = self._cached.get(key)
         if library is None:
-            library = LLMatcher(self._tokenizer, compiled(kind, text, self._tokenizer), log_level=0, limits=LIMITS)
+            grammar = compiled(kind, text, self._tokenizer, self._special)
+            library = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
             if library.is_error():
                 raise GrammarError(short(library.get_error()))
             self._keep(key, library)

@@ -109,6 +109,7 @@ def test_what_an_output_must_be_is_one_parameter(tmp_path, capsys):
         (["--regex", "a"], {"regex": "a"}),
         (["--choice", "a", "--choice", "b"], {"choice": ["a", "b"]}),
         (["--grammar", "start: /a/"], {"grammar": "start: /a/"}),
+        (["--structural-tag", "{}"], {"structural_tag": "{}"}),
     ):
         assert generate.parse(words).sampling.get("structured_outputs") == asked
     for words, said in (

@@ -52,6 +52,7 @@ def test_structured_outputs_are_sent_by_their_fields() -> None:
         ({"regex": "a", "json": None}, {"regex": "a"}),
         ({"json": schema}, {"json": '{"type": "null"}'}),
         ({"json": "{}"}, {"json": "{}"}),
+        ({"structural_tag": {"type": "a"}}, {"structural_tag": '{"type": "a"}'}),
         ({"choice": ("a", "b")}, {"choice": ["a", "b"]}),
         ({"json_object": True}, {"json_object": True}),
     ):

@@ -59,7 +59,7 @@ async def chat(request: Request) -> Response:
     body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
     frontend, name = door.serving(), _id(request, body)
     parsers = prompts.parsers_of(body, frontend.parsers)
-    sampling = prompts.sampling_of_chat(body, door.limits)
+    sampling = prompts.sampling_of_chat(body, door.limits, parsers)
     call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name, shown=parsers.markers)
     with in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 from jaxinfer.parsers.registry import Parsers
 from jaxinfer.serve.calls import Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.faults import prompt_as
+from jaxinfer.serve.faults import answered, prompt_as
 from jaxinfer.serve.http.bodies import parse
 from jaxinfer.serve.http.errors import short
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, TokenizeRequest
+from jaxinfer.serve.tool_choice import choice_of, held
 
 MAX_PROMPTS = 1024
 """Prompts of one request for completions."""
@@ -73,16 +74,20 @@ def parsers_of(body: ChatCompletionRequest, parsers: Parsers) -> Parsers:
     Raises:
         ServeError: INVALID, naming field and value: something is asked for that nobody reads.
     """
-    _check_choice(body.tool_choice)
-    if not body.tools or body.tool_choice == "none":
+    with answered():
+        choice = choice_of(body.tool_choice)
+    if not body.tools or choice.mode == "none":
         return dataclasses.replace(parsers, tool_calls=None)
     if body.parallel_tool_calls is False and parsers.tool_calls is None:
         _refuse("parallel_tool_calls", False, "is not served: no parser of this model's tool calls is known")
     return parsers
 
 
-def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[str, Any]:
-    """The fields for the validator.
+def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits, parsers: Parsers) -> dict[str, Any]:
+    """The fields for the validator, the constraint by the tools included.
+
+    Args:
+        parsers: those that read the answer.
 
     Raises:
         ServeError: INVALID, naming field and value.
@@ -96,7 +101,8 @@ def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[s
         fields["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
     elif body.top_logprobs:
         _refuse("top_logprobs", body.top_logprobs, "needs logprobs=true")
-    return fields
+    with answered():
+        return held(fields, body.tools, body.tool_choice, body.parallel_tool_calls is not False, parsers)
 
 
 def names_in_chat(body: ChatCompletionRequest) -> Mapping[str, str]:
@@ -112,7 +118,10 @@ def names_in_messages() -> dict[str, str]:
 
 def names_in_format(body: Sampling) -> dict[str, str]:
     """The same, of what constrains the output."""
-    return {"structured_outputs": "response_format"} if body.structured_outputs is None else {}
+    if body.structured_outputs is not None:
+        return {}
+    by_tools = isinstance(body, ChatCompletionRequest) and body.tools and body.response_format is None
+    return {"structured_outputs": "tools" if by_tools else "response_format"}
 
 
 def names_in_prompts(body: CompletionRequest) -> list[dict[str, str]]:
@@ -190,11 +199,6 @@ def _tool_call(path: str, call: Any) -> Any:
     field = f"{path}.function.arguments"
     arguments = parse(function["arguments"].encode(), f"{field}: the text", field)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _check_choice(choice: Any) -> None:
-    if choice not in (None, "none", "auto"):
-        _refuse("tool_choice", choice, "is not served, since nothing makes a model call: it may be 'none' or 'auto'")
 
 
 def ids_of(field: str, ids: Any) -> Sequence[int]:

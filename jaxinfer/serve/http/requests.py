@@ -54,6 +54,7 @@ _STRUCTURED: dict[str, Any] = {
         "regex": {"type": "string"},
         "choice": _STRINGS,
         "grammar": {"type": "string"},
+        "structural_tag": {"anyOf": [{"type": "object"}, {"type": "string"}]},
         "enable_in_reasoning": {"type": "boolean"},
     },
     "additionalProperties": False,
@@ -61,7 +62,10 @@ _STRUCTURED: dict[str, Any] = {
 Structured = Annotated[Any, WithJsonSchema({"anyOf": [_STRUCTURED, {"type": "null"}]})]
 _FORMAT: dict[str, Any] = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": {"type": "object"}},
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+        "json_schema": {"type": "object"},
+    },
     "required": ["type"],
 }
 Format = Annotated[Any, WithJsonSchema({"anyOf": [_FORMAT, {"type": "null"}]})]
@@ -70,6 +74,8 @@ Prompt = Annotated[
     Any,
     WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, _TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS}]}),
 ]
+
+_CHOICES = ["none", "auto", "required", None]
 
 # By the names that `SamplingParams` has too.
 SAMPLING = (
@@ -197,7 +203,7 @@ class ChatCompletionRequest(Sampling):
 
     messages: Annotated[Objects, Field(min_length=1)]
     tools: Objects | None = None
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": _CHOICES}, {"type": "object"}]})] = None
     parallel_tool_calls: Annotated[bool | None, Field(description="false: no call behind the first is shown.")] = None
     include_reasoning: Annotated[bool | None, Field(description="Default: true.")] = None
     reasoning_effort: Effort | None = None

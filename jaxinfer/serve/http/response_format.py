@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.http.errors import short
 
-_TYPES = ("text", "json_object", "json_schema")
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+_TAG_FIELDS = ("format", "structures", "triggers")
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
@@ -24,13 +25,16 @@ def constraint_of(response_format: Any, structured_outputs: Any) -> dict[str, An
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if not isinstance(kind, str) or kind not in _TYPES:
         _refuse("response_format.type", kind, f"must be one of {', '.join(_TYPES)}")
+    fields = {"json_schema": ("json_schema",), "structural_tag": _TAG_FIELDS}.get(kind, ())
     for name in response_format:
-        if name != "type" and (name != "json_schema" or kind != "json_schema"):
+        if name != "type" and name not in fields:
             _refuse(f"response_format.{name[:50]}", response_format[name], f"is no field of type {kind}")
     if kind == "text":
         return {}
     if structured_outputs is not None:
         _refuse("response_format.type", kind, "and structured_outputs exclude each other")
+    if kind == "structural_tag":
+        return {"structured_outputs": {"structural_tag": response_format}}
     if kind == "json_object":
         return {"structured_outputs": {"json_object": True}}
     return {"structured_outputs": _of_schema(response_format.get("json_schema"))}

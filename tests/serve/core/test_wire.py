@@ -66,7 +66,8 @@ sampling = st.builds(
     | st.builds(StructuredOutputs, json_object=st.just(True))
     | st.builds(StructuredOutputs, regex=some_text)
     | st.builds(StructuredOutputs, choice=st.lists(some_text, min_size=1, max_size=3))
-    | st.builds(StructuredOutputs, grammar=some_text, enable_in_reasoning=st.booleans()),
+    | st.builds(StructuredOutputs, grammar=some_text, enable_in_reasoning=st.booleans())
+    | st.builds(StructuredOutputs, structural_tag=st.just("{}")),
     thinking_token_budget=st.none() | st.integers(0, 2**63 - 1),
 )
 requests = st.builds(

@@ -47,6 +47,7 @@ FIELDS = {
             "regex": st.text(),
             "choice": st.lists(st.text(), min_size=1, max_size=3),
             "grammar": st.text(),
+            "structural_tag": st.text(),
         },
     ),
     "logit_bias": st.dictionaries(UINT32, DOUBLE, min_size=1, max_size=3),

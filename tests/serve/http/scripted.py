@@ -14,6 +14,7 @@ from jaxinfer.serve.async_engine import AsyncEngine
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.settings import ServeConfig
+from jaxinfer.structured.matcher import Vocabulary
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
 from tests.serve.fake_engine import BOS, EOS, PAD, FakeEngine, FakeRunner, Mischief, fake_card, fake_library, resolved
@@ -42,6 +43,13 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(LibraryBackend(library), SpecialIds(bos=BOS, eos=(EOS,), pad=PAD))
 
 
+def vocabulary() -> Vocabulary:
+    """What grammars know of it."""
+    tokens = tokenizer()
+    spelt = [tokens.token_bytes(number) for number in range(tokens.vocab_size)]
+    return Vocabulary(spelt, frozenset(tokens.special_ids), tokens.eos_ids, tokens.vocab_size)
+
+
 class ScriptedRunner(FakeRunner):
     """The answers to requests, in the order in which they come."""
 
@@ -67,7 +75,7 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, runner: ScriptedRunner) -> None:
         super().__init__()
         engine, self._fake = resolved(), runner
-        EngineLoop.__init__(self, engine, new_kv(engine), runner)
+        EngineLoop.__init__(self, engine, new_kv(engine), runner, vocabulary=vocabulary)
 
 
 @contextlib.asynccontextmanager

@@ -74,7 +74,7 @@ def test_calls_and_reasoning_whole_and_streamed() -> None:
 
 def test_the_clients_streaming_helper() -> None:
     async def test() -> None:
-        async with speaking(THOUGHT + CALL) as running, running.openai() as client:
+        async with speaking(f"I look.\n{CALL}") as running, running.openai() as client:  # the client's tools are strict
             tools = [openai.pydantic_function_tool(Weather, name="weather")]
             async with client.chat.completions.stream(model="fake", messages=MESSAGES, tools=tools) as stream:
                 kinds = [event.type async for event in stream]
@@ -296,11 +296,51 @@ def test_effort_is_the_templates() -> None:
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS}},
     ],
 )
-def test_choices_that_need_constraints_are_refused(choice: Any) -> None:
+def test_choices_hold_the_output_to_calls(choice: Any) -> None:
+    async def test() -> None:
+        async with speaking(CALL, CALL.replace("city", "town")) as running, running.openai() as client:
+            answer = await client.chat.completions.create(**ASKED, tool_choice=choice)
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert json.loads(call.function.arguments) == {"city": "Zürich 🦊"}
+            assert answer.choices[0].finish_reason == "tool_calls"
+            if choice == "required":  # the model of the test takes no notice of masks
+                with pytest.raises(openai.APIError, match="structured_outputs"):
+                    await client.chat.completions.create(**ASKED, tool_choice=choice)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "any"}, "tool_choice='any' must be none, auto, required"),
+        ({"tool_choice": "required", "tools": None}, "tool_choice='required' needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice='f' is no function of tools"),
+        ({"tool_choice": "required", "tools": [{"type": "custom"}]}, "tools[0]={'type': 'custom'} must be of type"),
+        (
+            {"tool_choice": "required", "tools": [*TOOLS, {"function": {"name": "f", "parameters": {"not": {}}}}]},
+            "tools[1].function.parameters cannot be held: ",
+        ),
+    ],
+)
+def test_choices_that_cannot_be_held_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
     async def test() -> None:
         async with speaking(CALL) as running, running.openai() as client:
-            with pytest.raises(openai.BadRequestError, match="nothing makes a model call") as refused:
-                await client.chat.completions.create(**ASKED, tool_choice=choice)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**{**ASKED, **fields})
+            assert refused.value.body["message"].startswith(said)
+            assert refused.value.param == said.split("=")[0].split("[")[0]
+
+    run(test)
+
+
+def test_without_a_parser_nothing_makes_a_model_call() -> None:
+    async def test() -> None:
+        async with speaking(CALL, parsers=Parsers()) as running, running.openai() as client:
+            with pytest.raises(
+                openai.BadRequestError, match="no parser of this model's tool calls is known"
+            ) as refused:
+                await client.chat.completions.create(**ASKED, tool_choice="required")
             assert refused.value.param == "tool_choice"
 
     run(test)

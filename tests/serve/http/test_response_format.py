@@ -10,6 +10,9 @@ from jaxinfer.serve.http.response_format import constraint_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "null"}}}
 
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+OLDER_TAG = {"type": "structural_tag", "structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]}
+
 
 def schema(**fields: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "a", **fields}}
@@ -24,6 +27,8 @@ def schema(**fields: Any) -> dict[str, Any]:
         (schema(schema=SCHEMA), {"structured_outputs": {"json": SCHEMA}}),
         (schema(schema=SCHEMA, strict=True, description="b"), {"structured_outputs": {"json": SCHEMA}}),
         (schema(strict=None), {"structured_outputs": {"json_object": True}}),
+        (TAG, {"structured_outputs": {"structural_tag": TAG}}),
+        (OLDER_TAG, {"structured_outputs": {"structural_tag": OLDER_TAG}}),
     ],
 )
 def test_a_format_is_a_constraint(given, found):
@@ -43,10 +48,11 @@ def test_both_fields_may_be_there_where_one_asks_for_nothing():
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({}, "response_format.type=None must be one of text, json_object, json_schema"),
+        ({}, "response_format.type=None must be one of text, json_object, json_schema, structural_tag"),
         ({"type": []}, "response_format.type=[] must be one of"),
         ({"type": "json_object", "schema": {}}, "response_format.schema={} is no field of type json_object"),
         ({"type": "text", "json_schema": {}}, "response_format.json_schema={} is no field of type text"),
+        ({**TAG, "tags": []}, "response_format.tags=[] is no field of type structural_tag"),
         ({"type": "json_schema"}, "response_format.json_schema=None must be an object"),
         ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name=None must be"),
         (schema(strict="yes"), "response_format.json_schema.strict='yes' must be true or false"),
