@@ -3,16 +3,20 @@
 Grammars come with requests, and some take seconds and gigabytes to compile, or for one mask. Here they may: the memory,
 and the processor's time for each frame, are bounded, and whoever started it kills it when it takes too long.
 
-The first frame is JSON, the ``seconds`` of the processor that a frame may take and, behind a line, a `Vocabulary`
-(nothing: grammars are only checked). A question is a list of `Question` and of numbers of matchers that end, as JSON;
-its answer, behind a line of JSON that says for each whether it goes on (null), has ``stopped`` or has failed (a
-sentence), the masks of those that go on. A question of `check` has `GOOD` or `BAD` and a sentence for an answer.
+The first frame is JSON, the ``seconds`` of the processor that each matcher or check of a frame may take and, behind a
+line, a `Vocabulary` (nothing: grammars are only checked). A question of `ask` has for an answer JSON that says for each
+matcher whether it goes on (null), has ``stopped`` or has failed (a sentence), and behind a line the masks of those that
+go on. A question of `check` has `GOOD` or `BAD` and a sentence for an answer.
+
+Texts of grammars stand behind the JSON as they are: to quote a long one would hold the interpreter of whoever asks for
+some hundredths of a second.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
@@ -31,7 +35,21 @@ def setup(seconds: float, vocabulary: Vocabulary | None = None) -> bytes:
 
 def check(kind: str, text: str) -> bytes:
     """A question whether a grammar can be held."""
-    return json.dumps({"check": [kind, text]}).encode()
+    return b"\n".join([json.dumps({"check": kind}).encode(), text.encode()])
+
+
+Item = tuple[int, tuple[str, str, str] | None, Sequence[int]]
+"""Of a matcher: its number, its grammar (kind, text and scope; None: it is known), the tokens by which it goes on."""
+
+
+def ask(items: Sequence[Item], end: Sequence[int]) -> bytes:
+    """A question for masks. ``end``: numbers of matchers that are to be forgotten."""
+    texts = [b"" if grammar is None else grammar[1].encode() for _, grammar, _ in items]
+    heads = [
+        (number, None if grammar is None else (grammar[0], len(text), grammar[2]), list(tokens))
+        for (number, grammar, tokens), text in zip(items, texts, strict=True)
+    ]
+    return b"\n".join([json.dumps({"ask": heads, "end": list(end)}).encode(), b"".join(texts)])
 
 
 def main() -> None:
@@ -40,15 +58,16 @@ def main() -> None:
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     head, _, rest = (read_frame(reader) or b"{}").partition(b"\n")
     seconds = json.loads(head).get("seconds", 1.0)
-    matching = Matching(Matchers(Vocabulary.unpacked(rest))) if rest else None
+    matching = Matching(Matchers(Vocabulary.unpacked(rest)), seconds) if rest else None
     write_frame(writer, GOOD)
     while (frame := read_frame(reader)) is not None:
         allow_cpu(seconds)
-        question = json.loads(frame)
+        head, _, texts = frame.partition(b"\n")
+        question = json.loads(head)
         if matching is None:
-            write_frame(writer, _checked(*question["check"]))
+            write_frame(writer, _checked(question["check"], texts.decode()))
         else:
-            write_frame(writer, matching.answer(question["ask"], question["end"]))
+            write_frame(writer, matching.answer(question["ask"], question["end"], texts))
 
 
 def _checked(kind: str, text: str) -> bytes:
@@ -60,28 +79,34 @@ def _checked(kind: str, text: str) -> bytes:
 
 
 class Matching:
-    """The matchers of a helper, by number."""
+    """The matchers of a helper, by number. ``seconds``: of the processor, for each of a question."""
 
-    def __init__(self, matchers: Matchers) -> None:
-        self._matchers = matchers
+    def __init__(self, matchers: Matchers, seconds: float) -> None:
+        self._matchers, self._seconds = matchers, seconds
         self._known: dict[int, Matcher] = {}
 
-    def answer(self, ask: list[Any], end: list[int]) -> bytes:
-        """Answer a question: ``ask`` holds, of each matcher, its number, its grammar (kind, text and scope; null: it
-        is known) and the tokens by which it goes on."""
+    def answer(self, asked: list[Any], end: list[int], texts: bytes) -> bytes:
+        """Answer a question of `ask`."""
         for number in end:
             self._known.pop(number, None)
-        states, masks = list[str | None](), list[bytes]()
-        for number, grammar, tokens in ask:
-            try:
-                state, mask = self._next(number, grammar, tokens)
-            except GrammarError as error:
-                state, mask = str(error) or "the grammar failed", b""
+        states, masks, at = list[str | None](), list[bytes](), 0
+        for number, grammar, tokens in asked:
+            allow_cpu(self._seconds)
+            if grammar is not None:
+                kind, size, scope = grammar
+                grammar, at = (kind, texts[at : at + size].decode(), scope), at + size
+            state, mask = self._tried(number, grammar, tokens)
             states.append(state)
             masks.append(mask)
         return json.dumps(states).encode() + b"\n" + b"".join(masks)
 
-    def _next(self, number: int, grammar: list[str] | None, tokens: list[int]) -> tuple[str | None, bytes]:
+    def _tried(self, *item: Any) -> tuple[str | None, bytes]:
+        try:
+            return self._next(*item)
+        except GrammarError as error:
+            return str(error) or "the grammar failed", b""
+
+    def _next(self, number: int, grammar: tuple[str, str, str] | None, tokens: list[int]) -> tuple[str | None, bytes]:
         if grammar is not None:
             self._known[number] = self._matchers.new(*grammar)
         matcher = self._known[number]

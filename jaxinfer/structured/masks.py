@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from jaxinfer.helper_process import Helper
-from jaxinfer.structured.helper import MODULE, STOPPED, setup
+from jaxinfer.structured.helper import MODULE, STOPPED, Item, setup
+from jaxinfer.structured.helper import ask as ask_for
 from jaxinfer.structured.matcher import Vocabulary
 
 CPU_SECONDS = 1.0
-"""Of the processor, for a grammar or a mask, in whole seconds and up to two more."""
+"""Of the processor, for a grammar and its mask, or a mask."""
 _WALL_SECONDS = 20.0  # for one that waits, and uses no processor
 _TOO_LONG = "the grammar took too long, or too much memory: its helper was stopped"
 
@@ -194,7 +195,7 @@ class _Worker:
         except RuntimeError:  # it does not start
             return None
         items, self._since = [self._item(held) for held in ask], time.monotonic()
-        answer = helper.ask(json.dumps({"ask": items, "end": end}).encode())
+        answer = helper.ask(ask_for(items, end))
         self._since = 0.0
         if answer is None:
             self._generation += 1
@@ -208,7 +209,7 @@ class _Worker:
         self._helper.start()
         return self._helper
 
-    def _item(self, held: Held) -> tuple[int, tuple[str, str, str] | None, list[int]]:
+    def _item(self, held: Held) -> Item:
         """What a matcher is asked: one that the helper knows is told what is new, another one all."""
         known = held.generation == self._generation
         told = held.said if not known else held.said[held.told :]
