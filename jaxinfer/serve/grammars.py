@@ -49,9 +49,7 @@ class Grammars:
     async def _ask(self, place: str, question: bytes, tenant: str) -> None:
         answer = await self._pool.ask(tenant, question)
         if answer is None:
-            raise RequestError(
-                place, "was stopped: it takes too long to compile, or is too deep, or needs too much memory"
-            )
+            raise RequestError(place, "was stopped: compiled, it takes too long, too much memory or too deep a stack")
         if answer[:1] != GOOD:
             raise RequestError(place, f"cannot be held: {answer[1:].decode()}")
 

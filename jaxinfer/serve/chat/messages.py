@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.serve.http.bodies import parse
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http.bodies import parse, values_in
+
+MOST_VALUES = ServeLimits.values
+"""Of a call's arguments: as many as a body may hold, in which they are a text."""
 
 
 def for_template(path: str, message: Mapping[str, Any], arguments: str = "function.arguments") -> dict[str, Any]:
@@ -17,7 +22,7 @@ def for_template(path: str, message: Mapping[str, Any], arguments: str = "functi
         arguments: what those of a call are called there.
 
     Raises:
-        ServeError: INVALID: arguments are a text that is no JSON.
+        ServeError: INVALID: arguments are a text that is no JSON, or holds too many values.
     """
     made = dict(message)
     if made.get("reasoning") is not None:  # templates know the older name
@@ -37,5 +42,10 @@ def _told(field: str, call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = parse(function["arguments"].encode(), f"{field}: the text", field)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": _parsed(field, function["arguments"].encode())}}
+
+
+def _parsed(field: str, text: bytes) -> Any:
+    if values_in(text) > MOST_VALUES:
+        raise ServeError(Kind.INVALID, f"{field} holds more than {MOST_VALUES} values", field)
+    return parse(text, f"{field}: the text", field)
