@@ -152,7 +152,7 @@ def test_a_long_schema_is_not_parsed_where_it_is_checked() -> None:
     text = json.dumps({"enum": [{}] * 250_000})
     begun = time.process_time()
     assert SamplingParams(structured_outputs={"json": text}).grammar == ("json", text)
-    assert time.process_time() - begun < 0.02 * slowness()
+    assert time.process_time() - begun < 0.005 * slowness()
 
 
 def test_what_constrains_an_output_has_one_form() -> None:
