@@ -3,10 +3,10 @@
 Grammars come with requests, and some take seconds and gigabytes to compile, or for one mask. Here they may: the memory,
 and the processor's time for each frame, are bounded, and whoever started it kills it when it takes too long.
 
-The first frame is JSON, the ``seconds`` of the processor that each matcher or check of a frame may take and, behind a
-line, a `Vocabulary` (nothing: grammars are only checked). A question of `ask` has for an answer JSON that says for each
-matcher whether it goes on (null), has ``stopped`` or has failed (a sentence), and behind a line the masks of those that
-go on. A question of `check` has `GOOD` or `BAD` and a sentence for an answer.
+The first frame is JSON, the ``seconds`` of the processor that each matcher or check of a frame may take, how many
+tokens to look ``ahead`` where one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only
+checked). A question of `ask` is answered by a line of JSON, an `Answer` for each matcher, and behind it the masks that
+are not in it; one of `check` by `GOOD`, or by `BAD` and why.
 
 Texts of grammars stand behind the JSON as they are: to quote a long one would hold the interpreter of whoever asks for
 some hundredths of a second.
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
 from jaxinfer.structured.grammar import GrammarError, compiled
@@ -26,11 +26,28 @@ from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary
 MODULE = "jaxinfer.structured.helper"
 STOPPED = "stopped"
 _MAX_MEMORY_BYTES = 4 << 30
+_FEW = 64
+"""Tokens of a mask that are told as such: a text that must follow has few, and a mask may have kilobytes."""
 
 
-def setup(seconds: float, vocabulary: Vocabulary | None = None) -> bytes:
+class Answer(NamedTuple):
+    """What a matcher says.
+
+    Attributes:
+        state: None: it goes on; ``stopped``; or why it cannot.
+        tokens: that must follow, as models would say it.
+        masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
+    """
+
+    state: str | None
+    tokens: list[int]
+    masks: list[list[int] | None]
+
+
+def setup(seconds: float, vocabulary: Vocabulary | None = None, ahead: int = 0) -> bytes:
     """The first frame."""
-    return json.dumps({"seconds": seconds}).encode() + b"\n" + (b"" if vocabulary is None else vocabulary.packed())
+    head = json.dumps({"seconds": seconds, "ahead": ahead}).encode()
+    return head + b"\n" + (b"" if vocabulary is None else vocabulary.packed())
 
 
 def check(kind: str, text: str) -> bytes:
@@ -57,8 +74,9 @@ def main() -> None:
     begin(_MAX_MEMORY_BYTES)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     head, _, rest = (read_frame(reader) or b"{}").partition(b"\n")
-    seconds = json.loads(head).get("seconds", 1.0)
-    matching = Matching(Matchers(Vocabulary.unpacked(rest)), seconds) if rest else None
+    first = json.loads(head)
+    seconds = first.get("seconds", 1.0)
+    matching = Matching(Matchers(Vocabulary.unpacked(rest)), seconds, first.get("ahead", 0)) if rest else None
     write_frame(writer, GOOD)
     while (frame := read_frame(reader)) is not None:
         allow_cpu(seconds)
@@ -79,34 +97,40 @@ def _checked(kind: str, text: str) -> bytes:
 
 
 class Matching:
-    """The matchers of a helper, by number. ``seconds``: of the processor, for each of a question."""
+    """The matchers of a helper, by number.
 
-    def __init__(self, matchers: Matchers, seconds: float) -> None:
-        self._matchers, self._seconds = matchers, seconds
+    Args:
+        seconds: of the processor, for each of a question.
+        ahead: tokens to look ahead.
+    """
+
+    def __init__(self, matchers: Matchers, seconds: float, ahead: int = 0) -> None:
+        self._matchers, self._seconds, self._ahead = matchers, seconds, ahead
         self._known: dict[int, Matcher] = {}
 
     def answer(self, asked: list[Any], end: list[int], texts: bytes) -> bytes:
         """Answer a question of `ask`."""
         for number in end:
             self._known.pop(number, None)
-        states, masks, at = list[str | None](), list[bytes](), 0
+        answers, whole, at = list[Answer](), list[bytes](), 0
         for number, grammar, tokens in asked:
             allow_cpu(self._seconds)
             if grammar is not None:
                 kind, size, scope = grammar
                 grammar, at = (kind, texts[at : at + size].decode(), scope), at + size
-            state, mask = self._tried(number, grammar, tokens)
-            states.append(state)
-            masks.append(mask)
-        return json.dumps(states).encode() + b"\n" + b"".join(masks)
+            answer, masks = self._tried(number, grammar, tokens)
+            answers.append(answer)
+            whole += masks
+        return json.dumps(answers).encode() + b"\n" + b"".join(whole)
 
-    def _tried(self, *item: Any) -> tuple[str | None, bytes]:
+    def _tried(self, *item: Any) -> tuple[Answer, list[bytes]]:
         try:
             return self._next(*item)
         except GrammarError as error:
-            return str(error) or "the grammar failed", b""
+            return _failed(str(error) or "the grammar failed"), []
 
-    def _next(self, number: int, grammar: tuple[str, str, str] | None, tokens: list[int]) -> tuple[str | None, bytes]:
+    def _next(self, number: int, grammar: tuple[str, str, str] | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
+        """The answer of a matcher, and the masks that are not in it."""
         if grammar is not None:
             self._known[number] = self._matchers.new(*grammar)
         matcher = self._known[number]
@@ -114,8 +138,31 @@ class Matching:
             matcher.consume(tokens)
         mask = matcher.mask()
         if matcher.stopped:
-            return STOPPED, b""
-        return (None, mask) if any(mask) else ("the model has no token that the grammar allows here", b"")
+            return _failed(STOPPED), []
+        if not any(mask):
+            return _failed("the model has no token that the grammar allows here"), []
+        tokens, masks = matcher.ahead(self._ahead) if self._ahead else ([], [])
+        told = [_few(each) for each in (mask, *masks)]
+        return Answer(None, tokens, told), _left(told, (mask, *masks))
+
+
+def _failed(state: str) -> Answer:
+    return Answer(state, [], [])
+
+
+def _few(mask: bytes) -> list[int] | None:
+    """The ids of a mask, if they are few."""
+    bits, found = int.from_bytes(mask, "little"), list[int]()
+    if bits.bit_count() > _FEW:
+        return None
+    while bits:
+        found.append((bits & -bits).bit_length() - 1)
+        bits &= bits - 1
+    return found
+
+
+def _left(told: Iterable[list[int] | None], masks: Iterable[bytes]) -> list[bytes]:
+    return [mask for ids, mask in zip(told, masks, strict=True) if ids is None]
 
 
 if __name__ == "__main__":
