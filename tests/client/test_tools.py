@@ -39,7 +39,7 @@ def streamed(client: c.Client, messages: list[Any]) -> c.Completion:
 
 def agent(server: Speaking, ask: Any) -> tuple[str, list[Any], list[Any]]:
     """Ask until the model calls nothing: what it says then, what it has called, and all messages."""
-    messages, seen = list(MESSAGES), []
+    messages, seen = list(MESSAGES), list[Any]()
     with server.client() as client:
         while True:
             completion = ask(client, messages)

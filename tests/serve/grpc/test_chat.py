@@ -177,6 +177,20 @@ def test_the_prompt_is_that_of_the_typed_messages() -> None:
     run(story)
 
 
+def test_tools_that_may_not_be_called_are_not_in_the_prompt() -> None:
+    async def story() -> None:
+        async with speaking("Yes.") as server:
+            lengths = []
+            for mode in (pb.TOOL_MODE_AUTO, pb.TOOL_MODE_NONE):
+                chat = asked(tool_choice=pb.ToolChoice(mode=mode)).chat
+                lengths.append(len((await server.inference.Tokenize(pb.TokenizeRequest(chat=chat))).token_ids))
+            chat = asked(tools=False).chat
+            bare = await server.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+            assert lengths[0] > lengths[1] == len(bare.token_ids)
+
+    run(story)
+
+
 CALL_FIELDS = {"id": "a", "name": "weather", "arguments": CALLED}
 REQUIRED, UNSPECIFIED = pb.TOOL_MODE_REQUIRED, pb.TOOL_MODE_UNSPECIFIED
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
