@@ -80,14 +80,14 @@ class Helper:
         self._reap: weakref.finalize[..., Helper] | None = None
         self._killed = False
 
-    def start(self) -> None:
-        """Start it if it does not run.
+    def start(self) -> bool:
+        """Start it if it does not run; whether that was so: it knows nothing then.
 
         Raises:
             RuntimeError: it cannot be started.
         """
         if self._process is not None and not self._killed and self._process.poll() is None:
-            return
+            return False
         if self._reap is not None:
             self._reap()
         # In a session of its own: a Ctrl-C in the terminal is the server's business.
@@ -97,6 +97,7 @@ class Helper:
         self._reap, self._killed = weakref.finalize(self, _end, self._process), False
         if self._exchange(self._setup) is None:
             raise RuntimeError(f"{self._command[2]} does not start")
+        return True
 
     def ask(self, question: bytes) -> bytes | None:
         """Ask the helper; None: it was killed, or died."""

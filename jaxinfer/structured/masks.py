@@ -175,7 +175,8 @@ class _Worker:
         self._generation, self._words, self._since, self._stopped = 0, 0, 0.0, False
 
     def send(self) -> None:
-        if self._since and time.monotonic() - self._since > _WALL_SECONDS and self._helper is not None:
+        since = self._since  # once: an answer that comes now sets it to 0
+        if since and time.monotonic() - since > _WALL_SECONDS and self._helper is not None:
             self._helper.kill()
         if not self.waiting and not self.ended:
             return
@@ -228,8 +229,6 @@ class _Worker:
         items, self._since = [self._item(held) for held in ask], time.monotonic()
         answer = helper.ask(ask_for(items, end))
         self._since = 0.0
-        if answer is None:
-            self._generation += 1
         return answer
 
     def _started(self) -> Helper:
@@ -237,7 +236,8 @@ class _Worker:
             vocabulary = self._vocabulary()
             self._words = vocabulary.words
             self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
-        self._helper.start()
+        if self._helper.start():
+            self._generation += 1
         return self._helper
 
     def _item(self, held: Held) -> Item:
