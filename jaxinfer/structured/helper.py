@@ -19,15 +19,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
 from jaxinfer.structured.grammar import GrammarError, compiled
-from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary
+from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
 
 MODULE = "jaxinfer.structured.helper"
 STOPPED = "stopped"
 _MAX_MEMORY_BYTES = 4 << 30
 _FEW = 64
-"""Tokens of a mask that are told as such: a text that must follow has few, and a mask may have kilobytes."""
+"""Bytes of a mask whose tokens are told as such: a text that must follow has few, and a mask may have kilobytes."""
 
 
 class Answer(NamedTuple):
@@ -139,7 +141,7 @@ class Matching:
         mask = matcher.mask()
         if matcher.stopped:
             return _failed(STOPPED), []
-        if not any(mask):
+        if is_empty(mask):
             return _failed("the model has no token that the grammar allows here"), []
         tokens, masks = matcher.ahead(self._ahead) if self._ahead else ([], [])
         told = [_few(each) for each in (mask, *masks)]
@@ -152,13 +154,10 @@ def _failed(state: str) -> Answer:
 
 def _few(mask: bytes) -> list[int] | None:
     """The ids of a mask, if they are few."""
-    bits, found = int.from_bytes(mask, "little"), list[int]()
-    if bits.bit_count() > _FEW:
+    if len(mask) - mask.count(0) > _FEW:
         return None
-    while bits:
-        found.append((bits & -bits).bit_length() - 1)
-        bits &= bits - 1
-    return found
+    places = np.flatnonzero(np.frombuffer(mask, np.uint8)).tolist()
+    return [8 * place + bit for place in places for bit in range(8) if mask[place] >> bit & 1]
 
 
 def _left(told: Iterable[list[int] | None], masks: Iterable[bytes]) -> list[bytes]:

@@ -122,7 +122,8 @@ class Matcher:
         """The tokens that may follow: int32 words, bit ``i % 32`` of word ``i // 32`` for token i."""
         mask = self._library.compute_bitmask()
         self._check()
-        mask = mask[: self._bytes].ljust(self._bytes, b"\0")
+        if len(mask) != self._bytes:
+            mask = mask[: self._bytes].ljust(self._bytes, b"\0")
         return _with(mask, self._spaces) if self._spaces else mask
 
     def forced(self) -> bytes:
@@ -140,7 +141,7 @@ class Matcher:
         for count, token in enumerate(tokens := self._speller.spell(self.forced(), most), 1):
             self.consume([token])
             mask = self.mask()
-            if self.stopped or not any(mask):
+            if self.stopped or is_empty(mask):
                 self.rollback(count)
                 break
             masks.append(mask)
@@ -161,6 +162,11 @@ class Matcher:
     def _check(self) -> None:
         if self._library.is_error():
             raise GrammarError(short(self._library.get_error()))
+
+
+def is_empty(mask: bytes) -> bool:
+    """Whether it allows nothing."""
+    return mask.count(0) == len(mask)
 
 
 def _with(mask: bytes, tokens: Iterable[int]) -> bytes:
@@ -216,11 +222,17 @@ class _Tokens:
             for number, each in enumerate(known)
         ]
         self.special_token_ids = sorted(vocabulary.special)
-        self.eos_token_id = next(iter(vocabulary.ends), None)
+        self.ends = list(vocabulary.ends)
+        if not self.ends:  # the library wants one: a token that no model has
+            self.ends = [len(self.tokens)]
+            self.special_token_ids += self.ends
+            self.tokens.append(_SPECIAL + b"<no end>")
+        self.eos_token_id = self.ends[0]
 
     def __call__(self, text: bytes) -> list[int]:
         return []  # asked for where tokens are forced: none is
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.ends))
+    tokens = _Tokens(vocabulary)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.ends)

@@ -143,3 +143,11 @@ def test_space_of_the_grammars_own_is_not_passed_over():
     assert bits(matcher.mask()) == [ord(" ")]
     matcher.consume(b" ")
     assert bits(matcher.mask()) == [ord("a")]
+
+
+def test_a_model_without_an_end_token_ends_where_nothing_can_follow():
+    matcher = Matchers(WORDS._replace(ends=(), special=frozenset(), size=4)).new("regex", "(ab){2}")
+    assert bits(matcher.mask()) == [0, 1]
+    matcher.consume([1, 1])
+    matcher.mask()
+    assert matcher.stopped

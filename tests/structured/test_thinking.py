@@ -1,5 +1,7 @@
 """Thoughts: where they begin and end, what a grammar hears, what a budget leaves."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,11 +38,11 @@ def mask_of(*tokens: int) -> np.ndarray:
 def test_what_is_behind_a_thought_is_heard_however_it_comes(is_open, tokens, answer, cuts):
     thought, found = Thought(Thinking(BEGIN, END, is_open), None), []
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
-    for first, last in zip(edges, edges[1:], strict=False):
+    for first, last in itertools.pairwise(edges):
         found += thought.say(tokens[first:last])
     assert found == answer
     assert thought.over != thought.open
-    assert thought.over == (END in tokens or tokens[0] != BEGIN and not is_open)
+    assert thought.over == (END in tokens or (tokens[0] != BEGIN and not is_open))
 
 
 def test_a_first_token_may_begin_a_thought_or_be_the_grammars():
