@@ -23,9 +23,10 @@ _PROMPT_TOKENS = 16
 class ThoughtFormat(Protocol):
     """How a model tells a thought: `jaxinfer.parsers.thought.Thought`."""
 
-    begin: str
-    end: str
-
+    @property
+    def begin(self) -> str: ...
+    @property
+    def end(self) -> str: ...
     def is_open(self, prompt: str) -> bool: ...
 
 

@@ -1,4 +1,4 @@
-"""Grammars of all kinds: what ends by itself is of them, by the word of the `lark` package, with the bits of each alone."""
+"""Grammars of all kinds: what ends by itself is of them, by the word of `lark`, and bits are those of each alone."""
 
 from __future__ import annotations
 
