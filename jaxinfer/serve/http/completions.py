@@ -9,9 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.parsers.registry import Parsers
-from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.calls import Call, Input
+from jaxinfer.serve.chat.outputs import ParsedOutput, outputs_of
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
@@ -21,7 +20,7 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted
 from jaxinfer.serve.http.door import Door, fingerprint
 from jaxinfer.serve.http.gate import usable_id
-from jaxinfer.serve.http.messages import MessageChoice, Shown
+from jaxinfer.serve.http.messages import MessageChoice
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
 from jaxinfer.serve.tracing import HEADERS
 
@@ -58,12 +57,14 @@ async def chat(request: Request) -> Response:
     door: Door = request.app.state.door
     body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
     frontend, name = door.serving(), _id(request, body)
-    parsers = prompts.parsers_of(body, frontend.parsers)
-    sampling = prompts.sampling_of_chat(body, door.limits, parsers)
+    terms = prompts.terms_of(body)
+    parsers = terms.parsers(frontend.parsers)
+    sampling = terms.held(prompts.sampling_of_chat(body, door.limits), parsers)
     call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name, shown=parsers.markers)
     with in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
-    reply = Reply(generation, _chat_choices(door, frontend, body, generation, parsers))
+    outputs = outputs_of(generation, terms, parsers, frontend.tokenizer)
+    reply = Reply(generation, _chat_choices(door, frontend, body, outputs))
     extra = {"prompt_token_ids": list(generation.prompt_token_ids)} if body.return_token_ids else {}
     envelope = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion", extra)
     chunks = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion.chunk", extra)
@@ -112,19 +113,14 @@ def _call(
 
 
 def _chat_choices(
-    door: Door, frontend: Frontend, body: ChatCompletionRequest, generation: Generation, parsers: Parsers
+    door: Door, frontend: Frontend, body: ChatCompletionRequest, outputs: Sequence[ParsedOutput | None]
 ) -> list[ChatChoice]:
-    """A choice for each output, each with a parser of its own where there is something to parse."""
-    wanted, tokenizer = _wanted(frontend, body, logprobs=bool(body.logprobs)), frontend.tokenizer
-    last = generation.prompt_token_ids[-parsers.prompt_tokens :]
-    prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
-    reasoning = () if body.include_reasoning is False else door.reasoning_fields
-    shown = Shown(reasoning, parallel=body.parallel_tool_calls is not False)
-    tools = Tools(body.tools) if parsers.tool_calls is not None else None
-    made = [parsers.make(tools, prompt=prompt) for _ in range(generation.n)]
+    """A choice for each output, see `outputs_of`."""
+    wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
+    names = () if body.include_reasoning is False else door.reasoning_fields
     return [
-        ChatChoice(index, frontend, wanted) if parser is None else MessageChoice(index, frontend, wanted, parser, shown)
-        for index, parser in enumerate(made)
+        ChatChoice(index, frontend, wanted) if output is None else MessageChoice(index, frontend, wanted, output, names)
+        for index, output in enumerate(outputs)
     ]
 
 
