@@ -6,7 +6,6 @@ what ends it is a part of it. A special token ends a lexeme by itself.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,10 @@ from jaxinfer.structured.tree import (
     read,
     unlimited,
 )
+
+
+type Atom = str | int | Node
+"""A text without special tokens, a special token, or what has parts of its own."""
 
 
 class Held(NamedTuple):
@@ -80,38 +83,21 @@ class _Writer:
 
     def node(self, node: Node, ends: Sequence[str] = ()) -> str:
         """``ends``: texts of which one follows, none: nothing does."""
-        whole = self._lexeme([node], ends)
-        if whole is not None:
-            return whole
+        if not unlimited(node):
+            return self._runs([*self._atoms(node), *self._closed(ends)])
         match node:
             case AnyText():
                 return self._until(node.excludes, ends)
             case Triggered():
                 return self._triggered(node, ends)
-            case Row():
-                return self._row(node.elements, ends)
+            case Row(elements=[*first, last]):
+                return f"{self._runs(self._atoms(Row(first)))} {self.node(last, ends)}"
             case Tag():
-                return self._tag(node, ends)
+                return f"{self._const(node.begin)} {self.node(node.content, ends)}"
             case Either():
                 return _either(self.node(each, ends) for each in node.elements)
-            case Repeat() if unlimited(node.content):
-                return _either([self.node(node.content, ends), self._one_of(ends) or '""'])
-            case _:
-                return f"{self._limited(node)} {self._one_of(ends)}"
-
-    def _limited(self, node: Node) -> str:
-        match node:
-            case Json():
-                return self._json(node)
-            case Grammar():
-                return self._other(node)
-            case Repeat():
-                most = "" if node.most is None else node.most
-                return f"({self.node(node.content)}){{{node.least},{most}}}"
-            case Const():
-                return self._const(node.value)
-            case _:
-                raise TypeError(node)
+            case _:  # it may be left out
+                return _either([self.node(node.content, ends), self._runs(self._closed(ends))])
 
     # ---- texts
 
@@ -121,9 +107,6 @@ class _Writer:
 
     def _const(self, text: str) -> str:
         return " ".join(map(_piece, self._pieces(text))) or '""'
-
-    def _one_of(self, texts: Sequence[str]) -> str:
-        return _either(map(self._const, texts)) if texts else ""
 
     def _until(self, excludes: Iterable[str], ends: Sequence[str]) -> str:
         """Free text up to one of the texts, and that too."""
@@ -138,69 +121,91 @@ class _Writer:
             return " ".join([self._rule("TEXT", f"{text} {_piece(first)}"), *map(_piece, rest)])
         return self._rule("text", f"{text} {_piece(first)}", "[lazy]")
 
-    # ---- parts
+    # ---- parts that end by themselves
 
-    def _lexeme(self, nodes: Sequence[Node], ends: Sequence[str] = ()) -> str | None:
-        """One lexeme of parts that a regular expression tells, and of the text behind: several would not know where one
-        ends. None: they are no such parts."""
-        if not any(map(_has_regex, nodes)):
-            return None
-        parts = [self._regular(each) for each in nodes]
-        if len(ends) > 1 or None in parts:
-            return None
-        behind = [self._regular(Const(end)) for end in ends]
-        if None in behind:
-            return f"{self._rule('REGEX', ' '.join(map(str, parts)))} {self._one_of(ends)}"
-        return self._rule("REGEX", " ".join(map(str, [*parts, *behind])))
-
-    def _regular(self, node: Node) -> str | None:
+    def _atoms(self, node: Node) -> list[Atom]:
+        """What a part is made of, one behind the other."""
         match node:
             case Const():
-                pieces = self._pieces(node.value)
-                return None if any(isinstance(each, int) for each in pieces) else json.dumps(node.value)
-            case Regex():
-                without = f" & ({lark.text_without(node.excludes)})" if node.excludes else ""
-                return f"({lark.regex(node.pattern)}{without})"
+                return [*self._pieces(node.value)]
             case Row():
-                parts = [self._regular(each) for each in node.elements]
+                return [atom for each in node.elements for atom in self._atoms(each)]
+            case Tag() if unlimited(node.content):
+                return [*self._pieces(node.begin), Tag("", node.content, node.ends)] if node.begin else [node]
+            case Tag():
+                return [*self._pieces(node.begin), *self._atoms(node.content), *self._closed(node.ends)]
+            case _:
+                return [node]
+
+    def _closed(self, ends: Sequence[str]) -> list[Atom]:
+        return [*self._pieces(ends[0])] if len(ends) == 1 else [Either([*map(Const, ends)])] if ends else []
+
+    def _runs(self, atoms: Sequence[Atom]) -> str:
+        """Neighbours that a regular expression tells are one lexeme, in which alternatives behind it begin, too: of
+        several the lexer takes the longest, so of two that begin alike a short one would be lost."""
+        said, run = [], list[Atom]()
+        for atom in atoms:
+            if self._regular(atom) is not None:
+                run.append(atom)
+                continue
+            if isinstance(atom, Either):
+                said.append(_either(self._runs([*run, *self._atoms(each)]) for each in atom.elements))
+            else:
+                said += [self._lexeme(run), self._limited(atom)]
+            run = []
+        return " ".join(filter(None, [*said, self._lexeme(run)])) or '""'
+
+    def _lexeme(self, run: Sequence[Atom]) -> str:
+        if all(isinstance(each, str) for each in run):
+            return json.dumps("".join(map(str, run))) if run else ""
+        return self._rule("REGEX", " ".join(str(self._regular(each)) for each in run))
+
+    def _limited(self, atom: Atom) -> str:
+        match atom:
+            case int():
+                return _piece(atom)
+            case Json():
+                return self._json(atom)
+            case Grammar():
+                return self._other(atom)
+            case Repeat():
+                return f"({self.node(atom.content)}){_times(atom)}"
+            case Tag():
+                return self.node(atom.content, atom.ends)
+            case Triggered():
+                return _either(map(self.node, atom.tags))
+            case _:
+                raise TypeError(atom)
+
+    def _regular(self, atom: Atom) -> str | None:
+        """The regular expression of an atom; None: it has none."""
+        match atom:
+            case str():
+                return json.dumps(atom)
+            case Regex():
+                without = f" & ({lark.text_without(atom.excludes)})" if atom.excludes else ""
+                return f"({lark.regex(atom.pattern)}{without})"
+            case Const() | Row() | Tag() if (parts := self._atoms(atom)) != [atom]:
+                parts = [self._regular(each) for each in parts]
                 return None if None in parts else f"({' '.join(map(str, parts))})"
             case Either():
-                parts = [self._regular(each) for each in node.elements]
+                parts = [self._regular(each) for each in atom.elements]
                 return None if None in parts else _either(map(str, parts))
             case Repeat():
-                content, most = self._regular(node.content), "" if node.most is None else node.most
-                return None if content is None else f"({content}){{{node.least},{most}}}"
+                content = self._regular(atom.content)
+                return None if content is None else f"({content}){_times(atom)}"
             case _:
                 return None
-
-    def _row(self, nodes: Sequence[Node], ends: Sequence[str]) -> str:
-        if not unlimited(nodes[-1]) and len(ends) <= 1:
-            return self._runs([*nodes, *map(Const, ends)])
-        return f"{self._runs(nodes[:-1])} {self.node(nodes[-1], ends)}"
-
-    def _runs(self, nodes: Sequence[Node]) -> str:
-        """Parts that end by themselves; neighbours that a regular expression tells are one lexeme."""
-        said = []
-        for regular, run in itertools.groupby(nodes, lambda each: self._regular(each) is not None):
-            parts = list(run)
-            whole = self._lexeme(parts) if regular else None
-            said += [whole] if whole is not None else [self.node(each) for each in parts]
-        return " ".join(said)
-
-    def _tag(self, tag: Tag, ends: Sequence[str]) -> str:
-        inside = Row([Const(tag.begin), tag.content])
-        return f"{self._row(inside.elements, tag.ends)} {self._one_of(ends)}" if tag.ends else self.node(inside, ends)
 
     def _triggered(self, node: Triggered, ends: Sequence[str]) -> str:
         called, never = [], {*node.triggers, *node.excludes, *ends}
         for trigger, those in self._by_trigger(node).items():
             rest = _either(self.node(Tag(tag.begin.removeprefix(trigger), tag.content, tag.ends)) for tag in those)
             called.append(f"{self._until(never, [trigger])} {rest}")
-        more, rest, end = self._rule("called", " | ".join(called)), self._until(never, ends), self._one_of(ends)
+        more, rest = self._rule("called", " | ".join(called)), self._until(never, ends)
         if not node.at_least_one:
-            return f"({more} {end} | {rest})" if node.stop_after_first else f"{more}* {rest}"
-        first = _either(map(self.node, node.tags))
-        return f"{first} {end}" if node.stop_after_first else f"{first} {more}* {rest}"
+            return f"({more} {self._runs(self._closed(ends))} | {rest})" if node.stop_after_first else f"{more}* {rest}"
+        return f"{_either(map(self.node, node.tags))} {more}* {rest}"
 
     def _by_trigger(self, node: Triggered) -> dict[str, list[Tag]]:
         """Tags by what really begins them: a trigger may be the beginning of a special token's text."""
@@ -240,13 +245,5 @@ def _either(those: Iterable[str]) -> str:
     return f"({' | '.join(those)})"
 
 
-def _has_regex(node: Node) -> bool:
-    match node:
-        case Regex():
-            return True
-        case Row() | Either():
-            return any(map(_has_regex, node.elements))
-        case Repeat():
-            return _has_regex(node.content)
-        case _:
-            return False
+def _times(node: Repeat) -> str:
+    return f"{{{node.least},{'' if node.most is None else node.most}}}"
