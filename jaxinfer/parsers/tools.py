@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 STRING = "string"
 MOST_PYTHON = 1 << 14
@@ -73,15 +73,14 @@ def json_value(text: str, types: frozenset[str]) -> str:
     Python's literals are understood: True, None, single quotes.
     """
     bare = text.strip()
-    found: tuple[Any, ...] = ()
     if bare.lower() in ("null", "none") and ("null" in types or STRING not in types):
-        found = (None,)
-    elif bare.lower() in ("true", "false") and ("boolean" in types or not types):
-        found = (bare.lower() == "true",)
-    else:
-        found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
-        found = found if found and _is_of(found[0], types) else ()
-    return _dumped(found[0] if found else text) or _dumped(text) or '""'
+        return "null"
+    if bare.lower() in ("true", "false") and ("boolean" in types or not types):
+        return bare.lower()
+    if (found := _json(bare)) and _is_of(found[0], types):
+        return _dumped(found[0]) or bare  # of numbers that are too large for us it is JSON all the same
+    found = _literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ()
+    return (_dumped(found[0]) if found and _is_of(found[0], types) else None) or _dumped(text) or '""'
 
 
 def quoted(text: str) -> str:
@@ -144,9 +143,13 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
 
 def _json(text: str) -> tuple[Any, ...]:
     try:
-        return (json.loads(text),)
+        return (json.loads(text, parse_constant=_no_json),)
     except (ValueError, RecursionError):
         return ()
+
+
+def _no_json(word: str) -> NoReturn:
+    raise ValueError(word)
 
 
 def _literal(node: ast.expr | None) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ NAMES = sorted(TOOL_FORMS)
 TAGGED = ("qwen3_coder", "glm45", "glm47")
 MARKERLESS = ("llama3_json", "llama4_pythonic", "pythonic")
 CLOSERS = ("\n</parameter>", "</arg_value>", "</tool_call>", "</function>")
+HARMONY = ("<|end|>",)
 IDENTIFIERS = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
 LEAVES = st.sampled_from(
     [
@@ -100,6 +101,10 @@ def words_of(name: str, *, special: bool) -> Any:
     return vocabulary(*(sorted({*parsers_of(name).markers, *closers}) if special or name == "openai" else ()))
 
 
+def closers_of(name: str) -> tuple[str, ...]:
+    return HARMONY if name == "openai" else CLOSERS
+
+
 def assert_valid(those: list[Function], message: Message) -> None:
     schemas = {each.name: each.schema for each in those}
     for call in message.calls:
@@ -118,7 +123,7 @@ def test_whatever_the_masks_allow_is_read_back_as_valid_calls(
 ) -> None:
     those = data.draw(drawn(name, special=special))
     words = words_of(name, special=special)
-    text = walk(words, tag_of(form_of(name, those, parallel=parallel).calls), seed, CLOSERS)
+    text = walk(words, tag_of(form_of(name, those, parallel=parallel).calls), seed, closers_of(name))
     message = parsed(name, those, text)
     assert len(message.calls) >= 1 if parallel else len(message.calls) == 1
     assert name == "openai" or not message.content.strip()
@@ -130,7 +135,7 @@ def test_whatever_the_masks_allow_is_read_back_as_valid_calls(
 @given(data=st.data(), seed=st.integers(0, 2**32), special=st.booleans())
 def test_calls_in_free_text_are_valid_too(name: str, data: st.DataObject, seed: int, special: bool) -> None:
     those = data.draw(drawn(name, special=special))
-    text = walk(words_of(name, special=special), tag_of(form_of(name, those).text), seed, CLOSERS)
+    text = walk(words_of(name, special=special), tag_of(form_of(name, those).text), seed, closers_of(name))
     assert_valid(those, parsed(name, those, text))
 
 
@@ -142,7 +147,8 @@ ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 @given(those=functions(), seed=st.integers(0, 2**32))
 def test_an_answer_is_calls_or_of_the_schema(name: str, those: list[Function], seed: int) -> None:
     form = form_of(name, those)
-    message = parsed(name, those, walk(words_of(name, special=True), tag_of(form.beside(schema_of(ANSWER, "a"))), seed))
+    tag = tag_of(form.beside(schema_of(ANSWER, "a")))
+    message = parsed(name, those, walk(words_of(name, special=True), tag, seed, closers_of(name)))
     assert_valid(those, message)
     if not message.calls:
         jsonschema.validate(json.loads(message.content.splitlines()[-1]), ANSWER)
@@ -234,7 +240,8 @@ ARGUMENTS = st.fixed_dictionaries(
 @settings(max_examples=20)
 @given(given_arguments=ARGUMENTS, special=st.booleans())
 def test_what_a_family_writes_is_taken_and_read(name: str, given_arguments: dict[str, Any], special: bool) -> None:
-    calls = [("get_weather", given_arguments), ("now", {})]
+    ordered = {key: given_arguments[key] for key in WEATHER.parameters if key in given_arguments}
+    calls = [("get_weather", ordered), ("now", {})]
     text, words = written(name, calls), words_of(name, special=special)
     assert takes(words, "structural_tag", tag_of(form_of(name, TOOLS).calls), f"\n\n{text}" if name != "openai" else text)
     found = parsed(name, TOOLS, text)
