@@ -49,6 +49,7 @@ EXTENDED = (
     "serve/test_identity.py",
     "serve/test_process.py",
     "serve/test_structured.py",
+    "serve/test_tool_calls.py",
     "terminal/test_chat.py",
     "test_compile.py",
     "test_convert.py",

@@ -110,7 +110,10 @@ def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ({}, "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, structural_tag, not 0 of them"),
+        (
+            {},
+            "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, structural_tag, not 0 of them",
+        ),
         (
             {"regex": "a", "choice": ["a"]},
             "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, structural_tag, not 2 of them",

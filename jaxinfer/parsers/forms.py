@@ -148,7 +148,7 @@ def check_names(functions: Iterable[Function], names: re.Pattern[str] = NAME) ->
         FormError: it would not.
     """
     for function in functions:
-        if not names.fullmatch(function.name):
+        if not (NAME.fullmatch(function.name) and names.fullmatch(function.name)):
             raise FormError(
                 function, f"name={function.name!r:.100}", "cannot be called in the form of this model's calls"
             )

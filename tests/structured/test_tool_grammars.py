@@ -64,7 +64,13 @@ def functions(draw: st.DrawFn, parameters: st.SearchStrategy[Any] = NESTED) -> l
     for place, name in enumerate(draw(st.lists(IDENTIFIERS, min_size=1, max_size=3, unique=True))):
         properties = draw(st.dictionaries(IDENTIFIERS, parameters, max_size=4))
         required = [each for each in properties if draw(st.booleans())]
-        schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False, **DEFS}
+        schema = {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+            **DEFS,
+        }
         any_object = {"type": "object"}
         found.append(Function(f"tools[{place}].function", name, draw(st.sampled_from([schema, schema, any_object]))))
     return found
@@ -116,7 +122,7 @@ def test_each_parser_has_a_form() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(data=st.data(), seed=st.integers(0, 2**32), parallel=st.booleans(), special=st.booleans())
 def test_whatever_the_masks_allow_is_read_back_as_valid_calls(
     name: str, data: st.DataObject, seed: int, parallel: bool, special: bool
@@ -131,7 +137,7 @@ def test_whatever_the_masks_allow_is_read_back_as_valid_calls(
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data(), seed=st.integers(0, 2**32), special=st.booleans())
 def test_calls_in_free_text_are_valid_too(name: str, data: st.DataObject, seed: int, special: bool) -> None:
     those = data.draw(drawn(name, special=special))
@@ -143,7 +149,7 @@ ANSWER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(those=functions(), seed=st.integers(0, 2**32))
 def test_an_answer_is_calls_or_of_the_schema(name: str, those: list[Function], seed: int) -> None:
     form = form_of(name, those)
@@ -232,18 +238,22 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 STRINGS = st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.sampled_from("é狐\n"), max_size=12)
 ARGUMENTS = st.fixed_dictionaries(
     {"city": STRINGS, "days": st.integers(-(10**9), 9)},
-    optional={"options": st.dictionaries(IDENTIFIERS, st.integers() | STRINGS | st.lists(STRINGS, max_size=2), max_size=2)},
+    optional={
+        "options": st.dictionaries(IDENTIFIERS, st.integers() | STRINGS | st.lists(STRINGS, max_size=2), max_size=2)
+    },
 )
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(given_arguments=ARGUMENTS, special=st.booleans())
 def test_what_a_family_writes_is_taken_and_read(name: str, given_arguments: dict[str, Any], special: bool) -> None:
     ordered = {key: given_arguments[key] for key in WEATHER.parameters if key in given_arguments}
     calls = [("get_weather", ordered), ("now", {})]
     text, words = written(name, calls), words_of(name, special=special)
-    assert takes(words, "structural_tag", tag_of(form_of(name, TOOLS).calls), f"\n\n{text}" if name != "openai" else text)
+    assert takes(
+        words, "structural_tag", tag_of(form_of(name, TOOLS).calls), f"\n\n{text}" if name != "openai" else text
+    )
     found = parsed(name, TOOLS, text)
     assert [(call.name, json.loads(call.arguments)) for call in found.calls] == calls
     assert takes(words, "structural_tag", tag_of(form_of(name, TOOLS).beside(schema_of(ANSWER, "a"))), text)

@@ -312,7 +312,9 @@ def test_choices_that_cannot_be_held_are_refused_by_name(fields: dict[str, Any],
 def test_without_a_parser_nothing_makes_a_model_call() -> None:
     async def test() -> None:
         async with speaking(CALL, parsers=Parsers()) as running, running.openai() as client:
-            with pytest.raises(openai.BadRequestError, match="no parser of this model's tool calls is known") as refused:
+            with pytest.raises(
+                openai.BadRequestError, match="no parser of this model's tool calls is known"
+            ) as refused:
                 await client.chat.completions.create(**ASKED, tool_choice="required")
             assert refused.value.param == "tool_choice"
 
