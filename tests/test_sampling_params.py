@@ -65,6 +65,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
+KINDS = "json, json_object, regex, choice, grammar, structural_tag"
+
+
 @pytest.mark.parametrize(("field", "value", "reason"), REFUSED)
 def test_refuses_naming_field_and_value(field: str, value: Any, reason: str) -> None:
     with pytest.raises(RequestError) as refusal:
@@ -112,15 +115,15 @@ def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence:
     [
         (
             {},
-            "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, structural_tag, not 0 of them",
+            f"structured_outputs must have exactly one of {KINDS}, not 0 of them",
         ),
         (
             {"regex": "a", "choice": ["a"]},
-            "structured_outputs must have exactly one of json, json_object, regex, choice, grammar, structural_tag, not 2 of them",
+            f"structured_outputs must have exactly one of {KINDS}, not 2 of them",
         ),
         (
             {"ebnf": "a"},
-            "structured_outputs.ebnf is no field of it: they are json, json_object, regex, choice, grammar, structural_tag",
+            f"structured_outputs.ebnf is no field of it: they are {KINDS}",
         ),
         ("a", "structured_outputs='a' must be an object"),
         ({"regex": 1.5}, "structured_outputs.regex=1.5 must be a string"),

@@ -1,4 +1,4 @@
-"""What is the same in the forms of calls: what may be called, and the parts of structural tags that a form is made of."""
+"""What the forms of calls have in common: functions, and the parts of structural tags that forms are made of."""
 
 from __future__ import annotations
 

@@ -120,11 +120,11 @@ def _arguments(call: str) -> str | None:
     if not isinstance(node, ast.Call) or node.args:
         return None
     found = []
-    for keyword in node.keywords:
-        value = literal_json(keyword.value)
-        if keyword.arg is None or value is None:
+    for each in node.keywords:
+        value = literal_json(each.value)
+        if each.arg is None or value is None:
             return None
-        found.append(f'"{quoted(keyword.arg)}": {value}')
+        found.append(f'"{quoted(each.arg)}": {value}')
     return f"{{{', '.join(found)}}}"
 
 

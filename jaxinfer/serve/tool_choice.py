@@ -1,4 +1,4 @@
-"""What a request says of its tools becomes a constraint of its output: which may be called, whether one must. No jax."""
+"""What a request says of its tools becomes a constraint of its output: what may be called, what must. No jax."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def choice_of(given: Any) -> Choice:
     if kind == "function":
         _check_fields("tool_choice", given, ("type", "function"))
         return Choice("named", [_name_of("tool_choice", given)])
-    if kind == "allowed_tools":
-        _check_fields("tool_choice", given, ("type", "allowed_tools"))
-        return _allowed(given.get("allowed_tools"))
-    _refuse("tool_choice", given, "must be none, auto, required, a function by name, or allowed_tools")
+    if kind != "allowed_tools":
+        _refuse("tool_choice", given, "must be none, auto, required, a function by name, or allowed_tools")
+    _check_fields("tool_choice", given, ("type", "allowed_tools"))
+    return _allowed(given.get("allowed_tools"))
 
 
 def held(

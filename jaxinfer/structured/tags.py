@@ -1,7 +1,7 @@
 """Structural tags as grammars in llguidance's notation. No jax.
 
-Free text is one lexeme, up to the text that ends it: the library's lexer is greedy, so a lexeme of that kind is lazy, and
-what ends it is a part of it. A special token ends a lexeme by itself.
+Free text is one lexeme, up to the text that ends it: the library's lexer is greedy, so a lexeme of that kind is lazy,
+and what ends it is a part of it. A special token ends a lexeme by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from jaxinfer.structured.tree import (
     read,
     unlimited,
 )
-
 
 type Atom = str | int | Node
 """A text without special tokens, a special token, or what has parts of its own."""
@@ -96,8 +95,10 @@ class _Writer:
                 return f"{self._const(node.begin)} {self.node(node.content, ends)}"
             case Either():
                 return _either(self.node(each, ends) for each in node.elements)
-            case _:  # it may be left out
+            case Repeat():  # it may be left out
                 return _either([self.node(node.content, ends), self._runs(self._closed(ends))])
+            case _:
+                raise TypeError(node)
 
     # ---- texts
 
@@ -185,12 +186,10 @@ class _Writer:
             case Regex():
                 without = f" & ({lark.text_without(atom.excludes)})" if atom.excludes else ""
                 return f"({lark.regex(atom.pattern)}{without})"
-            case Const() | Row() | Tag() if (parts := self._atoms(atom)) != [atom]:
-                parts = [self._regular(each) for each in parts]
-                return None if None in parts else f"({' '.join(map(str, parts))})"
+            case Const() | Row() | Tag() if (atoms := self._atoms(atom)) != [atom]:
+                return _together(map(self._regular, atoms), " ")
             case Either():
-                parts = [self._regular(each) for each in atom.elements]
-                return None if None in parts else _either(map(str, parts))
+                return _together(map(self._regular, atom.elements), " | ")
             case Repeat():
                 content = self._regular(atom.content)
                 return None if content is None else f"({content}){_times(atom)}"
@@ -239,6 +238,12 @@ class _Writer:
 
 def _piece(piece: str | int) -> str:
     return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)
+
+
+def _together(parts: Iterable[str | None], joint: str) -> str | None:
+    """Regular expressions as one; None: one of them is missing."""
+    found = list(parts)
+    return None if None in found else f"({joint.join(map(str, found))})"
 
 
 def _either(those: Iterable[str]) -> str:
