@@ -74,10 +74,7 @@ class Literals:
     def _value(self, schema: Any, depth: int) -> Node:
         if depth > _MOST_DEPTH:
             self._refuse("$ref", "schemas within schemas are too deep")
-        words = {} if schema is True else schema
-        if not isinstance(words, Mapping):
-            self._refuse(repr(words)[:50], "is no schema that anything is of")
-        said = {word: value for word, value in words.items() if word not in ANNOTATIONS}
+        said = self._said({} if schema is True else schema)
         values = [said["const"]] if "const" in said else said.get("enum")
         if isinstance(values, list) and values:
             return either(const(text) for each in values for text in _written(each))
@@ -87,6 +84,12 @@ class Literals:
         if said:
             self._refuse(next(iter(said)), "stands without a type")
         return self.any()
+
+    def _said(self, schema: Any) -> dict[str, Any]:
+        """Without annotations."""
+        if not isinstance(schema, Mapping):
+            self._refuse(repr(schema)[:50], "is no schema that anything is of")
+        return {word: value for word, value in schema.items() if word not in ANNOTATIONS}
 
     def _referred(self, said: Mapping[str, Any], depth: int) -> Node:
         self._only(said, frozenset({"$ref"}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxinfer.parsers.forms import Form, FormError, Function, Node, const, either, regex, schema_of
@@ -132,26 +132,23 @@ def _format_of(asked: Mapping[str, Any] | StructuredOutputs) -> Node:
     constraint = SamplingParams(structured_outputs=asked).grammar
     assert constraint is not None
     kind, text = constraint
-    place = f"structured_outputs.{kind}"
-    match kind:
-        case "json":
-            return schema_of(json.loads(text), place)
-        case "json_object":
-            return schema_of(_ANY, place)
-        case "choice":
-            return either(map(const, json.loads(text)))
-        case "regex":
-            return regex(text)
-        case "grammar":
-            return {"type": "grammar", "grammar": text}
-        case _:
-            return _inner(json.loads(text))
+    return _FORMATS[kind](text)
 
 
 def _inner(tag: Mapping[str, Any]) -> Node:
     if "format" not in tag:
         raise RequestError("structured_outputs.structural_tag", "must have a format, beside tools")
     return dict(tag["format"]) if isinstance(tag["format"], Mapping) else {"type": tag["format"]}
+
+
+_FORMATS: Mapping[str, Callable[[str], Node]] = {
+    "json": lambda text: schema_of(json.loads(text), "structured_outputs.json"),
+    "json_object": lambda text: schema_of(_ANY, "structured_outputs.json_object"),
+    "choice": lambda text: either(map(const, json.loads(text))),
+    "regex": regex,
+    "grammar": lambda text: {"type": "grammar", "grammar": text},
+    "structural_tag": lambda text: _inner(json.loads(text)),
+}
 
 
 def _allowed(given: Any) -> Choice:

@@ -84,6 +84,9 @@ class _Writer:
         """``ends``: texts of which one follows, none: nothing does."""
         if not unlimited(node):
             return self._runs([*self._atoms(node), *self._closed(ends)])
+        return self._open(node, ends)
+
+    def _open(self, node: Node, ends: Sequence[str]) -> str:
         match node:
             case AnyText():
                 return self._until(node.excludes, ends)
@@ -91,14 +94,16 @@ class _Writer:
                 return self._triggered(node, ends)
             case Row(elements=[*first, last]):
                 return f"{self._runs(self._atoms(Row(first)))} {self.node(last, ends)}"
-            case Tag():
-                return f"{self._const(node.begin)} {self.node(node.content, ends)}"
+            case Tag(begin, content):
+                return self.node(Row([Const(begin), content]), ends)
             case Either():
                 return _either(self.node(each, ends) for each in node.elements)
-            case Repeat():  # it may be left out
-                return _either([self.node(node.content, ends), self._runs(self._closed(ends))])
-            case _:
-                raise TypeError(node)
+        return self._left_out(node, ends)
+
+    def _left_out(self, node: Node, ends: Sequence[str]) -> str:
+        """A part that may be left out."""
+        assert isinstance(node, Repeat)
+        return _either([self.node(node.content, ends), self._runs(self._closed(ends))])
 
     # ---- texts
 
@@ -171,12 +176,10 @@ class _Writer:
                 return self._other(atom)
             case Repeat():
                 return f"({self.node(atom.content)}){_times(atom)}"
-            case Tag():
-                return self.node(atom.content, atom.ends)
             case Triggered():
                 return _either(map(self.node, atom.tags))
-            case _:
-                raise TypeError(atom)
+        assert isinstance(atom, Tag)
+        return self.node(atom.content, atom.ends)
 
     def _regular(self, atom: Atom) -> str | None:
         """The regular expression of an atom; None: it has none."""
@@ -184,17 +187,15 @@ class _Writer:
             case str():
                 return json.dumps(atom)
             case Regex():
-                without = f" & ({lark.text_without(atom.excludes)})" if atom.excludes else ""
-                return f"({lark.regex(atom.pattern)}{without})"
-            case Const() | Row() | Tag() if (atoms := self._atoms(atom)) != [atom]:
-                return _together(map(self._regular, atoms), " ")
+                return _expression(atom)
             case Either():
                 return _together(map(self._regular, atom.elements), " | ")
             case Repeat():
                 content = self._regular(atom.content)
                 return None if content is None else f"({content}){_times(atom)}"
-            case _:
-                return None
+            case Const() | Row() | Tag() if (atoms := self._atoms(atom)) != [atom]:
+                return _together(map(self._regular, atoms), " ")
+        return None
 
     def _triggered(self, node: Triggered, ends: Sequence[str]) -> str:
         called, never = [], {*node.triggers, *node.excludes, *ends}
@@ -238,6 +239,11 @@ class _Writer:
 
 def _piece(piece: str | int) -> str:
     return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)
+
+
+def _expression(node: Regex) -> str:
+    without = f" & ({lark.text_without(node.excludes)})" if node.excludes else ""
+    return f"({lark.regex(node.pattern)}{without})"
 
 
 def _together(parts: Iterable[str | None], joint: str) -> str | None:

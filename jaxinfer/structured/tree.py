@@ -123,16 +123,13 @@ def unlimited(node: Node) -> bool:
             return True
         case Triggered():
             return not (node.at_least_one and node.stop_after_first)
-        case Tag():
-            return not node.ends and unlimited(node.content)
+        case Tag(content=content, ends=()) | Repeat(content=content):
+            return unlimited(content)
         case Row():
             return unlimited(node.elements[-1])
         case Either():
             return any(map(unlimited, node.elements))
-        case Repeat():
-            return unlimited(node.content)
-        case _:
-            return False
+    return False
 
 
 def _older(found: Mapping[str, Any]) -> Triggered:

@@ -61,6 +61,16 @@ def test_the_client(server):
     with c.Client(server.target) as client:
         found = client.generate(PROMPT, structured_outputs={"choice": ["yes", "no"]}, seed=1)
         assert found.outputs[0].text in ("yes", "no")
+        tag = {"type": "tag", "begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": "</n>"}
+        asked = {"structural_tag": {"type": "structural_tag", "format": tag}}
+        found = client.generate(PROMPT, structured_outputs=asked, seed=1, max_tokens=20)
+        assert re.fullmatch("<n>[0-9]{1,3}</n>", found.outputs[0].text)
+        with pytest.raises(
+            c.InvalidRequest, match=r"structured_outputs\.structural_tag cannot be held: format\.type='x'"
+        ):
+            client.generate(
+                PROMPT, structured_outputs={"structural_tag": '{"type": "structural_tag", "format": {"type": "x"}}'}
+            )
         with pytest.raises(c.InvalidRequest, match=r"structured_outputs\.json cannot be held.*not"):
             client.generate(PROMPT, structured_outputs={"json": {"not": {}}})
 
