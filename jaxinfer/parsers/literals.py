@@ -22,6 +22,8 @@ from jaxinfer.parsers.forms import (
 from jaxinfer.parsers.tools import referred
 
 _MOST_DEPTH = 16
+_MOST_SCHEMAS, MOST_PARAMETERS = 2048, 128
+"""References are written out, and of parameters what may follow which."""
 _ESCAPED, _PLAIN = r"\\[nrtbf\\'\"]", r"\\\x00-\x1f\x7f"
 _STRING = either(regex(f"{quote}(?:[^{_PLAIN}{quote}]|{_ESCAPED})*{quote}") for quote in "\"'")
 # Bounded: what Python reads as infinite has no JSON, and what is too long is no number.
@@ -62,7 +64,7 @@ class Literals:
     """
 
     def __init__(self, function: Function) -> None:
-        self._function = function
+        self._function, self._count = function, 0
 
     def any(self) -> Node:
         return {"type": "grammar", "grammar": _ANY}
@@ -72,8 +74,9 @@ class Literals:
         return self._value(self._function.parameters[parameter], 0)
 
     def _value(self, schema: Any, depth: int) -> Node:
-        if depth > _MOST_DEPTH:
-            self._refuse("$ref", "schemas within schemas are too deep")
+        self._count += 1
+        if depth > _MOST_DEPTH or self._count > _MOST_SCHEMAS:
+            self._refuse("$ref", "schemas within schemas are too deep, or too many")
         said = self._said({} if schema is True else schema)
         values = [said["const"]] if "const" in said else said.get("enum")
         if isinstance(values, list) and values:
@@ -127,6 +130,8 @@ class Literals:
         required = frozenset(said.get("required", []))
         if required - set(properties):
             self._refuse("required", "names what is no property")
+        if len(properties) > MOST_PARAMETERS:
+            self._refuse("properties", f"are more than {MOST_PARAMETERS}")
         if not properties and more is not False:
             pair = row(_STRING, _COLON, self._value(more, depth + 1))
             return row(const("{"), optional(several(pair, parallel=True, between=_COMMA)), const("}"))

@@ -23,7 +23,7 @@ from jaxinfer.parsers.forms import (
     several,
     unmarked,
 )
-from jaxinfer.parsers.literals import Literals, listed
+from jaxinfer.parsers.literals import MOST_PARAMETERS, Literals, listed
 from jaxinfer.parsers.source import Markers, Source, Wait
 from jaxinfer.parsers.tools import MOST_PYTHON, Tools, literal_json, parsed, quoted
 from jaxinfer.parsers.values import MAX_NAME
@@ -151,5 +151,9 @@ def _by_name(function: Function) -> Iterable[Node]:
     for name in function.parameters:
         if not name.isidentifier() or keyword.iskeyword(name):
             raise FormError(function, "parameters.properties", f"has {name!r:.100}, which is no name in Python")
+    if len(function.parameters) > MOST_PARAMETERS:
+        raise FormError(
+            function, "parameters.properties", f"are more than {MOST_PARAMETERS}, too many for Python's calls"
+        )
     pairs = [(row(const(f"{name}="), literals.of(name)), function.needs(name)) for name in function.parameters]
     return [listed(pairs)] if pairs else []

@@ -63,7 +63,7 @@ class Tools:
         if schema is None:
             return frozenset()
         if (name, parameter) not in self._types:  # a schema may be large, and asked for often
-            self._types[name, parameter] = frozenset(_types(schema, root, _MOST_DEPTH))
+            self._types[name, parameter] = frozenset(_types(schema, root, _MOST_DEPTH, set()))
         return self._types[name, parameter]
 
 
@@ -123,10 +123,15 @@ def referred(reference: object, root: Mapping[str, Any]) -> object:
     return found
 
 
-def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
-    """Types that ``schema`` names, also by its values, its alternatives, or what it refers to within ``root``."""
-    if not isinstance(schema, Mapping) or depth == 0:
+def _types(schema: object, root: Mapping[str, Any], depth: int, seen: set[int]) -> set[str]:
+    """Types that ``schema`` names, also by its values, its alternatives, or what it refers to within ``root``.
+
+    Args:
+        seen: ids of schemas that were asked already: they may refer to one another many times.
+    """
+    if not isinstance(schema, Mapping) or depth == 0 or id(schema) in seen:
         return set()
+    seen.add(id(schema))
     found = schema.get("type")
     if found is not None:
         words = found if isinstance(found, list) else [found]
@@ -138,7 +143,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int) -> set[str]:
         }
     listed = [each for word in ("anyOf", "oneOf", "allOf") if isinstance(each := schema.get(word), list)]
     others = [*(one for each in listed for one in each), referred(schema.get("$ref"), root)]
-    return {kind for each in others for kind in _types(each, root, depth - 1)}
+    return {kind for each in others for kind in _types(each, root, depth - 1, seen)}
 
 
 def _json(text: str) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from jaxinfer.sampling_params import RequestError, SamplingParams, StructuredOut
 _EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY: Mapping[str, Any] = {"type": "object"}
 _MODES = ("auto", "required")
-_MOST_TOOLS = 1024
+_MOST_TOOLS, _MOST_PARTS = 1024, 50_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ def held(
         return fields
     form = _form([_loosened(each, strict or choice.must) for each, strict in functions], choice, parallel, parsers)
     made = form.calls if choice.must else form.beside(_format_of(answer)) if answer else form.text
+    _check_size(made)
     return {**fields, "structured_outputs": {"structural_tag": {"type": "structural_tag", "format": made}}}
 
 
@@ -88,6 +89,17 @@ def _form(functions: Sequence[Function], choice: Choice, parallel: bool, parsers
         return TOOL_FORMS[parsers.tool_calls](functions, parallel=parallel and choice.mode != "named")
     except FormError as error:
         raise RequestError(error.place, error.reason) from error
+
+
+def _check_size(made: Node) -> None:
+    """Check a format before it is written out: what stands in it in many places is, too."""
+    parts: list[Any] = [made]
+    for _ in range(_MOST_PARTS):
+        if not parts:
+            return
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    raise RequestError("tools", f"make a grammar of more than {_MOST_PARTS} parts: their schemas are too much")
 
 
 def _check_callable(choice: Choice, tools: Sequence[Mapping[str, Any]] | None, given: Any, parsers: Parsers) -> None:

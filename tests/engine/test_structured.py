@@ -211,6 +211,19 @@ def test_a_finished_grammar_ends_the_output(llm):
     assert (output.text, output.finish_reason, len(output.token_ids)) == ("perhaps", "stop", 7)
 
 
+def test_a_structural_tag_holds_the_output_and_its_schemas_are_named(llm):
+    schema = {"type": "json_schema", "json_schema": POINT}
+    tag = {"type": "tag", "begin": "<f>", "content": schema, "end": "</f>"}
+    constraint = {"structural_tag": {"type": "structural_tag", "format": tag}}
+    output = one(llm, constraint, temperature=1.5, seed=3)
+    assert output.finish_reason == "stop"
+    jsonschema.validate(json.loads(output.text.removeprefix("<f>").removesuffix("</f>")), POINT)
+    tag["content"] = {**schema, "json_schema": {"not": {}}}
+    place = r"structured_outputs\.structural_tag\.format\.content\.json_schema cannot be held: .*not"
+    with pytest.raises(RequestError, match=place):
+        one(llm, constraint)
+
+
 def test_what_max_tokens_cuts_says_so(llm):
     output = one(llm, {"choice": ["perhaps"]}, max_tokens=4)
     assert (output.text, output.finish_reason) == ("perh", "length")

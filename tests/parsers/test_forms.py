@@ -31,6 +31,7 @@ def test_names_that_one_form_cannot_write(name: str, wrong: str) -> None:
         TOOL_FORMS[name]([function(wrong)], parallel=True)
 
 
+TWICE = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 4} for i in range(15)} | {"15": {"type": "null"}}
 WRONG: list[tuple[str, Function, str]] = [
     ("qwen3_coder", function(anyOf=[{}]), "cannot be held: anyOf is about all arguments"),
     ("glm45", function(minProperties=1), "cannot be held: minProperties is about all arguments"),
@@ -49,6 +50,9 @@ WRONG: list[tuple[str, Function, str]] = [
     ("pythonic", of(**{"$ref": "#/$defs/no"}), "is no schema that anything is of"),
     ("pythonic", of(type="object", properties={"b": {}}, required=["c"]), "required names what is no property"),
     ("pythonic", function(properties={"a": {"$ref": "#/properties/a"}}), "$ref schemas within schemas are too deep"),
+    ("pythonic", function(properties={"a": {"$ref": "#/$defs/0"}}, **{"$defs": TWICE}), "too deep, or too many"),
+    ("pythonic", function(properties={f"p{i}": {} for i in range(200)}), "are more than 128"),
+    ("pythonic", of(type="object", properties={f"p{i}": {} for i in range(200)}), "properties are more than 128"),
 ]
 
 

@@ -85,3 +85,12 @@ def test_values(text: str, types: str, value: Any) -> None:
 @given(st.lists(st.text(max_size=5), max_size=5))
 def test_a_string_comes_out_part_by_part(parts: list[str]) -> None:
     assert json.loads(f'"{"".join(map(quoted, parts))}"') == "".join(parts)
+
+
+def test_schemas_that_refer_to_one_another_are_asked_once() -> None:
+    """Each names the next one many times."""
+    definitions: dict[str, Any] = {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 50} for i in range(7)}
+    definitions["1"]["anyOf"].append({"const": 1})
+    parameters = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**definitions, "7": {"type": "null"}}}
+    tools = Tools([{"name": "f", "parameters": parameters}])
+    assert tools.types("f", "a") == {"integer", "number"}

@@ -165,6 +165,18 @@ def test_a_schema_is_named_in_each_form(name: str) -> None:
     assert getattr(refused.value, "place").startswith("tools[2].function.parameters")  # noqa: B009
 
 
+def test_schemas_that_would_fill_the_memory_are_refused_at_once() -> None:
+    """Parameters of Python's calls that are objects of as many, and so on."""
+    deep: dict[str, Any] = {"type": "null"}
+    for _ in range(4):
+        deep = {"type": "object", "properties": {f"p{number}": deep for number in range(5)}}
+    large = {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(100)}}
+    wide = {"properties": {f"p{number}": large for number in range(15)}}
+    for parameters in ({"properties": {"a": deep}}, wide):
+        with pytest.raises(RequestError, match=r"their schemas are too much|too deep, or too many"):
+            held({}, [tool("f", parameters=parameters)], "required", True, Parsers("pythonic"))
+
+
 def test_an_older_tag_beside_tools_is_refused() -> None:
     older = {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]}
     with pytest.raises(RequestError, match=r"structured_outputs\.structural_tag must have a format, beside tools"):

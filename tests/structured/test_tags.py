@@ -41,6 +41,8 @@ def tag(begin: str, content: Any, end: Any) -> dict[str, Any]:
 
 CALLS = [tag("<call>f", OBJECT, "</call>"), tag("<call>g", regex("[0-9]+"), "\n</call>")]
 
+SPACED = ["<end>", " <end>", "<call>f{}</call> <call>g1\n</call> <end>", "<call>f{}</call><end>"]
+
 
 def triggered(**more: Any) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": ["<call>"], "tags": CALLS, **more}
@@ -69,6 +71,7 @@ FORMATS: list[tuple[Any, list[str], list[str]]] = [
     (either(const("aa"), row(const("ab"), ANY), OBJECT), ["aa", "ab", "abc", "{}"], ["a", "aab"]),
     (either(row(const("a"), OBJECT), const("ab")), ["a{}", "ab"], ["a"]),
     (row(regex(" ?"), either(row(const("<f>"), OBJECT), const("<f>x"))), ["<f>{}", " <f>x"], ["  <f>x", "<f>y"]),
+    (row({"type": "star", "content": row(regex(" ?"), either(*CALLS))}, regex(" ?"), const("<end>")), SPACED, ["<end"]),
     ({"type": "optional", "content": row(const("q"), ANY)}, ["", "q", "qz"], ["z"]),
     ({"type": "plus", "content": regex("[ab]")}, ["a", "abab"], ["", "c"]),
     ({"type": "star", "content": tag("(", ANY, ")")}, ["", "()", "(a)(()"], ["(", "()a"]),
