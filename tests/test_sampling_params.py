@@ -126,7 +126,7 @@ def test_speculation_is_refused_naming_its_field_and_value(value: Any, sentence:
         ),
         (
             {"ebnf": "a"},
-            f"structured_outputs.ebnf is no field of it: they are {KINDS}",
+            f"structured_outputs.ebnf is no field of it: they are {KINDS}, enable_in_reasoning",
         ),
         ("a", "structured_outputs='a' must be an object"),
         ({"regex": 1.5}, "structured_outputs.regex=1.5 must be a string"),

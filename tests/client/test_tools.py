@@ -89,7 +89,7 @@ def test_unless_it_is_asked_for_nothing_is_read() -> None:
             found = await client.generate(messages=MESSAGES, tools=TOOLS)
             assert (found.text, found.tool_calls, found.finish_reason) == (CALL, [], "stop")
             assert found.message == {"role": "assistant", "content": CALL}
-            with pytest.raises(c.InvalidRequest, match="='required' is not served") as refused:
+            with pytest.raises(c.InvalidRequest, match="='required' needs parse=true") as refused:
                 await client.generate(messages=MESSAGES, tools=TOOLS, tool_choice="required")
             assert refused.value.field == "chat.tool_choice"
 

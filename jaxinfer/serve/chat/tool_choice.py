@@ -74,22 +74,24 @@ def held(
     if not tools or choice.mode == "none" or parsers.tool_calls is None:
         return fields
     answer = fields.get("structured_outputs")
-    functions = _functions(tools, choice)
-    if not (choice.must or choice.names is not None or answer or any(strict for _, strict in functions)):
+    if not (choice.must or choice.names is not None or answer or any(map(_says_strict, tools))):
         return fields
-    form = _form([_loosened(each, strict or choice.must) for each, strict in functions], choice, parallel, parsers)
+    functions = [_loosened(each, strict or choice.must) for each, strict in _functions(tools, choice)]
+    form = _form(functions, choice, parallel, parsers)
     made = form.calls if choice.must else form.beside(_format_of(answer)) if answer else form.text
     _check_size(made)
+<<<<<<< HEAD:jaxinfer/serve/chat/tool_choice.py
     tag = {"structural_tag": {"type": "structural_tag", "format": made}}
     return {**fields, "structured_outputs": {**tag, "enable_in_reasoning": _in_reasoning(answer)}}
 
 
 def _in_reasoning(asked: Any) -> bool:
     """Whether the thought is held, too."""
-    given = (
-        asked.get("enable_in_reasoning") if isinstance(asked, Mapping) else getattr(asked, "enable_in_reasoning", None)
-    )
-    return given is True
+    name = "enable_in_reasoning"
+    return (asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)) is True
+=======
+    return {**fields, "structured_outputs": {"structural_tag": {"type": "structural_tag", "format": made}}}
+>>>>>>> wt-tools:jaxinfer/serve/tool_choice.py
 
 
 def _form(functions: Sequence[Function], choice: Choice, parallel: bool, parsers: Parsers) -> Form:
@@ -141,6 +143,11 @@ def _function(place: str, tool: Mapping[str, Any]) -> tuple[Function, bool]:
     if schema["type"] != "object":
         _refuse(f"{place}.function.parameters.type", schema["type"], "must be object")
     return Function(f"{place}.function", name, schema), strict is True
+
+
+def _says_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return isinstance(function, Mapping) and function.get("strict") not in (None, False)
 
 
 def _loosened(function: Function, held_to_schema: bool) -> Function:

@@ -31,11 +31,20 @@ def test_tools_are_hidden_where_none_may_be_called() -> None:
     assert ChatTerms(TOOLS, "auto").shown_tools == ChatTerms(TOOLS).shown_tools == TOOLS
 
 
-@pytest.mark.parametrize("choice", ["required", "any", 1, {}, {"type": "function", "function": {"name": "f"}}])
-def test_a_choice_that_is_not_served_is_refused_with_its_value(choice: Any) -> None:
-    with pytest.raises(ServeError, match=r"tool_choice=.* is not served") as refused:
+@pytest.mark.parametrize("choice", ["any", 1, {}, {"type": "tool", "name": "f"}])
+def test_a_choice_that_is_none_is_refused_with_its_value(choice: Any) -> None:
+    with pytest.raises(ServeError, match=r"tool_choice=.* must be none, auto, required") as refused:
         ChatTerms(TOOLS, choice).parsers(KNOWN)
     assert refused.value.field == "tool_choice"
+
+
+def test_what_must_be_called_is_a_constraint() -> None:
+    held = ChatTerms(TOOLS, "required").held({"n": 2}, KNOWN)
+    assert held["n"] == 2
+    assert held["structured_outputs"]["structural_tag"]
+    assert ChatTerms(TOOLS, "auto").held({"n": 2}, KNOWN) == {"n": 2}
+    with pytest.raises(ServeError, match="tool_choice='required' needs tools"):
+        ChatTerms(None, "required").held({}, KNOWN)
 
 
 def test_one_call_alone_needs_a_parser() -> None:

@@ -36,6 +36,7 @@ FIELDS = {
     "include_stop_str_in_output": st.booleans(),
     "logprobs": INT32,
     "prompt_logprobs": INT32,
+    "thinking_token_budget": INT64,
     "skip_special_tokens": st.booleans(),
     "speculation": st.fixed_dictionaries(
         {}, optional={"enabled": st.booleans(), "max_tokens": INT32, "acceptance": st.text()}
@@ -49,6 +50,7 @@ FIELDS = {
             "choice": st.lists(st.text(), min_size=1, max_size=3),
             "grammar": st.text(),
             "structural_tag": st.text(),
+            "enable_in_reasoning": st.booleans(),
         },
     ),
     "logit_bias": st.dictionaries(UINT32, DOUBLE, min_size=1, max_size=3),
