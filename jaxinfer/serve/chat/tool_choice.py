@@ -80,7 +80,6 @@ def held(
     form = _form(functions, choice, parallel, parsers)
     made = form.calls if choice.must else form.beside(_format_of(answer)) if answer else form.text
     _check_size(made)
-<<<<<<< HEAD:jaxinfer/serve/chat/tool_choice.py
     tag = {"structural_tag": {"type": "structural_tag", "format": made}}
     return {**fields, "structured_outputs": {**tag, "enable_in_reasoning": _in_reasoning(answer)}}
 
@@ -89,9 +88,6 @@ def _in_reasoning(asked: Any) -> bool:
     """Whether the thought is held, too."""
     name = "enable_in_reasoning"
     return (asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)) is True
-=======
-    return {**fields, "structured_outputs": {"structural_tag": {"type": "structural_tag", "format": made}}}
->>>>>>> wt-tools:jaxinfer/serve/tool_choice.py
 
 
 def _form(functions: Sequence[Function], choice: Choice, parallel: bool, parsers: Parsers) -> Form:

@@ -98,6 +98,7 @@ def test_what_cannot_be_held_is_refused(tools: Any, choice: Any, parsers: Parser
         (None, None, HERMES),
         (TOOLS, None, HERMES),  # nothing is strict
         (TOOLS, "auto", HERMES),
+        ([{"name": "f"}, {"type": "web_search"}], "auto", HERMES),  # the template's affair
         (STRICT, "none", HERMES),
         (STRICT, "auto", Parsers()),  # nobody reads calls: answers are text
     ],
