@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.parsers.parser import Parser
 from jaxinfer.parsers.registry import PROMPT_TOKENS, Parsers
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.calls import Call, Input
@@ -24,6 +26,36 @@ from jaxinfer.serve.http.gate import usable_id
 from jaxinfer.serve.http.messages import MessageChoice, Shown
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
 from jaxinfer.serve.tracing import HEADERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat that has begun.
+
+    Attributes:
+        body: as it was asked for, or what another door made of its own body.
+        name: the request's id.
+        parsers: that read its answers.
+    """
+
+    frontend: Frontend
+    body: ChatCompletionRequest
+    name: str
+    generation: Generation
+    parsers: Parsers
+
+    def new_parsers(self) -> list[Parser | None]:
+        """One for each output, where there is something to parse."""
+        tokenizer = self.frontend.tokenizer
+        last = self.generation.prompt_token_ids[-PROMPT_TOKENS:]
+        prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
+        tools = Tools(self.body.tools) if self.parsers.tool_calls is not None else None
+        return [self.parsers.make(tools, prompt=prompt) for _ in range(self.generation.n)]
+
+    @property
+    def shows_parallel(self) -> bool:
+        """Calls behind the first are shown, too."""
+        return self.body.parallel_tool_calls is not False
 
 
 async def complete(request: Request) -> Response:
@@ -57,23 +89,40 @@ async def chat(request: Request) -> Response:
     """Messages in, through the checkpoint's template."""
     door: Door = request.app.state.door
     body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
+    chat = await begin_chat(request, body)
+    reply = Reply(chat.generation, _chat_choices(door, chat))
+    extra = {"prompt_token_ids": list(chat.generation.prompt_token_ids)} if body.return_token_ids else {}
+    name, frontend = f"chatcmpl-{chat.name}", chat.frontend
+    envelope = _envelope(door, frontend, name, "chat.completion", extra)
+    chunks = _envelope(door, frontend, name, "chat.completion.chunk", extra)
+    return await _answer(request, body, envelope, [reply], chunks)
+
+
+async def begin_chat(request: Request, body: ChatCompletionRequest) -> Chat:
+    """The one way from the body of a chat to its generation, for all doors that have chats.
+
+    Raises:
+        ServeError: it is refused, in the words of ``body``.
+    """
+    door: Door = request.app.state.door
     frontend, name = door.serving(), _id(request, body)
     parsers = prompts.parsers_of(body, frontend.parsers)
     sampling = prompts.sampling_of_chat(body, door.limits)
     call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name, shown=parsers.markers)
     with in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
-    reply = Reply(generation, _chat_choices(door, frontend, body, generation, parsers))
-    extra = {"prompt_token_ids": list(generation.prompt_token_ids)} if body.return_token_ids else {}
-    envelope = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion", extra)
-    chunks = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion.chunk", extra)
-    return await _answer(request, body, envelope, [reply], chunks)
+    return Chat(frontend, body, name, generation, parsers)
+
+
+def id_headers(body: Sampling) -> dict[str, str]:
+    """The header that tells a client the id that its body has."""
+    return {"x-request-id": body.request_id} if body.request_id and usable_id(body.request_id) else {}
 
 
 async def _answer(
     request: Request, body: Sampling, envelope: Envelope, replies: list[Reply], chunks: Envelope
 ) -> Response:
-    headers = {"x-request-id": body.request_id} if usable_id(body.request_id or "") and body.request_id else {}
+    headers = id_headers(body)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         door: Door = request.app.state.door
@@ -111,20 +160,14 @@ def _call(
     )
 
 
-def _chat_choices(
-    door: Door, frontend: Frontend, body: ChatCompletionRequest, generation: Generation, parsers: Parsers
-) -> list[ChatChoice]:
+def _chat_choices(door: Door, chat: Chat) -> list[ChatChoice]:
     """A choice for each output, each with a parser of its own where there is something to parse."""
-    wanted, tokenizer = _wanted(frontend, body, logprobs=bool(body.logprobs)), frontend.tokenizer
-    last = generation.prompt_token_ids[-PROMPT_TOKENS:]
-    prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
-    reasoning = () if body.include_reasoning is False else door.reasoning_fields
-    shown = Shown(reasoning, parallel=body.parallel_tool_calls is not False)
-    tools = Tools(body.tools) if parsers.tool_calls is not None else None
-    made = [parsers.make(tools, prompt=prompt) for _ in range(generation.n)]
+    body, frontend = chat.body, chat.frontend
+    wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
+    shown = Shown(() if body.include_reasoning is False else door.reasoning_fields, chat.shows_parallel)
     return [
         ChatChoice(index, frontend, wanted) if parser is None else MessageChoice(index, frontend, wanted, parser, shown)
-        for index, parser in enumerate(made)
+        for index, parser in enumerate(chat.new_parsers())
     ]
 
 

@@ -68,18 +68,9 @@ class MessageChoice(ChatChoice):
         events = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._parser.finish(cut=delta.finish_reason != FinishReason.STOP)
-        shown = [event for event in events if self._is_shown(event)]
+        shown = [event for event in events if is_shown(event, self._shown)]
         self._called = self._called or any(isinstance(event, CallStart) for event in shown)
         return shown
-
-    def _is_shown(self, event: Event) -> bool:
-        match event:
-            case Reasoning():
-                return bool(self._shown.reasoning)
-            case CallStart(index) | Arguments(index) | CallEnd(index):
-                return self._shown.parallel or index == 0
-            case Content():
-                return True
 
     def _fields(self, events: Sequence[Event]) -> dict[str, Any]:
         """A chunk's part of the message. Events in one chunk come from one delta, which may hold much."""
@@ -93,6 +84,17 @@ class MessageChoice(ChatChoice):
     def _reason(self, delta: OutputDelta) -> str | None:
         called = self._called and delta.finish_reason == FinishReason.STOP
         return TOOL_CALLS if called else delta.finish_reason
+
+
+def is_shown(event: Event, shown: Shown) -> bool:
+    """Whether an event is of a part that is shown."""
+    match event:
+        case Reasoning():
+            return bool(shown.reasoning)
+        case CallStart(index) | Arguments(index) | CallEnd(index):
+            return shown.parallel or index == 0
+        case Content():
+            return True
 
 
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
