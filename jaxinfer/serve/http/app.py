@@ -26,6 +26,8 @@ from jaxinfer.serve.http.errors import error_body
 from jaxinfer.serve.http.gate import Gate, error_response
 from jaxinfer.serve.http.page import add_page
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
+from jaxinfer.serve.http.responses.bodies import ResponsesRequest
+from jaxinfer.serve.http.responses.route import respond
 from jaxinfer.serve.metrics import render
 
 _BODIES: tuple[type[requests.Body], ...] = (
@@ -33,6 +35,7 @@ _BODIES: tuple[type[requests.Body], ...] = (
     requests.ChatCompletionRequest,
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
+    ResponsesRequest,
 )
 _SCHEMAS = "#/components/schemas/"
 
@@ -88,6 +91,7 @@ def _add_routes(app: FastAPI) -> None:
     for path, handler, body in (
         ("/v1/completions", completions.complete, requests.CompletionRequest),
         ("/v1/chat/completions", completions.chat, requests.ChatCompletionRequest),
+        ("/v1/responses", respond, ResponsesRequest),
         ("/tokenize", _tokenize, requests.TokenizeRequest),
         ("/detokenize", _detokenize, requests.DetokenizeRequest),
     ):

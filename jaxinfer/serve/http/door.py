@@ -24,6 +24,7 @@ SCOPES: Mapping[str, str | None] = {
     **OPEN,
     "/v1/completions": INFER,
     "/v1/chat/completions": INFER,
+    "/v1/responses": INFER,
     "/v1/models": INFER,
     "/v1/models/{model:path}": INFER,
     "/tokenize": INFER,
