@@ -20,10 +20,11 @@ from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answered, in_its_words
 from jaxinfer.serve.http import completions, long, requests
+from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
+from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
-from jaxinfer.serve.http.errors import error_body
-from jaxinfer.serve.http.gate import Gate, error_response
+from jaxinfer.serve.http.gate import Gate, error_json, error_response
 from jaxinfer.serve.http.page import add_page
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
 from jaxinfer.serve.http.responses.bodies import ResponsesRequest
@@ -36,6 +37,8 @@ _BODIES: tuple[type[requests.Body], ...] = (
     requests.TokenizeRequest,
     requests.DetokenizeRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
 )
 _SCHEMAS = "#/components/schemas/"
 
@@ -92,6 +95,8 @@ def _add_routes(app: FastAPI) -> None:
         ("/v1/completions", completions.complete, requests.CompletionRequest),
         ("/v1/chat/completions", completions.chat, requests.ChatCompletionRequest),
         ("/v1/responses", respond, ResponsesRequest),
+        ("/v1/messages", create_message, MessagesRequest),
+        ("/v1/messages/count_tokens", count_tokens, CountTokensRequest),
         ("/tokenize", _tokenize, requests.TokenizeRequest),
         ("/detokenize", _detokenize, requests.DetokenizeRequest),
     ):
@@ -207,7 +212,7 @@ async def _detokenize(request: Request) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
     _door(request).refused(error, request.scope["state"])
-    return error_response(error)
+    return error_response(error, request.scope["state"])
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
@@ -217,8 +222,8 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     reason = " is not served; /docs shows what is" if error.status_code == 404 else f": {error.detail}"
     refusal = ServeError(kind, f"{request.method} {request.url.path[:200]}{reason}")
     _door(request).refused(refusal, request.scope["state"])
-    body = error_body(refusal, code="route_not_found")
-    return Response(json.dumps(body), error.status_code, dict(error.headers or {}), "application/json")
+    body = error_json(refusal, request.scope["state"], code="route_not_found")
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 # ---- the page

@@ -25,6 +25,8 @@ SCOPES: Mapping[str, str | None] = {
     "/v1/completions": INFER,
     "/v1/chat/completions": INFER,
     "/v1/responses": INFER,
+    "/v1/messages": INFER,
+    "/v1/messages/count_tokens": INFER,
     "/v1/models": INFER,
     "/v1/models/{model:path}": INFER,
     "/tokenize": INFER,

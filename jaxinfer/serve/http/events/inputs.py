@@ -63,6 +63,13 @@ class Turns:
         self._turn = None
         self.messages.append({"role": role, "content": text, **fields})
 
+    def ask(self, text: str) -> None:
+        """More of the user, in one message with what is just before it."""
+        if self._turn is None and self.messages and self.messages[-1]["role"] == "user":
+            self.messages[-1]["content"] += f"\n{text}"
+        else:
+            self.say("user", text)
+
     def think(self, text: str) -> None:
         turn = self._assistant()
         before = turn.get("reasoning_content")
@@ -139,9 +146,8 @@ def _renamed(name: Callable[[str], str]) -> Iterator[None]:
 
 async def off_loop[*A, T](items: Sequence[Any], function: Callable[[*A], T], *args: *A) -> T:
     """``function(*args)``, by a thread if there are more than a few items, or parts of them, to look at."""
-    parts = sum(
-        len(found) for each in items if isinstance(each, dict) and isinstance(found := each.get("content"), list)
-    )
+    contents = (each.get("content") for each in items if isinstance(each, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
     return function(*args) if len(items) + parts <= _FEW else await asyncio.to_thread(function, *args)
 
 

@@ -164,8 +164,10 @@ class PartReader:
         assert self._open is not None
         self._open.texts.append(text)
         self._open.logprobs += logprobs
-        before = steps.pop() if steps and isinstance(steps[-1], More) else More(self._open, "", ())
-        steps.append(More(self._open, before.text + text, [*before.logprobs, *logprobs]))
+        if steps and isinstance(before := steps[-1], More):
+            steps[-1] = More(self._open, before.text + text, [*before.logprobs, *logprobs])
+        else:
+            steps.append(More(self._open, text, logprobs))
 
     def _close(self, steps: list[Step], *, cut: bool) -> None:
         if self._open is not None:
