@@ -132,7 +132,7 @@ class PartReader:
 
     def _follow(self, events: Sequence[Event], steps: list[Step], *, cut: bool) -> None:
         for event in events:
-            said = [] if isinstance(event, CallStart | CallEnd) else self._tokens.taken(len(event.text))
+            said = [] if isinstance(event, CallStart | CallEnd) else self._tokens.taken(event.text)
             if isinstance(event, Reasoning):
                 self.reasoning_tokens += len(said)
             if is_shown(event, self._shown):
@@ -177,9 +177,9 @@ class PartReader:
 
 @dataclasses.dataclass(slots=True)
 class _Said:
-    """A token, and how many characters it has said: none, if it is within one."""
+    """A token, and what it has said: nothing, if it is within a character."""
 
-    characters: int
+    text: str
     logprobs: PositionLogprobs | None
 
 
@@ -203,19 +203,22 @@ class _Tokens:
             end = len(delta.text) if rank == last else min(max(at, at + self._ahead + characters), len(delta.text))
             self._ahead += characters - (end - at)
             if token not in self._hidden:
-                self._said.append(_Said(characters, delta.logprobs[rank] if delta.logprobs else None))
+                self._said.append(_Said(delta.text[at:end], delta.logprobs[rank] if delta.logprobs else None))
             yield delta.text[at:end]
             at = end
         if not delta.token_ids and delta.text:
             yield delta.text
 
-    def taken(self, characters: int) -> list[_Said]:
-        """The last tokens that said so many characters. Those in front of them have said a marker, or a space that is
-        left out: they are no part's."""
+    def taken(self, text: str) -> list[_Said]:
+        """The last tokens, which said ``text``. Those in front of them have said a marker, or a space that is left
+        out: they are no part's."""
         found: list[_Said] = []
-        while self._said and (characters > 0 or not self._said[-1].characters):
+        while self._said and (text or not self._said[-1].text):
+            last = self._said[-1].text
+            if found and not (text.endswith(last) or last.endswith(text)):  # a parser has put something in front
+                break
             found.append(self._said.pop())
-            characters -= found[-1].characters
+            text = text[: len(text) - len(last)] if len(last) < len(text) else ""
         self._said.clear()
         return found[::-1]
 
