@@ -90,8 +90,8 @@ def _event(step: Step) -> str:
     match step:
         case Opened(part):
             return event("content_block_start", {"index": part.index, "content_block": _block(part)})
-        case More(part, text):
-            return event("content_block_delta", {"index": part.index, "delta": _delta(part, text)})
+        case More(part):
+            return event("content_block_delta", {"index": part.index, "delta": _delta(part, step.text)})
         case Closed(part):
             return event("content_block_stop", {"index": part.index})
 

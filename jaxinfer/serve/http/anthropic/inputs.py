@@ -63,8 +63,7 @@ async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Front
         ServeError: INVALID, naming field and value.
     """
     check_count("messages", body.messages, limits.messages)
-    messages = await off_loop(body.messages, messages_of, body)
-    tools = None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
+    messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.messages, body.tools, body.system)
     config = body.output_config
     with in_its_words():
         return chat_body(
@@ -90,7 +89,7 @@ def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
         turns.say("system", text_of("system", body.system, TEXT))
     for rank, value in enumerate(body.messages):
         _add(turns, f"messages[{rank}]", value)
-    if turns.messages[-1]["role"] == "assistant":
+    if turns.role == "assistant":
         refuse(f"messages[{len(body.messages) - 1}].role", "assistant", "is not served: nothing begins an answer")
     return turns.messages
 
@@ -124,6 +123,10 @@ def _say(turns: Turns, role: str, path: str, block: Body) -> None:
         case ToolResultBlock(tool_use_id=call_id, content=content):
             found = "" if content is None else text_of(f"{path}.content", content, TEXT)
             turns.say("tool", found, tool_call_id=call_id)
+
+
+def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
+    return None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
 
 
 def _tool(rank: int, value: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,48 +50,59 @@ def text_of(path: str, content: Any, kinds: Mapping[str, type[Body]]) -> str:
 class Turns:
     """Messages of a chat, made of smaller things: what the assistant thinks, says and calls in one turn is one message.
 
-    Attributes:
-        messages: of the chat.
+    Texts are joined at the end, in time linear in them.
     """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._turn: dict[str, Any] | None = None
+        self._made: list[dict[str, Any]] = []
+        self._open = ""  # the role of the message that may go on
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All of them. Content that is nothing is none beside calls, and else an empty text."""
+        return [_joined(message) for message in self._made]
+
+    @property
+    def role(self) -> str:
+        """The last one's; "" before the first."""
+        return self._made[-1]["role"] if self._made else ""
 
     def say(self, role: str, text: str, **fields: Any) -> None:
-        """A whole message of somebody else."""
-        self._turn = None
-        self.messages.append({"role": role, "content": text, **fields})
+        """A whole message."""
+        self._open = ""
+        self._made.append({"role": role, "content": [text], **fields})
 
     def ask(self, text: str) -> None:
         """More of the user, in one message with what is just before it."""
-        if self._turn is None and self.messages and self.messages[-1]["role"] == "user":
-            self.messages[-1]["content"] += f"\n{text}"
-        else:
-            self.say("user", text)
+        turn = self._turn("user")
+        turn["content"] += ["\n", text] if turn["content"] else [text]
 
     def think(self, text: str) -> None:
-        turn = self._assistant()
-        before = turn.get("reasoning_content")
-        turn["reasoning_content"] = text if before is None else f"{before}\n{text}"
+        self._turn("assistant").setdefault("reasoning_content", []).append(text)
 
     def answer(self, text: str) -> None:
-        """Text of the assistant; around calls it stands without a line end, as it was made."""
-        turn = self._assistant()
-        glue = "\n" if turn["content"] and "tool_calls" not in turn else ""
-        turn["content"] = f"{turn['content'] or ''}{glue}{text}"
+        """Text of the assistant; behind calls it stands without a line end, as it was made."""
+        turn = self._turn("assistant")
+        turn["content"] += ["\n", text] if turn["content"] and "tool_calls" not in turn else [text]
 
     def call(self, call_id: str, name: str, arguments: Any) -> None:
-        turn = self._assistant()
-        turn["content"] = turn["content"] or None
         function = {"name": name, "arguments": arguments}
-        turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        called = {"id": call_id, "type": "function", "function": function}
+        self._turn("assistant").setdefault("tool_calls", []).append(called)
 
-    def _assistant(self) -> dict[str, Any]:
-        if self._turn is None:
-            self._turn = {"role": "assistant", "content": ""}
-            self.messages.append(self._turn)
-        return self._turn
+    def _turn(self, role: str) -> dict[str, Any]:
+        if self._open != role:
+            self.say(role, "")
+            self._made[-1]["content"].clear()
+            self._open = role
+        return self._made[-1]
+
+
+def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
+    thoughts = message.get("reasoning_content")
+    joined = {} if thoughts is None else {"reasoning_content": "\n".join(thoughts)}
+    content = "".join(message["content"])
+    return {**message, "content": content or (None if "tool_calls" in message else ""), **joined}
 
 
 def chat_body(**fields: Any) -> ChatCompletionRequest:
@@ -144,11 +155,12 @@ def _renamed(name: Callable[[str], str]) -> Iterator[None]:
         raise
 
 
-async def off_loop[*A, T](items: Sequence[Any], function: Callable[[*A], T], *args: *A) -> T:
-    """``function(*args)``, by a thread if there are more than a few items, or parts of them, to look at."""
-    contents = (each.get("content") for each in items if isinstance(each, dict))
+async def off_loop[T](function: Callable[[], T], *lists: Any) -> T:
+    """``function()``, by a thread if the ``lists``, where they are some, hold more than a few items and parts of these."""
+    items = [item for each in lists if isinstance(each, list) for item in each]
+    contents = (item.get("content") for item in items if isinstance(item, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))
-    return function(*args) if len(items) + parts <= _FEW else await asyncio.to_thread(function, *args)
+    return function() if len(items) + parts <= _FEW else await asyncio.to_thread(function)
 
 
 def check_count(field: str, items: Sequence[Any], most: int) -> None:

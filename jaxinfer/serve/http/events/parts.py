@@ -54,11 +54,15 @@ class Opened:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class More:
-    """More of a part."""
+    """More of a part; ``logprobs`` as in `Part`."""
 
     part: Part
-    text: str
-    logprobs: Sequence[PositionLogprobs]
+    texts: list[str]
+    logprobs: list[PositionLogprobs]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,10 +168,12 @@ class PartReader:
         assert self._open is not None
         self._open.texts.append(text)
         self._open.logprobs += logprobs
-        if steps and isinstance(before := steps[-1], More):
-            steps[-1] = More(self._open, before.text + text, [*before.logprobs, *logprobs])
-        else:
-            steps.append(More(self._open, text, logprobs))
+        if not (steps and isinstance(steps[-1], More)):
+            steps.append(More(self._open, [], []))
+        more = steps[-1]
+        assert isinstance(more, More)
+        more.texts.append(text)
+        more.logprobs.extend(logprobs)
 
     def _close(self, steps: list[Step], *, cut: bool) -> None:
         if self._open is not None:

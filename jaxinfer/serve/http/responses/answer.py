@@ -100,8 +100,8 @@ class _Items:
         match step:
             case Opened(part):
                 return self._opened(part)
-            case More(part, text, logprobs):
-                return [self._about(part, "delta", delta=text, **self._told(part, logprobs))]
+            case More(part, _, logprobs):
+                return [self._about(part, "delta", delta=step.text, **self._told(part, logprobs))]
             case Closed(part):
                 return self._closed(part)
 

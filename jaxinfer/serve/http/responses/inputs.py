@@ -60,10 +60,8 @@ async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletion
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    items = body.input if isinstance(body.input, list) else []
-    check_count("input", items, limits.messages)
-    messages = await off_loop(items, messages_of, body)
-    tools = None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
+    check_count("input", body.input if isinstance(body.input, list) else [], limits.messages)
+    messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.input, body.tools)
     with in_its_words():
         return chat_body(
             messages=messages,
@@ -119,6 +117,10 @@ def _thought(path: str, item: ReasoningItem) -> str:
     if item.content:
         return text_of(f"{path}.content", item.content, _THOUGHT)
     return text_of(f"{path}.summary", item.summary or [], _SUMMARY)
+
+
+def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    return None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
 
 
 def _tool(rank: int, value: Mapping[str, Any]) -> dict[str, Any]:
