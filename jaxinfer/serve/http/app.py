@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -31,15 +31,16 @@ from jaxinfer.serve.http.responses.bodies import ResponsesRequest
 from jaxinfer.serve.http.responses.route import respond
 from jaxinfer.serve.metrics import render
 
-_BODIES: tuple[type[requests.Body], ...] = (
-    requests.CompletionRequest,
-    requests.ChatCompletionRequest,
-    requests.TokenizeRequest,
-    requests.DetokenizeRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    CountTokensRequest,
-)
+_BODIES: Mapping[str, type[requests.Body]] = {
+    "/v1/completions": requests.CompletionRequest,
+    "/v1/chat/completions": requests.ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/tokenize": requests.TokenizeRequest,
+    "/detokenize": requests.DetokenizeRequest,
+}
+"""Of the routes that are posted to."""
 _SCHEMAS = "#/components/schemas/"
 
 type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -91,15 +92,8 @@ def _add_routes(app: FastAPI) -> None:
     add("/version", _version, summary="jaxinfer's version.")
     add("/v1/models", _models, summary="The models that are served.")
     add("/v1/models/{model:path}", _model, summary="One of them.")
-    for path, handler, body in (
-        ("/v1/completions", completions.complete, requests.CompletionRequest),
-        ("/v1/chat/completions", completions.chat, requests.ChatCompletionRequest),
-        ("/v1/responses", respond, ResponsesRequest),
-        ("/v1/messages", create_message, MessagesRequest),
-        ("/v1/messages/count_tokens", count_tokens, CountTokensRequest),
-        ("/tokenize", _tokenize, requests.TokenizeRequest),
-        ("/detokenize", _detokenize, requests.DetokenizeRequest),
-    ):
+    chats = (completions.complete, completions.chat, respond, create_message, count_tokens)
+    for (path, body), handler in zip(_BODIES.items(), (*chats, _tokenize, _detokenize), strict=True):
         schema = {"schema": {"$ref": _SCHEMAS + body.__name__}}
         described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
         add(path, handler, methods=["POST"], summary=(body.__doc__ or "").partition("\n")[0], openapi_extra=described)
@@ -233,7 +227,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's, with the bodies, which the routes read themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        modes: Sequence[tuple[type[requests.Body], Any]] = [(body, "validation") for body in _BODIES]
+        modes: Sequence[tuple[type[requests.Body], Any]] = [(body, "validation") for body in _BODIES.values()]
         _, found = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
         components = schema.setdefault("components", {})
         components.setdefault("schemas", {}).update(found["$defs"])

@@ -79,6 +79,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 PASSED = (
+    "model",
     "max_tokens",
     "temperature",
     "top_p",

@@ -64,18 +64,9 @@ async def chat_of(body: CountTokensRequest, limits: ServeLimits, frontend: Front
     """
     check_count("messages", body.messages, limits.messages)
     messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.messages, body.tools, body.system)
-    config = body.output_config
+    passed = {name: getattr(body, name, None) for name in PASSED}
     with in_its_words():
-        return chat_body(
-            model=body.model,
-            messages=messages,
-            tools=tools,
-            stop=getattr(body, "stop_sequences", None),
-            response_format=None if config is None else _format(config.format),
-            **_choice(body.tool_choice),
-            **_thinking(body, frontend),
-            **{name: getattr(body, name, None) for name in PASSED},
-        )
+        return chat_body(messages=messages, tools=tools, **passed, **_renamed(body), **_thinking(body, frontend))
 
 
 def messages_of(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -100,14 +91,17 @@ def _add(turns: Turns, path: str, value: Mapping[str, Any]) -> None:
     path, content = f"{path}.content", message.content
     if message.role == "system":
         turns.say("system", text_of(path, content, TEXT))
-        return
-    kinds = ASSISTANT if message.role == "assistant" else USER
+    else:
+        _add_blocks(turns, path, content, message.role)
+
+
+def _add_blocks(turns: Turns, path: str, content: Any, role: str) -> None:
+    kinds = ASSISTANT if role == "assistant" else USER
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list):
         refuse(path, content, f"must be text or a list of blocks: {', '.join(sorted(kinds))}")
     for rank, block in enumerate(blocks):
-        place = f"{path}[{rank}]"
-        _say(turns, message.role, place, item_of(place, block, kinds))
+        _say(turns, role, f"{path}[{rank}]", item_of(f"{path}[{rank}]", block, kinds))
 
 
 def _say(turns: Turns, role: str, path: str, block: Body) -> None:
@@ -123,6 +117,16 @@ def _say(turns: Turns, role: str, path: str, block: Body) -> None:
         case ToolResultBlock(tool_use_id=call_id, content=content):
             found = "" if content is None else text_of(f"{path}.content", content, TEXT)
             turns.say("tool", found, tool_call_id=call_id)
+
+
+def _renamed(body: CountTokensRequest) -> dict[str, Any]:
+    """Fields that a chat has by other names, or in another shape."""
+    form = body.output_config and body.output_config.format
+    return {
+        "stop": getattr(body, "stop_sequences", None),
+        "response_format": _format(form),
+        **_choice(body.tool_choice),
+    }
 
 
 def _tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:

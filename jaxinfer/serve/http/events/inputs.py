@@ -156,7 +156,7 @@ def _renamed(name: Callable[[str], str]) -> Iterator[None]:
 
 
 async def off_loop[T](function: Callable[[], T], *lists: Any) -> T:
-    """``function()``, by a thread if the ``lists``, where they are some, hold more than a few items and parts of these."""
+    """``function()``, by a thread if what are lists of ``lists`` hold more than a few items and parts of these."""
     items = [item for each in lists if isinstance(each, list) for item in each]
     contents = (item.get("content") for item in items if isinstance(item, dict))
     parts = sum(len(content) for content in contents if isinstance(content, list))

@@ -17,6 +17,16 @@ from jaxinfer.types import FinishReason, PositionLogprobs
 
 _PREFIX = {REASONING: "rs", TEXT: "msg", CALL: "fc"}
 _CODES = {Kind.INVALID: "invalid_prompt", Kind.QUEUE_FULL: "rate_limit_exceeded"}
+_SAME = {
+    "object": "response",
+    "error": None,
+    "background": False,
+    "store": False,
+    "previous_response_id": None,
+    "truncation": "disabled",
+    "service_tier": "default",
+}
+"""Fields that say the same in every response."""
 _IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 
 
@@ -154,30 +164,31 @@ class _Items:
 
 def _head(body: ResponsesRequest, chat: Chat) -> dict[str, Any]:
     """The fields that say what was asked for."""
-    asked = chat.frontend.card.defaults
-    reasoning, text = body.reasoning, body.text
+    return (
+        _SAME
+        | _terms(body, chat.frontend.card.defaults)
+        | {
+            "id": f"resp_{chat.name}",
+            "created_at": int(time.time()),
+            "model": chat.frontend.card.name,
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": chat.shows_parallel,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        }
+    )
+
+
+def _terms(body: ResponsesRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    form = None if body.text is None else body.text.format
     return {
-        "id": f"resp_{chat.name}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": chat.frontend.card.name,
-        "error": None,
-        "background": False,
-        "store": False,
-        "previous_response_id": None,
-        "truncation": "disabled",
-        "service_tier": "default",
-        "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "parallel_tool_calls": chat.shows_parallel,
         "tools": body.tools or [],
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "temperature": _number(body.temperature, asked, "temperature"),
-        "top_p": _number(body.top_p, asked, "top_p"),
+        "temperature": _number(body.temperature, defaults, "temperature"),
+        "top_p": _number(body.top_p, defaults, "top_p"),
         "top_logprobs": body.top_logprobs or 0,
-        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
-        "text": {"format": {"type": "text"} if text is None or text.format is None else text.format},
-        "metadata": body.metadata or {},
+        "text": {"format": {"type": "text"} if form is None else form},
     }
 
 

@@ -62,17 +62,9 @@ async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletion
     """
     check_count("input", body.input if isinstance(body.input, list) else [], limits.messages)
     messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.input, body.tools)
+    passed = {name: getattr(body, name) for name in PASSED}
     with in_its_words():
-        return chat_body(
-            messages=messages,
-            tools=tools,
-            tool_choice=_choice(body.tool_choice),
-            max_tokens=body.max_output_tokens,
-            reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-            response_format=_format(None if body.text is None else body.text.format),
-            **_logprobs(body),
-            **{name: getattr(body, name) for name in PASSED},
-        )
+        return chat_body(messages=messages, tools=tools, **passed, **_renamed(body), **_logprobs(body))
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -98,18 +90,26 @@ def _add(turns: Turns, path: str, value: Any) -> None:
     if isinstance(value, dict) and "type" not in value and "role" in value:
         value = {**value, "type": "message"}
     match item_of(path, value, ITEMS):
-        case MessageItem(role="assistant", content=content):
-            turns.answer(text_of(f"{path}.content", content, _OUTPUT))
-        case MessageItem(role=role, content=content):
-            turns.say(role, text_of(f"{path}.content", content, _INPUT))
+        case MessageItem() as item:
+            _say(turns, f"{path}.content", item)
         case ReasoningItem() as item:
             if thought := _thought(path, item):
                 turns.think(thought)
         case CallItem(call_id=call_id, name=name, arguments=arguments):
-            field = f"{path}.arguments"
-            turns.call(call_id, name, parse(arguments.encode(), f"{field}: the text", field))
+            turns.call(call_id, name, _object(f"{path}.arguments", arguments))
         case CallOutputItem(call_id=call_id, output=output):
             turns.say("tool", text_of(f"{path}.output", output, _INPUT), tool_call_id=call_id)
+
+
+def _say(turns: Turns, path: str, item: MessageItem) -> None:
+    if item.role == "assistant":
+        turns.answer(text_of(path, item.content, _OUTPUT))
+    else:
+        turns.say(item.role, text_of(path, item.content, _INPUT))
+
+
+def _object(path: str, arguments: str) -> Any:
+    return parse(arguments.encode(), f"{path}: the text", path)
 
 
 def _thought(path: str, item: ReasoningItem) -> str:
@@ -117,6 +117,16 @@ def _thought(path: str, item: ReasoningItem) -> str:
     if item.content:
         return text_of(f"{path}.content", item.content, _THOUGHT)
     return text_of(f"{path}.summary", item.summary or [], _SUMMARY)
+
+
+def _renamed(body: ResponsesRequest) -> dict[str, Any]:
+    """Fields that a chat has by other names, or in another shape."""
+    return {
+        "tool_choice": _choice(body.tool_choice),
+        "max_tokens": body.max_output_tokens,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "response_format": _format(body.text and body.text.format),
+    }
 
 
 def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
