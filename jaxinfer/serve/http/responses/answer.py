@@ -164,19 +164,17 @@ class _Items:
 
 def _head(body: ResponsesRequest, chat: Chat) -> dict[str, Any]:
     """The fields that say what was asked for."""
-    return (
-        _SAME
-        | _terms(body, chat.frontend.card.defaults)
-        | {
-            "id": f"resp_{chat.name}",
-            "created_at": int(time.time()),
-            "model": chat.frontend.card.name,
-            "instructions": body.instructions,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": chat.shows_parallel,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-        }
-    )
+    return {
+        **_SAME,
+        **_terms(body, chat.frontend.card.defaults),
+        "id": f"resp_{chat.name}",
+        "created_at": int(time.time()),
+        "model": chat.frontend.card.name,
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": chat.shows_parallel,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+    }
 
 
 def _terms(body: ResponsesRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
