@@ -13,6 +13,7 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 _ITEM, _SAID = '{"role":"user","content":', '{"max_tokens":1,"messages":['
+_HI = f'{_SAID}{_ITEM}"a"}}]'
 GENERATE, BATCH = "jaxinfer.v1.Inference/Generate", "jaxinfer.v1.Inference/GenerateBatch"
 SCORE, TOKENIZE = "jaxinfer.v1.Inference/Score", "jaxinfer.v1.Inference/Tokenize"
 DETOKENIZE, INFER = "jaxinfer.v1.Inference/Detokenize", "inference.GRPCInferenceService/ModelInfer"
@@ -91,7 +92,7 @@ HTTP = (
     Attack("messages of numbers", MESSAGES, _filled(_SAID, "1", "]}")),
     Attack("messages of a user", MESSAGES, _filled(_SAID, '{"role":"user","content":""}', "]}")),
     Attack("blocks of a message", MESSAGES, _filled(f"{_SAID}{_ITEM}[", '{"type":"text","text":""}', "]}]}")),
-    Attack("blocks of a system", MESSAGES, _filled(f'{_SAID}{_ITEM}"a"}}],"system":[', '{"type":"text","text":""}', "]}")),
+    Attack("blocks of a system", MESSAGES, _filled(f'{_HI},"system":[', '{"type":"text","text":""}', "]}")),
     Attack("fields of a completion", COMPLETIONS, _keys('{"prompt":"a",', "}")),
     Attack("prompt of numbers", COMPLETIONS, _filled('{"prompt":[', "1", "]}")),
     Attack("prompt of large numbers", COMPLETIONS, _filled('{"prompt":[', "258", "]}")),

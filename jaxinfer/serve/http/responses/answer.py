@@ -34,10 +34,10 @@ class ResponseWriter:
     """Writes the response to a request; see `jaxinfer.serve.http.events.stream.Writer`."""
 
     def __init__(self, body: ResponsesRequest, chat: Chat) -> None:
-        self._chat, self._words = chat, chat.frontend
+        self._chat = chat
         self._head = _head(body, chat)
         self._reader = reader_of(chat)
-        self._items = _Items(chat.name, chat.frontend, logprobs=bool(chat.body.logprobs))
+        self._items = _Items(chat.name, chat.frontend)
         self._sequence = 0
 
     def opening(self) -> str:
@@ -98,8 +98,8 @@ class _Items:
         name: the request's id, from which items have theirs.
     """
 
-    def __init__(self, name: str, words: Words, *, logprobs: bool) -> None:
-        self._name, self._words, self._logprobs = name, words, logprobs
+    def __init__(self, name: str, words: Words) -> None:
+        self._name, self._words = name, words
 
     def whole(self, part: Part) -> dict[str, Any]:
         """An item, once its part is closed."""
@@ -156,7 +156,7 @@ class _Items:
         """The log probabilities of a text; an empty list where they were not asked for."""
         if part.kind != TEXT:
             return {}
-        return {"logprobs": [position_json(each, self._words) for each in logprobs] if self._logprobs else []}
+        return {"logprobs": [position_json(each, self._words) for each in logprobs]}
 
     def _id(self, part: Part) -> str:
         return f"{_PREFIX[part.kind]}_{self._name}_{part.index}"

@@ -162,6 +162,23 @@ def test_text_that_is_held_back_for_a_stop_string_is_of_the_tokens_that_said_it(
     assert [each.chosen.token_id for each in reader.parts[0].logprobs] == [1, 2, 3]
 
 
+def test_text_that_is_held_back_is_of_its_tokens_also_where_several_come_at_once() -> None:
+    tokens = [b"<think>", b"a", b"b", b"</think>", b"c", b"d"]
+    made = deltas(tokens, [1])
+    made[0].text, made[1].text = "<think", ">ab</think>cd"
+    reader = PartReader(new_parser(THINKING), ALL, Spelt(tokens), frozenset({HIDDEN}))
+    read(reader, made)
+    said = [(part.kind, part.text, [each.chosen.token_id for each in part.logprobs]) for part in reader.parts]
+    assert said == [(REASONING, "ab", [2, 3]), (TEXT, "cd", [5, 6])]
+
+
+def test_a_text_that_is_cut_is_the_last_part() -> None:
+    tokens = [b"<think>", b"a", b"</think>", b"c"]
+    reader = PartReader(new_parser(THINKING), ALL, Spelt(tokens), frozenset({HIDDEN}))
+    read(reader, deltas(tokens, [], "length"))
+    assert [(part.kind, part.cut) for part in reader.parts] == [(REASONING, False), (TEXT, True)]
+
+
 def test_an_output_that_was_aborted_is_an_error() -> None:
     reader = PartReader(None, ALL, Spelt([b"a"]), frozenset())
     with pytest.raises(ServeError, match="aborted") as refused:
