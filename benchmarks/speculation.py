@@ -149,15 +149,16 @@ def texts_of(kind: str, count: int) -> list[str]:
 
 
 def serve(
-    llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams, count: int
+    llm: LLM, prompts: Sequence[tuple[int, ...]], params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> tuple[float, list[list[int]]]:
     """Tokens a second while ``count`` requests run: one that ends is followed by another. Also the tokens of each."""
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     engine, waiting = llm.engine, iter(enumerate(prompts))
     tokens: list[list[int]] = [[] for _ in prompts]
     alive, made, seconds, begin = 0, 0, 0.0, time.perf_counter()
     while alive or not seconds:
         while alive < count and (following := next(waiting, None)) is not None:
-            engine.add(Request(f"{following[0]}", following[1], params))
+            engine.add(Request(f"{following[0]}", following[1], each[following[0]]))
             alive += 1
         if alive < count and not seconds:
             seconds, made = time.perf_counter() - begin, sum(map(len, tokens))

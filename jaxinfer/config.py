@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxinfer.speculative import HEADS, SpeculativeConfig
+from jaxinfer.speculative import GRAMMAR, HEADS, SpeculativeConfig
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
 # Enough that decode rows cost a long prefill a few percent only; a step of it bounds the pause between two tokens.
@@ -310,6 +310,12 @@ def _require_simple(config: EngineConfig) -> None:
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: steps pass through stages"
     _require(config.pipeline_parallel_size == 1 or config.multi_step == 1, "multi_step", config.multi_step, both)
     _require_draft_model(config)
+    if config.speculative == GRAMMAR:
+        needs = "needs structured outputs: structured_output_helpers above 0, and enable_dp_attention = False"
+        served = config.structured_output_helpers > 0 and not config.enable_dp_attention
+        _require(served, "speculative", config.speculative, needs)
+        both = "and speculative = grammar exclude each other: it leaves one way to go on"
+        _require(config.speculative_tree == 1, "speculative_tree", config.speculative_tree, both)
     swap = config.swap_space_gib
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization

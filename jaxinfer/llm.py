@@ -17,6 +17,7 @@ from jaxinfer.engine.core import EngineCore
 from jaxinfer.loading import start_engine
 from jaxinfer.models.model import Model
 from jaxinfer.names import advice
+from jaxinfer.parsers.registry import detect
 from jaxinfer.progress import prompts_bar
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured.grammar import require_compiled
@@ -132,9 +133,10 @@ class LLM:
             compilation_cache_dir=compilation_cache_dir,
             show_progress=show_progress,
         )
-        resolved = self.engine.config
+        template, longest = self.model.chat_template, self.engine.config.max_model_len
+        parsers = detect("" if template is None else "\n".join(template.sources.values()))
         self._intake = Intake(
-            self.model.tokenizer, self.model.config.vocab_size, resolved.max_model_len, self.engine.limits
+            self.model.tokenizer, self.model.config.vocab_size, longest, self.engine.limits, parsers.thought
         )
         self._ids = itertools.count()
 
@@ -202,9 +204,21 @@ class LLM:
         Raises:
             RequestError: a prompt or a parameter is refused, naming field and value; nothing is generated then.
         """
-        listed = _as_prompts(prompts)
-        requests = self._requests("prompts", listed, self._params_for(listed, sampling_params))
         asked = use_tqdm if progress is None else progress
+        return self._generate(prompts, sampling_params, on_delta, asked)
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        on_delta: Callable[[Delta], None] | None,
+        asked: bool | None,
+        *,
+        answers: bool = False,
+    ) -> list[RequestOutput]:
+        """`generate`. ``answers``: the prompts are conversations."""
+        listed = _as_prompts(prompts)
+        requests = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
         show = False if asked is None and on_delta is not None else asked
         with prompts_bar(len(listed), show) as count:
 
@@ -252,12 +266,14 @@ class LLM:
             raise RequestError(field, "is empty: a score needs at least one token on each side")
         return ids
 
-    def _requests(self, field: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+    def _requests(
+        self, field: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], answers: bool = False
+    ) -> list[Request]:
         """Check all; of several, the error says which one is refused."""
         made = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                made.append(self._intake.request(str(next(self._ids)), prompt, each))
+                made.append(self._intake.request(str(next(self._ids)), prompt, each, answers=answers))
                 require_compiled(each)
             except RequestError as error:
                 if len(prompts) == 1 or error.field not in _PROMPT:
@@ -293,7 +309,8 @@ class LLM:
         ]
         # The template writes the special tokens itself.
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate(prompts, sampling_params, on_delta=on_delta, progress=progress, use_tqdm=use_tqdm)
+        asked = use_tqdm if progress is None else progress
+        return self._generate(prompts, sampling_params, on_delta, asked, answers=True)
 
     def _params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -52,8 +52,9 @@ _INTEGERS: Mapping[str, tuple[int, int | None]] = {
     "min_tokens": (0, 2**63 - 1),
     "logprobs": (0, None),
     "prompt_logprobs": (0, None),
+    "thinking_token_budget": (0, 2**63 - 1),
 }
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 _ACCEPTANCES = ("exact", "typical")
 _MAX_DRAFT = 2**31 - 1
@@ -74,6 +75,7 @@ class StructuredOutputs:
         regex: a regular expression, which the whole output matches.
         choice: texts, of which the output is one.
         grammar: a grammar in Lark's notation as llguidance reads it, or in GBNF.
+        enable_in_reasoning: besides one of those: the thought of a model that thinks aloud is held, too.
 
     Raises:
         RequestError: a value cannot be. Whether a grammar can be held is found when it is compiled.
@@ -86,9 +88,12 @@ class StructuredOutputs:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    enable_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
-        names = [field.name for field in dataclasses.fields(self)]
+        if not isinstance(self.enable_in_reasoning, bool):
+            _refuse("structured_outputs.enable_in_reasoning", self.enable_in_reasoning, "must be true or false")
+        names = [field.name for field in dataclasses.fields(self) if field.name != "enable_in_reasoning"]
         given = [name for name in names if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             reason = f"must have exactly one of {', '.join(names)}, not {len(given)} of them"
@@ -154,7 +159,8 @@ class SamplingParams:
     N most likely ones at each generated position, ``prompt_logprobs=N`` the same for the prompt, both under the raw
     logits (before any processor). ``seed`` None is drawn once, at admission. ``speculation``: a
     `Speculation`, or a mapping of its fields; None: what the engine does, exactly. ``structured_outputs``: a
-    `StructuredOutputs`, or a mapping of its fields; None: the output may be anything.
+    `StructuredOutputs`, or a mapping of its fields; None: the output may be anything. ``thinking_token_budget``: tokens
+    of a thought after which it is closed; None: the model closes it.
 
     Values are normalised: numbers to ``int`` and ``float``, ``top_k`` -1 to 0, sequences and a lone ``stop`` string to
     tuples, ``logit_bias`` to a plain dict. What needs the model (is a token id in the vocabulary?) is checked by
@@ -189,6 +195,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     speculation: Speculation | Mapping[str, Any] | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for field, bounds in _NUMBERS.items():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+GRAMMAR = "grammar"
+"""The method that drafts nothing but what grammars leave no choice about."""
+
 HEADS = ("medusa", "eagle", "eagle3", "mtp")
 """Methods of speculation that read states of the model."""
 
@@ -16,10 +19,11 @@ class SpeculativeConfig:
     """Speculative decoding: guesses are verified in rows of a step that would be idle. Output stays the same.
 
     Attributes:
-        speculative: None; "ngram": what followed the last tokens where they occurred before in the sequence; "suffix":
-            the most frequent continuation there and in earlier answers; "draft_model": what a smaller model of the same
-            vocabulary says; "medusa", "eagle", "eagle3", "mtp": what heads on the model's own states say; or a drafter
-            that was registered.
+        speculative: None; "grammar": of structured outputs what their grammars leave no choice about, which all other
+            methods draft, too; "ngram": what followed the last tokens where they occurred before in the sequence;
+            "suffix": the most frequent continuation there and in earlier answers; "draft_model": what a smaller model
+            of the same vocabulary says; "medusa", "eagle", "eagle3", "mtp": what heads on the model's own states say;
+            or a drafter that was registered.
         speculative_model: that model, or those heads: a folder or a hub id (default: for the demo model its own; of
             "mtp" the model's own folder).
         num_speculative_tokens: most draft tokens per sequence and step (Medusa: as many as there are heads).
@@ -38,6 +42,11 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     suffix_cache_tokens: int = 1 << 18
+
+    @property
+    def guesses(self) -> bool:
+        """Whether there are drafts besides those of what must follow."""
+        return self.speculative not in (None, GRAMMAR)
 
     @property
     def drafts_on_device(self) -> bool:

@@ -30,6 +30,8 @@ class Request:
         cache_scope: who may share cached pages with it, in the front end's words; see `jaxinfer.kv.identity`.
         cache_salt: within a scope, requests of different salts never share cached pages.
         deadline: in seconds of ``time.monotonic``; a request that is not done by then ends.
+        thinking: how a thought is told, which its grammar does not hold and ``thinking_token_budget`` bounds; None:
+            there is none.
     """
 
     request_id: str
@@ -43,6 +45,20 @@ class Request:
     cache_scope: str = ""
     cache_salt: str = ""
     deadline: float | None = None
+    thinking: Thinking | None = None
+
+
+class Thinking(NamedTuple):
+    """The tokens around a thought in front of an answer.
+
+    Attributes:
+        begin: None: only a prompt begins one.
+        is_open: the prompt has begun it.
+    """
+
+    begin: int | None
+    end: int
+    is_open: bool
 
 
 class FinishReason(enum.StrEnum):

@@ -79,6 +79,9 @@ def validate_request(
             "structured_outputs",
             "is not served: structured_output_helpers is 0, or enable_dp_attention is on, or there is no tokenizer",
         )
+    if params.thinking_token_budget is not None and not limits.grammars:
+        place, needs = "thinking_token_budget", "what structured outputs need, and these are not served"
+        raise RequestError(place, f"={params.thinking_token_budget} needs {needs}")
     _check_something_is_left(params, stops, bad_words_ids)
 
 

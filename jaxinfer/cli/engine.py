@@ -30,6 +30,7 @@ SAMPLING: dict[str, tuple[type, str]] = {
     "seed": (int, "the same seed gives the same text (default: drawn; --stats and --json show it)"),
     "n": (int, "outputs for each prompt"),
     "min_tokens": (int, "tokens before which an output does not end"),
+    "thinking_token_budget": (int, "tokens of a thought after which it is closed"),
     "logprobs": (int, "show the log probabilities of so many tokens at each position"),
     "prompt_logprobs": (int, "the same for the prompt; with --json"),
 }

@@ -62,6 +62,7 @@ class SamplingOptions(TypedDict, total=False):
     skip_special_tokens: bool | None
     speculation: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    thinking_token_budget: int | None
 
 
 class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):

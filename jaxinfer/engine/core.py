@@ -121,11 +121,12 @@ class EngineLoop:
         vocabulary: Callable[[], Vocabulary] | None = None,
     ) -> None:
         self.config, self._kv, self._runner = config, kv, runner
-        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.speculative is not None)
+        self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.guesses)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
-        masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers)
+        ahead = 0 if config.speculative is None else config.num_speculative_tokens
+        masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers, ahead)
         self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, masks=masks)
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0

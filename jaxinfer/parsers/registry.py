@@ -92,10 +92,15 @@ class Parsers:
     @property
     def markers(self) -> frozenset[str]:
         """Texts that the parsers look for. Some tokenizers have them as special tokens: answers must show these."""
-        thought = REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
+        thought = self.thought
         around = (thought.begin, thought.end) if thought is not None else ()
         name = OPENAI if self.reasoning == GPT_OSS else self.tool_calls
         return frozenset(around + (_MARKERS[name] if name is not None else ()))
+
+    @property
+    def thought(self) -> Thought | None:
+        """How a model tells its thought; None: it tells none, or other than between two tags."""
+        return REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
 
     def make(
         self, tools: Tools | None, *, prompt: str = "", new_id: Callable[[int], str] | None = None
@@ -109,7 +114,7 @@ class Parsers:
         """
         if self.reasoning == GPT_OSS or self.tool_calls == OPENAI:
             return self._program(harmony, tools or Tools(), new_id)
-        thought = REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
+        thought = self.thought
         first = None if thought is None else ProgramParser(functools.partial(thought.read, prompt=prompt), str)
         if tools is None or self.tool_calls is None:
             return first

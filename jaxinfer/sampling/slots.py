@@ -167,7 +167,7 @@ class HostSlots:
             mine.bad_words[slot, word, -len(ids) :] = ids
         mine.logprobs[slot] = params.logprobs is not None
         mine.typical[slot] = params.typical
-        mine.constrained[slot] = params.grammar is not None
+        mine.constrained[slot] = params.grammar is not None or request.thinking is not None
 
     def clear(self, slot: int) -> None:
         """Make ``slot`` neutral."""

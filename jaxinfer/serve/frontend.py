@@ -29,6 +29,7 @@ from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
 from jaxinfer.serve.templates import Renderer
 from jaxinfer.serve.tenants import cache_scope, engine_id, own_id
 from jaxinfer.serve.tracing import Tracing
+from jaxinfer.speculative import GRAMMAR
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.intake import Intake
 from jaxinfer.text.tokenizer import Tokenizer
@@ -93,10 +94,9 @@ class Frontend:
         self._tracing = tracing or Tracing()
         self._scope, self._weight = scope, weight
         self._allow_templates = allow_request_templates
-        bounds = SamplingLimits(
-            max_logprobs=most, drafts=card.engine.get("speculative") is not None, grammars=has_grammars(card, tokenizer)
-        )
-        self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds)
+        drafts = card.engine.get("speculative") not in (None, GRAMMAR)
+        bounds = SamplingLimits(max_logprobs=most, drafts=drafts, grammars=has_grammars(card, tokenizer))
+        self._intake = Intake(tokenizer, card.vocab_size, card.max_model_len, bounds, parsers.thought)
         self._renderer, self._grammars = Renderer(template, template_seconds), Grammars()
         self._sources = list(template.sources.values()) if template is not None else []
         self._long = None if folder is None or tokenizer is None else LongTexts(folder)
@@ -342,6 +342,7 @@ class Frontend:
 
     async def _request(self, call: Call, request_id: str, params: SamplingParams) -> Request:
         prompt, special = call.prompt, call.add_special_tokens
+        make = functools.partial(self._intake.request, answers=isinstance(prompt, Conversation))
         if isinstance(prompt, Conversation):
             prompt, special = await self._rendered(prompt, call.tenant), False  # the template writes them itself
         if isinstance(prompt, str):
@@ -350,7 +351,7 @@ class Frontend:
                 prompt = await self._encoded("prompt", prompt, special, call.tenant)
         words = sum(map(len, params.bad_words or ()))
         work = len(prompt) + words + len(params.allowed_token_ids or ())
-        request = await self._off_loop(work, self._intake.request, request_id, prompt, params, special)
+        request = await self._off_loop(work, make, request_id, prompt, params, special)
         return dataclasses.replace(
             request,
             priority=call.priority,

@@ -1,11 +1,11 @@
 """Speculation: guesses at what a sequence goes on with, for the engine to verify. No jax."""
 
 from jaxinfer.spec.acceptance import WORTH, WORTH_OF_A_PASS, Acceptance, Tempo
-from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, make_drafter, register
+from jaxinfer.spec.drafter import Bounded, DeviceDrafter, Drafted, Drafter, NoDrafter, make_drafter, register
 from jaxinfer.spec.ngram import NgramDrafter
 from jaxinfer.spec.suffix import SuffixDrafter
 from jaxinfer.spec.tree import Tree
-from jaxinfer.speculative import HEADS
+from jaxinfer.speculative import GRAMMAR, HEADS
 
 __all__ = [
     "WORTH",
@@ -16,6 +16,7 @@ __all__ = [
     "Drafted",
     "Drafter",
     "NgramDrafter",
+    "NoDrafter",
     "SuffixDrafter",
     "Tempo",
     "Tree",
@@ -23,6 +24,7 @@ __all__ = [
     "register",
 ]
 
+register(GRAMMAR, lambda config: NoDrafter())
 register(
     "ngram",
     lambda config: NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, config.speculative_tree),

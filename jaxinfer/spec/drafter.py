@@ -84,6 +84,20 @@ class DeviceDrafter:
         """Nothing is kept."""
 
 
+class NoDrafter:
+    """A drafter that has no guess: what grammars leave no choice about is drafted without one."""
+
+    def propose(self, sequence: Drafted, limit: int) -> Tree:
+        """Nothing."""
+        return Tree.of_paths([])
+
+    def end(self, sequence: Drafted) -> None:
+        """Nothing is kept."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
 def path_of(names: Sequence[int], most: int) -> int:
     """The path of `DeviceDrafter` to which names of drafts belong."""
     return (-2 - names[0]) // most

@@ -3,30 +3,50 @@
 Grammars come with requests, and some take seconds and gigabytes to compile, or for one mask. Here they may: the memory,
 and the processor's time for each frame, are bounded, and whoever started it kills it when it takes too long.
 
-The first frame is JSON, the ``seconds`` of the processor that a frame may take and, behind a line, a `Vocabulary`
-(nothing: grammars are only checked). A question is a list of `Question` and of numbers of matchers that end, as JSON;
-its answer, behind a line of JSON that says for each whether it goes on (null), has ``stopped`` or has failed (a
-sentence), the masks of those that go on. A question of `check` has `GOOD` or `BAD` and a sentence for an answer.
+The first frame is JSON, the ``seconds`` of the processor that a frame may take, how many tokens to look ``ahead`` where
+one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only checked). A question is JSON:
+what to ``ask`` of which matchers, and the numbers of those that ``end``. Its answer is a line of JSON, an `Answer` for
+each, and behind it the masks that are not in it. A question of `check` is answered by `GOOD`, or by `BAD` and why.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
 from jaxinfer.structured.grammar import GrammarError, compiled
-from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary
+from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
 
 MODULE = "jaxinfer.structured.helper"
 STOPPED = "stopped"
 _MAX_MEMORY_BYTES = 4 << 30
+_FEW = 64
+"""Bytes of a mask whose tokens are told as such: a text that must follow has few, and a mask may have kilobytes."""
 
 
-def setup(seconds: float, vocabulary: Vocabulary | None = None) -> bytes:
+class Answer(NamedTuple):
+    """What a matcher says.
+
+    Attributes:
+        state: None: it goes on; ``stopped``; or why it cannot.
+        tokens: that must follow, as models would say it.
+        masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
+    """
+
+    state: str | None
+    tokens: list[int]
+    masks: list[list[int] | None]
+
+
+def setup(seconds: float, vocabulary: Vocabulary | None = None, ahead: int = 0) -> bytes:
     """The first frame."""
-    return json.dumps({"seconds": seconds}).encode() + b"\n" + (b"" if vocabulary is None else vocabulary.packed())
+    head = json.dumps({"seconds": seconds, "ahead": ahead}).encode()
+    return head + b"\n" + (b"" if vocabulary is None else vocabulary.packed())
 
 
 def check(kind: str, text: str) -> bytes:
@@ -39,8 +59,9 @@ def main() -> None:
     begin(_MAX_MEMORY_BYTES)
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     head, _, rest = (read_frame(reader) or b"{}").partition(b"\n")
-    seconds = json.loads(head).get("seconds", 1.0)
-    matching = Matching(Matchers(Vocabulary.unpacked(rest))) if rest else None
+    first = json.loads(head)
+    seconds = first.get("seconds", 1.0)
+    matching = Matching(Matchers(Vocabulary.unpacked(rest)), first.get("ahead", 0)) if rest else None
     write_frame(writer, GOOD)
     while (frame := read_frame(reader)) is not None:
         allow_cpu(seconds)
@@ -60,10 +81,10 @@ def _checked(kind: str, text: str) -> bytes:
 
 
 class Matching:
-    """The matchers of a helper, by number."""
+    """The matchers of a helper, by number. ``ahead``: tokens to look ahead."""
 
-    def __init__(self, matchers: Matchers) -> None:
-        self._matchers = matchers
+    def __init__(self, matchers: Matchers, ahead: int = 0) -> None:
+        self._matchers, self._ahead = matchers, ahead
         self._known: dict[int, Matcher] = {}
 
     def answer(self, ask: list[Any], end: list[int]) -> bytes:
@@ -71,17 +92,18 @@ class Matching:
         is known) and the tokens by which it goes on."""
         for number in end:
             self._known.pop(number, None)
-        states, masks = list[str | None](), list[bytes]()
+        answers, whole = list[Answer](), list[bytes]()
         for number, grammar, tokens in ask:
             try:
-                state, mask = self._next(number, grammar, tokens)
+                answer, masks = self._next(number, grammar, tokens)
             except GrammarError as error:
-                state, mask = str(error) or "the grammar failed", b""
-            states.append(state)
-            masks.append(mask)
-        return json.dumps(states).encode() + b"\n" + b"".join(masks)
+                answer, masks = _failed(str(error) or "the grammar failed"), []
+            answers.append(answer)
+            whole += masks
+        return json.dumps(answers).encode() + b"\n" + b"".join(whole)
 
-    def _next(self, number: int, grammar: list[str] | None, tokens: list[int]) -> tuple[str | None, bytes]:
+    def _next(self, number: int, grammar: list[str] | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
+        """The answer of a matcher, and the masks that are not in it."""
         if grammar is not None:
             self._known[number] = self._matchers.new(*grammar)
         matcher = self._known[number]
@@ -89,8 +111,28 @@ class Matching:
             matcher.consume(tokens)
         mask = matcher.mask()
         if matcher.stopped:
-            return STOPPED, b""
-        return (None, mask) if any(mask) else ("the model has no token that the grammar allows here", b"")
+            return _failed(STOPPED), []
+        if is_empty(mask):
+            return _failed("the model has no token that the grammar allows here"), []
+        tokens, masks = matcher.ahead(self._ahead) if self._ahead else ([], [])
+        told = [_few(each) for each in (mask, *masks)]
+        return Answer(None, tokens, told), _left(told, (mask, *masks))
+
+
+def _failed(state: str) -> Answer:
+    return Answer(state, [], [])
+
+
+def _few(mask: bytes) -> list[int] | None:
+    """The ids of a mask, if they are few."""
+    if len(mask) - mask.count(0) > _FEW:
+        return None
+    places = np.flatnonzero(np.frombuffer(mask, np.uint8)).tolist()
+    return [8 * place + bit for place in places for bit in range(8) if mask[place] >> bit & 1]
+
+
+def _left(told: Iterable[list[int] | None], masks: Iterable[bytes]) -> list[bytes]:
+    return [mask for ids, mask in zip(told, masks, strict=True) if ids is None]
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxinfer.helper_process import Helper
-from jaxinfer.structured.helper import MODULE, STOPPED, setup
+from jaxinfer.structured.helper import MODULE, STOPPED, Answer, setup
 from jaxinfer.structured.matcher import Vocabulary
 
 CPU_SECONDS = 1.0
@@ -27,7 +27,8 @@ class Held:
 
     Attributes:
         ready: the answer to what was last asked is there.
-        mask: the tokens that may follow, as int32 words.
+        masks: the tokens that may follow, as int32 words: next, and behind each of those that are forced.
+        forced: the text that must follow, as models would say it.
         stopped: the output is whole.
         error: why there will be no mask.
         late: it was waited for, and was not there in time.
@@ -36,10 +37,11 @@ class Held:
     __slots__ = (
         "__weakref__",
         "error",
+        "forced",
         "generation",
         "grammar",
         "late",
-        "mask",
+        "masks",
         "number",
         "ready",
         "said",
@@ -51,9 +53,35 @@ class Held:
         self.number, self.grammar = number, grammar
         self.said: list[int] = []
         self.ready = self.stopped = self.late = False
-        self.mask: np.ndarray | None = None
+        self.masks: list[np.ndarray] = []
+        self.forced: list[int] = []
         self.error: str | None = None
         self.generation, self.told = -1, 0  # of the helper that knows it, and how much of what was said
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        """Of the next token; None: there is none yet, or there will be none."""
+        return self.masks[0] if self.ready and self.masks else None
+
+    def say(self, tokens: Iterable[int]) -> bool:
+        """Note what was said; whether its mask is there: it was what is forced, and there is one behind it."""
+        new = list(tokens)
+        self.said += new
+        if self.ready and new == self.forced[: len(new)]:
+            self.forced, self.masks = self.forced[len(new) :], self.masks[len(new) :]
+        else:
+            self.ready = False
+        self.late = False
+        return self.ready
+
+    def hear(self, answer: Answer, masks: Iterator[np.ndarray], words: int) -> None:
+        """Take what the helper says. ``masks``: those that are not in the answer."""
+        found = [next(masks) if ids is None else _mask_of(ids, words) for ids in answer.masks]
+        if self.told < len(self.said):
+            return  # it has gone on since, and is asked again
+        self.stopped = answer.state == STOPPED
+        self.error = None if self.stopped else answer.state
+        self.masks, self.forced, self.ready = found, answer.tokens, True
 
 
 class Masks:
@@ -65,13 +93,14 @@ class Masks:
     Args:
         vocabulary: asked for once, by a thread; None: no sequence has a grammar.
         helpers: processes; 0: the same.
+        ahead: tokens of a text that must follow, of which the masks are asked, too.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary] | None, helpers: int) -> None:
+    def __init__(self, vocabulary: Callable[[], Vocabulary] | None, helpers: int, ahead: int = 0) -> None:
         self._came, self._workers = threading.Condition(), list[_Worker]()
         if vocabulary is not None:
             once = functools.cache(vocabulary)
-            self._workers = [_Worker(once, self._came) for _ in range(helpers)]
+            self._workers = [_Worker(once, self._came, ahead) for _ in range(helpers)]
         self._numbers = itertools.count()
         self._owners = weakref.WeakKeyDictionary[Held, _Worker]()
         weakref.finalize(self, _stop, self._workers)
@@ -86,14 +115,15 @@ class Masks:
         worker = min(self._workers, key=lambda each: each.members)
         worker.members += 1
         self._owners[held] = worker
-        worker.waiting.append(held)
+        worker.waiting[held] = None
         return held
 
     def advance(self, held: Held, tokens: Iterable[int]) -> None:
         """Note what the sequence has said; its next mask is on its way with the next `send`."""
-        held.said.extend(tokens)
-        held.ready = held.late = False
-        self._owners[held].waiting.append(held)
+        with self._came:  # an answer may be coming in
+            ready = held.say(tokens)
+        if not ready:
+            self._owners[held].waiting[held] = None
 
     def close(self, held: Held) -> None:
         """Forget a sequence."""
@@ -119,6 +149,13 @@ class Masks:
             self._came.wait_for(lambda: any(each.ready for each in those), seconds)
 
 
+def _mask_of(ids: list[int], words: int) -> np.ndarray:
+    """The mask of these tokens."""
+    mask, at = np.zeros(words, np.uint32), np.array(ids, np.uint32)
+    np.bitwise_or.at(mask, at >> 5, np.uint32(1) << (at & 31))
+    return mask.view(np.int32)
+
+
 def _stop(workers: Iterable[_Worker]) -> None:
     for worker in workers:
         worker.stop()
@@ -127,9 +164,9 @@ def _stop(workers: Iterable[_Worker]) -> None:
 class _Worker:
     """A helper, and the thread that asks it. ``waiting``, ``ended`` and ``members`` belong to the engine's thread."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], came: threading.Condition) -> None:
-        self._vocabulary, self._came = vocabulary, came
-        self.members, self.waiting, self.ended = 0, list[Held](), list[int]()
+    def __init__(self, vocabulary: Callable[[], Vocabulary], came: threading.Condition, ahead: int) -> None:
+        self._vocabulary, self._came, self._ahead = vocabulary, came, ahead
+        self.members, self.waiting, self.ended = 0, dict[Held, None](), list[int]()
         self._sent = threading.Condition()
         self._ask, self._end = list[Held](), list[int]()
         self._helper: Helper | None = None
@@ -144,7 +181,7 @@ class _Worker:
         with self._sent:
             self._ask = [held for held in (*self._ask, *self.waiting) if held.number not in self.ended]
             self._end += self.ended
-            self.waiting, self.ended = [], []
+            self.waiting, self.ended = {}, []
             self._sent.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="jaxinfer-masks", daemon=True)
@@ -171,20 +208,14 @@ class _Worker:
             for each in ask:  # whose grammar it was shows when each is asked by itself
                 self._answer([each], [])
             return
-        states: list[str | None] = [_TOO_LONG] * len(ask)
-        masks = b""
+        states, masks = [Answer(_TOO_LONG, [], [])] * len(ask), b""
         if answer is not None:
             head, _, masks = answer.partition(b"\n")
-            states = json.loads(head)
-        rows, row = np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)), 0
+            states = [Answer(*each) for each in json.loads(head)]
+        rows = iter(np.frombuffer(masks, np.int32).reshape(-1, max(1, self._words)))
         with self._came:
             for held, state in zip(ask, states, strict=True):
-                held.stopped, held.error, held.mask = state == STOPPED, state, None
-                if state is None:
-                    held.mask, row = rows[row], row + 1
-                elif held.stopped:
-                    held.error = None
-                held.ready = True
+                held.hear(state, rows, self._words)
             self._came.notify_all()
 
     def _asked(self, ask: list[Held], end: list[int]) -> bytes | None:
@@ -204,13 +235,13 @@ class _Worker:
         if self._helper is None:
             vocabulary = self._vocabulary()
             self._words = vocabulary.words
-            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary))
+            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
         self._helper.start()
         return self._helper
 
     def _item(self, held: Held) -> tuple[int, tuple[str, str, str] | None, list[int]]:
         """What a matcher is asked: one that the helper knows is told what is new, another one all."""
         known = held.generation == self._generation
-        told = held.said if not known else held.said[held.told :]
-        held.generation, held.told = self._generation, len(held.said)
-        return held.number, None if known else held.grammar, told
+        first, last = held.told if known else 0, len(held.said)  # the engine's thread may add to it
+        held.generation, held.told = self._generation, last
+        return held.number, None if known else held.grammar, held.said[first:last]

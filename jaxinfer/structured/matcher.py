@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from jaxinfer.structured.grammar import LIMITS, GrammarError, compiled, short
 
+LEAD = -1
+"""In place of a token: the answer begins here, behind a thought. Models part them by space, which may be said once."""
+_MOST_SPACE = 4  # characters
 _SPECIAL = b"\xff"  # before the name of a token that is no text, as llguidance marks it
 _MAX_CACHED, _MAX_CACHED_BYTES = 256, 16 << 20
 
@@ -52,6 +55,30 @@ class Vocabulary(NamedTuple):
         return cls(tokens, frozenset(special), ends, size)
 
 
+class Speller:
+    """Spells a text in the longest tokens, one behind the other. Tokenizers mostly do the same, and models what those
+    do: it is a guess."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = enumerate(vocabulary.tokens[: vocabulary.size])
+        known = [(each, number) for number, each in tokens if each and number not in vocabulary.special]
+        self._ids = dict(reversed(known))  # the first of those that stand for the same
+        self._longest = max(map(len, self._ids), default=0)
+        self.spaces = frozenset(n for text, n in known if text.isspace() and len(text) <= _MOST_SPACE)
+
+    def spell(self, text: bytes, most: int) -> list[int]:
+        """The text, or its beginning, in up to so many tokens."""
+        found, at = list[int](), 0
+        while at < len(text) and len(found) < most:
+            ends = range(min(len(text), at + self._longest), at, -1)
+            end = next((end for end in ends if text[at:end] in self._ids), None)
+            if end is None:
+                break
+            found.append(self._ids[text[at:end]])
+            at = end
+        return found
+
+
 class Matcher:
     """A matcher of one sequence.
 
@@ -59,18 +86,30 @@ class Matcher:
         library: in its first state.
         words: 32-bit words of a mask.
         ends: token ids that end an output.
+        speller: of what must follow.
 
     Raises:
         GrammarError: of every method: the grammar needs more than the library's limits, or a token was not allowed.
             That is final.
     """
 
-    def __init__(self, library: LLMatcher, words: int, ends: Sequence[int]) -> None:
-        self._library, self._bytes, self._ends = library, 4 * words, ends
+    def __init__(self, library: LLMatcher, words: int, ends: Sequence[int], speller: Speller) -> None:
+        self._library, self._bytes, self._ends, self._speller = library, 4 * words, ends, speller
+        self._spaces = frozenset[int]()  # that may be said, and the grammar does not hear of
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens that the sequence has said."""
-        self._library.consume_tokens(list(tokens))
+        """Go on by tokens that the sequence has said; see `LEAD`."""
+        said = list(tokens)
+        if said[0] == LEAD:
+            own = int.from_bytes(self.mask(), "little")
+            self._spaces = self._speller.spaces
+            if any(own >> space & 1 for space in self._spaces):
+                self._spaces = frozenset()  # space is the grammar's own
+            del said[0]
+        if said and self._spaces:
+            del said[: said[0] in self._spaces]
+            self._spaces = frozenset()
+        self._library.consume_tokens(said)
         self._check()
 
     def rollback(self, count: int) -> None:
@@ -82,13 +121,32 @@ class Matcher:
         """The tokens that may follow: int32 words, bit ``i % 32`` of word ``i // 32`` for token i."""
         mask = self._library.compute_bitmask()
         self._check()
-        return mask[: self._bytes].ljust(self._bytes, b"\0")
+        if len(mask) != self._bytes:
+            mask = mask[: self._bytes].ljust(self._bytes, b"\0")
+        return _with(mask, self._spaces) if self._spaces else mask
 
     def forced(self) -> bytes:
         """The text that must follow, whatever the model says."""
+        if self._spaces:
+            return b""
         found = self._library.compute_ff_bytes()
         self._check()
         return found
+
+    def ahead(self, most: int) -> tuple[list[int], list[bytes]]:
+        """What must follow, in up to so many tokens as models would say it, and the mask behind each of them. The last
+        one is left out where nothing can follow it."""
+        masks = list[bytes]()
+        for count, token in enumerate(tokens := self._speller.spell(self.forced(), most), 1):
+            self.consume([token])
+            mask = self.mask()
+            if self.stopped or is_empty(mask):
+                self.rollback(count)
+                break
+            masks.append(mask)
+        else:
+            self.rollback(len(tokens))
+        return tokens[: len(masks)], masks
 
     @property
     def accepting(self) -> bool:
@@ -105,12 +163,24 @@ class Matcher:
             raise GrammarError(short(self._library.get_error()))
 
 
+def is_empty(mask: bytes) -> bool:
+    """Whether it allows nothing."""
+    return mask.count(0) == len(mask)
+
+
+def _with(mask: bytes, tokens: Iterable[int]) -> bytes:
+    bits = bytearray(mask)
+    for token in tokens:
+        bits[token >> 3] |= 1 << (token & 7)
+    return bytes(bits)
+
+
 class Matchers:
     """Makes matchers of grammars over one vocabulary, and remembers those that were compiled last."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = _tokenizer(vocabulary)
+        self._tokenizer, self._speller = _tokenizer(vocabulary), Speller(vocabulary)
         # By whose it is, too: how long a grammar takes tells nobody what another tenant has asked for.
         self._cached: collections.OrderedDict[tuple[str, str, str], LLMatcher] = collections.OrderedDict()
         self._size = 0
@@ -129,7 +199,7 @@ class Matchers:
                 raise GrammarError(short(library.get_error()))
             self._keep(key, library)
         self._cached.move_to_end(key)
-        return Matcher(library.deep_copy(), self._vocabulary.words, self._vocabulary.ends)
+        return Matcher(library.deep_copy(), self._vocabulary.words, self._vocabulary.ends, self._speller)
 
     def _keep(self, key: tuple[str, str, str], library: LLMatcher) -> None:
         self._cached[key] = library
@@ -151,11 +221,17 @@ class _Tokens:
             for number, each in enumerate(known)
         ]
         self.special_token_ids = sorted(vocabulary.special)
-        self.eos_token_id = next(iter(vocabulary.ends), None)
+        self.ends = list(vocabulary.ends)
+        if not self.ends:  # the library wants one: a token that no model has
+            self.ends = [len(self.tokens)]
+            self.special_token_ids += self.ends
+            self.tokens.append(_SPECIAL + b"<no end>")
+        self.eos_token_id = self.ends[0]
 
     def __call__(self, text: bytes) -> list[int]:
         return []  # asked for where tokens are forced: none is
 
 
 def _tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.ends))
+    tokens = _Tokens(vocabulary)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.ends)

@@ -4,31 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.sampling_params import RequestError, SamplingParams, StructuredOutputs
 from jaxinfer.text.lengths import utf8_length
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import Request
+from jaxinfer.types import Request, Thinking
 from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_request
 
 Prompt = str | Sequence[int]
 
 
+_PROMPT_TOKENS = 16
+"""So many of a prompt's end tell whether it has begun a thought."""
+
+
+class ThoughtFormat(Protocol):
+    """How a model tells a thought: `jaxinfer.parsers.thought.Thought`."""
+
+    @property
+    def begin(self) -> str: ...
+    @property
+    def end(self) -> str: ...
+    def is_open(self, prompt: str) -> bool: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Intake:
-    """The model as a door needs to know it to accept requests. One validator serves every door."""
+    """The model as a door needs to know it to accept requests. One validator serves every door.
+
+    Attributes:
+        thought: in front of its answers; None: none is known.
+    """
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
     limits: SamplingLimits
+    thought: ThoughtFormat | None = None
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        add_special_tokens: bool = True,
+        *,
+        answers: bool = False,
     ) -> Request:
         """Tokenise and check. ``max_tokens`` None becomes all that the context leaves.
+
+        Args:
+            answers: the prompt is a conversation: what follows may begin with a thought.
 
         Raises:
             RequestError: what cannot be served, naming field and value.
@@ -55,7 +83,34 @@ class Intake:
         room = self.max_model_len - len(ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         params = dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
-        return Request(request_id, ids, params, stops, bad_words)
+        return Request(request_id, ids, params, stops, bad_words, thinking=self._thinking(ids, params, answers))
+
+    def _thinking(self, prompt: tuple[int, ...], params: SamplingParams, answers: bool) -> Thinking | None:
+        """How a thought is told, where it makes a difference."""
+        asked, budget = params.structured_outputs, params.thinking_token_budget
+        held = isinstance(asked, StructuredOutputs) and not asked.enable_in_reasoning
+        if budget is None and not held:
+            return None
+        found = self._thought_behind(prompt, answers)
+        if budget is not None and found is None and self._thought_tokens[1] is None:
+            raise RequestError("thinking_token_budget", f"={budget}: no token is known that ends this model's thought")
+        return found
+
+    def _thought_behind(self, prompt: tuple[int, ...], answers: bool) -> Thinking | None:
+        begin, end = self._thought_tokens
+        if self.thought is None or self.tokenizer is None or end is None:
+            return None
+        last = self.tokenizer.decode(prompt[-_PROMPT_TOKENS:], skip_special_tokens=False)
+        is_open = self.thought.is_open(last)
+        may_begin = answers and begin is not None and not last.rstrip().endswith(self.thought.end)
+        return Thinking(begin, end, is_open) if is_open or may_begin else None
+
+    @property
+    def _thought_tokens(self) -> tuple[int | None, int | None]:
+        """The tokens around a thought, where there are such."""
+        if self.thought is None or self.tokenizer is None:
+            return None, None
+        return self.tokenizer.token_to_id(self.thought.begin), self.tokenizer.token_to_id(self.thought.end)
 
     def check_text(self, field: str, text: str) -> None:
         """Check whether a text can fit into the context, without looking for its tokens.

@@ -127,6 +127,7 @@ MODES: dict[str, tuple[dict[str, Any], Any]] = {
     "synchronous": ({"async_scheduling": False}, lambda stats: True),
     "several steps": ({"multi_step": 4}, lambda stats: True),
     "drafts": ({"speculative": "ngram", "speculative_adaptive": False}, lambda stats: True),
+    "forced": ({"speculative": "grammar"}, lambda stats: stats.draft_accepted > 20),
     "drafts, recomputed": (
         {"speculative": "ngram", "speculative_adaptive": False, "num_pages": TIGHT, "swap_space_gib": 0},
         preempted("recompute"),

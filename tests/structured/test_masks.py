@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from jaxinfer.structured import masks as masking
+from jaxinfer.structured.helper import Answer
 from jaxinfer.structured.masks import Held, Masks
 from tests.serve.processes import wait_until
 from tests.structured import stuck_helper
@@ -25,7 +26,8 @@ def ready(masks: Masks, *those: Held) -> None:
 
 
 def allowed(held: Held) -> list[int]:
-    assert held.mask is not None
+    if held.mask is None:
+        return []
     return [token for token in range(257) if held.mask[token // 32] >> (token % 32) & 1]
 
 
@@ -42,6 +44,52 @@ def test_masks_come_one_behind_the_other(masks):
     assert held.stopped
     assert held.mask is None
     assert held.error is None
+
+
+def test_masks_behind_what_must_follow_come_at_once():
+    masks = Masks(lambda: BYTES, 1, 3)
+    held = masks.open("choice", '["perhaps", "permit"]')
+    ready(masks, held)
+    assert bytes(held.forced) == b"per"
+    masks.advance(held, b"pe")
+    assert held.ready
+    assert bytes(held.forced) == b"r"
+    assert allowed(held) == [ord("r")]
+    masks.advance(held, b"r")
+    assert held.ready
+    assert allowed(held) == [ord("h"), ord("m")]
+    masks.advance(held, b"m")
+    assert not held.ready
+    ready(masks, held)
+    assert bytes(held.forced) == b"i"
+    masks.advance(held, b"it")
+    ready(masks, held)
+    assert held.stopped
+
+
+def test_what_is_said_instead_of_what_is_likely_is_asked_for():
+    masks = Masks(lambda: BYTES._replace(tokens=[*BYTES.tokens, b"pe"], size=258), 1, 3)
+    held = masks.open("choice", '["perhaps"]')
+    ready(masks, held)
+    assert held.forced[0] == 257
+    masks.advance(held, b"p")
+    assert not held.ready
+    ready(masks, held)
+    assert held.mask is not None
+    assert held.forced[0] == ord("e")
+
+
+def test_an_answer_that_is_overtaken_is_not_taken(masks):
+    """A thought may end while its grammar compiles."""
+    held = masks.open("regex", "abc")
+    ready(masks, held)
+    held.told, held.ready = len(held.said) - 1, False
+    held.hear(Answer(None, [], [[7]]), iter(()), BYTES.words)
+    assert not held.ready
+    assert allowed(held) == []
+    held.told = len(held.said)
+    held.hear(Answer(None, [], [[7]]), iter(()), BYTES.words)
+    assert allowed(held) == [7]
 
 
 def test_a_failing_grammar_is_its_own_affair(masks):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxinfer.structured import matcher as matching
 from jaxinfer.structured.grammar import GrammarError
-from jaxinfer.structured.matcher import Matchers, Vocabulary
+from jaxinfer.structured.matcher import LEAD, Matchers, Speller, Vocabulary
 from tests.structured.test_grammar import BYTES
 
 WORDS = Vocabulary([b"a", b"ab", b"b", b"ba", b"<s>", b"</s>", b"", b"a", b"abab"], frozenset({4, 5}), (5,), 70)
@@ -85,3 +85,69 @@ def test_what_one_tenant_has_compiled_tells_another_nothing():
     matchers.new("regex", "a", "one")
     matchers.new("regex", "a", "other")
     assert len(matchers._cached) == 2
+
+
+def bits(mask: bytes) -> list[int]:
+    return [i for i in range(8 * len(mask)) if mask[i // 8] >> (i % 8) & 1]
+
+
+def test_texts_are_spelt_in_the_longest_tokens():
+    spell = Speller(WORDS).spell
+    assert spell(b"ababa", 9) == [8, 0]
+    assert spell(b"ababa", 1) == [8]
+    assert spell(b"abba", 9) == [1, 3]
+    assert spell(b"ab?ab", 9) == [1]
+    assert spell(b"", 9) == []
+
+
+def test_what_must_follow_comes_with_the_masks_behind_it():
+    matcher = Matchers(BYTES).new("json", '{"enum": ["abc", "abd"]}')
+    tokens, masks = matcher.ahead(9)
+    assert bytes(tokens) == b'"ab'
+    assert [bits(mask) for mask in masks] == [[ord("a")], [ord("b")], [ord("c"), ord("d")]]
+    assert bits(matcher.mask()) == [ord('"')], "it is where it was"
+    assert matcher.ahead(2) == (tokens[:2], masks[:2])
+    matcher.consume(tokens)
+    assert bits(matcher.mask()) == bits(masks[-1])
+    assert matcher.ahead(9) == ([], [])
+
+
+def test_behind_what_ends_an_output_there_is_no_mask():
+    matcher = Matchers(BYTES).new("choice", '["yes"]')
+    tokens, masks = matcher.ahead(9)
+    assert bytes(tokens) == b"ye"
+    assert [bits(mask) for mask in masks] == [[ord("e")], [ord("s")]]
+    matcher.consume(b"yes")
+    matcher.mask()
+    assert matcher.stopped
+
+
+def test_space_may_part_an_answer_from_the_thought_before_it():
+    matcher = Matchers(BYTES).new("regex", "[ab]c")
+    matcher.consume([LEAD])
+    spaces = [ord(each) for each in "\t\n\v\f\r "]
+    assert bits(matcher.mask()) == [*spaces, ord("a"), ord("b")]
+    assert matcher.ahead(9) == ([], [])
+    matcher.consume(b"\n")
+    assert bits(matcher.mask()) == [ord("a"), ord("b")], "once"
+    matcher.consume(b"a")
+    assert matcher.ahead(9) == ([], [])
+    other = Matchers(BYTES).new("regex", "[ab]c")
+    other.consume([LEAD, ord("b")])
+    assert bits(other.mask()) == [ord("c")]
+
+
+def test_space_of_the_grammars_own_is_not_passed_over():
+    matcher = Matchers(BYTES).new("regex", " a")
+    matcher.consume([LEAD])
+    assert bits(matcher.mask()) == [ord(" ")]
+    matcher.consume(b" ")
+    assert bits(matcher.mask()) == [ord("a")]
+
+
+def test_a_model_without_an_end_token_ends_where_nothing_can_follow():
+    matcher = Matchers(WORDS._replace(ends=(), special=frozenset(), size=4)).new("regex", "(ab){2}")
+    assert bits(matcher.mask()) == [0, 1]
+    matcher.consume([1, 1])
+    matcher.mask()
+    assert matcher.stopped

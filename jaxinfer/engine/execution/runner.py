@@ -74,6 +74,7 @@ class Runner:
         self._slots = [HostSlots(self._rows, limits) for _ in range(engine.microbatches)]
         self._device_slots = [slots.snapshot() for slots in self._slots]  # what is on the device
         self._snapshots = SnapshotNumbers()
+        self._catch_up = False  # there was a sequence whose state is restored by `_restore_caught_up`
         # Of what is on the device as `StepState.last_tokens`: by microbatch and row, whose token (`arrival`), which
         # position.
         self._sampled = np.full((engine.microbatches, 2, self._rows), -1, np.int64)
@@ -148,6 +149,7 @@ class Runner:
         for sequence, slot in preempted:
             kept = sequence.swapped is not None or sequence.redrawn
             if sequence.stateful and kept and sequence.sampler_state is None:
+                self._catch_up = self._catch_up or sequence.redrawn
                 sequence.sampler_state = snapshot = self._snapshots.new()
                 self._executor.run(commands.SaveSlot(slot, snapshot.number))
 
@@ -275,7 +277,7 @@ class Runner:
         return HeadBatch(owners, tokens, positions, last, generated, bases, limits, tables)
 
     def _decode(self, plan: StepPlan) -> tuple[Sampled, jax.Array | None]:
-        if self._engine.speculative is not None or plan.masks:
+        if self._catch_up:
             self._restore_caught_up(plan.decodes)
         batch, ran = self._decode_batch(plan.microbatch, plan.decodes), None
         if plan.steps > 1:
@@ -292,7 +294,8 @@ class Runner:
             return None
         masks = np.full((self._rows, -(-self._vocab // 32)), -1, np.int32)
         for row, mask in plan.masks.items():
-            masks[row] = mask
+            masks[row] = 0
+            masks[row, : mask.size] = mask
         return masks
 
     def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Sequence as Row
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.engine.scheduling.plan import DecodePlan, Draft
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.structured.masks import Masks
+from jaxinfer.structured.matcher import LEAD
+from jaxinfer.structured.thinking import Thought
 
 _PATIENCE, _PATIENCE_ALONE = 0.002, 0.02
 """Seconds that a plan waits for masks that were asked for just now: while the device runs the step before, and where
@@ -94,7 +97,7 @@ class DecodePlanner:
     def _steps(self, rows: list[DecodePlan], alone: bool) -> int:
         """Number of steps that the device may run alone: nobody waits, nothing ends by length, and pages are there."""
         steps = 1
-        if rows and alone and all(row.sequence.held is None for row in rows):
+        if rows and alone and not any(row.sequence.held or row.sequence.thought for row in rows):
             steps = min(self._engine.multi_step, *(row.sequence.final_length - row.position for row in rows))
         known = any(row.position + 1 < len(row.sequence.tokens) for row in rows)
         if known or not all(self._pages.extend(row.sequence, row.position + steps, slide=True) for row in rows):
@@ -110,6 +113,9 @@ class Constraints:
     The tokens that such a sequence may say next depend on the one that it says now, so it waits until that has been
     read, and its mask is there. All of them wait for those in flight: else half of them would run in each step. Whose
     mask is late leaves out the step alone; everybody else goes on.
+
+    A thought in front of the answer is free, up to its budget, and waits for nobody. When its end is read, rows behind
+    it may be on their way: what they sample is dropped (`outdated`), since no grammar held them.
     """
 
     def __init__(self, masks: Masks) -> None:
@@ -125,20 +131,30 @@ class Constraints:
     def admit(self, admitted: Iterable[Sequence]) -> None:
         """Open the grammars of those that have their first slot: they compile while the prompts are computed."""
         for sequence in admitted:
-            if sequence.held is None and (grammar := sequence.params.grammar) is not None:
-                sequence.held = self._masks.open(*grammar, sequence.request.cache_scope)
-                self._open.add(sequence)
+            params, thinking = sequence.params, sequence.request.thinking
+            if sequence in self._open or (params.grammar is None and thinking is None):
+                continue
+            self._open.add(sequence)
+            if thinking is not None:
+                sequence.thought = Thought(thinking, params.thinking_token_budget)
+            if params.grammar is not None:
+                sequence.held = self._masks.open(*params.grammar, sequence.request.cache_scope)
 
     def said(self, sequence: Sequence, tokens: list[int]) -> None:
         """Note tokens that a sequence has been given, and goes on behind."""
-        if sequence.held is not None:
-            self._masks.advance(sequence.held, tokens)
+        answer: Row[int] = tokens
+        if (thought := sequence.thought) is not None and not thought.over:
+            was_open, answer = thought.open, thought.say(tokens)
+            answer = [LEAD, *answer] if was_open and thought.over else answer
+        if sequence.held is not None and answer:
+            self._masks.advance(sequence.held, answer)
 
     def end(self, sequence: Sequence) -> None:
         """Note that a sequence has ended."""
-        if sequence.held is not None and sequence in self._open:
+        if sequence in self._open:
             self._open.remove(sequence)
-            self._masks.close(sequence.held)
+            if sequence.held is not None:
+                self._masks.close(sequence.held)
 
     def send(self) -> None:
         """Ask for what was noted."""
@@ -149,6 +165,17 @@ class Constraints:
         found = [(each, each.held) for each in self._open if each.held is not None and each.held.ready]
         return [(each, held.error) for each, held in found if held.stopped or held.error is not None]
 
+    def outdated(self, row: DecodePlan, masks: Container[int]) -> bool:
+        """Whether a row of a plan with these masks was planned within a thought that has ended: its sequence goes on
+        from there once more."""
+        sequence, thought = row.sequence, row.sequence.thought
+        if sequence.held is None or thought is None or not thought.over:
+            return False
+        if row.row in masks or row.position + 1 < len(sequence.tokens):
+            return False
+        sequence.scheduled = min(sequence.scheduled, row.position)
+        return True
+
     # ---- a plan
 
     def begin(self, members: Collection[Sequence]) -> None:
@@ -156,7 +183,7 @@ class Constraints:
         self._blocked = False
         if not self._open:
             return
-        held = [each for each in members if each in self._open and not each.prefilling]
+        held = [each for each in members if each in self._open and each.is_held and not each.prefilling]
         alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
         expected = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
@@ -166,21 +193,38 @@ class Constraints:
     def may(self, sequence: Sequence, position: int) -> bool:
         """Whether a row at ``position`` may be planned. What is computed again needs no mask: what it samples is known,
         and dropped."""
-        held, known = sequence.held, len(sequence.tokens)
-        if held is None or position + 1 < known:
+        ahead = position + 1 - len(sequence.tokens)
+        if ahead < 0 or sequence not in self._open:
             return True
-        return position < known and not self._blocked and held.ready and held.mask is not None
+        if sequence.is_held:
+            return ahead == 0 and not self._blocked and sequence.held is not None and sequence.held.mask is not None
+        # What the sampler counted of a row that is dropped it would count twice.
+        return ahead == 0 or (_is_free(sequence, ahead) and not (sequence.stateful and sequence.held is not None))
 
     def masks(self, rows: Iterable[DecodePlan]) -> dict[int, np.ndarray]:
         """The masks of a plan's rows, by row."""
         if not self._open:
             return {}
-        newest = (row for row in rows if row.position + 1 >= len(row.sequence.tokens))
-        held = {row.row: row.sequence.held for row in newest if row.sequence.held is not None}
-        return {row: each.mask for row, each in held.items() if each.mask is not None}
+        ahead = ((row, row.position + 1 - len(row.sequence.tokens)) for row in rows if row.sequence in self._open)
+        found = ((row.row, _mask(row.sequence, count)) for row, count in ahead if count >= 0)
+        return {row: mask for row, mask in found if mask is not None}
 
     def rest(self) -> None:
         """Wait a while for any mask, when there is nothing else to do."""
         expected = [each.held for each in self._open if each.held is not None and not each.held.ready]
         if expected:
             self._masks.wait_any(expected, _NAP)
+
+
+def _is_free(sequence: Sequence, ahead: int) -> bool:
+    """Whether the token of no grammar that comes behind so many unknown ones may be any."""
+    thought = sequence.thought
+    return thought is None or thought.over or thought.room is None or ahead < thought.room
+
+
+def _mask(sequence: Sequence, ahead: int) -> np.ndarray | None:
+    """The tokens that may come behind so many unknown ones; None: all."""
+    held, thought = sequence.held, sequence.thought
+    if held is not None and sequence.is_held:
+        return held.masks[ahead] if thought is None or thought.over else thought.beginning(held.masks[0])
+    return None if thought is None or _is_free(sequence, ahead) else thought.closing()

@@ -42,7 +42,8 @@ class DraftPlanner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pages, self._drafter, self._stats = pages, drafter, stats
-        self._most, self._rows = engine.num_speculative_tokens, engine.rows // engine.microbatches
+        self._forced, self._most = engine.num_speculative_tokens, engine.num_speculative_tokens * engine.guesses
+        self._rows = engine.rows // engine.microbatches
         self._adaptive, self._tempo, self._plans = engine.speculative_adaptive, Tempo(clock), 0
         self._on_device, self._sizes = engine.drafts_on_device, engine.prefill_sizes
         self._by_head, self._window, self._page = engine.drafts_by_head, engine.feature_window, engine.page_size
@@ -50,6 +51,8 @@ class DraftPlanner:
         self._worth = WORTH_OF_A_PASS if self._on_device and not self._from_one_state else WORTH
         self._paths = engine.speculative_tree
         self.branches = BranchPlanner(engine, pages)
+        self.forced = list[Draft]()
+        """Of the plan that was made last: what grammars leave no choice about, which nobody waits for."""
         self._watched: Draft | None = None  # a guess that was not fed
         self.waits = False
         """Whether the plan that is being made drafts: its sequences wait for the host."""
@@ -87,17 +90,18 @@ class DraftPlanner:
         return 0 if self._plans < acceptance.resume else min(most, acceptance.depth(self._worth))
 
     def _allowed(self, sequence: Sequence) -> int:
-        if sequence.held is not None:
-            return 0  # what a draft may say next is known when it has been said
-        asked = sequence.params.speculation
-        return asked.most(self._most) if isinstance(asked, Speculation) else self._most
+        if sequence.is_held or (sequence.held is not None and sequence.stateful):
+            return 0  # what may follow a guess is known when it has been said
+        room = None if sequence.thought is None or sequence.thought.over else sequence.thought.room
+        return _asked(sequence, self._most if room is None else min(self._most, max(0, room - 1)))
 
     # ---- a plan
 
     def add(self, rows: list[DecodePlan], spare: int | None = None) -> tuple[list[DecodePlan], list[Draft] | None]:
         """The rows with those of drafts, which follow their sequence's own in order of position, path by path, and the
         drafts. ``spare``: see `DecodePlanner.plan`."""
-        if not self.waits and all(row.position + 1 >= len(row.sequence.tokens) for row in rows):
+        self.forced = []
+        if not self.waits and not any(map(_is_certain, rows)):
             return rows, None
         used = {row.row for row in rows}
         idle = [row for row in range(self._rows) if row not in used]
@@ -108,8 +112,11 @@ class DraftPlanner:
         for row, want, count in zip(rows, wanted, _deal(wanted, len(idle)), strict=True):
             planned.append(row)
             fed = self._feed(row, want.tokens[:count], idle, planned)
-            if fed and not want.known:
-                trees.append(Tree(Draft(row.sequence, row.position + 1, fed), want.others, want.rate))
+            draft = Draft(row.sequence, row.position + 1, fed)
+            if fed and row.sequence.is_held:
+                self.forced.append(draft)
+            elif fed and not want.known:
+                trees.append(Tree(draft, want.others, want.rate))
         drafts = [tree.draft for tree in trees]
         if spare is not None and idle and any(tree.others for tree in trees):
             planned, drafts = self.branches.add(planned, trees, idle, spare)
@@ -125,6 +132,8 @@ class DraftPlanner:
             return _Wanted([], 0.0)
         if known:
             return _Wanted(known.tolist(), 1.0, known=True)
+        if sequence.is_held:
+            return _Wanted(_forced(sequence)[: min(room, _asked(sequence, self._forced))], 1.0)
         limit = min(room, self._most_for(sequence)) if self.waits else 0
         if limit <= 0 or (self._by_head and self._unseen(sequence) is None):
             return _Wanted([], 0.0)
@@ -205,7 +214,10 @@ class DraftPlanner:
             self._stats.drafted(draft.size, accepted, max(map(len, draft.paths)))
             if draft.sequence.scheduled >= draft.start and not self._by_head:  # else its pages are gone
                 draft.sequence.drafted = draft.start + accepted
-        rows = len(plan.decodes) - sum(draft.rows for draft in plan.drafts or ())
+        for draft in plan.forced:
+            accepted, _ = draft.outcome()
+            self._stats.drafted(draft.size, accepted, draft.size)
+        rows = len(plan.decodes) - sum(draft.rows for draft in (*(plan.drafts or ()), *plan.forced))
         self._tempo.note(rows, plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
 
     def end(self, sequence: Sequence) -> None:
@@ -224,6 +236,23 @@ class _Wanted(NamedTuple):
     rate: float
     known: bool = False
     others: Row[list[int]] = ()
+
+
+def _asked(sequence: Sequence, most: int) -> int:
+    """Draft tokens that its request allows, of so many."""
+    asked = sequence.params.speculation
+    return asked.most(most) if isinstance(asked, Speculation) else most
+
+
+def _is_certain(row: DecodePlan) -> bool:
+    """Whether tokens behind a row are known, or left no choice about."""
+    return row.position + 1 < len(row.sequence.tokens) or bool(_forced(row.sequence))
+
+
+def _forced(sequence: Sequence) -> list[int]:
+    """Tokens that must follow, and of whose successors the masks are known."""
+    certain = sequence.held is not None and (sequence.thought is None or sequence.thought.over)
+    return sequence.held.forced if sequence.held is not None and certain else []
 
 
 def _deal(wanted: list[_Wanted], idle: int) -> list[int]:

@@ -114,6 +114,7 @@ class StepPlan:
         draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
         pairs: what a draft head has not seen of the sequences that it drafts for.
         masks: of decode rows, by row, that a grammar holds: the tokens that they may say, as int32 words.
+        forced: drafts among the decode rows, besides ``drafts``, of what a grammar leaves no choice about.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -129,6 +130,7 @@ class StepPlan:
     draft_prefills: list[PrefillPlan] = dataclasses.field(default_factory=list)
     pairs: list[Pairs] = dataclasses.field(default_factory=list)
     masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    forced: list[Draft] = dataclasses.field(default_factory=list)
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports

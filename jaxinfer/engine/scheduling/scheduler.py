@@ -191,8 +191,8 @@ class Scheduler:
         prefills, catch_up = self._prefill.plans, self._drafts.catch_up(drafts or ()) if self._drafts else ([], [])
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
-        place = self._decode.microbatch
-        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, place, drafts, *catch_up, masks)
+        place, forced = self._decode.microbatch, self._drafts.forced if self._drafts else []
+        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, place, drafts, *catch_up, masks, forced)
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
@@ -212,7 +212,7 @@ class Scheduler:
         for row, tokens, logprobs in results:
             sequence = row.sequence
             sequence.in_flight -= 1
-            if sequence.finish_reason is not None:
+            if sequence.finish_reason is not None or self._constraints.outdated(row, result.plan.masks):
                 continue
             before = delta if sequence is last else None
             if several:  # one may have stopped early

@@ -12,6 +12,7 @@ from jaxinfer.kv.radix import PageKeys
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Acceptance
 from jaxinfer.structured.masks import Held
+from jaxinfer.structured.thinking import Thought
 from jaxinfer.types import FinishReason, PositionLogprobs, Request
 
 
@@ -68,6 +69,7 @@ class Sequence:
     leader: Sequence | None = None  # the sample whose prompt this one shares
     sampler_state: object = None  # the runner's, while the sequence is swapped out
     held: Held | None = None  # its place in its grammar, since it had its first slot
+    thought: Thought | None = None  # in front of what the grammar holds, since then, if there may be one
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     times: Times = dataclasses.field(default_factory=Times)
 
@@ -96,9 +98,15 @@ class Sequence:
 
     @property
     def redrawn(self) -> bool:
-        """Whether tokens that are computed again need not be drawn again: drafts were taken for likely enough, or no
-        grammar holds what is known already."""
-        return self.params.typical or self.params.grammar is not None
+        """Whether tokens that are computed again need not be drawn again: drafts were taken for likely enough, or
+        nothing holds what is known already."""
+        held = self.params.grammar is not None or self.params.thinking_token_budget is not None
+        return self.params.typical or held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its grammar holds the next token, as far as is known."""
+        return self.held is not None and (self.thought is None or not self.thought.open)
 
     @property
     def finished(self) -> bool:

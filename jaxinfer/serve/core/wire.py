@@ -13,7 +13,7 @@ from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
 MOST_CANDIDATES = 4096
 """Candidates of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""
@@ -34,8 +34,9 @@ _SAME = (  # fields of `SamplingParams` that are plain in the message too
     "logprobs",
     "prompt_logprobs",
     "skip_special_tokens",
+    "thinking_token_budget",
 )
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "thinking_token_budget")
 _REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -85,6 +86,7 @@ def request_message(request: Request, now: float) -> pb.Request:
             cache_scope=request.cache_scope,
             cache_salt=request.cache_salt,
             seconds_left=left,
+            thinking=None if request.thinking is None else pb.Thinking(**request.thinking._asdict()),
         )
     except (ValueError, OverflowError) as error:  # what protobuf says of a number, or of text that is no Unicode
         reason = f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}"
@@ -105,7 +107,12 @@ def request_of(message: pb.Request, now: float) -> Request:
         cache_scope=message.cache_scope,
         cache_salt=message.cache_salt,
         deadline=now + message.seconds_left if message.HasField("seconds_left") else None,
+        thinking=_thinking_of(message.thinking) if message.HasField("thinking") else None,
     )
+
+
+def _thinking_of(message: pb.Thinking) -> Thinking:
+    return Thinking(message.begin if message.HasField("begin") else None, message.end, message.is_open)
 
 
 def _sampling_message(params: SamplingParams) -> pb.Sampling:
@@ -154,6 +161,7 @@ def _speculation_of(message: pb.Speculation) -> Speculation:
 
 def _set_structured(message: pb.StructuredOutputs, asked: StructuredOutputs) -> None:
     name, text = asked.asked
+    message.enable_in_reasoning = asked.enable_in_reasoning
     if asked.choice is not None:
         message.choice.values.extend(asked.choice)
     else:
@@ -166,7 +174,7 @@ def _structured_of(message: pb.StructuredOutputs) -> StructuredOutputs | None:
         return None
     value = getattr(message, name)
     fields: dict[str, Any] = {name: tuple(value.values) if name == "choice" else value}
-    return StructuredOutputs(**fields)
+    return StructuredOutputs(**fields, enable_in_reasoning=message.enable_in_reasoning)
 
 
 def seed_fields(seed: int | None) -> dict[str, Any]:

@@ -47,13 +47,14 @@ Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "nu
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _STRUCTURED: dict[str, Any] = {
     "type": "object",
-    "description": "Exactly one of these.",
+    "description": "Exactly one of these; enable_in_reasoning holds the thought, too.",
     "properties": {
         "json": {"anyOf": [{"type": "object"}, {"type": "string"}]},
         "json_object": {"type": "boolean"},
         "regex": {"type": "string"},
         "choice": _STRINGS,
         "grammar": {"type": "string"},
+        "enable_in_reasoning": {"type": "boolean"},
     },
     "additionalProperties": False,
 }
@@ -94,6 +95,7 @@ SAMPLING = (
     "skip_special_tokens",
     "speculation",
     "structured_outputs",
+    "thinking_token_budget",
 )
 _NOTHING = (None,)
 
@@ -147,6 +149,7 @@ class Sampling(Body):
     speculation: Speculates = None
     structured_outputs: Structured = None
     response_format: Format = None
+    thinking_token_budget: Integer = None
     prompt_logprobs: Integer = None
     return_token_ids: bool | None = None
     priority: int | None = None

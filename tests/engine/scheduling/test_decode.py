@@ -11,8 +11,9 @@ from jaxinfer.engine.scheduling.decode import Constraints
 from jaxinfer.engine.scheduling.plan import StepPlan
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.structured.masks import Held
-from jaxinfer.types import FinishReason, Request, SequenceDelta
-from tests.serve.fake_engine import FakeEngine
+from jaxinfer.structured.matcher import LEAD
+from jaxinfer.types import FinishReason, Request, SequenceDelta, Thinking
+from tests.serve.fake_engine import FakeEngine, expected_tokens
 
 
 class ByHand:
@@ -70,13 +71,17 @@ class Stage:
         noting: Any = Noting(self.engine._runner)
         self.plans, self.engine._runner = noting.plans, noting
 
-    def add(self, name: str, constrained: bool, most: int = 50) -> None:
-        params = SamplingParams(seed=1, max_tokens=most, structured_outputs={"regex": "a"} if constrained else None)
-        self.engine.add(Request(name, (5, 6), params))
+    def add(
+        self, name: str, constrained: bool, most: int = 50, thinking: Thinking | None = None, **params: Any
+    ) -> None:
+        given = {"regex": "a"} if constrained else None
+        sampling = SamplingParams(seed=1, max_tokens=most, structured_outputs=given, **params)
+        self.engine.add(Request(name, (5, 6), sampling, thinking=thinking))
 
-    def give(self, number: int, mask: int = 1) -> None:
+    def give(self, number: int, mask: int = 1, forced: Sequence[int] = ()) -> None:
         held = self.masks.held[number]
-        held.ready, held.mask = True, np.full(3, mask, np.int32)
+        held.ready, held.masks = True, [np.full(3, mask + each, np.int32) for each in range(1 + len(forced))]
+        held.forced = list(forced)
 
     def step(self) -> list[str]:
         """Whose rows the plan of a step has."""
@@ -157,3 +162,77 @@ def test_what_ends_by_length_closes_its_grammar():
         stage.step()
     assert stage.masks.closed == stage.masks.held
     assert stage.masks.held[0].said == []
+
+
+def rows(stage: Stage) -> list[tuple[str, int, int]]:
+    """Of the last plan: whose row, at which position, fed what."""
+    return [(row.sequence.request.request_id, row.position, row.token) for row in stage.plans[-1].decodes]
+
+
+def test_what_is_forced_takes_idle_rows_under_the_masks_behind_it():
+    stage = Stage(speculative="grammar")
+    stage.add("held", True)
+    stage.add("free", False)
+    stage.step()
+    stage.give(0, 1, [30, 31, 32])
+    stage.step()
+    assert rows(stage)[:-1] == [("held", 1, 6), ("held", 2, 30), ("held", 3, 31), ("held", 4, 32)]
+    assert rows(stage)[-1][0] == "free"
+    plan = stage.plans[-1]
+    masks = {row.position: plan.masks[row.row][0] for row in plan.decodes if row.row in plan.masks}
+    assert masks == {1: 1, 2: 2, 3: 3, 4: 4}
+    assert plan.drafts is None, "nobody waits for it"
+    assert [draft.tokens for draft in plan.forced] == [[30, 31, 32]]
+    stage.step()
+    stage.step()
+    sequence = stage.engine._scheduler._running[0]
+    assert sequence.scheduled == len(sequence.tokens) - 1, "the fake model says something else"
+    assert stage.engine.stats().draft_tokens == 3
+
+
+def test_a_request_may_refuse_drafts():
+    stage = Stage(speculative="grammar")
+    stage.add("held", True, speculation={"max_tokens": 1})
+    stage.step()
+    stage.give(0, 1, [30, 31, 32])
+    stage.step()
+    assert rows(stage) == [("held", 1, 6), ("held", 2, 30)]
+
+
+def test_a_thought_is_pipelined_and_what_ran_ahead_of_its_end_runs_again():
+    stage, said = Stage(), expected_tokens((5, 6), 1, 0, 6)
+    assert said[3] not in said[:3]
+    stage.add("a", True, thinking=Thinking(None, said[3], is_open=True))
+    for position in range(1, 6):
+        assert stage.step() == ["a"]
+        assert rows(stage) == [("a", position, 6 if position == 1 else -1)]
+        assert not stage.plans[-1].masks
+    (sequence,) = stage.engine._scheduler._running.values()
+    assert sequence.tokens.tolist() == [5, 6, *said[:4]], "the row behind the end is on its way"
+    assert stage.masks.held[0].said == [LEAD]
+    assert stage.step() == []
+    assert sequence.tokens.tolist() == [5, 6, *said[:4]], "no grammar held it"
+    stage.give(0)
+    stage.step()
+    assert rows(stage) == [("a", 5, said[3])]
+    assert stage.plans[-1].masks.keys() == {0}
+    stage.step()
+    assert sequence.tokens.tolist() == [5, 6, *said[:5]]
+    assert stage.masks.held[0].said == [LEAD, said[4]]
+
+
+def test_nothing_runs_ahead_of_a_budget():
+    stage = Stage()
+    stage.add("a", False, thinking=Thinking(None, 70, is_open=True), thinking_token_budget=2)
+    assert [stage.step() for _ in range(2)] == [["a"]] * 2
+    assert stage.step() == [], "whether the thought has ended is not known yet"
+    assert stage.step() == ["a"]
+    mask = stage.plans[-1].masks[0].view(np.uint32)
+    assert [i for i in range(32 * mask.size) if mask[i // 32] >> (i % 32) & 1] == [70]
+
+
+def test_sampler_state_is_not_counted_twice():
+    """Penalties count on the device: rows of a thought that may be dropped do not run ahead."""
+    stage = Stage()
+    stage.add("a", True, thinking=Thinking(None, 70, is_open=True), frequency_penalty=1.0)
+    assert [stage.step() for _ in range(4)] == [["a"], [], ["a"], []]

@@ -16,7 +16,7 @@ from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, TokenLogprob
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
 # The run-time checks of signatures look at random elements of lists.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
@@ -66,7 +66,8 @@ sampling = st.builds(
     | st.builds(StructuredOutputs, json_object=st.just(True))
     | st.builds(StructuredOutputs, regex=some_text)
     | st.builds(StructuredOutputs, choice=st.lists(some_text, min_size=1, max_size=3))
-    | st.builds(StructuredOutputs, grammar=some_text),
+    | st.builds(StructuredOutputs, grammar=some_text, enable_in_reasoning=st.booleans()),
+    thinking_token_budget=st.none() | st.integers(0, 2**63 - 1),
 )
 requests = st.builds(
     Request,
@@ -79,6 +80,7 @@ requests = st.builds(
     tenant=text,
     cache_scope=text,
     cache_salt=text,
+    thinking=st.none() | st.builds(Thinking, st.none() | ids, ids, st.booleans()),
 )
 candidates = st.builds(TokenLogprob, ids, st.floats(allow_nan=False), st.integers(1, 2**31))
 positions = st.builds(PositionLogprobs, candidates, st.lists(candidates, max_size=3).map(tuple))

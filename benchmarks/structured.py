@@ -1,0 +1,333 @@
+"""Structured outputs on this machine: what grammars cost, what is forced, and whether outputs are what was asked for.
+
+    python benchmarks/structured.py speed --tokenizer FOLDER    tokens a second of a random Llama of 125M parameters
+                                                                where sequences have schemas, over those without
+    python benchmarks/structured.py masks --tokenizer FOLDER    milliseconds until the masks of 64 sequences are there
+    python benchmarks/structured.py forced                      steps of the embedded model for each token of JSON
+    python benchmarks/structured.py valid --schemas FOLDER      what ends by itself validates, and has the same bits
+                                                                alone, in a full batch and with drafts
+
+FOLDER of tokenizers: one with a tokenizer.json, such as Llama 2's for `speed` (a vocabulary of 32,000) and Llama 3's
+for `masks` (128,256). FOLDER of schemas: MaskBench's files, objects with a ``schema``. See docs/structured_outputs.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import pathlib
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jsonschema  # type: ignore[import-untyped]
+
+from benchmarks.kv_dtypes import random_llama
+from benchmarks.peers import machine
+from benchmarks.speculation import error_of_median, serve
+from benchmarks.traces import record
+from jaxinfer.engine.engine import _vocabulary
+from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.loading import load_model
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.structured.grammar import GrammarError, compiled
+from jaxinfer.structured.masks import Held, Masks
+from jaxinfer.text.load import load_tokenizer
+from jaxinfer.weights import init_params
+
+_TEXT = {"type": "string", "pattern": "^[A-Z][a-z ]{3,24}$"}
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": _TEXT,
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "member": {"type": "boolean"},
+    },
+    "required": ["name", "age", "member"],
+    "additionalProperties": False,
+}
+_ORDER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{6}$"},
+        "status": {"enum": ["pending", "shipped", "delivered", "returned"]},
+        "items": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 4,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "sku": {"type": "integer", "minimum": 1000, "maximum": 99999},
+                    "price": {"type": "number"},
+                },
+                "required": ["sku", "price"],
+                "additionalProperties": False,
+            },
+        },
+        "customer": _PERSON,
+    },
+    "required": ["id", "status", "items", "customer"],
+    "additionalProperties": False,
+}
+_EVENT = {
+    "type": "object",
+    "properties": {
+        "title": _TEXT,
+        "starts_at": {"type": "string", "format": "date-time"},
+        "priority": {"enum": ["low", "normal", "high"]},
+        "location": {
+            "type": "object",
+            "properties": {"latitude": {"type": "number"}, "longitude": {"type": "number"}},
+            "required": ["latitude", "longitude"],
+            "additionalProperties": False,
+        },
+        "attendees": {"type": "array", "items": _PERSON, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["title", "starts_at", "priority", "location", "attendees"],
+    "additionalProperties": False,
+}
+SCHEMAS = (_PERSON, _ORDER, _EVENT)
+"""As those of applications: records, with lists of records in them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options, quiet = parse(arguments), record.Quiet()
+    found = WAYS[options.way](options)
+    cores = len(machine.usable_cores())
+    result = record.base(options, cores, quiet.others(cores)) | {"rows": found}
+    print("\n".join([*map(json.dumps, found), *record.doubts(result)]))
+    if options.out is not None:
+        record.keep(result, options.out)
+    return 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("way", choices=WAYS)
+    add("--tokenizer", type=pathlib.Path, help="folder with a tokenizer.json")
+    add("--schemas", type=pathlib.Path, help="folder of MaskBench's files (default: three of applications)")
+    add("--count", type=int, default=300, help="schemas of the folder (default 300)")
+    add("--sequences", type=int, help="at once (default: speed 32, masks 64, forced 1, valid 8)")
+    add("--max-tokens", type=int, default=128, help="of an answer (default 128)")
+    add("--rounds", type=int, default=8, help="turns (default 8)")
+    add("--helpers", type=int, default=2, help="structured_output_helpers (default 2)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model of 125M (default float32)")
+    add("--out", type=pathlib.Path, help="JSON file (default: none)")
+    return parser.parse_args(arguments)
+
+
+def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second with and without schemas, in turns."""
+    count = options.sequences or 32
+    model = random_llama(options.dtype).replace(tokenizer=load_tokenizer(options.tokenizer))
+    settings: dict[str, Any] = {"max_num_seqs": count, "max_model_len": 512, "show_progress": False}
+    llm = LLM(model, structured_output_helpers=options.helpers, **settings)
+    prompts = [tuple(range(10 + i, 42 + i)) for i in range(2 * count)]
+    plain = SamplingParams(temperature=1.0, seed=1, max_tokens=options.max_tokens, ignore_eos=True)
+    held = [{"type": "array", "items": schema, "minItems": 9} for schema in SCHEMAS]
+    rows = list[dict[str, Any]]()
+    for share in (1.0, 0.5):
+        ratios, speeds = list[float](), collections.defaultdict[str, list[float]](list)
+        for turn in range(options.rounds + 1):
+            for name in ("plain", "held") if turn % 2 else ("held", "plain"):
+                given = [
+                    plain if name == "plain" or i % 2 >= 2 * share else _holding(plain, held, i)
+                    for i in range(2 * count)
+                ]
+                llm.engine.reset_prefix_cache()
+                speeds[name].append(serve(llm, prompts, given, count)[0])
+            if turn:
+                ratios.append(speeds["held"][-1] / speeds["plain"][-1])
+        rows.append(
+            {
+                "sequences": count,
+                "with_schemas": share,
+                "tokens_per_second": {name: statistics.median(each[1:]) for name, each in speeds.items()},
+                "ratio": statistics.median(ratios),
+                "error": error_of_median(ratios),
+            }
+        )
+    return rows
+
+
+def _holding(plain: SamplingParams, schemas: Sequence[dict[str, Any]], number: int) -> SamplingParams:
+    return dataclasses.replace(plain, structured_outputs={"json": schemas[number % len(schemas)]})
+
+
+def masks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time from what a step has said to the masks of the next one, for sequences in the middle of their answers."""
+    count, tokenizer = options.sequences or 64, load_tokenizer(options.tokenizer)
+    assert tokenizer is not None
+    size = 128_256
+    draw, rows = random.Random(0), list[dict[str, Any]]()
+    for ahead in (0, 4):
+        made = Masks(lambda: _vocabulary(tokenizer, size), options.helpers, ahead)
+        grammars = [("json", json.dumps(schema)) for schema in _servable(options)[0]]
+        held = [made.open(*grammars[i % len(grammars)]) for i in range(count)]
+        made.send()
+        made.wait(held, 120.0)
+        seconds = list[float]()
+        for _ in range(options.rounds * 40):
+            while any(map(_ended, held)):
+                held = [each if not _ended(each) else _anew(made, each, grammars, draw) for each in held]
+                made.send()
+                made.wait(held, 20.0)
+            said = [_draw(each, draw) for each in held]
+            begin = time.perf_counter()
+            for each, token in zip(held, said, strict=True):
+                made.advance(each, [token])
+            made.send()
+            made.wait(held, 20.0)
+            seconds.append(time.perf_counter() - begin)
+        quantiles = statistics.quantiles(seconds, n=100)
+        rows.append(
+            {
+                "sequences": count,
+                "vocabulary": size,
+                "helpers": options.helpers,
+                "ahead": ahead,
+                "ms": {name: 1e3 * quantiles[at] for name, at in (("p50", 49), ("p90", 89), ("p99", 98))},
+            }
+        )
+    return rows
+
+
+def _ended(held: Held) -> bool:
+    return held.stopped or held.error is not None or held.mask is None or len(held.said) > 200
+
+
+def _anew(made: Masks, held: Held, grammars: Sequence[tuple[str, str]], draw: random.Random) -> Held:
+    made.close(held)
+    return made.open(*draw.choice(grammars))
+
+
+def _draw(held: Held, draw: random.Random) -> int:
+    """One of the tokens that are allowed; of texts in strings mostly a short one."""
+    assert held.mask is not None
+    words = [(i, int(word) & 0xFFFFFFFF) for i, word in enumerate(held.mask) if word]
+    place, word = draw.choice(words)
+    return 32 * place + draw.choice([bit for bit in range(32) if word >> bit & 1])
+
+
+def forced(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steps and tokens of the embedded model's JSON, with and without what is forced; the text is the same."""
+    count, rows, texts = options.sequences or 1, list[dict[str, Any]](), dict[str | None, list[list[int]]]()
+    for method in (None, "grammar"):
+        drafts: dict[str, Any] = {} if method is None else {"speculative": method, "num_speculative_tokens": 7}
+        llm = LLM("demo", max_num_seqs=8, max_model_len=512, show_progress=False, **drafts)
+        prompts = [tuple(llm.tokenizer.encode(f"Record {i}: ")) for i in range(8)] if llm.tokenizer is not None else []
+        params = [
+            SamplingParams(seed=i, max_tokens=options.max_tokens, structured_outputs={"json": schema})
+            for i, schema in zip(range(8), _cycle(_schemas(options)), strict=False)
+        ]
+        before, begin = llm.engine.stats(), time.perf_counter()
+        _, texts[method] = serve(llm, prompts, params, count)
+        now, made = llm.engine.stats(), sum(map(len, texts[method]))
+        steps = now.steps - before.steps
+        row = {
+            "sequences": count,
+            "drafts": method,
+            "tokens": made,
+            "steps": steps,
+            "steps_a_token": steps / made * count,
+        }
+        rows.append(
+            row | {"seconds": time.perf_counter() - begin, "accepted": now.draft_accepted - before.draft_accepted}
+        )
+    if texts[None] != texts["grammar"]:
+        raise AssertionError("what is forced has changed the text")
+    return rows
+
+
+def valid(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Outputs of the embedded model and of random weights against `jsonschema`, and their bits in several modes."""
+    asked, refused = _servable(options)
+    rows = [{"schemas": len(asked) + len(refused), "served": len(asked), "refused": len(refused), "why": _why(refused)}]
+    demo = load_model("demo")
+    settings: dict[str, Any] = {"max_num_seqs": options.sequences or 8, "max_model_len": 512, "show_progress": False}
+    random_weights = demo.replace(params=init_params(demo.specs, 0, "float32"))
+    for name, model in (("demo", demo), ("random", random_weights)):
+        batch, drafts = LLM(model, **settings), LLM(model, speculative="ngram", speculative_adaptive=False, **settings)
+        for temperature in (0.0, 1.5):
+            params = [
+                SamplingParams(
+                    temperature=temperature, seed=i, max_tokens=options.max_tokens, structured_outputs={"json": each}
+                )
+                for i, each in enumerate(asked)
+            ]
+            full = batch.generate(["ROMEO:"] * len(asked), params)
+            drafted = drafts.generate(["ROMEO:"] * len(asked), params)
+            alone = [batch.generate(["ROMEO:"], each)[0] for each in params[: options.rounds]]
+            same = _bits(full) == _bits(drafted) and _bits(full)[: len(alone)] == _bits(alone)
+            row = {"model": name, "temperature": temperature, "same_bits": same, "alone": len(alone)}
+            rows.append(row | _checked(full, asked))
+    return rows
+
+
+def _checked(outputs: Sequence[RequestOutput], asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many ended by themselves, and how many of these are not what was asked for."""
+    ends, wrong = collections.Counter[str](), list[str]()
+    for output, schema in zip(outputs, asked, strict=True):
+        sample = output.outputs[0]
+        ends[str(sample.finish_reason)] += 1
+        if sample.finish_reason == "stop":
+            try:
+                jsonschema.validate(json.loads(sample.text), schema)
+            except (ValueError, jsonschema.ValidationError) as error:
+                wrong.append(f"{sample.text!r}: {error}"[:500])
+    return {"ends": dict(ends), "wrong": wrong}
+
+
+def _bits(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _servable(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Schemas that can be held and that `jsonschema` understands, and why others cannot."""
+    asked, refused = list[dict[str, Any]](), list[str]()
+    for schema in _schemas(options):
+        try:
+            compiled("json", json.dumps(schema))
+            asked.append(schema)
+        except GrammarError as error:
+            refused.append(str(error))
+    return asked, refused
+
+
+def _why(refused: Sequence[str]) -> dict[str, int]:
+    return dict(collections.Counter(reason[:60] for reason in refused).most_common(12))
+
+
+def _schemas(options: argparse.Namespace) -> list[dict[str, Any]]:
+    if options.schemas is None:
+        return list(SCHEMAS)
+    paths = sorted(options.schemas.glob("*.json"))
+    chosen = random.Random(0).sample(paths, min(options.count, len(paths)))
+    found = (json.loads(path.read_text(encoding="utf-8"))["schema"] for path in chosen)
+    return [schema for schema in found if isinstance(schema, dict)]
+
+
+def _cycle(schemas: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    while True:
+        yield from schemas
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
+    "speed": speed,
+    "masks": masks,
+    "forced": forced,
+    "valid": valid,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
