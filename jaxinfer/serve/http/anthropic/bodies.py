@@ -180,10 +180,10 @@ class NamedToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think: at all, or as it decides itself."""
+    """Whether the model is to think: at all, or as it decides itself. ``budget_tokens``: the thought is closed then."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int | None, Field(ge=1)] = None
+    budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 

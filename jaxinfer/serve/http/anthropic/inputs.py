@@ -42,6 +42,7 @@ from jaxinfer.serve.http.requests import Body, ChatCompletionRequest, checked
 _NAMES = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
@@ -172,6 +173,7 @@ def _thinking(body: CountTokensRequest, frontend: Frontend) -> dict[str, Any]:
     thinking = item_of("thinking", body.thinking, THINKING)
     assert isinstance(thinking, Thinking)
     fields |= {"include_reasoning": False if thinking.display == _OMITTED else None}
+    fields |= {"thinking_token_budget": thinking.budget_tokens}
     if thinking.type == "enabled":
         return fields | _switched_on(fields["chat_template_kwargs"], frontend)
     return fields | (_switched_off(frontend) if thinking.type == "disabled" else {})

@@ -98,6 +98,7 @@ class ResponsesRequest(Body):
     repetition_penalty: Number = None
     seed: Integer = None
     ignore_eos: Boolean = None
+    thinking_token_budget: Integer = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -115,6 +116,7 @@ PASSED = (
     "repetition_penalty",
     "seed",
     "ignore_eos",
+    "thinking_token_budget",
     "priority",
     "cache_salt",
     "chat_template_kwargs",

@@ -170,6 +170,7 @@ def test_thinking_is_the_templates(template: str, thinking: Any, effort: str | N
     async def test() -> None:
         found = await chat(template, thinking=thinking)
         assert (found.reasoning_effort, found.chat_template_kwargs) == (effort, variables)
+        assert found.thinking_token_budget == thinking.get("budget_tokens")
 
     run(test)
 
@@ -180,7 +181,7 @@ def test_thinking_is_the_templates(template: str, thinking: Any, effort: str | N
         (SILENT, {"type": "enabled", "budget_tokens": 2000}, "thinking.type='enabled' is not served: the model is not"),
         ("{{ messages }}</think>", {"type": "disabled"}, "thinking.type='disabled' is not served: the model's chat"),
         (QWEN, {"type": "between_tools"}, "thinking.type='between_tools' is not served: it may be adaptive"),
-        (QWEN, {"type": "enabled", "budget_tokens": 0}, "thinking.budget_tokens=0"),
+        (QWEN, {"type": "enabled", "budget_tokens": "8"}, "thinking.budget_tokens='8'"),
         (QWEN, {"type": "adaptive", "display": "all"}, "thinking.display='all'"),
     ],
 )
@@ -239,6 +240,8 @@ REFUSED = [
     ({"temperature": -1}, "temperature=-1"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"thinking": {"budget_tokens": 1}}, "thinking.type=None"),
+    ({"thinking": {"type": "adaptive", "budget_tokens": -1}}, "thinking.budget_tokens=-1 must be"),
+    ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "thinking.budget_tokens=9: no token is known that ends"),
     ({"output_config": {"effort": "none"}}, "output_config.effort='none'"),
     (
         {"output_config": {"effort": "low"}},
