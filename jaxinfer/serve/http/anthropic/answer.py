@@ -27,7 +27,7 @@ class MessageWriter:
 
     def __init__(self, chat: Chat, max_tokens: int, request_id: str) -> None:
         self._chat, self._max_tokens, self._request_id = chat, max_tokens, request_id
-        self._reader = reader_of(chat, reasoning=chat.body.include_reasoning is not False)
+        self._reader = reader_of(chat)
         self._begun = False
 
     def opening(self) -> str:

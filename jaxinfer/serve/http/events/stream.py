@@ -58,12 +58,12 @@ class WrittenEvents(ServerSentEvents):
         return self._writer.failed(error).encode()
 
 
-def reader_of(chat: Chat, *, reasoning: bool = True) -> PartReader:
-    """Of a chat's one output. ``reasoning``: the thought is shown."""
+def reader_of(chat: Chat) -> PartReader:
+    """Of a chat's one output."""
     (parser,) = chat.new_parsers()
     tokenizer = chat.frontend.tokenizer
     hidden = frozenset[int]() if tokenizer is None else tokenizer.showing(chat.parsers.markers).special_ids
-    shown = Shown(("reasoning",) if reasoning else (), chat.shows_parallel)
+    shown = Shown(() if chat.body.include_reasoning is False else ("reasoning",), chat.shows_parallel)
     return PartReader(parser, shown, chat.frontend, frozenset(hidden))
 
 
