@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import resource
 import signal
@@ -32,6 +31,7 @@ def begin(memory: int) -> None:
     """Bound this process, whose argument is the process that started it: ``memory`` in bytes, and the processor's time
     of its start."""
     die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # else whoever started this process might have it ignored
     allow_cpu(START_CPU_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -47,10 +47,9 @@ def die_with(parent: int) -> None:
 
 
 def allow_cpu(seconds: float) -> None:
-    """Allow ``seconds`` of the processor from now on; beyond that the kernel ends this process (SIGXCPU)."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1  # it counts whole seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    """Allow ``seconds`` of the processor from now on; beyond that the kernel ends this process (SIGPROF), whatever it
+    does. Hundredths of a second: the limits of `resource` count whole ones."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def read_frame(reader: IO[bytes]) -> bytes | None:
@@ -81,14 +80,14 @@ class Helper:
         self._reap: weakref.finalize[..., Helper] | None = None
         self._killed = False
 
-    def start(self) -> None:
-        """Start it if it does not run.
+    def start(self) -> bool:
+        """Start it if it does not run; whether that was so: it knows nothing then.
 
         Raises:
             RuntimeError: it cannot be started.
         """
         if self._process is not None and not self._killed and self._process.poll() is None:
-            return
+            return False
         if self._reap is not None:
             self._reap()
         # In a session of its own: a Ctrl-C in the terminal is the server's business.
@@ -98,6 +97,7 @@ class Helper:
         self._reap, self._killed = weakref.finalize(self, _end, self._process), False
         if self._exchange(self._setup) is None:
             raise RuntimeError(f"{self._command[2]} does not start")
+        return True
 
     def ask(self, question: bytes) -> bytes | None:
         """Ask the helper; None: it was killed, or died."""

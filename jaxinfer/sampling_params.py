@@ -63,6 +63,7 @@ _MAX_STRINGS = 64
 _MAX_CHARACTERS = 1024
 _MAX_GRAMMAR = 1 << 20  # characters
 _MAX_CHOICES = 4096
+_AT_ONCE = 1 << 16  # characters that are parsed where they are; whether more are JSON is found when they are compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,6 +312,10 @@ def _schema(place: str, value: object) -> str:
         except (TypeError, ValueError, RecursionError) as cause:
             raise RequestError(place, f"must be JSON: {cause}") from cause
     text = _grammar_text(place, value)
+    if len(text) > _AT_ONCE:
+        if not text.lstrip().startswith("{"):
+            raise RequestError(place, "must be JSON: an object")
+        return text
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as cause:

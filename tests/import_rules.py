@@ -150,6 +150,7 @@ NO_JAX = (
     "jaxinfer.serve.auth",
     "jaxinfer.serve.backend",
     "jaxinfer.serve.calls",
+    "jaxinfer.serve.chat",
     "jaxinfer.serve.core.child",
     "jaxinfer.serve.core.link",
     "jaxinfer.serve.core.process",

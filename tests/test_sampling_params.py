@@ -1,13 +1,16 @@
 """What SamplingParams refuses (every sentence names field and value) and how it normalises what it accepts."""
 
 import dataclasses
+import json
 import math
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
+from tests.yardstick import slowness
 
 NAN, INF = math.nan, math.inf
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -142,6 +145,14 @@ def test_structured_outputs_are_refused_naming_field_and_value(value: Any, sente
 def test_a_schema_is_json(text: str) -> None:
     with pytest.raises(RequestError, match="must be JSON"):
         SamplingParams(structured_outputs={"json": text})
+
+
+def test_a_long_schema_is_not_parsed_where_it_is_checked() -> None:
+    """It would hold the event loop, and the engine's interpreter, for a tenth of a second."""
+    text = json.dumps({"enum": [{}] * 250_000})
+    begun = time.process_time()
+    assert SamplingParams(structured_outputs={"json": text}).grammar == ("json", text)
+    assert time.process_time() - begun < 0.005 * slowness()
 
 
 def test_what_constrains_an_output_has_one_form() -> None:

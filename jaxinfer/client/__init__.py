@@ -31,7 +31,8 @@ from jaxinfer.client.errors import (
     Unauthenticated,
     Unavailable,
 )
-from jaxinfer.client.requests import ChatMessage, GenerateOptions, Prompt, ScoreOptions, TokenizeOptions
+from jaxinfer.client.messages import ChatMessage, ToolCall
+from jaxinfer.client.requests import GenerateOptions, Prompt, ScoreOptions, TokenizeOptions
 from jaxinfer.client.results import (
     BatchItem,
     Completion,
@@ -42,6 +43,7 @@ from jaxinfer.client.results import (
     PositionLogprobs,
     Scored,
     TokenLogprob,
+    ToolCallDelta,
     Usage,
 )
 from jaxinfer.client.sync import Client, Stream
@@ -78,6 +80,8 @@ __all__ = [
     "Stream",
     "TokenLogprob",
     "TokenizeOptions",
+    "ToolCall",
+    "ToolCallDelta",
     "Truncated",
     "Unauthenticated",
     "Unavailable",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from google.protobuf import json_format
-from google.protobuf.struct_pb2 import Struct
-
+from jaxinfer.client.fields import extend, guarded, set_field, set_struct
+from jaxinfer.client.messages import ChatMessage, set_choice, set_message
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
-ChatMessage = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
@@ -23,12 +21,30 @@ class ModelOption(TypedDict, total=False):
 
 
 class ChatOptions(TypedDict, total=False):
-    """Options beside ``messages``, for the chat template. ``template``: one of the request's own."""
+    """Options beside ``messages``, for the chat template. ``template``: one of the request's own.
+
+    ``tool_choice``: "auto", "none", "required" or an object that names functions, in OpenAI's shapes.
+    ``reasoning_effort``: how much the model should think, in OpenAI's words.
+    """
 
     tools: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool | None
     template_variables: Mapping[str, Any] | None
     template: str | None
+    tool_choice: str | Mapping[str, Any] | None
+    reasoning_effort: str | None
+
+
+class AnswerOptions(TypedDict, total=False):
+    """Options beside ``messages``, for the answer.
+
+    ``parse``: thoughts and tool calls come by themselves; not given: ``text`` is all that the model says. It is needed
+    by ``parallel_tool_calls`` (false: no call behind the first) and ``include_reasoning`` (false: no thought).
+    """
+
+    parse: bool | None
+    parallel_tool_calls: bool | None
+    include_reasoning: bool | None
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -65,7 +81,7 @@ class SamplingOptions(TypedDict, total=False):
     thinking_token_budget: int | None
 
 
-class GenerateOptions(ModelOption, ChatOptions, SamplingOptions, total=False):
+class GenerateOptions(ModelOption, ChatOptions, AnswerOptions, SamplingOptions, total=False):
     """Keyword arguments of a generation.
 
     ``request_id``: default is one that the server makes. ``priority``: lower is served earlier. ``cache_salt``:
@@ -91,7 +107,7 @@ class ScoreOptions(ModelOption, ChatOptions, total=False):
     add_special_tokens: bool | None
 
 
-_CHAT = ChatOptions.__annotations__.keys()
+_CHAT = ChatOptions.__annotations__.keys() | AnswerOptions.__annotations__.keys()
 _SAMPLING = SamplingOptions.__annotations__.keys()
 
 
@@ -150,7 +166,7 @@ def detokenize_request(
     request = pb.DetokenizeRequest(model=model)
     if skip_special_tokens is not None:
         request.skip_special_tokens = skip_special_tokens
-    _extend("token_ids", request.token_ids, token_ids)
+    extend("token_ids", request.token_ids, token_ids)
     return request
 
 
@@ -167,10 +183,10 @@ def score_request(
     for continuation in continuations:
         item = request.continuations.add()
         if isinstance(continuation, str):
-            _set(item, "text", continuation)
+            set_field(item, "text", continuation)
         else:
             item.token_ids.SetInParent()
-            _extend("continuations", item.token_ids.ids, continuation)
+            extend("continuations", item.token_ids.ids, continuation)
     _set_fields(request, values)
     return request
 
@@ -198,44 +214,40 @@ def _set_input(
     elif chat:
         raise TypeError(f"{min(chat)} goes with messages only")
     elif text is not None:
-        _set(request, text_field, text)
+        set_field(request, text_field, text)
     elif token_ids is not None:
         request.token_ids.SetInParent()
-        _extend("token_ids", request.token_ids.ids, token_ids)
+        extend("token_ids", request.token_ids.ids, token_ids)
 
 
 def _set_chat(chat: pb.Chat, messages: Sequence[ChatMessage], options: dict[str, Any]) -> None:
     chat.SetInParent()
     for message in messages:
-        fields = dict(message)
-        item = chat.messages.add()
-        _set(item, "role", fields.pop("role", ""))
-        if isinstance(fields.get("content"), str):
-            _set(item, "content", fields.pop("content"))
-        if fields:
-            _set_struct("messages", item.fields, fields)
+        set_message(chat.messages.add(), message)
     for tool in options.pop("tools", ()):
-        _set_struct("tools", chat.tools.add(), tool)
+        set_struct("tools", chat.tools.add(), tool)
     if "template_variables" in options:
-        _set_struct("template_variables", chat.template_variables, options.pop("template_variables"))
+        set_struct("template_variables", chat.template_variables, options.pop("template_variables"))
+    if "tool_choice" in options:
+        set_choice(chat.tool_choice, options.pop("tool_choice"))
     _set_fields(chat, options)
 
 
 def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
     if name == "logit_bias":
         for token, bias in value.items():
-            _guarded(name, value, sampling.logit_bias.__setitem__, token, bias)
+            guarded(name, value, sampling.logit_bias.__setitem__, token, bias)
     elif name == "allowed_token_ids":
         sampling.allowed_token_ids.SetInParent()  # an empty list is not the same as none
-        _extend(name, sampling.allowed_token_ids.ids, value)
+        extend(name, sampling.allowed_token_ids.ids, value)
     elif name == "speculation":
         _set_named("speculation", sampling.speculation, value)
     elif name == "structured_outputs":
         _set_named("structured_outputs", sampling.structured_outputs, value)
     elif name in ("stop", "bad_words", "stop_token_ids"):
-        _extend(name, getattr(sampling, name), [value] if isinstance(value, str) and name == "stop" else value)
+        extend(name, getattr(sampling, name), [value] if isinstance(value, str) and name == "stop" else value)
     else:
-        _set(sampling, name, value)
+        set_field(sampling, name, value)
 
 
 def _set_named(field: str, message: Any, fields: Any) -> None:
@@ -247,34 +259,12 @@ def _set_named(field: str, message: Any, fields: Any) -> None:
         if name not in known:
             raise ValueError(f"{field}.{name!s:.50} is no field of it: they are {', '.join(known)}")
         if name == "choice" and value is not None:
-            _extend(f"{field}.{name}", message.choice, value)
+            extend(f"{field}.{name}", message.choice, value)
         elif value is not None:
             text = json.dumps(value) if name == "json" and isinstance(value, Mapping) else value
-            _guarded(f"{field}.{name}", value, setattr, message, name, text)
+            guarded(f"{field}.{name}", value, setattr, message, name, text)
 
 
 def _set_fields(message: Any, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        _set(message, name, value)
-
-
-def _set(message: Any, name: str, value: Any) -> None:
-    _guarded(name, value, setattr, message, name, value)
-
-
-def _extend(name: str, field: Any, values: Iterable[Any]) -> None:
-    if isinstance(values, str | bytes):
-        raise ValueError(f"{name}={values!r} must be a list")
-    _guarded(name, values, field.extend, values)
-
-
-def _set_struct(name: str, field: Struct, value: Mapping[str, Any]) -> None:
-    _guarded(name, value, json_format.ParseDict, value, field)
-
-
-def _guarded(name: str, value: Any, function: Any, *arguments: Any) -> None:
-    """Call ``function``, and name the field of a wrong value, as protobuf does not."""
-    try:
-        function(*arguments)
-    except (TypeError, ValueError, json_format.ParseError) as error:
-        raise ValueError(f"{name}={value!r:.100} cannot be sent: {error}") from error
+        set_field(message, name, value)

@@ -12,12 +12,14 @@ from google.protobuf.message import Message
 
 from jaxinfer.brief import Brief
 from jaxinfer.client.errors import ServerError, Truncated
+from jaxinfer.client.messages import ToolCall
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
 _FINISH_REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORT: "abort",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -49,6 +51,16 @@ class PositionLogprobs:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What is new of one call. ``index``: of the call in its output. ``id`` and ``name``: in its first delta."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
     """New text and tokens of one output.
 
@@ -56,11 +68,12 @@ class Delta:
         index: which output: 0 to n-1.
         text: whole characters; may be empty.
         logprobs: one for each of ``token_ids``, if asked for.
-        finish_reason: in an output's last delta: "stop", "length" or "abort".
+        finish_reason: in an output's last delta: "stop", "length", "abort" or, under ``parse``, "tool_calls".
         stop_reason: under "stop", the stop token or stop string of the request's own that ended it.
         prompt_logprobs: in output 0's first delta, if asked for: of each prompt token but the first. A long prompt's go
             on in the next ones, which have no tokens before the last of them.
         acceptance: in an output's last delta: "typical" where drafts were kept by that rule; None: exactly.
+        reasoning, tool_calls: under ``parse``: more of the thought, and of the calls.
     """
 
     index: int
@@ -71,6 +84,8 @@ class Delta:
     stop_reason: int | str | None = None
     prompt_logprobs: Sequence[PositionLogprobs] = ()
     acceptance: str | None = None
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +100,8 @@ class Usage:
 @dataclasses.dataclass(repr=False)
 class Output(Brief):
     """One of the ``n`` outputs: its deltas put together. ``finish_reason`` None: the stream has not got there.
-    ``acceptance`` is "typical" where drafts were kept by that rule, which changes tokens; None: exactly."""
+    ``acceptance`` is "typical" where drafts were kept by that rule, which changes tokens; None: exactly. Under
+    ``parse`` ``text`` is content, beside the thought and the calls."""
 
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -93,11 +109,20 @@ class Output(Brief):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     acceptance: str | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The output as a message of the conversation's next request."""
+        parts = {"reasoning": self.reasoning, "tool_calls": list(self.tool_calls)}
+        found = {name: value for name, value in parts.items() if value}
+        return {"role": "assistant", "content": self.text if self.text or not found else None, **found}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Completion(Brief):
-    """A whole answer. ``text``, ``token_ids`` and ``finish_reason`` are those of the first output.
+    """A whole answer. ``text``, ``token_ids``, ``message`` and so on are those of the first output.
 
     Attributes:
         seed: the one used, drawn by the server if none was given.
@@ -120,6 +145,18 @@ class Completion(Brief):
     @property
     def finish_reason(self) -> str | None:
         return self.outputs[0].finish_reason
+
+    @property
+    def reasoning(self) -> str:
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> Sequence[ToolCall]:
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> dict[str, Any]:
+        return self.outputs[0].message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +215,26 @@ class ModelInfo:
     engine: Mapping[str, Any]
 
 
+class _Parts:
+    """Texts of one output, joined once."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, tuple[ToolCallDelta, list[str]]] = {}
+
+    def add(self, delta: Delta) -> None:
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            self._calls.setdefault(call.index, (call, []))[1].append(call.arguments)
+
+    def put_into(self, output: Output) -> None:
+        output.text, output.reasoning = "".join(self._text), "".join(self._reasoning)
+        calls = (self._calls[index] for index in sorted(self._calls))
+        output.tool_calls = [ToolCall(first.id or "", first.name or "", "".join(parts)) for first, parts in calls]
+
+
 class Answer:
     """Puts the responses to one request together."""
 
@@ -187,7 +244,7 @@ class Answer:
         self.prompt_tokens: int | None = None
         self.usage: Usage | None = None
         self.outputs: list[Output] = []
-        self._texts: list[list[str]] = []
+        self._parts: list[_Parts] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
 
     def take(self, response: pb.GenerateResponse) -> Delta | None:
@@ -212,16 +269,16 @@ class Answer:
         ended = bool(self.outputs) and all(output.finish_reason is not None for output in self.outputs)
         if self.usage is None or self.seed is None or not ended:
             raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
-        for output, texts in zip(self.outputs, self._texts, strict=True):
-            output.text = "".join(texts)
+        for output, parts in zip(self.outputs, self._parts, strict=True):
+            parts.put_into(output)
         return Completion(self.request_id, self.seed, self.outputs, self.usage, self._prompt_logprobs)
 
     def _add(self, delta: Delta) -> Delta:
         while len(self.outputs) <= delta.index:
             self.outputs.append(Output())
-            self._texts.append([])
+            self._parts.append(_Parts())
         output = self.outputs[delta.index]
-        self._texts[delta.index].append(delta.text)
+        self._parts[delta.index].add(delta)
         output.token_ids += delta.token_ids
         output.logprobs += delta.logprobs
         self._prompt_logprobs += delta.prompt_logprobs
@@ -242,6 +299,8 @@ def read_delta(delta: pb.Delta) -> Delta:
         getattr(delta, stop) if stop else None,
         [_read_position(position) for position in delta.prompt_logprobs] if delta.prompt_logprobs else (),
         delta.acceptance if delta.HasField("acceptance") else None,
+        delta.reasoning,
+        [_read_call(call) for call in delta.tool_calls] if delta.tool_calls else (),
     )
 
 
@@ -264,6 +323,11 @@ def read_model_info(info: pb.ModelInfo) -> ModelInfo:
         limits={field.name: getattr(info.limits, field.name) for field in info.limits.DESCRIPTOR.fields},
         engine=json_format.MessageToDict(info.engine),
     )
+
+
+def _read_call(call: pb.ToolCallDelta) -> ToolCallDelta:
+    name_id, name = (getattr(call, field) if call.HasField(field) else None for field in ("id", "name"))
+    return ToolCallDelta(call.index, name_id, name, call.arguments)
 
 
 def _plain(value: Any) -> Any:

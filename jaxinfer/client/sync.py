@@ -15,8 +15,8 @@ from jaxinfer.client.connect import DEFAULT_RETRY, TLS, RetryPolicy, checked_tar
 from jaxinfer.client.diagnosis import Explain, explainer
 from jaxinfer.client.errors import DeadlineExceeded, Truncated, Unavailable, from_call
 from jaxinfer.client.health import CHECK, READINESS, WATCH, health_request, read_health
+from jaxinfer.client.messages import ChatMessage
 from jaxinfer.client.requests import (
-    ChatMessage,
     GenerateOptions,
     Prompt,
     ScoreOptions,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import reprlib
+from typing import Any
 
 import grpc
 
@@ -72,3 +74,13 @@ def refused(error: RequestError, retry_after: float = 1.0) -> ServeError:
     """The answer to a refused request. ``retry_after``: the seconds that a full queue asks to wait."""
     kind = _KINDS.get(type(error), Kind.INVALID)
     return ServeError(kind, str(error), error.field, retry_after if kind is Kind.QUEUE_FULL else None)
+
+
+def invalid(field: str, value: Any, reason: str) -> ServeError:
+    """The answer to a value that cannot be served."""
+    return ServeError(Kind.INVALID, f"{field}={short(value)} {reason}", field)
+
+
+def short(value: Any) -> str:
+    """A value as it may stand in a message: it may be as long as a request."""
+    return reprlib.repr(value)[:200]

@@ -14,6 +14,8 @@ from jaxinfer.structured.masks import CPU_SECONDS
 from jaxinfer.text.tokenizer import Tokenizer
 
 _SIZES = Sizes(helpers=3, share=2, waiting=256)
+_CPU_SECONDS = CPU_SECONDS / 2
+"""Of the processor. The engine's helper needs about twice as much: what is accepted here is served there."""
 _SECONDS = 10.0
 _REMEMBERED = 4096
 
@@ -22,7 +24,7 @@ class Grammars:
     """Compiles what constrains requests, to refuse what cannot be held. Tenants take turns."""
 
     def __init__(self) -> None:
-        self._pool = Pool(MODULE, _SIZES, setup(CPU_SECONDS), _SECONDS, "grammars")
+        self._pool = Pool(MODULE, _SIZES, setup(_CPU_SECONDS), _SECONDS, "grammars")
         # Those that could be held lately, by tenant: how long an answer takes tells nobody what others have asked.
         self._good: collections.OrderedDict[tuple[str, bytes], None] = collections.OrderedDict()
 
@@ -47,7 +49,7 @@ class Grammars:
     async def _ask(self, place: str, question: bytes, tenant: str) -> None:
         answer = await self._pool.ask(tenant, question)
         if answer is None:
-            raise RequestError(place, "was stopped: it took too long to compile, or too much memory")
+            raise RequestError(place, "was stopped: compiled, it takes too long, too much memory or too deep a stack")
         if answer[:1] != GOOD:
             raise RequestError(place, f"cannot be held: {answer[1:].decode()}")
 

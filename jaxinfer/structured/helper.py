@@ -3,17 +3,20 @@
 Grammars come with requests, and some take seconds and gigabytes to compile, or for one mask. Here they may: the memory,
 and the processor's time for each frame, are bounded, and whoever started it kills it when it takes too long.
 
-The first frame is JSON, the ``seconds`` of the processor that a frame may take, how many tokens to look ``ahead`` where
-one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only checked). A question is JSON:
-what to ``ask`` of which matchers, and the numbers of those that ``end``. Its answer is a line of JSON, an `Answer` for
-each, and behind it the masks that are not in it. A question of `check` is answered by `GOOD`, or by `BAD` and why.
+The first frame is JSON, the ``seconds`` of the processor that each matcher or check of a frame may take, how many
+tokens to look ``ahead`` where one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only
+checked). A question of `ask` is answered by a line of JSON, an `Answer` for each matcher, and behind it the masks that
+are not in it; one of `check` by `GOOD`, or by `BAD` and why.
+
+Texts of grammars stand behind the JSON as they are: to quote a long one would hold the interpreter of whoever asks for
+some hundredths of a second.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +54,21 @@ def setup(seconds: float, vocabulary: Vocabulary | None = None, ahead: int = 0) 
 
 def check(kind: str, text: str) -> bytes:
     """A question whether a grammar can be held."""
-    return json.dumps({"check": [kind, text]}).encode()
+    return b"\n".join([json.dumps({"check": kind}).encode(), text.encode()])
+
+
+Item = tuple[int, tuple[str, str, str] | None, Sequence[int]]
+"""Of a matcher: its number, its grammar (kind, text and scope; None: it is known), the tokens by which it goes on."""
+
+
+def ask(items: Sequence[Item], end: Sequence[int]) -> bytes:
+    """A question for masks. ``end``: numbers of matchers that are to be forgotten."""
+    texts = [b"" if grammar is None else grammar[1].encode() for _, grammar, _ in items]
+    heads = [
+        (number, None if grammar is None else (grammar[0], len(text), grammar[2]), list(tokens))
+        for (number, grammar, tokens), text in zip(items, texts, strict=True)
+    ]
+    return b"\n".join([json.dumps({"ask": heads, "end": list(end)}).encode(), b"".join(texts)])
 
 
 def main() -> None:
@@ -61,15 +78,16 @@ def main() -> None:
     head, _, rest = (read_frame(reader) or b"{}").partition(b"\n")
     first = json.loads(head)
     seconds = first.get("seconds", 1.0)
-    matching = Matching(Matchers(Vocabulary.unpacked(rest)), first.get("ahead", 0)) if rest else None
+    matching = Matching(Matchers(Vocabulary.unpacked(rest)), seconds, first.get("ahead", 0)) if rest else None
     write_frame(writer, GOOD)
     while (frame := read_frame(reader)) is not None:
         allow_cpu(seconds)
-        question = json.loads(frame)
+        head, _, texts = frame.partition(b"\n")
+        question = json.loads(head)
         if matching is None:
-            write_frame(writer, _checked(*question["check"]))
+            write_frame(writer, _checked(question["check"], texts.decode()))
         else:
-            write_frame(writer, matching.answer(question["ask"], question["end"]))
+            write_frame(writer, matching.answer(question["ask"], question["end"], texts))
 
 
 def _checked(kind: str, text: str) -> bytes:
@@ -81,28 +99,39 @@ def _checked(kind: str, text: str) -> bytes:
 
 
 class Matching:
-    """The matchers of a helper, by number. ``ahead``: tokens to look ahead."""
+    """The matchers of a helper, by number.
 
-    def __init__(self, matchers: Matchers, ahead: int = 0) -> None:
-        self._matchers, self._ahead = matchers, ahead
+    Args:
+        seconds: of the processor, for each of a question.
+        ahead: tokens to look ahead.
+    """
+
+    def __init__(self, matchers: Matchers, seconds: float, ahead: int = 0) -> None:
+        self._matchers, self._seconds, self._ahead = matchers, seconds, ahead
         self._known: dict[int, Matcher] = {}
 
-    def answer(self, ask: list[Any], end: list[int]) -> bytes:
-        """Answer a question: ``ask`` holds, of each matcher, its number, its grammar (kind, text and scope; null: it
-        is known) and the tokens by which it goes on."""
+    def answer(self, asked: list[Any], end: list[int], texts: bytes) -> bytes:
+        """Answer a question of `ask`."""
         for number in end:
             self._known.pop(number, None)
-        answers, whole = list[Answer](), list[bytes]()
-        for number, grammar, tokens in ask:
-            try:
-                answer, masks = self._next(number, grammar, tokens)
-            except GrammarError as error:
-                answer, masks = _failed(str(error) or "the grammar failed"), []
+        answers, whole, at = list[Answer](), list[bytes](), 0
+        for number, grammar, tokens in asked:
+            allow_cpu(self._seconds)
+            if grammar is not None:
+                kind, size, scope = grammar
+                grammar, at = (kind, texts[at : at + size].decode(), scope), at + size
+            answer, masks = self._tried(number, grammar, tokens)
             answers.append(answer)
             whole += masks
         return json.dumps(answers).encode() + b"\n" + b"".join(whole)
 
-    def _next(self, number: int, grammar: list[str] | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
+    def _tried(self, *item: Any) -> tuple[Answer, list[bytes]]:
+        try:
+            return self._next(*item)
+        except GrammarError as error:
+            return _failed(str(error) or "the grammar failed"), []
+
+    def _next(self, number: int, grammar: tuple[str, str, str] | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
         """The answer of a matcher, and the masks that are not in it."""
         if grammar is not None:
             self._known[number] = self._matchers.new(*grammar)

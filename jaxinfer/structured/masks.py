@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxinfer.helper_process import Helper
-from jaxinfer.structured.helper import MODULE, STOPPED, Answer, setup
+from jaxinfer.structured.helper import MODULE, STOPPED, Answer, Item, setup
+from jaxinfer.structured.helper import ask as ask_for
 from jaxinfer.structured.matcher import Vocabulary
 
 CPU_SECONDS = 1.0
-"""Of the processor, for a grammar or a mask, in whole seconds and up to two more."""
+"""Of the processor, for a grammar and its mask, or a mask."""
 _WALL_SECONDS = 20.0  # for one that waits, and uses no processor
 _TOO_LONG = "the grammar took too long, or too much memory: its helper was stopped"
 
@@ -174,7 +175,8 @@ class _Worker:
         self._generation, self._words, self._since, self._stopped = 0, 0, 0.0, False
 
     def send(self) -> None:
-        if self._since and time.monotonic() - self._since > _WALL_SECONDS and self._helper is not None:
+        since = self._since  # once: an answer that comes now sets it to 0
+        if since and time.monotonic() - since > _WALL_SECONDS and self._helper is not None:
             self._helper.kill()
         if not self.waiting and not self.ended:
             return
@@ -225,10 +227,8 @@ class _Worker:
         except RuntimeError:  # it does not start
             return None
         items, self._since = [self._item(held) for held in ask], time.monotonic()
-        answer = helper.ask(json.dumps({"ask": items, "end": end}).encode())
+        answer = helper.ask(ask_for(items, end))
         self._since = 0.0
-        if answer is None:
-            self._generation += 1
         return answer
 
     def _started(self) -> Helper:
@@ -236,10 +236,11 @@ class _Worker:
             vocabulary = self._vocabulary()
             self._words = vocabulary.words
             self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
-        self._helper.start()
+        if self._helper.start():
+            self._generation += 1
         return self._helper
 
-    def _item(self, held: Held) -> tuple[int, tuple[str, str, str] | None, list[int]]:
+    def _item(self, held: Held) -> Item:
         """What a matcher is asked: one that the helper knows is told what is new, another one all."""
         known = held.generation == self._generation
         first, last = held.told if known else 0, len(held.said)  # the engine's thread may add to it

@@ -44,7 +44,7 @@ asyncio.run(main())
 """
 OLDEST = "3.10"
 _PROTOS = ("protos", "protos/internal", "protos/oip", "protos/v1")
-PACKAGES = ("bench", "client", *_PROTOS, "serve", "serve/grpc", "serve/http", "v1")
+PACKAGES = ("bench", "client", *_PROTOS, "serve", "serve/chat", "serve/grpc", "serve/http", "v1")
 
 
 @pytest.fixture(scope="module")

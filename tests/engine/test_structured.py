@@ -16,10 +16,13 @@ from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import RequestError, SamplingParams
+from jaxinfer.structured import masks as masking
+from jaxinfer.structured.masks import Held, Masks
 from tests.engine.test_identity import _place_eagerly, preempted
 from tests.engine.test_invariance import bits
 from tests.fakes import mixed_params, random_model
 from tests.serve.fake_engine import VOCAB, fake_tokenizer
+from tests.structured import stuck_helper
 
 SETTINGS: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 160, "page_size": 16, "prefill_sizes": (16, 64)}
 ROOMY, TIGHT = 200, 12
@@ -257,6 +260,30 @@ def test_a_request_that_ends_early_leaves_nothing_behind(llm):
     constraints: Any = llm.engine._scheduler._constraints
     assert not constraints._open
     assert sum(worker.members for worker in constraints._masks._workers) == 0
+
+
+def test_neighbours_wait_for_no_grammar_that_hangs(llm, monkeypatch):
+    """A plan waits for a mask once and for a moment, and never again before it is there; the bits of those without a
+    grammar are as ever."""
+    _, requests = make_requests(12)
+    free = [(prompt, params) for prompt, params in requests if params.grammar is None]
+    hanging = SamplingParams(max_tokens=8, structured_outputs={"regex": stuck_helper.STUCK})
+    expected = [bits(output) for output in run(llm, free)]
+    waits, original_wait = list[tuple[Held, float, bool]](), Masks.wait
+
+    def wait(masks: Masks, those: Any, seconds: float) -> None:
+        waits.extend((held, seconds, held.late) for held in those)
+        original_wait(masks, those, seconds)
+
+    monkeypatch.setattr(masking, "MODULE", stuck_helper.MODULE)
+    monkeypatch.setattr(Masks, "wait", wait)
+    outputs = run(LLM(model_of(), num_pages=ROOMY, **SETTINGS), [*free, *[([5, 6, 7], hanging)] * 2])
+    assert [bits(output) for output in outputs[: len(free)]] == expected
+    for output in outputs[len(free) :]:
+        assert output.outputs[0].finish_reason == "error"
+        assert "took too long" in str(output.outputs[0].stop_reason)
+    assert len({held for held, _, _ in waits}) == len(waits) == 2
+    assert all(seconds <= 0.02 and not late for _, seconds, late in waits)
 
 
 def test_a_grammar_that_fails_on_its_way_ends_its_own_output_alone(llm, monkeypatch):

@@ -68,6 +68,8 @@ def _prompts(prompt: str | list[int]) -> bytes:
     return json.dumps({"prompt": [prompt] * 1024, "max_tokens": 1}).encode()
 
 
+_HELD = '{"prompt":"a","structured_outputs":{"json":'
+_CALLED = '{"messages":[{"role":"u","tool_calls":[{"function":{"name":"f","arguments":"['
 HTTP = (
     Attack("messages of numbers", CHAT, _filled('{"messages":[', "1", "]}")),
     Attack("messages of lists", CHAT, _filled('{"messages":[', "[]", "]}")),
@@ -116,6 +118,9 @@ HTTP = (
     Attack("temperature of keys", COMPLETIONS, _keys('{"prompt":"a","temperature":{', "}}")),
     Attack("allowed tokens", COMPLETIONS, _filled('{"prompt":"a","allowed_token_ids":[', "1", "]}")),
     Attack("stop tokens", COMPLETIONS, _filled('{"prompt":"a","stop_token_ids":[', "1", "]}")),
+    Attack("values of a schema", COMPLETIONS, _filled(_HELD + '{"enum":[', "{}", "]}}}")),
+    Attack("a schema in a text", COMPLETIONS, _filled(_HELD + '"{\\"enum\\":[', "{}", ']}"}}')),
+    Attack("arguments of a call", CHAT, _filled(_CALLED, "{}", ']"}}]}]}')),
     Attack("unserved field", CHAT, _filled('{"messages":[{"role":"u"}],"functions":[', "1", "]}")),
     Attack("label without effect", CHAT, _filled('{"messages":[{"role":"u"}],"metadata":[', "[]", "]}")),
     Attack("text to tokenize", "/tokenize", _text("a")),
@@ -176,6 +181,12 @@ def _value(size: int) -> bytes:
     return field(number_of(pb.GenerateRequest, "chat"), field(1, field(number_of(pb.ChatMessage, "fields"), struct_)))
 
 
+def _arguments(size: int) -> bytes:
+    call = field(number_of(pb.ToolCall, "arguments"), b"[" + b"{}," * (size // 3) + b"{}]")
+    message = field(number_of(pb.ChatMessage, "tool_calls"), call)
+    return field(number_of(pb.GenerateRequest, "chat"), field(number_of(pb.Chat, "messages"), message))
+
+
 def _infer(contents: Callable[[int], bytes]) -> Callable[[int], bytes]:
     def make(size: int) -> bytes:
         return oip.ModelInferRequest(model_name="fake").SerializeToString() + contents(size)
@@ -209,6 +220,8 @@ GRPC = (
     Attack("empty messages", GENERATE, _within(pb.GenerateRequest, "chat.messages", b"")),
     Attack("empty messages in a batch", BATCH, _within(pb.GenerateRequest, "chat.messages", b"")),
     Attack("empty messages to tokenize", TOKENIZE, _within(pb.TokenizeRequest, "chat.messages", b"")),
+    Attack("calls of a message", GENERATE, _within(pb.GenerateRequest, "chat.messages.tool_calls", b"")),
+    Attack("arguments of a call", GENERATE, _arguments),
     Attack("empty tools", GENERATE, _within(pb.GenerateRequest, "chat.tools", b"")),
     Attack("template variables", GENERATE, _within(pb.GenerateRequest, "chat.template_variables.fields", b"")),
     Attack("nulls in a message", GENERATE, _value),

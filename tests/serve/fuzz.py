@@ -317,7 +317,13 @@ _SAMPLING = {
     "logprobs": 1, "promptLogprobs": 1, "skipSpecialTokens": False, "includeStopStrInOutput": True,
 }  # fmt: skip
 _CONVERSATION = {
-    "messages": [{"role": "user", "content": "Hi", "fields": {"name": "x", "size": 3}}],
+    "messages": [
+        {"role": "user", "content": "Hi", "fields": {"name": "x", "size": 3}},
+        {"role": "assistant", "reasoning": "x", "toolCalls": [{"id": "a", "name": "f", "arguments": "{}"}]},
+        {"role": "tool", "content": "x", "toolCallId": "a"},
+    ],
+    "parse": True,
+    "toolChoice": {"mode": "TOOL_MODE_AUTO"},
     "tools": [_TOOL],
     "templateVariables": {"x": [1, {"y": None}]},
 }

@@ -313,7 +313,7 @@ def test_the_processors_time_of_a_helper_is_bounded_for_each_conversation():
             assert read_frame(helper.stdout) == GOOD + b"ok"
         write_frame(helper.stdin, pack({**asked, "template": LOOP}))
         assert read_frame(helper.stdout) is None
-        assert helper.wait(60) == -signal.SIGXCPU
+        assert helper.wait(60) == -signal.SIGPROF
 
 
 def test_a_helper_whose_parent_died_before_it_began_ends():

@@ -1,6 +1,7 @@
 """Masks from helper processes: those that hang or die are replaced, and nobody but the culprit notices."""
 
 import gc
+import types
 
 import pytest
 
@@ -118,6 +119,32 @@ def test_what_a_helper_knew_is_told_to_its_successor(masks):
     ready(masks, held, other)
     assert allowed(held) == [ord("d")]
     assert allowed(other) == [ord("x"), 256]
+
+
+def test_a_helper_that_dies_between_two_questions_is_nobodys_fault(masks):
+    held = masks.open("regex", "abcd")
+    ready(masks, held)
+    masks._workers[0]._helper._process.kill()
+    masks._workers[0]._helper._process.wait()
+    masks.advance(held, b"a")
+    ready(masks, held)
+    assert held.error is None
+    assert allowed(held) == [ord("b")]
+
+
+def test_an_answer_that_comes_while_one_looks_at_the_clock_ends_no_helper(masks, monkeypatch):
+    held = masks.open("regex", "ab")
+    ready(masks, held)
+    worker = masks._workers[0]
+
+    def monotonic() -> float:
+        worker._since = 0.0
+        return 1e6
+
+    worker._since = 1e6 - 1.0
+    monkeypatch.setattr(masking, "time", types.SimpleNamespace(monotonic=monotonic))
+    worker.send()
+    assert not worker._helper._killed
 
 
 def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch):

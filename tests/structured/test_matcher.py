@@ -72,7 +72,7 @@ def test_a_vocabulary_survives_the_way_to_a_helper():
 
 
 def test_no_more_is_remembered_than_there_is_room_for(monkeypatch):
-    monkeypatch.setattr(matching, "_MAX_CACHED_BYTES", 100)
+    monkeypatch.setattr(matching, "_MAX_CACHED_CHARACTERS", 100)
     matchers = Matchers(BYTES)
     for number in range(40):
         matchers.new("regex", f"a{{{number + 1}}}bcdefghij")

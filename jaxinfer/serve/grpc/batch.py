@@ -7,9 +7,9 @@ from typing import override
 
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.errors import DuplicateIdError, ServeError, refused
-from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.grpc import convert, status
+from jaxinfer.serve.grpc import status
+from jaxinfer.serve.grpc.answers import answering
 from jaxinfer.serve.grpc.many import ManyRequests
 from jaxinfer.serve.grpc.rpc import Rpc
 
@@ -29,20 +29,12 @@ class Batch(ManyRequests[pb.GenerateRequest, pb.GenerateResponse]):
         if not request.HasField("request_id"):
             request.request_id = uuid.uuid4().hex
         self._remember(request.request_id)
-        rpc, frontend = self.rpc, self.frontend
-        left, trace = rpc.time_remaining(), rpc.trace()
-        call = await convert.converted(
-            convert.call_of, request, frontend.limits, timeout=left, tenant=rpc.caller.name, trace=trace
-        )
-        with in_its_words(convert.names_of(request, "input")):
-            accepted = await frontend.generate(call)
-        async with accepted as generation:
-            prompt_tokens = len(generation.prompt_token_ids)
-            await self.write(convert.started(request.request_id, generation.seed, prompt_tokens))
-            async for delta in generation:
-                for response in convert.deltas(request.request_id, delta, frontend.token_text):
+        async with answering(self.frontend, request, self.rpc) as answer:
+            await self.write(answer.started())
+            async for delta in answer.generation:
+                for response in answer.responses(delta):
                     await self.write(response)
-            await self.write(convert.finished(request.request_id, generation.usage))
+            await self.write(answer.finished())
 
     @override
     def failure(self, request: pb.GenerateRequest, error: ServeError) -> pb.GenerateResponse:

@@ -9,26 +9,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, cast
 
-from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
+from jaxinfer.parsers.events import message_of
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.serve.calls import (
-    Call,
-    Conversation,
-    Input,
-    ModelCard,
-    Scored,
-    ServeLimits,
-    Usage,
-)
+from jaxinfer.serve.calls import Call, Input, ModelCard, Scored, ServeLimits, Usage
+from jaxinfer.serve.chat.outputs import TOOL_CALLS, CallDelta, ParsedOutput, call_deltas
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import prompt_as
+from jaxinfer.serve.grpc import chat
+from jaxinfer.serve.grpc.chat import optional
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
 
@@ -39,12 +33,12 @@ _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "abort": pb.FINISH_REASON_ABORT,
+    TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
 # Candidates in one message: log probabilities of a long prompt would else make one that no client takes (4 MiB).
 _MAX_CANDIDATES = 16384
 _FEW, _SHORT_BYTES = 64, 16 << 10
 _CHUNK = 4096
-_EXACT = 2**53  # whole numbers up to here are exact in a Struct
 
 
 # ---- what comes in
@@ -87,7 +81,7 @@ def input_of(message: Any, oneof: str) -> Input:
             ids: Sequence[int] = message.token_ids.ids  # as it is: it is counted before it is copied
             return ids
         case "chat":
-            return conversation_of(message.chat)
+            return chat.conversation_of(message.chat)
         case str() as field:
             return cast(str, getattr(message, field))
         case _:
@@ -100,8 +94,7 @@ def names_of(message: Any, oneof: str) -> dict[str, str]:
     field = message.WhichOneof(oneof)
     if field != "chat":
         return prompt_as(field or oneof)
-    fields = {name: f"chat.{name}" for name in ("messages", "template")}
-    return {**prompt_as("chat.messages"), **fields, "variables": "chat.template_variables"}
+    return {**prompt_as("chat.messages"), **chat.NAMES, "variables": "chat.template_variables"}
 
 
 def sampling_of(message: pb.SamplingParams) -> dict[str, Any]:
@@ -120,11 +113,6 @@ def _bare(value: Any) -> Any:
     return dict(items) if isinstance(items, Mapping) else list(items)
 
 
-def optional(message: Any, field: str) -> Any:
-    """A field's value, None if it is not set."""
-    return getattr(message, field) if message.HasField(field) else None
-
-
 async def converted[M: Message, **P, T](
     convert: Callable[Concatenate[M, P], T], request: M, limits: ServeLimits, *args: P.args, **kwargs: P.kwargs
 ) -> T:
@@ -133,58 +121,13 @@ async def converted[M: Message, **P, T](
     Raises:
         ServeError: that has too many messages, or ``convert`` refuses it.
     """
-    chat = getattr(request, "chat", None)
-    if chat is not None and len(chat.messages) > limits.messages:
-        many = f"chat.messages must be at most {limits.messages}, not {len(chat.messages)}"
+    talk = getattr(request, "chat", None)
+    if talk is not None and len(talk.messages) > limits.messages:
+        many = f"chat.messages must be at most {limits.messages}, not {len(talk.messages)}"
         raise ServeError(Kind.INVALID, many, field="chat.messages")
-    if chat is None or (len(chat.messages) <= _FEW and chat.ByteSize() <= _SHORT_BYTES):
+    if talk is None or (len(talk.messages) <= _FEW and talk.ByteSize() <= _SHORT_BYTES):
         return convert(request, *args, **kwargs)
     return await asyncio.to_thread(convert, request, *args, **kwargs)
-
-
-def conversation_of(chat: pb.Chat) -> Conversation:
-    """Raises `ServeError`: a message's role or content is set twice, or a number is not finite."""
-    return Conversation(
-        messages=[_chat_message(message, f"chat.messages[{i}]") for i, message in enumerate(chat.messages)],
-        tools=[_object(tool, f"chat.tools[{i}]") for i, tool in enumerate(chat.tools)] or None,
-        add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
-        variables=_object(chat.template_variables, "chat.template_variables"),
-        template=optional(chat, "template"),
-    )
-
-
-def _chat_message(message: pb.ChatMessage, path: str) -> dict[str, Any]:
-    plain = {"role": message.role}
-    if message.HasField("content"):
-        plain["content"] = message.content
-    fields = _object(message.fields, f"{path}.fields")
-    if twice := plain.keys() & fields.keys():
-        raise ServeError(Kind.INVALID, f"{path}.fields: {min(twice)} is set by its own field", field=f"{path}.fields")
-    return {**plain, **fields}
-
-
-def _object(struct: struct_pb2.Struct, path: str) -> dict[str, Any]:
-    return {name: _json(value, path) for name, value in struct.fields.items()}
-
-
-def _json(value: struct_pb2.Value, path: str) -> Any:
-    """A Struct knows no integers, but templates do: ``{{ 3 }}`` is not ``3.0``."""
-    match value.WhichOneof("kind"):
-        case "number_value":
-            number = value.number_value
-            if not math.isfinite(number):
-                raise ServeError(Kind.INVALID, f"{path}: {number} is no JSON number", field=path)
-            return int(number) if number.is_integer() and abs(number) <= _EXACT else number
-        case "string_value":
-            return value.string_value
-        case "bool_value":
-            return value.bool_value
-        case "struct_value":
-            return _object(value.struct_value, path)
-        case "list_value":
-            return [_json(item, path) for item in value.list_value.values]
-        case _:
-            return None
 
 
 def continuations_of(request: pb.ScoreRequest, limits: ServeLimits) -> list[str | Sequence[int]]:
@@ -201,6 +144,23 @@ def continuations_of(request: pb.ScoreRequest, limits: ServeLimits) -> list[str 
 
 
 # ---- what goes out
+
+
+@dataclasses.dataclass(slots=True)
+class ParsedDelta(OutputDelta):
+    """A delta that a parser has read: ``text`` is content, ``finish_reason`` may be `TOOL_CALLS`."""
+
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
+
+
+def parsed(delta: OutputDelta, output: ParsedOutput) -> ParsedDelta:
+    """The delta as ``output`` reads it."""
+    events = output.read(delta)
+    found = message_of(events)
+    fields = {field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)}
+    fields |= {"text": found.content, "finish_reason": output.reason(delta)}
+    return ParsedDelta(**fields, reasoning=found.reasoning, calls=call_deltas(events))
 
 
 def started(request_id: str, seed: int, prompt_tokens: int) -> pb.GenerateResponse:
@@ -221,7 +181,7 @@ def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterat
         message = response.delta
         message.SetInParent()
         message.output_index = part.index
-        message.text = part.text
+        _set_text(message, part)
         message.token_ids.extend(part.token_ids)
         if part.logprobs:
             message.logprobs.extend(_position(position, token_text) for position in part.logprobs)
@@ -233,6 +193,14 @@ def deltas(request_id: str, delta: OutputDelta, token_text: TokenText) -> Iterat
             if part.acceptance is not None:
                 message.acceptance = part.acceptance
         yield response
+
+
+def _set_text(message: pb.Delta, part: OutputDelta) -> None:
+    message.text = part.text
+    if isinstance(part, ParsedDelta):
+        message.reasoning = part.reasoning
+        for call in part.calls:
+            message.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
 
 
 def _set_stop_reason(message: pb.Delta, reason: int | str | None) -> None:

@@ -12,7 +12,9 @@ from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import convert
+from jaxinfer.serve.grpc.answers import answering
 from jaxinfer.serve.grpc.batch import Batch
+from jaxinfer.serve.grpc.chat import optional
 from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.text.output import OutputDelta
@@ -31,23 +33,15 @@ class Inference(InferenceServicer):
 
     @override
     async def Generate(self, request: pb.GenerateRequest, rpc: Rpc) -> None:
-        frontend = self._frontend()
-        left, trace = rpc.time_remaining(), rpc.trace()
-        call = await convert.converted(
-            convert.call_of, request, frontend.limits, timeout=left, tenant=rpc.caller.name, trace=trace
-        )
-        with in_its_words(convert.names_of(request, "input")):
-            accepted = await frontend.generate(call)
-        async with accepted as generation:
-            request_id = generation.request_id
+        async with answering(self._frontend(), request, rpc) as answer:
 
             async def write(delta: OutputDelta) -> None:
-                for response in convert.deltas(request_id, delta, frontend.token_text):
+                for response in answer.responses(delta):
                     await rpc.write(response)
 
-            await rpc.write(convert.started(request_id, generation.seed, len(generation.prompt_token_ids)))
-            await Pump(generation, write).run()
-            await rpc.write(convert.finished(request_id, generation.usage))
+            await rpc.write(answer.started())
+            await Pump(answer.generation, write).run()
+            await rpc.write(answer.finished())
 
     @override
     async def GenerateBatch(self, requests: Rpc, rpc: Rpc) -> None:
@@ -62,8 +56,8 @@ class Inference(InferenceServicer):
         with in_its_words(convert.names_of(request, "input")):
             ids = await frontend.tokenize(
                 text,
-                model=convert.optional(request, "model"),
-                add_special_tokens=convert.optional(request, "add_special_tokens"),
+                model=optional(request, "model"),
+                add_special_tokens=optional(request, "add_special_tokens"),
                 tenant=rpc.caller.name,
             )
         return await convert.tokenized(ids, frontend.card.max_model_len)
@@ -72,7 +66,7 @@ class Inference(InferenceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, rpc: Rpc) -> pb.DetokenizeResponse:
         text = await self._frontend().detokenize(
             request.token_ids,
-            model=convert.optional(request, "model"),
+            model=optional(request, "model"),
             skip_special_tokens=request.skip_special_tokens,
         )
         return pb.DetokenizeResponse(text=text)
@@ -84,7 +78,7 @@ class Inference(InferenceServicer):
             results = await frontend.score(
                 await convert.converted(convert.input_of, request, frontend.limits, "context"),
                 convert.continuations_of(request, frontend.limits),
-                model=convert.optional(request, "model"),
+                model=optional(request, "model"),
                 add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
                 timeout=rpc.time_remaining(),
                 tenant=rpc.caller.name,
@@ -94,7 +88,7 @@ class Inference(InferenceServicer):
     @override
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, rpc: Rpc) -> pb.ModelInfo:
         frontend = self._frontend()
-        frontend.check_model(convert.optional(request, "model"))
+        frontend.check_model(optional(request, "model"))
         return convert.model_info(
             frontend.card,
             frontend.limits,

@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.parsers.parser import Parser
-from jaxinfer.parsers.registry import PROMPT_TOKENS, Parsers
-from jaxinfer.parsers.tools import Tools
+from jaxinfer.parsers.registry import Parsers
 from jaxinfer.serve.calls import Call, Input
+from jaxinfer.serve.chat.outputs import outputs_of
+from jaxinfer.serve.chat.terms import ChatTerms
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
@@ -23,7 +23,7 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.choices import ChatChoice, Echo, TextChoice, Wanted
 from jaxinfer.serve.http.door import Door, fingerprint
 from jaxinfer.serve.http.gate import usable_id
-from jaxinfer.serve.http.messages import MessageChoice, Shown
+from jaxinfer.serve.http.messages import MessageChoice
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
 from jaxinfer.serve.tracing import HEADERS
 
@@ -44,18 +44,9 @@ class Chat:
     generation: Generation
     parsers: Parsers
 
-    def new_parsers(self) -> list[Parser | None]:
-        """One for each output, where there is something to parse."""
-        tokenizer = self.frontend.tokenizer
-        last = self.generation.prompt_token_ids[-PROMPT_TOKENS:]
-        prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
-        tools = Tools(self.body.tools) if self.parsers.tool_calls is not None else None
-        return [self.parsers.make(tools, prompt=prompt) for _ in range(self.generation.n)]
-
     @property
-    def shows_parallel(self) -> bool:
-        """Calls behind the first are shown, too."""
-        return self.body.parallel_tool_calls is not False
+    def terms(self) -> ChatTerms:
+        return prompts.terms_of(self.body)
 
 
 async def complete(request: Request) -> Response:
@@ -106,7 +97,8 @@ async def begin_chat(request: Request, body: ChatCompletionRequest) -> Chat:
     """
     door: Door = request.app.state.door
     frontend, name = door.serving(), _id(request, body)
-    parsers = prompts.parsers_of(body, frontend.parsers)
+    terms = prompts.terms_of(body)
+    parsers = terms.parsers(frontend.parsers)
     sampling = prompts.sampling_of_chat(body, door.limits)
     call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name, shown=parsers.markers)
     with in_its_words(prompts.names_in_chat(body)):
@@ -164,10 +156,11 @@ def _chat_choices(door: Door, chat: Chat) -> list[ChatChoice]:
     """A choice for each output, each with a parser of its own where there is something to parse."""
     body, frontend = chat.body, chat.frontend
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
-    shown = Shown(() if body.include_reasoning is False else door.reasoning_fields, chat.shows_parallel)
+    names = () if body.include_reasoning is False else door.reasoning_fields
+    outputs = outputs_of(chat.generation, chat.terms, chat.parsers, frontend.tokenizer)
     return [
-        ChatChoice(index, frontend, wanted) if parser is None else MessageChoice(index, frontend, wanted, parser, shown)
-        for index, parser in enumerate(chat.new_parsers())
+        ChatChoice(index, frontend, wanted) if output is None else MessageChoice(index, frontend, wanted, output, names)
+        for index, output in enumerate(outputs)
     ]
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import pydantic
 
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.errors import Kind, ServeError, short
 
 # ``type`` and ``code`` of each kind; clients choose their exception by the status.
 _NAMES: Mapping[Kind, tuple[str, str | None]] = {
@@ -62,11 +61,6 @@ def from_pydantic(error: pydantic.ValidationError) -> ServeError:
         case _:
             message = f"{field}={short(first['input'])}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return ServeError(Kind.INVALID, message, field=field)
-
-
-def short(value: Any) -> str:
-    """A value as it may stand in a message: it may be as long as a request."""
-    return reprlib.repr(value)[:200]
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxinfer.parsers.registry import Parsers
 from jaxinfer.serve.calls import Conversation, ServeLimits
-from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.chat.messages import for_template
+from jaxinfer.serve.chat.terms import ChatTerms
+from jaxinfer.serve.errors import Kind, ServeError, invalid, short
 from jaxinfer.serve.faults import prompt_as
-from jaxinfer.serve.http.bodies import parse
-from jaxinfer.serve.http.errors import short
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, TokenizeRequest
 
 MAX_PROMPTS = 1024
@@ -67,18 +65,9 @@ def scores_only(body: CompletionRequest) -> bool:
     return bool(body.echo) and body.max_tokens == 0 and not isinstance(body.max_tokens, bool)
 
 
-def parsers_of(body: ChatCompletionRequest, parsers: Parsers) -> Parsers:
-    """Those of a model's ``parsers`` that read the answer: calls are looked for where there are tools.
-
-    Raises:
-        ServeError: INVALID, naming field and value: something is asked for that nobody reads.
-    """
-    _check_choice(body.tool_choice)
-    if not body.tools or body.tool_choice == "none":
-        return dataclasses.replace(parsers, tool_calls=None)
-    if body.parallel_tool_calls is False and parsers.tool_calls is None:
-        _refuse("parallel_tool_calls", False, "is not served: no parser of this model's tool calls is known")
-    return parsers
+def terms_of(body: ChatCompletionRequest) -> ChatTerms:
+    """What ``body`` says of its answer."""
+    return ChatTerms(body.tools, body.tool_choice, body.parallel_tool_calls, body.include_reasoning)
 
 
 def sampling_of_chat(body: ChatCompletionRequest, limits: ServeLimits) -> dict[str, Any]:
@@ -145,11 +134,10 @@ def _conversation(body: ChatCompletionRequest | TokenizeRequest) -> Conversation
     Raises:
         ServeError: INVALID, naming field and value.
     """
-    hidden = isinstance(body, ChatCompletionRequest) and body.tool_choice == "none"
     generate = body.add_generation_prompt
     return Conversation(
         messages=[_message(f"messages[{i}]", message) for i, message in enumerate(body.messages or ())],
-        tools=None if hidden else body.tools,
+        tools=terms_of(body).shown_tools if isinstance(body, ChatCompletionRequest) else body.tools,
         add_generation_prompt=True if generate is None else generate,
         variables=body.chat_template_kwargs or {},
         template=body.chat_template,
@@ -161,15 +149,11 @@ def _message(path: str, message: Mapping[str, Any]) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         _refuse(f"{path}.role", role, "must be a string")
-    whole = dict(message)
-    if whole.get("reasoning") is not None:  # templates know the older name
-        whole.setdefault("reasoning_content", whole["reasoning"])
+    whole = for_template(path, message)
     if isinstance(content, list):
         whole["content"] = "\n".join(_text(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
         _refuse(f"{path}.content", content, "must be text or a list of text parts")
-    if isinstance(calls := message.get("tool_calls"), list):
-        whole["tool_calls"] = [_tool_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     return whole
 
 
@@ -180,21 +164,6 @@ def _text(path: str, part: Any) -> str:
     if not isinstance(part.get("text"), str):
         _refuse(f"{path}.text", part.get("text"), "must be a string")
     return part["text"]
-
-
-def _tool_call(path: str, call: Any) -> Any:
-    """OpenAI sends a call's arguments as JSON in a string; templates are written for the object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    field = f"{path}.function.arguments"
-    arguments = parse(function["arguments"].encode(), f"{field}: the text", field)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _check_choice(choice: Any) -> None:
-    if choice not in (None, "none", "auto"):
-        _refuse("tool_choice", choice, "is not served, since nothing makes a model call: it may be 'none' or 'auto'")
 
 
 def ids_of(field: str, ids: Any) -> Sequence[int]:
@@ -214,4 +183,4 @@ def ids_of(field: str, ids: Any) -> Sequence[int]:
 
 
 def _refuse(field: str, value: Any, reason: str) -> NoReturn:
-    raise ServeError(Kind.INVALID, f"{field}={short(value)} {reason}", field)
+    raise invalid(field, value, reason)

@@ -12,13 +12,14 @@ they are only described. What is declared with a type is strict: no string is ta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import ConfigDict, Field, WithJsonSchema
 
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.http.errors import from_pydantic, short
+from jaxinfer.serve.chat.terms import Effort
+from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.http.errors import from_pydantic
 from jaxinfer.serve.http.response_format import constraint_of
 
 _TOKEN_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -44,7 +45,6 @@ _SPECULATION: dict[str, Any] = {
     "additionalProperties": False,
 }
 Speculates = Annotated[Any, WithJsonSchema({"anyOf": [_SPECULATION, {"type": "null"}]})]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _STRUCTURED: dict[str, Any] = {
     "type": "object",
     "description": "Exactly one of these; enable_in_reasoning holds the thought, too.",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.http.errors import short
+from jaxinfer.serve.errors import Kind, ServeError, short
 
 _TYPES = ("text", "json_object", "json_schema")
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.serve.calls import Conversation, ServeLimits
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.grpc import chat as chats
 from jaxinfer.serve.grpc import convert
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import PositionLogprobs, TokenLogprob
@@ -83,7 +84,7 @@ JSON = st.recursive(
 def test_a_struct_keeps_json_and_whole_numbers_stay_whole(data: dict) -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="")])
     chat.template_variables.update(data)
-    variables = convert.conversation_of(pb.Chat.FromString(chat.SerializeToString())).variables
+    variables = chats.conversation_of(pb.Chat.FromString(chat.SerializeToString())).variables
     assert json.dumps(variables, sort_keys=True) == json.dumps(data, sort_keys=True)
 
 
@@ -92,12 +93,12 @@ def test_a_conversation_has_what_was_set_and_nothing_else() -> None:
     chat.messages[1].fields.update({"tool_calls": [{"id": 1}]})
     chat.tools.add().update({"type": "function"})
     chat.add_generation_prompt = False
-    assert convert.conversation_of(chat) == Conversation(
+    assert chats.conversation_of(chat) == Conversation(
         messages=[{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [{"id": 1}]}],
         tools=[{"type": "function"}],
         add_generation_prompt=False,
     )
-    assert convert.conversation_of(pb.Chat(messages=[])) == Conversation(messages=[])
+    assert chats.conversation_of(pb.Chat(messages=[])) == Conversation(messages=[])
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_what_no_conversation_can_hold_is_refused_by_name(fields: dict, field: s
     message = pb.ChatMessage(role="user", content="a")
     message.fields.update(fields)
     with pytest.raises(ServeError) as refusal:
-        convert.conversation_of(pb.Chat(messages=[message]))
+        chats.conversation_of(pb.Chat(messages=[message]))
     assert (refusal.value.kind, refusal.value.field) == (Kind.INVALID, field)
 
 

@@ -71,16 +71,22 @@ class ScriptedEngine(FakeEngine):
 
 
 @contextlib.asynccontextmanager
-async def speaking(
-    *answers: str, parsers: Parsers | None = None, template: str = QWEN, reasoning_fields: Sequence[str] | None = None
-) -> AsyncIterator[Running]:
-    """``parsers``: default: those that the template asks for."""
+async def speaker(
+    *answers: str, parsers: Parsers | None = None, template: str = QWEN
+) -> AsyncIterator[tuple[Frontend, AsyncEngine]]:
+    """What stands behind a door. ``parsers``: default: those that the template asks for."""
     tokens = tokenizer()
     parsers = detect(template) if parsers is None else parsers
-    fields: dict[str, Any] = {} if reasoning_fields is None else {"reasoning_fields": reasoning_fields}
     async with AsyncEngine(ScriptedEngine(ScriptedRunner(answers, tokens))) as backend:
         card = dataclasses.replace(fake_card(), vocab_size=tokens.vocab_size)
-        frontend = Frontend(backend, card, tokens, ChatTemplate(template), parsers=parsers)
+        yield Frontend(backend, card, tokens, ChatTemplate(template), parsers=parsers), backend
+
+
+@contextlib.asynccontextmanager
+async def speaking(*answers: str, reasoning_fields: Sequence[str] | None = None, **how: Any) -> AsyncIterator[Running]:
+    """A server over HTTP. ``how``: see `speaker`."""
+    fields: dict[str, Any] = {} if reasoning_fields is None else {"reasoning_fields": reasoning_fields}
+    async with speaker(*answers, **how) as (frontend, backend):
         door = Door("1.2.3", frontend=frontend, **fields)
         async with listening(ServeConfig(model="fake", http_port=0), door, frontend, backend) as running:
             yield running

@@ -15,7 +15,7 @@ from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.completions import begin_chat
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.stream import written
-from jaxinfer.serve.http.prompts import conversation_of, names_in_messages, parsers_of
+from jaxinfer.serve.http.prompts import conversation_of, names_in_messages, terms_of
 from jaxinfer.serve.http.requests import checked
 
 
@@ -36,7 +36,7 @@ async def count_tokens(request: Request) -> Response:
     frontend = door.serving()
     asked = await chat_of(body, door.limits, frontend)
     with in_its_words(), in_words(names_in_messages()):
-        parsers_of(asked, frontend.parsers)
+        terms_of(asked).parsers(frontend.parsers)
         talk = await conversation_of(asked, door.limits)
         ids = await frontend.tokenize(talk, model=body.model, tenant=request.state.tenant)
     return Response(json.dumps({"input_tokens": len(ids)}), media_type="application/json")

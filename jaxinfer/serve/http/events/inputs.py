@@ -8,8 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jaxinfer.serve.errors import Kind, ServeError
-from jaxinfer.serve.http.errors import short
+from jaxinfer.serve.errors import Kind, ServeError, short
 from jaxinfer.serve.http.requests import Body, ChatCompletionRequest, checked
 
 _FEW = 256

@@ -9,9 +9,9 @@ from typing import Literal
 
 from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
 from jaxinfer.parsers.parser import Parser
+from jaxinfer.serve.chat.outputs import Shown
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.http.choices import Words
-from jaxinfer.serve.http.messages import Shown, is_shown
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason, PositionLogprobs
 
@@ -139,7 +139,7 @@ class PartReader:
             said = [] if isinstance(event, CallStart | CallEnd) else self._tokens.taken(event.text)
             if isinstance(event, Reasoning):
                 self.reasoning_tokens += len(said)
-            if is_shown(event, self._shown):
+            if self._shown.shows(event):
                 self._step(event, [each.logprobs for each in said if each.logprobs is not None], steps, cut=cut)
 
     def _step(self, event: Event, logprobs: list[PositionLogprobs], steps: list[Step], *, cut: bool) -> None:

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
+from jaxinfer.serve.chat.outputs import Shown, new_parsers
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.http.answers import ServerSentEvents, put, while_connected
 from jaxinfer.serve.http.completions import Chat, id_headers
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.events.parts import PartReader
-from jaxinfer.serve.http.messages import Shown
 from jaxinfer.text.output import OutputDelta
 
 
@@ -60,11 +60,10 @@ class WrittenEvents(ServerSentEvents):
 
 def reader_of(chat: Chat) -> PartReader:
     """Of a chat's one output."""
-    (parser,) = chat.new_parsers()
     tokenizer = chat.frontend.tokenizer
+    (parser,) = new_parsers(chat.generation, chat.terms, chat.parsers, tokenizer)
     hidden = frozenset[int]() if tokenizer is None else tokenizer.showing(chat.parsers.markers).special_ids
-    shown = Shown(() if chat.body.include_reasoning is False else ("reasoning",), chat.shows_parallel)
-    return PartReader(parser, shown, chat.frontend, frozenset(hidden))
+    return PartReader(parser, Shown.of(chat.terms), chat.frontend, frozenset(hidden))
 
 
 async def written(request: Request, chat: Chat, writer: Writer) -> Response:

@@ -172,7 +172,7 @@ def _head(body: ResponsesRequest, chat: Chat) -> dict[str, Any]:
         "model": chat.frontend.card.name,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
-        "parallel_tool_calls": chat.shows_parallel,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
     }
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from jaxinfer.serve.http.requests import Body, Boolean, Effort, Integer, Number, Objects
+from jaxinfer.serve.chat.terms import Effort
+from jaxinfer.serve.http.requests import Body, Boolean, Integer, Number, Objects
 
 _NOTHING = (None,)
 LOGPROBS = "message.output_text.logprobs"

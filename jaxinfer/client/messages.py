@@ -1,0 +1,105 @@
+"""Chat messages and choices of tools: OpenAI's shapes, and the records of answers, as protobuf's messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.client.fields import guarded, set_field, set_struct
+from jaxinfer.protos.v1 import inference_pb2 as pb
+
+ChatMessage = Mapping[str, Any]
+_MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+_TYPED = ("content", "tool_call_id", "reasoning")
+
+
+@dataclasses.dataclass
+class ToolCall:
+    """A call of a tool. ``arguments``: JSON, as far as the model writes JSON."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+def set_message(item: pb.ChatMessage, message: ChatMessage) -> None:
+    """Set a message in OpenAI's shape; what has no field of its own goes to the template as it is.
+
+    Raises:
+        ValueError: a value that the message cannot carry; the sentence names it.
+    """
+    fields = dict(message)
+    set_field(item, "role", fields.pop("role", ""))
+    for name in _TYPED:
+        if isinstance(fields.get(name), str):
+            set_field(item, name, fields.pop(name))
+    calls = _calls(fields.get("tool_calls"))
+    if calls:
+        del fields["tool_calls"]
+        for call in calls:
+            guarded("tool_calls", call, _add_call, item, call)
+    if fields:
+        set_struct("messages", item.fields, fields)
+
+
+def _add_call(item: pb.ChatMessage, call: ToolCall) -> None:
+    item.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
+
+
+def set_choice(message: pb.ToolChoice, choice: Any) -> None:
+    """Set a choice of tools: "auto", "none", "required", or OpenAI's object that names functions.
+
+    Raises:
+        ValueError: it is no such thing.
+    """
+    if isinstance(choice, str) and choice in _MODES:
+        message.mode = _MODES[choice]
+    elif (name := _name(choice)) is not None:
+        message.function = name
+    elif (allowed := _allowed(choice)) is not None:
+        message.allowed.CopyFrom(allowed)
+    else:
+        kinds = "'auto', 'none', 'required', or an object of the type 'function' or 'allowed_tools'"
+        raise ValueError(f"tool_choice={choice!r:.100} must be {kinds}")
+
+
+def _calls(calls: Any) -> list[ToolCall]:
+    """Calls with arguments in text; none where one of them is something else."""
+    found = [_call(each) for each in calls] if isinstance(calls, list | tuple) else []
+    return [each for each in found if each is not None] if None not in found else []
+
+
+def _call(call: Any) -> ToolCall | None:
+    if isinstance(call, ToolCall):
+        return call
+    function = _function(call, {"id", "type", "function"}, {"name", "arguments"})
+    values = (*function.values(), call.get("id")) if function is not None else (None,)
+    if function is None or not all(isinstance(value, str) for value in values):
+        return None
+    return ToolCall(call["id"], function["name"], function["arguments"])
+
+
+def _name(choice: Any) -> str | None:
+    function = _function(choice, {"type", "function"}, {"name"})
+    return function["name"] if function is not None and isinstance(function["name"], str) else None
+
+
+def _function(value: Any, names: set[str], within: set[str]) -> Mapping[str, Any] | None:
+    """The function in an object of this type and these names; None: it is another thing."""
+    if not isinstance(value, Mapping) or value.keys() != names or value["type"] != "function":
+        return None
+    function = value["function"]
+    return function if isinstance(function, Mapping) and function.keys() == within else None
+
+
+def _allowed(choice: Any) -> pb.AllowedTools | None:
+    allowed = choice.get("allowed_tools") if isinstance(choice, Mapping) else None
+    if not isinstance(allowed, Mapping) or allowed.keys() != {"mode", "tools"}:
+        return None
+    mode, tools = allowed["mode"], allowed["tools"]
+    names = [_name(tool) for tool in tools] if isinstance(tools, list) else [None]
+    known = [name for name in names if name is not None]
+    if len(known) < len(names) or not isinstance(mode, str) or mode not in _MODES:
+        return None
+    return pb.AllowedTools(mode=_MODES[mode], functions=known)

@@ -1,0 +1,110 @@
+"""Outputs that a parser reads: content, reasoning and tool calls, for every door. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from jaxinfer.parsers.parser import Parser
+from jaxinfer.parsers.registry import PROMPT_TOKENS, Parsers
+from jaxinfer.parsers.tools import Tools
+from jaxinfer.serve.chat.terms import ChatTerms
+from jaxinfer.serve.generation import Generation
+from jaxinfer.text.output import OutputDelta
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import FinishReason
+
+TOOL_CALLS = "tool_calls"
+"""OpenAI's name of the calls of a message, and the finish reason of one that has some."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What of the parsed parts is shown.
+
+    Attributes:
+        reasoning: the thought.
+        parallel: calls behind the first, too.
+    """
+
+    reasoning: bool = True
+    parallel: bool = True
+
+    @classmethod
+    def of(cls, terms: ChatTerms) -> Shown:
+        return cls(terms.include_reasoning is not False, terms.parallel_tool_calls is not False)
+
+    def shows(self, event: Event) -> bool:
+        match event:
+            case Reasoning():
+                return self.reasoning
+            case CallStart(index) | Arguments(index) | CallEnd(index):
+                return self.parallel or index == 0
+            case Content():
+                return True
+
+
+class ParsedOutput:
+    """One output, read by a parser of its own. It takes every delta once, in order."""
+
+    def __init__(self, parser: Parser, shown: Shown) -> None:
+        self._parser, self._shown = parser, shown
+        self._called = False
+
+    def read(self, delta: OutputDelta) -> list[Event]:
+        """The events of a delta that are shown."""
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parser.finish(cut=delta.finish_reason != FinishReason.STOP)
+        shown = [event for event in events if self._shown.shows(event)]
+        self._called = self._called or any(isinstance(event, CallStart) for event in shown)
+        return shown
+
+    def reason(self, delta: OutputDelta) -> str | None:
+        """The finish reason of a delta that was read: `TOOL_CALLS` where the model has called and ended by itself."""
+        called = self._called and delta.finish_reason == FinishReason.STOP
+        return TOOL_CALLS if called else delta.finish_reason
+
+
+def outputs_of(
+    generation: Generation, terms: ChatTerms, parsers: Parsers, tokenizer: Tokenizer | None
+) -> list[ParsedOutput | None]:
+    """One for each output of a generation; None: there is nothing to parse, the text is the answer.
+
+    Args:
+        parsers: those of `ChatTerms.parsers`.
+    """
+    made = new_parsers(generation, terms, parsers, tokenizer)
+    return [None if parser is None else ParsedOutput(parser, Shown.of(terms)) for parser in made]
+
+
+def new_parsers(
+    generation: Generation, terms: ChatTerms, parsers: Parsers, tokenizer: Tokenizer | None
+) -> list[Parser | None]:
+    """Parsers of the outputs, see `outputs_of`."""
+    last = generation.prompt_token_ids[-PROMPT_TOKENS:]
+    prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
+    tools = Tools(terms.tools) if parsers.tool_calls is not None else None
+    return [parsers.make(tools, prompt=prompt) for _ in range(generation.n)]
+
+
+@dataclasses.dataclass
+class CallDelta:
+    """What is new of one call. ``id`` and ``name`` are in its first delta, and None in the others."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+def call_deltas(events: Sequence[Event]) -> list[CallDelta]:
+    """The calls in events, one delta for each of them."""
+    calls: dict[int, CallDelta] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            calls[event.index] = CallDelta(event.index, event.id, event.name)
+        elif isinstance(event, Arguments):
+            calls.setdefault(event.index, CallDelta(event.index)).arguments += event.text
+    return list(calls.values())

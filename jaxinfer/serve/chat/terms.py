@@ -1,0 +1,53 @@
+"""What a chat request says of its answer, checked once for all doors. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from jaxinfer.parsers.registry import Parsers
+from jaxinfer.serve.errors import invalid
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: Sequence[str] = get_args(Effort)
+NONE, AUTO, REQUIRED = "none", "auto", "required"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTerms:
+    """Fields of a chat request by OpenAI's names and in OpenAI's shapes. None: not set.
+
+    Attributes:
+        tool_choice: "none", "auto", "required", or an object that names functions.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def shown_tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """The tools that the template is told of."""
+        return None if self.tool_choice == NONE else self.tools
+
+    def parsers(self, known: Parsers) -> Parsers:
+        """Those of a model's parsers that read the answer: calls are looked for where there are tools.
+
+        Raises:
+            ServeError: INVALID, naming field and value: something is asked for that nobody reads.
+        """
+        self.check_choice()
+        if not self.tools or self.tool_choice == NONE:
+            return dataclasses.replace(known, tool_calls=None)
+        if self.parallel_tool_calls is False and known.tool_calls is None:
+            reason = "is not served: no parser of this model's tool calls is known"
+            raise invalid("parallel_tool_calls", False, reason)
+        return known
+
+    def check_choice(self) -> None:
+        """Raises `ServeError`: INVALID: the choice is not served."""
+        if self.tool_choice not in (None, NONE, AUTO):
+            reason = "is not served, since nothing makes a model call: it may be 'none' or 'auto'"
+            raise invalid("tool_choice", self.tool_choice, reason)

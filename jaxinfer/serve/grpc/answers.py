@@ -1,0 +1,66 @@
+"""The answer to one `GenerateRequest`, alone or in a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from jaxinfer.parsers.registry import Parsers
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.serve.calls import Conversation
+from jaxinfer.serve.chat.outputs import ParsedOutput, outputs_of
+from jaxinfer.serve.chat.terms import ChatTerms
+from jaxinfer.serve.faults import in_its_words
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.grpc import chat, convert
+from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.text.output import OutputDelta
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Responses to a request that was accepted.
+
+    Attributes:
+        outputs: by index, those that a parser reads; None: its text is all that the model says.
+    """
+
+    frontend: Frontend
+    generation: Generation
+    outputs: Sequence[ParsedOutput | None]
+
+    def started(self) -> pb.GenerateResponse:
+        made = self.generation
+        return convert.started(made.request_id, made.seed, len(made.prompt_token_ids))
+
+    def responses(self, delta: OutputDelta) -> Iterator[pb.GenerateResponse]:
+        """Those that a delta makes, see `convert.deltas`."""
+        output = self.outputs[delta.index]
+        shown = delta if output is None else convert.parsed(delta, output)
+        return convert.deltas(self.generation.request_id, shown, self.frontend.token_text)
+
+    def finished(self) -> pb.GenerateResponse:
+        return convert.finished(self.generation.request_id, self.generation.usage)
+
+
+@contextlib.asynccontextmanager
+async def answering(frontend: Frontend, request: pb.GenerateRequest, rpc: Rpc) -> AsyncIterator[Answer]:
+    """Begin to answer a request; leaving early aborts it.
+
+    Raises:
+        ServeError: it is refused.
+    """
+    left, trace = rpc.time_remaining(), rpc.trace()
+    call = await convert.converted(
+        convert.call_of, request, frontend.limits, timeout=left, tenant=rpc.caller.name, trace=trace
+    )
+    terms, parsers = ChatTerms(), Parsers()
+    with in_its_words(convert.names_of(request, "input")):
+        if isinstance(call.prompt, Conversation):
+            terms = chat.terms_of(request.chat, call.prompt.tools)
+            parsers = chat.parsers_of(request.chat, terms, frontend.parsers)
+        accepted = await frontend.generate(dataclasses.replace(call, shown=parsers.markers))
+    async with accepted as generation:
+        yield Answer(frontend, generation, outputs_of(generation, terms, parsers, frontend.tokenizer))
