@@ -43,10 +43,15 @@ def _effort(effort: str, sources: Sequence[str]) -> dict[str, Any]:
     """The variables for an effort. Some templates know no more than whether to think at all."""
     if _has_word(sources, "reasoning_effort"):
         return {"reasoning_effort": effort}
-    switches = [word for word in ("enable_thinking", "thinking") if _has_word(sources, word)]
+    switches = thinking_switches(sources)
     if effort != "none" or not switches:
         raise RequestError("reasoning_effort", f"={effort!r}: the model's chat template knows no such effort")
     return dict.fromkeys(switches, False)
+
+
+def thinking_switches(sources: Sequence[str]) -> list[str]:
+    """Variables by which templates are told whether the model is to think."""
+    return [word for word in ("enable_thinking", "thinking") if _has_word(sources, word)]
 
 
 @dataclasses.dataclass(frozen=True)

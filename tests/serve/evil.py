@@ -11,6 +11,9 @@ from jaxinfer.protos.oip import open_inference_pb2 as oip
 from jaxinfer.protos.v1 import inference_pb2 as pb
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+_ITEM, _SAID = '{"role":"user","content":', '{"max_tokens":1,"messages":['
+_HI = f'{_SAID}{_ITEM}"a"}}]'
 GENERATE, BATCH = "jaxinfer.v1.Inference/Generate", "jaxinfer.v1.Inference/GenerateBatch"
 SCORE, TOKENIZE = "jaxinfer.v1.Inference/Score", "jaxinfer.v1.Inference/Tokenize"
 DETOKENIZE, INFER = "jaxinfer.v1.Inference/Detokenize", "inference.GRPCInferenceService/ModelInfer"
@@ -82,6 +85,16 @@ HTTP = (
     Attack("tools of numbers", CHAT, _filled('{"messages":[{"role":"u"}],"tools":[', "1", "]}")),
     Attack("template variables", CHAT, _keys('{"messages":[{"role":"u"}],"chat_template_kwargs":{', "}}")),
     Attack("fields that there are not", CHAT, _keys('{"messages":[{"role":"u"}],', "}")),
+    Attack("items of numbers", RESPONSES, _filled('{"input":[', "1", "]}")),
+    Attack("items of a user", RESPONSES, _filled('{"input":[', '{"role":"user","content":""}', "]}")),
+    Attack("parts of an item", RESPONSES, _filled(f'{{"input":[{_ITEM}[', '{"type":"input_text","text":""}', "]}]}")),
+    Attack("flat tools", RESPONSES, _filled('{"input":"a","tools":[', '{"type":"function","name":"f"}', "]}")),
+    Attack("metadata", RESPONSES, _keys('{"input":"a","metadata":{', "}}")),
+    Attack("a long instruction", RESPONSES, lambda size: b'{"input":"a","instructions":"%s"}' % (b"a" * size)),
+    Attack("messages of numbers", MESSAGES, _filled(_SAID, "1", "]}")),
+    Attack("messages of a user", MESSAGES, _filled(_SAID, '{"role":"user","content":""}', "]}")),
+    Attack("blocks of a message", MESSAGES, _filled(f"{_SAID}{_ITEM}[", '{"type":"text","text":""}', "]}]}")),
+    Attack("blocks of a system", MESSAGES, _filled(f'{_HI},"system":[', '{"type":"text","text":""}', "]}")),
     Attack("fields of a completion", COMPLETIONS, _keys('{"prompt":"a",', "}")),
     Attack("prompt of numbers", COMPLETIONS, _filled('{"prompt":[', "1", "]}")),
     Attack("prompt of large numbers", COMPLETIONS, _filled('{"prompt":[', "258", "]}")),

@@ -177,14 +177,49 @@ _CHAT = {
     "add_generation_prompt": True, "chat_template_kwargs": {"x": 1}, "response_format": {"type": "text"},
 }  # fmt: skip
 del _CHAT["add_special_tokens"]
+_RESPONSE = {
+    "model": "fake", "instructions": "Be brief.", "max_output_tokens": 5, "temperature": 1.0, "top_p": 0.9, "top_k": 5,
+    "min_p": 0.1, "repetition_penalty": 1.1, "seed": 1, "ignore_eos": True, "priority": 1, "cache_salt": "s",
+    "include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": True, "metadata": {"a": "b"},
+    "text": {"format": {"type": "text"}}, "tool_choice": {"type": "function", "name": "f"}, "store": False,
+    "reasoning": {"summary": "auto"},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+    ],
+}  # fmt: skip
+_COUNTED = {
+    "model": "fake", "system": [{"type": "text", "text": "Be brief."}], "thinking": {"type": "disabled"},
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}, "output_config": {"effort": None},
+    "tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "So."},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}},
+        ]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2", "is_error": True}]},
+    ],
+}  # fmt: skip
+_MESSAGE = {
+    **_COUNTED, "max_tokens": 5, "stop_sequences": ["a"], "temperature": 1.0, "top_p": 0.9, "top_k": 5, "seed": 1,
+    "stream": True, "metadata": {"user_id": "u"}, "priority": 1, "cache_salt": "s", "ignore_eos": True,
+}  # fmt: skip
 _BODIES = {
     "/v1/completions": _COMPLETION,
     "/v1/chat/completions": _CHAT,
+    "/v1/responses": _RESPONSE,
+    "/v1/messages": _MESSAGE,
+    "/v1/messages/count_tokens": _COUNTED,
     "/tokenize": {"prompt": "Hi", "add_special_tokens": True, "return_token_strs": True, "model": "fake"},
     "/detokenize": {"tokens": [5, 6, 7], "skip_special_tokens": True, "model": "fake"},
 }
 # Fields whose values may stay as they are in a request that is damaged further in.
-_NEEDED = ("prompt", "messages", "tokens")
+_NEEDED = ("prompt", "messages", "tokens", "input", "max_tokens")
 _PATHS = ("/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake", "/v1/models/%00", "/docs", "/x")
 _METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "FOO")
 _HEADERS = ("X-Request-Id", "X-Request-Timeout", "Content-Type", "Accept-Encoding", "traceparent", "Expect", "Cookie")

@@ -143,6 +143,8 @@ _RPC, _OIP = "jaxinfer.v1.Inference/", "inference.GRPCInferenceService/"
 _MESSAGES = [{"role": "user", "content": "{text}"}]
 _ASKED = {**SAMPLING, "request_id": "r", "return_token_ids": True}
 _CHATTED = {**_ASKED, "logprobs": True, "top_logprobs": 2}
+_MESSAGED = {"max_tokens": 1, "seed": 1, "request_id": "r"}
+_RESPONDED = {"max_output_tokens": 1, "seed": 1, "request_id": "r", "include": ["message.output_text.logprobs"]}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 PROBES: dict[str, Probe] = {
@@ -173,6 +175,11 @@ PROBES: dict[str, Probe] = {
     "completions, stream": _posted("/v1/completions", prompt="{text}", **_ASKED, **_USAGE),
     "chat": _posted("/v1/chat/completions", messages=_MESSAGES, **_CHATTED),
     "chat, stream": _posted("/v1/chat/completions", messages=_MESSAGES, **_CHATTED, **_USAGE),
+    "responses": _posted("/v1/responses", input="{text}", **_RESPONDED),
+    "responses, stream": _posted("/v1/responses", input="{text}", **_RESPONDED, stream=True),
+    "messages": _posted("/v1/messages", messages=_MESSAGES, **_MESSAGED),
+    "messages, stream": _posted("/v1/messages", messages=_MESSAGES, **_MESSAGED, stream=True),
+    "messages, counted": _posted("/v1/messages/count_tokens", messages=_MESSAGES),
     "http tokenize": _posted("/tokenize", prompt="{text}", return_token_strs=True),
     "http detokenize": lambda text: ("/detokenize", {"tokens": [3 + b for b in text.encode()]}),
     "models": lambda _: ("/v1/models", None),
@@ -232,8 +239,9 @@ def _timeless(line: str) -> Any:
         found = json.loads(text)
     except ValueError:
         return line
-    if isinstance(found, dict):
-        found.pop("created", None)
+    for each in (found, found.get("response")) if isinstance(found, dict) else ():
+        for name in ("created", "created_at", "completed_at"):
+            (each or {}).pop(name, None)
     return found
 
 

@@ -25,7 +25,14 @@ from jaxinfer.serve.http import door as http_door
 from jaxinfer.serve.settings import ServeConfig
 from tests.serve.live import Live, live_fake
 
-PAGES = ("README.md", "docs/serving.md", "docs/client.md", "docs/load_testing.md", "docs/deploying.md")
+PAGES = (
+    "README.md",
+    "docs/serving.md",
+    "docs/http_doors.md",
+    "docs/client.md",
+    "docs/load_testing.md",
+    "docs/deploying.md",
+)
 NESTED = ("limits", "engine")
 
 
@@ -67,7 +74,9 @@ def commands(pages: dict[str, str], module: str) -> list[list[str]]:
 # ---- what runs
 
 
-@pytest.mark.parametrize(("name", "count"), [("README.md", 1), ("docs/serving.md", 3), ("docs/client.md", 4)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("README.md", 1), ("docs/serving.md", 3), ("docs/client.md", 4), ("docs/http_doors.md", 1)]
+)
 def test_programs_run(name: str, count: int, pages: dict, server: Live, capsys: pytest.CaptureFixture[str]) -> None:
     programs = [block for block in blocks(pages[name], "python") if "localhost" in block]
     assert len(programs) == count

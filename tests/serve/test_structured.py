@@ -2,9 +2,13 @@
 
 import json
 import re
+from typing import Literal
 
+import anthropic
 import httpx
 import jsonschema
+import openai
+import pydantic
 import pytest
 
 from jaxinfer import client as c
@@ -55,6 +59,49 @@ def test_completions(server):
         "id": plain["id"],
         "created": plain["created"],
     }
+
+
+class Person(pydantic.BaseModel):
+    """As `SCHEMA`."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=8)
+    age: int = pydantic.Field(ge=0, le=99)
+
+
+def test_responses_are_parsed_by_their_client(server):
+    asked = {"model": "demo", "input": "Who is Romeo?", "text_format": Person, "extra_body": {"seed": 1}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.parse(**asked)
+        assert isinstance(response.output_parsed, Person)
+        assert response.status == "completed"
+        with client.responses.stream(**asked) as stream:
+            assert stream.until_done().get_final_response().output_parsed == response.output_parsed
+        with pytest.raises(openai.BadRequestError, match=r"text\.format.* cannot be held.*not") as refused:
+            client.responses.create(
+                model="demo",
+                input="Hi",
+                text={"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}},
+            )
+        assert refused.value.param == "text.format"
+
+
+class Verdict(pydantic.BaseModel):
+    """Bounds that the client keeps to itself would be missing: it has none."""
+
+    who: Literal["Romeo", "Juliet"]
+    lives: bool
+
+
+def test_messages_are_parsed_by_their_client(server):
+    asked = {"model": "demo", "max_tokens": 100, "messages": [{"role": "user", "content": "Who is Romeo?"}]}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        message = client.messages.parse(**asked, output_format=Verdict, extra_body={"seed": 1})
+        assert isinstance(message.parsed_output, Verdict)
+        assert message.stop_reason == "end_turn"
+        schema = {"type": "json_schema", "schema": {"not": {}}}
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format.* cannot be held.*not"):
+            client.messages.create(**asked, output_config={"format": schema})
 
 
 def test_the_client(server):

@@ -75,11 +75,18 @@ def outputs_of(
     Args:
         parsers: those of `ChatTerms.parsers`.
     """
+    made = new_parsers(generation, terms, parsers, tokenizer)
+    return [None if parser is None else ParsedOutput(parser, Shown.of(terms)) for parser in made]
+
+
+def new_parsers(
+    generation: Generation, terms: ChatTerms, parsers: Parsers, tokenizer: Tokenizer | None
+) -> list[Parser | None]:
+    """Parsers of the outputs, see `outputs_of`."""
     last = generation.prompt_token_ids[-parsers.prompt_tokens :]
     prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
     tools = Tools(terms.tools) if parsers.tool_calls is not None else None
-    made = [parsers.make(tools, prompt=prompt) for _ in range(generation.n)]
-    return [None if parser is None else ParsedOutput(parser, Shown.of(terms)) for parser in made]
+    return [parsers.make(tools, prompt=prompt) for _ in range(generation.n)]
 
 
 @dataclasses.dataclass

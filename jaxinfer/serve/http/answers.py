@@ -195,12 +195,54 @@ async def close(replies: Sequence[Reply]) -> None:
         await reply.generation.aclose()
 
 
-class EventStream(Response):
+class ServerSentEvents(Response):
+    """A stream of events about generations, which are aborted when the client goes.
+
+    Args:
+        failed: told of an error that ends the stream.
+    """
+
+    def __init__(
+        self, generations: Sequence[Generation], *, headers: Mapping[str, str], failed: Callable[[ServeError], None]
+    ) -> None:
+        super().__init__(headers={**STREAM_HEADERS, **headers})
+        del self.headers["content-length"]
+        self._generations, self._failed = generations, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._write(send))
+        except ServeError as error:  # of the stream's own nothing is raised: the client has gone
+            self._failed(error)
+        finally:
+            for generation in self._generations:
+                await generation.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await self._events(send)
+        except Exception as error:  # noqa: BLE001 - the stream has begun: whatever it is, the client is told
+            answer = answer_to(error)
+            self._failed(answer)
+            await put(send, self._broken(answer))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, send: Send) -> None:
+        """Send them all."""
+        raise NotImplementedError
+
+    def _broken(self, error: ServeError) -> bytes:
+        """The event that ends a stream that is not whole."""
+        return error_event(error)
+
+
+class EventStream(ServerSentEvents):
     """Chunks as server-sent events, one write for each delta.
 
     Args:
         with_usage: a last chunk has the usage, the others null.
-        failed: told of an error that ends the stream.
+        failed: see `ServerSentEvents`.
     """
 
     def __init__(
@@ -212,33 +254,14 @@ class EventStream(Response):
         headers: dict[str, str],
         failed: Callable[[ServeError], None],
     ) -> None:
-        super().__init__(headers={**STREAM_HEADERS, **headers})
-        del self.headers["content-length"]
-        self._envelope, self._replies, self._with_usage, self._failed = envelope, replies, with_usage, failed
+        super().__init__([reply.generation for reply in replies], headers=headers, failed=failed)
+        self._envelope, self._replies, self._with_usage = envelope, replies, with_usage
         self._before, self._after = envelope.chunk(with_usage=with_usage)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self._write(send))
-        except ServeError as error:  # of the stream's own nothing is raised: the client has gone
-            self._failed(error)
-        finally:
-            await close(self._replies)
-
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            await self._events(send)
-        except Exception as error:  # noqa: BLE001 - the stream has begun: whatever it is, the client is told
-            answer = answer_to(error)
-            self._failed(answer)
-            await _put(send, error_event(answer))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, send: Send) -> None:
         opening = "".join(self._openings())
         if opening:
-            await _put(send, opening.encode())
+            await put(send, opening.encode())
         before, after, replies = self._before, self._after, self._replies
         async for place, delta in _merged([reply.generation for reply in replies]):
             reply = replies[place]
@@ -248,7 +271,7 @@ class EventStream(Response):
                     events += f"{before}{choice}{after}"
             if events:
                 await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
-        await _put(send, (self._last() + "data: [DONE]\n\n").encode())
+        await put(send, (self._last() + "data: [DONE]\n\n").encode())
 
     def _openings(self) -> list[str]:
         choices = [opening for reply in self._replies for choice in reply.choices if (opening := choice.opening())]
@@ -262,7 +285,8 @@ class EventStream(Response):
         return f'{self._before}],"usage":{json.dumps(usage_json(_total(self._replies)))}}}\n\n'
 
 
-async def _put(send: Send, data: bytes) -> None:
+async def put(send: Send, data: bytes) -> None:
+    """Send more of a body."""
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,20 +20,27 @@ from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answered, in_its_words
 from jaxinfer.serve.http import completions, long, requests
+from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
+from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
 from jaxinfer.serve.http.bodies import read_json
 from jaxinfer.serve.http.door import SCOPES, Door
-from jaxinfer.serve.http.errors import error_body
-from jaxinfer.serve.http.gate import Gate, error_response
+from jaxinfer.serve.http.gate import Gate, error_json, error_response
 from jaxinfer.serve.http.page import add_page
 from jaxinfer.serve.http.prompts import conversation_of, ids_of, names_in_messages
+from jaxinfer.serve.http.responses.bodies import ResponsesRequest
+from jaxinfer.serve.http.responses.route import respond
 from jaxinfer.serve.metrics import render
 
-_BODIES: tuple[type[requests.Body], ...] = (
-    requests.CompletionRequest,
-    requests.ChatCompletionRequest,
-    requests.TokenizeRequest,
-    requests.DetokenizeRequest,
-)
+_BODIES: Mapping[str, type[requests.Body]] = {
+    "/v1/completions": requests.CompletionRequest,
+    "/v1/chat/completions": requests.ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/tokenize": requests.TokenizeRequest,
+    "/detokenize": requests.DetokenizeRequest,
+}
+"""Of the routes that are posted to."""
 _SCHEMAS = "#/components/schemas/"
 
 type _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -85,12 +92,8 @@ def _add_routes(app: FastAPI) -> None:
     add("/version", _version, summary="jaxinfer's version.")
     add("/v1/models", _models, summary="The models that are served.")
     add("/v1/models/{model:path}", _model, summary="One of them.")
-    for path, handler, body in (
-        ("/v1/completions", completions.complete, requests.CompletionRequest),
-        ("/v1/chat/completions", completions.chat, requests.ChatCompletionRequest),
-        ("/tokenize", _tokenize, requests.TokenizeRequest),
-        ("/detokenize", _detokenize, requests.DetokenizeRequest),
-    ):
+    chats = (completions.complete, completions.chat, respond, create_message, count_tokens)
+    for (path, body), handler in zip(_BODIES.items(), (*chats, _tokenize, _detokenize), strict=True):
         schema = {"schema": {"$ref": _SCHEMAS + body.__name__}}
         described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
         add(path, handler, methods=["POST"], summary=(body.__doc__ or "").partition("\n")[0], openapi_extra=described)
@@ -203,7 +206,7 @@ async def _detokenize(request: Request) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
     _door(request).refused(error, request.scope["state"])
-    return error_response(error)
+    return error_response(error, request.scope["state"])
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
@@ -213,8 +216,8 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     reason = " is not served; /docs shows what is" if error.status_code == 404 else f": {error.detail}"
     refusal = ServeError(kind, f"{request.method} {request.url.path[:200]}{reason}")
     _door(request).refused(refusal, request.scope["state"])
-    body = error_body(refusal, code="route_not_found")
-    return Response(json.dumps(body), error.status_code, dict(error.headers or {}), "application/json")
+    body = error_json(refusal, request.scope["state"], code="route_not_found")
+    return Response(body, error.status_code, dict(error.headers or {}), "application/json")
 
 
 # ---- the page
@@ -224,7 +227,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     """FastAPI's, with the bodies, which the routes read themselves."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        modes: Sequence[tuple[type[requests.Body], Any]] = [(body, "validation") for body in _BODIES]
+        modes: Sequence[tuple[type[requests.Body], Any]] = [(body, "validation") for body in _BODIES.values()]
         _, found = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
         components = schema.setdefault("components", {})
         components.setdefault("schemas", {}).update(found["$defs"])

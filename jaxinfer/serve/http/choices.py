@@ -214,19 +214,11 @@ class ChatChoice:
     def _shape(self, delta: OutputDelta, name: str, content: dict[str, Any], reason: str | None) -> dict[str, Any]:
         logprobs = None
         if self._wanted.logprobs and (delta.logprobs or name == "message"):
-            logprobs = {"content": [self._position(p) for p in delta.logprobs], "refusal": None}
+            logprobs = {"content": [position_json(p, self._words) for p in delta.logprobs], "refusal": None}
         choice = {"index": self._index, name: content, "logprobs": logprobs, "finish_reason": reason}
         if reason is None:
             delta = dataclasses.replace(delta, stop_reason=None, acceptance=None)
         return choice | _extras(delta, delta.token_ids, None, self._wanted, self._words)
-
-    def _position(self, position: PositionLogprobs) -> dict[str, Any]:
-        return {**self._token(position.chosen), "top_logprobs": [self._token(each) for each in position.top]}
-
-    def _token(self, candidate: TokenLogprob) -> dict[str, Any]:
-        token = candidate.token_id
-        text, spelt = self._words.token_text(token), self._words.token_bytes(token)
-        return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(spelt)}
 
 
 class Offsets:
@@ -254,6 +246,16 @@ class Offsets:
         if token not in self._hidden:
             self._count += len(self._characters.decode(self._spell(token)))
         return at
+
+
+def position_json(position: PositionLogprobs, words: Words) -> dict[str, Any]:
+    """A position as chat answers have it: the token, and ``top_logprobs``."""
+    return {**_token(position.chosen, words), "top_logprobs": [_token(each, words) for each in position.top]}
+
+
+def _token(candidate: TokenLogprob, words: Words) -> dict[str, Any]:
+    text, spelt = words.token_text(candidate.token_id), words.token_bytes(candidate.token_id)
+    return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(spelt)}
 
 
 def _extras(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.parsers.registry import Parsers
 from jaxinfer.serve.calls import Call, Input
-from jaxinfer.serve.chat.outputs import ParsedOutput, outputs_of
+from jaxinfer.serve.chat.outputs import outputs_of
+from jaxinfer.serve.chat.terms import ChatTerms
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
@@ -23,6 +26,27 @@ from jaxinfer.serve.http.gate import usable_id
 from jaxinfer.serve.http.messages import MessageChoice
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
 from jaxinfer.serve.tracing import HEADERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A chat that has begun.
+
+    Attributes:
+        body: as it was asked for, or what another door made of its own body.
+        name: the request's id.
+        parsers: that read its answers.
+    """
+
+    frontend: Frontend
+    body: ChatCompletionRequest
+    name: str
+    generation: Generation
+    parsers: Parsers
+
+    @property
+    def terms(self) -> ChatTerms:
+        return prompts.terms_of(self.body)
 
 
 async def complete(request: Request) -> Response:
@@ -56,6 +80,22 @@ async def chat(request: Request) -> Response:
     """Messages in, through the checkpoint's template."""
     door: Door = request.app.state.door
     body = checked(ChatCompletionRequest, await read_json(request, door.limits, door.long.read))
+    chat = await begin_chat(request, body)
+    reply = Reply(chat.generation, _chat_choices(door, chat))
+    extra = {"prompt_token_ids": list(chat.generation.prompt_token_ids)} if body.return_token_ids else {}
+    name, frontend = f"chatcmpl-{chat.name}", chat.frontend
+    envelope = _envelope(door, frontend, name, "chat.completion", extra)
+    chunks = _envelope(door, frontend, name, "chat.completion.chunk", extra)
+    return await _answer(request, body, envelope, [reply], chunks)
+
+
+async def begin_chat(request: Request, body: ChatCompletionRequest) -> Chat:
+    """The one way from the body of a chat to its generation, for all doors that have chats.
+
+    Raises:
+        ServeError: it is refused, in the words of ``body``.
+    """
+    door: Door = request.app.state.door
     frontend, name = door.serving(), _id(request, body)
     terms = prompts.terms_of(body)
     parsers = terms.parsers(frontend.parsers)
@@ -63,18 +103,18 @@ async def chat(request: Request) -> Response:
     call = _call(request, body, await prompts.conversation_of(body, door.limits), sampling, name, shown=parsers.markers)
     with in_its_words(prompts.names_in_chat(body)):
         generation = await frontend.generate(call)
-    outputs = outputs_of(generation, terms, parsers, frontend.tokenizer)
-    reply = Reply(generation, _chat_choices(door, frontend, body, outputs))
-    extra = {"prompt_token_ids": list(generation.prompt_token_ids)} if body.return_token_ids else {}
-    envelope = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion", extra)
-    chunks = _envelope(door, frontend, f"chatcmpl-{name}", "chat.completion.chunk", extra)
-    return await _answer(request, body, envelope, [reply], chunks)
+    return Chat(frontend, body, name, generation, parsers)
+
+
+def id_headers(body: Sampling) -> dict[str, str]:
+    """The header that tells a client the id that its body has."""
+    return {"x-request-id": body.request_id} if body.request_id and usable_id(body.request_id) else {}
 
 
 async def _answer(
     request: Request, body: Sampling, envelope: Envelope, replies: list[Reply], chunks: Envelope
 ) -> Response:
-    headers = {"x-request-id": body.request_id} if usable_id(body.request_id or "") and body.request_id else {}
+    headers = id_headers(body)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         door: Door = request.app.state.door
@@ -112,12 +152,12 @@ def _call(
     )
 
 
-def _chat_choices(
-    door: Door, frontend: Frontend, body: ChatCompletionRequest, outputs: Sequence[ParsedOutput | None]
-) -> list[ChatChoice]:
-    """A choice for each output, see `outputs_of`."""
+def _chat_choices(door: Door, chat: Chat) -> list[ChatChoice]:
+    """A choice for each output, each with a parser of its own where there is something to parse."""
+    body, frontend = chat.body, chat.frontend
     wanted = _wanted(frontend, body, logprobs=bool(body.logprobs))
     names = () if body.include_reasoning is False else door.reasoning_fields
+    outputs = outputs_of(chat.generation, chat.terms, chat.parsers, frontend.tokenizer)
     return [
         ChatChoice(index, frontend, wanted) if output is None else MessageChoice(index, frontend, wanted, output, names)
         for index, output in enumerate(outputs)

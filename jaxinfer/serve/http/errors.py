@@ -33,13 +33,9 @@ def error_body(error: ServeError, *, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code or usual}}
 
 
-def error_json(error: ServeError) -> bytes:
-    return json.dumps(error_body(error)).encode()
-
-
 def error_event(error: ServeError) -> bytes:
     """Encode the event that ends a stream of server-sent events that has begun."""
-    return b"event: error\ndata: " + error_json(error) + b"\n\n"
+    return b"event: error\ndata: " + json.dumps(error_body(error)).encode() + b"\n\n"
 
 
 def error_headers(error: ServeError) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,8 +15,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxinfer.serve.errors import ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
+from jaxinfer.serve.http.anthropic import errors as anthropic
 from jaxinfer.serve.http.door import INFER, OPEN, SCOPES, Door, route_of
-from jaxinfer.serve.http.errors import error_event, error_headers, error_json
+from jaxinfer.serve.http.errors import error_body, error_headers
 
 CROWDED = "jaxinfer.crowded"
 """Set in the scope of requests on connections beyond those that are allowed."""
@@ -45,7 +47,7 @@ class Gate:
         if scope["type"] != "http":
             return
         route = route_of(scope["path"])
-        answer = _Answer(send, request_id(Headers(scope=scope)), last=self._door.is_leaving)
+        answer = _Answer(send, request_id(Headers(scope=scope)), route, last=self._door.is_leaving)
         metrics = self._door.metrics
         named, leash = route or _UNKNOWN, _Leash()
         with metrics.http_in_flight.track_inprogress(), metrics.http_seconds.labels(named).time():
@@ -70,7 +72,7 @@ class Gate:
             raise unavailable("too many connections: try again later")
         needed = INFER if route is None else SCOPES[route]
         assert needed is not None
-        key = bearer(Headers(scope=scope))
+        key = api_key(Headers(scope=scope))
         caller = self._door.authoriser.authorise(key, needed, lambda: scope.get(CERTIFICATE))
         state["tenant"], scope[ALLOWED] = caller.name, True
         return self._door.authoriser.during(caller, needed, leash.cut)
@@ -81,7 +83,8 @@ class Gate:
             await self._refuse(error, scope, receive, answer)
             return
         self._door.refused(error, scope["state"])
-        await answer.send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+        told = b"event: error\ndata: " + error_json(error, scope["state"]) + b"\n\n"
+        await answer.send({"type": "http.response.body", "body": told, "more_body": True})
         await answer.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _refuse(self, error: Exception, scope: Scope, receive: Receive, answer: _Answer) -> None:
@@ -89,7 +92,7 @@ class Gate:
             raise error
         refusal = answer_to(error)
         self._door.refused(refusal, scope["state"])
-        response = error_response(refusal)
+        response = error_response(refusal, scope["state"])
         if scope.get(CROWDED):
             response.headers["connection"] = "close"
         await response(scope, receive, answer.send)
@@ -122,15 +125,17 @@ class _Answer:
         last: ends the connection behind it: a client that keeps it open would come back to a server that leaves.
     """
 
-    def __init__(self, send: Send, request_id: str, *, last: bool = False) -> None:
+    def __init__(self, send: Send, request_id: str, route: str | None, *, last: bool = False) -> None:
         self._last = last
+        self._names = ("x-request-id", *(("request-id",) if route in anthropic.ROUTES else ()))
         self._send, self.request_id, self.status, self.streams = send, request_id, 0, False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(raw=message["headers"])
-            headers.setdefault("x-request-id", self.request_id)
+            for name in self._names:
+                headers.setdefault(name, headers.get("x-request-id", self.request_id))
             if self._last:
                 headers["connection"] = "close"
             self.streams = headers.get("content-type", "").startswith("text/event-stream")
@@ -139,8 +144,20 @@ class _Answer:
         await self._send(message)
 
 
-def error_response(error: ServeError) -> Response:
-    return Response(error_json(error), error.kind.http, error_headers(error), "application/json")
+def error_response(error: ServeError, state: Mapping[str, str]) -> Response:
+    return Response(error_json(error, state), error.kind.http, error_headers(error), "application/json")
+
+
+def error_json(error: ServeError, state: Mapping[str, str], *, code: str | None = None) -> bytes:
+    """The body of an error as the clients of its route expect it.
+
+    Args:
+        state: what the gate knows of the request.
+        code: see `jaxinfer.serve.http.errors.error_body`.
+    """
+    if state["route"] in anthropic.ROUTES:
+        return json.dumps(anthropic.error_body(error, state["request_id"])).encode()
+    return json.dumps(error_body(error, code=code)).encode()
 
 
 def request_id(headers: Headers) -> str:
@@ -152,6 +169,17 @@ def request_id(headers: Headers) -> str:
 def usable_id(text: str) -> bool:
     """Whether ``text`` can be both an id and a header."""
     return 0 < len(text) <= _MAX_ID and text.isascii() and text.isprintable()
+
+
+def api_key(headers: Headers) -> str | None:
+    """The key of ``Authorization: Bearer`` or, as Anthropic's clients send it, of ``X-Api-Key``. Of several that
+    differ none counts."""
+    sent = {text.strip() for text in headers.getlist("x-api-key")}
+    if not sent:
+        return bearer(headers)
+    if "authorization" in headers:
+        sent.add(bearer(headers) or "")
+    return sent.pop() or None if len(sent) == 1 else None
 
 
 def bearer(headers: Headers) -> str | None:

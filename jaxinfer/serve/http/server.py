@@ -138,7 +138,7 @@ def _shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     asks first, without the page's key. Keys come in a header, never in a cookie: no page can use another's."""
     if not origins:
         return app
-    methods, shown = ("GET", "POST"), ("x-request-id", "retry-after", "retry-after-ms")
+    methods, shown = ("GET", "POST"), ("x-request-id", "request-id", "retry-after", "retry-after-ms")
     return CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=shown)
 
 

@@ -1,0 +1,31 @@
+"""Errors as Anthropic's clients expect them. They choose their exception by the status, as OpenAI's do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.serve.errors import Kind, ServeError
+
+ROUTES = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Where errors have this shape."""
+
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHENTICATED: "authentication_error",
+    Kind.FORBIDDEN: "permission_error",
+    Kind.NOT_FOUND: "not_found_error",
+    Kind.EXISTS: "invalid_request_error",
+    Kind.TOO_LARGE: "request_too_large",
+    Kind.QUEUE_FULL: "rate_limit_error",
+    Kind.CANCELLED: "api_error",
+    Kind.INTERNAL: "api_error",
+    Kind.UNAVAILABLE: "overloaded_error",
+    Kind.DEADLINE: "timeout_error",
+}
+
+
+def error_body(error: ServeError, request_id: str) -> dict[str, Any]:
+    """``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+    told = {"type": _TYPES[error.kind], "message": error.message}
+    return {"type": "error", "error": told, "request_id": request_id}

@@ -1,0 +1,42 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import json
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.serve.faults import in_its_words as in_words
+from jaxinfer.serve.http.anthropic.answer import MessageWriter
+from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
+from jaxinfer.serve.http.anthropic.inputs import chat_of, in_its_words
+from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.completions import begin_chat
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.events.stream import written
+from jaxinfer.serve.http.prompts import conversation_of, names_in_messages, terms_of
+from jaxinfer.serve.http.requests import checked
+
+
+async def create_message(request: Request) -> Response:
+    """Blocks in, blocks out; what is between is a chat."""
+    door: Door = request.app.state.door
+    body = checked(MessagesRequest, await read_json(request, door.limits, door.long.read))
+    asked = await chat_of(body, door.limits, door.serving())
+    with in_its_words():
+        chat = await begin_chat(request, asked)
+    return await written(request, chat, MessageWriter(chat, body.max_tokens, request.state.request_id))
+
+
+async def count_tokens(request: Request) -> Response:
+    """The tokens that the same conversation has as the prompt of a message."""
+    door: Door = request.app.state.door
+    body = checked(CountTokensRequest, await read_json(request, door.limits, door.long.read))
+    frontend = door.serving()
+    asked = await chat_of(body, door.limits, frontend)
+    with in_its_words(), in_words(names_in_messages()):
+        terms_of(asked).parsers(frontend.parsers)
+        talk = await conversation_of(asked, door.limits)
+        ids = await frontend.tokenize(talk, model=body.model, tenant=request.state.tenant)
+    return Response(json.dumps({"input_tokens": len(ids)}), media_type="application/json")

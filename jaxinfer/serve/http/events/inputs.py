@@ -1,0 +1,173 @@
+"""Bodies in items become bodies of chats: items checked one by one, in the words of their door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxinfer.serve.errors import Kind, ServeError, short
+from jaxinfer.serve.http.requests import Body, ChatCompletionRequest, checked
+
+_FEW = 256
+_FUNCTION, _PARAMETERS = (re.compile(rf"^(tools\[\d+\])\.{name}\b") for name in ("function", "parameters"))
+_PATH = re.compile(r"[\w.\[\]]*")
+
+
+def item_of(path: str, value: Any, kinds: Mapping[str, type[Body]]) -> Body:
+    """An item by its ``type``.
+
+    Args:
+        path: where it is, for a refusal.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        refuse(f"{path}.type", kind, f"is not served: it may be {', '.join(sorted(kinds))}")
+    with within(path):
+        return checked(kinds[kind], value)
+
+
+def text_of(path: str, content: Any, kinds: Mapping[str, type[Body]]) -> str:
+    """A text, or the texts of a list of parts, one under the other.
+
+    Raises:
+        ServeError: INVALID, naming field and value: there is something that is no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse(path, content, f"must be text or a list of parts: {', '.join(sorted(kinds))}")
+    parts = (item_of(f"{path}[{rank}]", part, kinds) for rank, part in enumerate(content))
+    return "\n".join(getattr(part, "text", "") for part in parts)
+
+
+class Turns:
+    """Messages of a chat, made of smaller things: what the assistant thinks, says and calls in one turn is one message.
+
+    Texts are joined at the end, in time linear in them.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[dict[str, Any]] = []
+        self._open = ""  # the role of the message that may go on
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All of them. Content that is nothing is none beside calls, and else an empty text."""
+        return [_joined(message) for message in self._made]
+
+    @property
+    def role(self) -> str:
+        """The last one's; "" before the first."""
+        return self._made[-1]["role"] if self._made else ""
+
+    def say(self, role: str, text: str, **fields: Any) -> None:
+        """A whole message."""
+        self._open = ""
+        self._made.append({"role": role, "content": [text], **fields})
+
+    def ask(self, text: str) -> None:
+        """More of the user, in one message with what is just before it."""
+        turn = self._turn("user")
+        turn["content"] += ["\n", text] if turn["content"] else [text]
+
+    def think(self, text: str) -> None:
+        self._turn("assistant").setdefault("reasoning_content", []).append(text)
+
+    def answer(self, text: str) -> None:
+        """Text of the assistant; behind calls it stands without a line end, as it was made."""
+        turn = self._turn("assistant")
+        turn["content"] += ["\n", text] if turn["content"] and "tool_calls" not in turn else [text]
+
+    def call(self, call_id: str, name: str, arguments: Any) -> None:
+        function = {"name": name, "arguments": arguments}
+        called = {"id": call_id, "type": "function", "function": function}
+        self._turn("assistant").setdefault("tool_calls", []).append(called)
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        if self._open != role:
+            self.say(role, "")
+            self._made[-1]["content"].clear()
+            self._open = role
+        return self._made[-1]
+
+
+def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
+    thoughts = message.get("reasoning_content")
+    joined = {} if thoughts is None else {"reasoning_content": "\n".join(thoughts)}
+    content = "".join(message["content"])
+    return {**message, "content": content or (None if "tool_calls" in message else ""), **joined}
+
+
+def chat_body(**fields: Any) -> ChatCompletionRequest:
+    """The body of a chat; fields that are None are not set.
+
+    Raises:
+        ServeError: INVALID, in the chat's words: see `in_the_words_of`.
+    """
+    return checked(ChatCompletionRequest, {name: value for name, value in fields.items() if value is not None})
+
+
+@contextlib.contextmanager
+def within(path: str) -> Iterator[None]:
+    """A refusal inside is about something of ``path``."""
+    with _renamed(lambda field: f"{path}.{field}"):
+        yield
+
+
+@contextlib.contextmanager
+def in_the_words_of(names: Mapping[str, str], parameters: str) -> Iterator[None]:
+    """A refusal inside names fields of a chat as another door calls them.
+
+    Args:
+        names: of fields that have another name there.
+        parameters: what it calls the schema of a tool, which has no ``function`` around it there.
+    """
+
+    def name(path: str) -> str:
+        for known in sorted(names, key=len, reverse=True):
+            if re.match(rf"{re.escape(known)}(?=[.\[]|$)", path):
+                return names[known] + path.removeprefix(known)
+        return _PARAMETERS.sub(rf"\1.{parameters}", _FUNCTION.sub(r"\1", path))
+
+    with _renamed(name):
+        yield
+
+
+@contextlib.contextmanager
+def _renamed(name: Callable[[str], str]) -> Iterator[None]:
+    try:
+        yield
+    except ServeError as error:
+        if error.field is not None:
+            if error.message.startswith(error.field):
+                rest = error.message.removeprefix(error.field)
+                further = _PATH.match(rest)
+                deeper = further[0] if further is not None else ""
+                error.message = name(error.field + deeper) + rest.removeprefix(deeper)
+            error.field = name(error.field)
+        raise
+
+
+async def off_loop[T](function: Callable[[], T], *lists: Any) -> T:
+    """``function()``, by a thread if what are lists of ``lists`` hold more than a few items and parts of these."""
+    items = [item for each in lists if isinstance(each, list) for item in each]
+    contents = (item.get("content") for item in items if isinstance(item, dict))
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    return function() if len(items) + parts <= _FEW else await asyncio.to_thread(function)
+
+
+def check_count(field: str, items: Sequence[Any], most: int) -> None:
+    """Raises `ServeError` INVALID for more items than a conversation may have messages (``most``)."""
+    if len(items) > most:
+        raise ServeError(Kind.INVALID, f"{field} must be at most {most}, not {len(items)}", field)
+
+
+def refuse(field: str, value: Any, reason: str) -> NoReturn:
+    """Raises `ServeError` INVALID, which names field and value."""
+    raise ServeError(Kind.INVALID, f"{field}={short(value)} {reason}", field)

@@ -1,0 +1,232 @@
+"""An answer as the parts that it is made of, and the steps in which they come: a thought, a text, a call."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from jaxinfer.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from jaxinfer.parsers.parser import Parser
+from jaxinfer.serve.chat.outputs import Shown
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.http.choices import Words
+from jaxinfer.text.output import OutputDelta
+from jaxinfer.types import FinishReason, PositionLogprobs
+
+REASONING: Literal["reasoning"] = "reasoning"
+TEXT: Literal["text"] = "text"
+CALL: Literal["call"] = "call"
+
+
+@dataclasses.dataclass
+class Part:
+    """One part of an answer.
+
+    Attributes:
+        index: among the parts.
+        id, name: of a call, as the model or its parser names them.
+        texts: what it says, piece by piece; of a call its arguments.
+        logprobs: of the tokens that said it, where they were asked for.
+        cut: the answer was cut within it.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    id: str = ""
+    name: str = ""
+    texts: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[PositionLogprobs] = dataclasses.field(default_factory=list)
+    cut: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A part begins; the one before has ended."""
+
+    part: Part
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class More:
+    """More of a part; ``logprobs`` as in `Part`."""
+
+    part: Part
+    texts: list[str]
+    logprobs: list[PositionLogprobs]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Closed:
+    """A part is whole, or ``cut``."""
+
+    part: Part
+
+
+Step = Opened | More | Closed
+
+
+class PlainText:
+    """Parser of answers in which there is nothing to parse."""
+
+    def feed(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        return []
+
+
+class PartReader:
+    """Reads one output, token by token, so that each token is known by the part that it says something of.
+
+    Args:
+        parser: the output's own.
+        words: spell tokens.
+        hidden: tokens that are no part of the text.
+
+    Attributes:
+        parts: that have begun and are shown.
+        reasoning_tokens: those that have said the thought, be it shown or not. Markers are none of them.
+        finish_reason, stop_reason: as in the last delta.
+    """
+
+    def __init__(self, parser: Parser | None, shown: Shown, words: Words, hidden: frozenset[int]) -> None:
+        self._parser, self._shown = parser or PlainText(), shown
+        self._tokens = _Tokens(words, hidden)
+        self._open: Part | None = None
+        self.parts: list[Part] = []
+        self.reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def read(self, delta: OutputDelta) -> list[Step]:
+        """The steps of a delta.
+
+        Raises:
+            ServeError: CANCELLED: the output was aborted.
+        """
+        if delta.finish_reason == FinishReason.ABORT:
+            raise ServeError(Kind.CANCELLED, "the request was aborted")
+        steps: list[Step] = []
+        for text in self._tokens.texts(delta):
+            self._follow(self._parser.feed(text), steps, cut=False)
+        if delta.finish_reason is not None:
+            self._finish(delta, steps)
+        return steps
+
+    @property
+    def called(self) -> bool:
+        """A call is shown."""
+        return any(part.kind == CALL for part in self.parts)
+
+    def _finish(self, delta: OutputDelta, steps: list[Step]) -> None:
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        cut = delta.finish_reason != FinishReason.STOP
+        self._follow(self._parser.finish(cut=cut), steps, cut=cut)
+        self._close(steps, cut=cut)
+
+    def _follow(self, events: Sequence[Event], steps: list[Step], *, cut: bool) -> None:
+        for event in events:
+            said = [] if isinstance(event, CallStart | CallEnd) else self._tokens.taken(event.text)
+            if isinstance(event, Reasoning):
+                self.reasoning_tokens += len(said)
+            if self._shown.shows(event):
+                self._step(event, [each.logprobs for each in said if each.logprobs is not None], steps, cut=cut)
+
+    def _step(self, event: Event, logprobs: list[PositionLogprobs], steps: list[Step], *, cut: bool) -> None:
+        match event:
+            case CallStart(_, call_id, name):
+                self._begin(CALL, steps, call_id, name)
+            case CallEnd():
+                self._close(steps, cut=cut)
+            case Arguments(_, text):
+                self._more(text, logprobs, steps)
+            case Content(text) | Reasoning(text):
+                kind = TEXT if isinstance(event, Content) else REASONING
+                if self._open is None or self._open.kind != kind:
+                    self._begin(kind, steps)
+                self._more(text, logprobs, steps)
+
+    def _begin(
+        self, kind: Literal["reasoning", "text", "call"], steps: list[Step], call_id: str = "", name: str = ""
+    ) -> None:
+        self._close(steps, cut=False)
+        self._open = Part(kind, len(self.parts), call_id, name)
+        self.parts.append(self._open)
+        steps.append(Opened(self._open))
+
+    def _more(self, text: str, logprobs: list[PositionLogprobs], steps: list[Step]) -> None:
+        assert self._open is not None
+        self._open.texts.append(text)
+        self._open.logprobs += logprobs
+        if not (steps and isinstance(steps[-1], More)):
+            steps.append(More(self._open, [], []))
+        more = steps[-1]
+        assert isinstance(more, More)
+        more.texts.append(text)
+        more.logprobs.extend(logprobs)
+
+    def _close(self, steps: list[Step], *, cut: bool) -> None:
+        if self._open is not None:
+            self._open.cut, part, self._open = cut, self._open, None
+            steps.append(Closed(part))
+
+
+@dataclasses.dataclass(slots=True)
+class _Said:
+    """A token, and what it has said: nothing, if it is within a character."""
+
+    text: str
+    logprobs: PositionLogprobs | None
+
+
+class _Tokens:
+    """Parts a text by its tokens, and keeps those of which no event has told yet.
+
+    A parser may hold text back, and gives it later: the events that come are of the last tokens.
+    """
+
+    def __init__(self, words: Words, hidden: frozenset[int]) -> None:
+        self._words, self._hidden = words, hidden
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._ahead = 0  # characters of tokens whose text is held back, for a stop string
+        self._said: list[_Said] = []
+
+    def texts(self, delta: OutputDelta) -> Iterator[str]:
+        """What each token says; a rest that is no token's own comes with the last one."""
+        at, last = 0, len(delta.token_ids) - 1
+        for rank, token in enumerate(delta.token_ids):
+            characters = self._spelt(token)
+            end = len(delta.text) if rank == last else min(max(at, at + self._ahead + characters), len(delta.text))
+            self._ahead += characters - (end - at)
+            if token not in self._hidden:
+                self._said.append(_Said(delta.text[at:end], delta.logprobs[rank] if delta.logprobs else None))
+            yield delta.text[at:end]
+            at = end
+        if not delta.token_ids and delta.text:
+            yield delta.text
+
+    def taken(self, text: str) -> list[_Said]:
+        """The last tokens, which said ``text``. Those in front of them have said a marker, or a space that is left
+        out: they are no part's."""
+        found: list[_Said] = []
+        while self._said and (text or not self._said[-1].text):
+            last = self._said[-1].text
+            if found and not (text.endswith(last) or last.endswith(text)):  # a parser has put something in front
+                break
+            found.append(self._said.pop())
+            text = text[: len(text) - len(last)] if len(last) < len(text) else ""
+        self._said.clear()
+        return found[::-1]
+
+    def _spelt(self, token: int) -> int:
+        return 0 if token in self._hidden else len(self._characters.decode(self._words.token_bytes(token)))

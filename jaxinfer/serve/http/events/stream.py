@@ -1,0 +1,94 @@
+"""Answers in items: one JSON object, or the events of a stream, by whatever names a door has for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from jaxinfer.serve.chat.outputs import Shown, new_parsers
+from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.http.answers import ServerSentEvents, put, while_connected
+from jaxinfer.serve.http.completions import Chat, id_headers
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.events.parts import PartReader
+from jaxinfer.text.output import OutputDelta
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Writes one answer: either its events or, once all deltas are taken, the whole."""
+
+    def opening(self) -> str:
+        """The events before the first delta."""
+        ...
+
+    def events(self, delta: OutputDelta) -> str:
+        """The events that a delta makes; with the last one, those of the end."""
+        ...
+
+    def failed(self, error: ServeError) -> str:
+        """The event that ends a stream that is not whole."""
+        ...
+
+    def take(self, delta: OutputDelta) -> None: ...
+
+    def whole(self) -> dict[str, Any]: ...
+
+
+class WrittenEvents(ServerSentEvents):
+    """The events of a writer, one write for each delta. ``settings``: of `ServerSentEvents`."""
+
+    def __init__(self, generation: Generation, writer: Writer, **settings: Any) -> None:
+        super().__init__([generation], **settings)
+        self._generation, self._writer = generation, writer
+
+    async def _events(self, send: Send) -> None:
+        await put(send, self._writer.opening().encode())
+        async for delta in self._generation:
+            if events := self._writer.events(delta):
+                await put(send, events.encode())
+
+    def _broken(self, error: ServeError) -> bytes:
+        return self._writer.failed(error).encode()
+
+
+def reader_of(chat: Chat) -> PartReader:
+    """Of a chat's one output."""
+    tokenizer = chat.frontend.tokenizer
+    (parser,) = new_parsers(chat.generation, chat.terms, chat.parsers, tokenizer)
+    hidden = frozenset[int]() if tokenizer is None else tokenizer.showing(chat.parsers.markers).special_ids
+    return PartReader(parser, Shown.of(chat.terms), chat.frontend, frozenset(hidden))
+
+
+async def written(request: Request, chat: Chat, writer: Writer) -> Response:
+    """The answer to a chat's body, whole or as a stream.
+
+    Raises:
+        ServeError: its generation failed before there was an answer.
+    """
+    door: Door = request.app.state.door
+    headers = id_headers(chat.body)
+    if chat.body.stream:
+        return WrittenEvents(chat.generation, writer, headers=headers, failed=door.failed)
+    try:
+        found = await while_connected(request.receive, _collected(chat.generation, writer))
+    finally:
+        await chat.generation.aclose()
+    return Response(json.dumps(found), headers=headers, media_type="application/json")
+
+
+async def _collected(generation: Generation, writer: Writer) -> dict[str, Any]:
+    async for delta in generation:
+        writer.take(delta)
+    return writer.whole()
+
+
+def event(name: str, data: Mapping[str, Any]) -> str:
+    """A server-sent event; its data has the name, too, as ``type``."""
+    return f"event: {name}\ndata: {json.dumps({'type': name, **data}, separators=(',', ':'))}\n\n"

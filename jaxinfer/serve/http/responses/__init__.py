@@ -1,0 +1,1 @@
+"""OpenAI's Responses, without anything that is stored."""

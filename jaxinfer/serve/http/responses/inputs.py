@@ -1,0 +1,172 @@
+"""A request for a response, as the body of a chat."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.http.bodies import parse
+from jaxinfer.serve.http.events.inputs import (
+    Turns,
+    chat_body,
+    check_count,
+    in_the_words_of,
+    item_of,
+    off_loop,
+    refuse,
+    text_of,
+)
+from jaxinfer.serve.http.requests import Body, ChatCompletionRequest
+from jaxinfer.serve.http.responses.bodies import (
+    ITEMS,
+    LOGPROBS,
+    PASSED,
+    CallItem,
+    CallOutputItem,
+    FunctionTool,
+    InputText,
+    MessageItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    ResponsesRequest,
+)
+
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "structured_outputs": "text.format",
+}
+_INPUT: Mapping[str, type[Body]] = {"input_text": InputText}
+_OUTPUT: Mapping[str, type[Body]] = {"output_text": OutputText}
+_THOUGHT: Mapping[str, type[Body]] = {"reasoning_text": ReasoningText}
+_SUMMARY: Mapping[str, type[Body]] = {"summary_text": ReasoningText}
+_TOOLS: Mapping[str, type[Body]] = {"function": FunctionTool}
+
+
+def in_its_words() -> contextlib.AbstractContextManager[None]:
+    """A refusal inside names fields of a chat as requests for responses call them."""
+    return in_the_words_of(_NAMES, "parameters")
+
+
+async def chat_of(body: ResponsesRequest, limits: ServeLimits) -> ChatCompletionRequest:
+    """The body of the chat that a request is.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    check_count("input", body.input if isinstance(body.input, list) else [], limits.messages)
+    messages, tools = await off_loop(lambda: (messages_of(body), _tools(body)), body.input, body.tools)
+    passed = {name: getattr(body, name) for name in PASSED}
+    with in_its_words():
+        return chat_body(messages=messages, tools=tools, **passed, **_renamed(body), **_logprobs(body))
+
+
+def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The messages of a chat: neighbouring items of the assistant are one.
+
+    Raises:
+        ServeError: INVALID, naming field and value.
+    """
+    turns = Turns()
+    if body.instructions is not None:
+        turns.say("system", body.instructions)
+    if isinstance(body.input, str):
+        turns.say("user", body.input)
+    elif isinstance(body.input, list) and body.input:
+        for rank, item in enumerate(body.input):
+            _add(turns, f"input[{rank}]", item)
+    else:
+        refuse("input", body.input, "must be text, or a list of items that is not empty")
+    return turns.messages
+
+
+def _add(turns: Turns, path: str, value: Any) -> None:
+    if isinstance(value, dict) and "type" not in value and "role" in value:
+        value = {**value, "type": "message"}
+    match item_of(path, value, ITEMS):
+        case MessageItem() as item:
+            _say(turns, f"{path}.content", item)
+        case ReasoningItem() as item:
+            if thought := _thought(path, item):
+                turns.think(thought)
+        case CallItem(call_id=call_id, name=name, arguments=arguments):
+            turns.call(call_id, name, _object(f"{path}.arguments", arguments))
+        case CallOutputItem(call_id=call_id, output=output):
+            turns.say("tool", text_of(f"{path}.output", output, _INPUT), tool_call_id=call_id)
+
+
+def _say(turns: Turns, path: str, item: MessageItem) -> None:
+    if item.role == "assistant":
+        turns.answer(text_of(path, item.content, _OUTPUT))
+    else:
+        turns.say(item.role, text_of(path, item.content, _INPUT))
+
+
+def _object(path: str, arguments: str) -> Any:
+    return parse(arguments.encode(), f"{path}: the text", path)
+
+
+def _thought(path: str, item: ReasoningItem) -> str:
+    """The thought itself, or its summary where that is all that there is."""
+    if item.content:
+        return text_of(f"{path}.content", item.content, _THOUGHT)
+    return text_of(f"{path}.summary", item.summary or [], _SUMMARY)
+
+
+def _renamed(body: ResponsesRequest) -> dict[str, Any]:
+    """Fields that a chat has by other names, or in another shape."""
+    return {
+        "tool_choice": _choice(body.tool_choice),
+        "max_tokens": body.max_output_tokens,
+        "reasoning_effort": body.reasoning and body.reasoning.effort,
+        "response_format": _format(body.text and body.text.format),
+    }
+
+
+def _tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
+    return None if body.tools is None else [_tool(rank, tool) for rank, tool in enumerate(body.tools)]
+
+
+def _tool(rank: int, value: Mapping[str, Any]) -> dict[str, Any]:
+    tool = item_of(f"tools[{rank}]", value, _TOOLS)
+    fields = ((name, getattr(tool, name)) for name in ("name", "description", "parameters", "strict"))
+    return {"type": "function", "function": {name: value for name, value in fields if value is not None}}
+
+
+def _choice(choice: Any) -> Any:
+    """As a chat has it: a function's name one level further in."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return _named(choice)
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_named(tool) for tool in tools] if isinstance(tools, list) else tools
+        allowed = {name: value for name, value in choice.items() if name != "type"}
+        return {"type": kind, kind: {**allowed, "tools": named}}
+    return choice
+
+
+def _named(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _format(given: Any) -> Any:
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
+    if LOGPROBS in (body.include or ()):
+        return {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.top_logprobs not in (None, 0):
+        refuse("top_logprobs", body.top_logprobs, f"needs include={[LOGPROBS]}")
+    return {}

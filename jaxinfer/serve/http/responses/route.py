@@ -1,0 +1,25 @@
+"""``POST /v1/responses``."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.completions import begin_chat
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.events.stream import written
+from jaxinfer.serve.http.requests import checked
+from jaxinfer.serve.http.responses.answer import ResponseWriter
+from jaxinfer.serve.http.responses.bodies import ResponsesRequest
+from jaxinfer.serve.http.responses.inputs import chat_of, in_its_words
+
+
+async def respond(request: Request) -> Response:
+    """Items in, items out; what is between is a chat."""
+    door: Door = request.app.state.door
+    body = checked(ResponsesRequest, await read_json(request, door.limits, door.long.read))
+    asked = await chat_of(body, door.limits)
+    with in_its_words():
+        chat = await begin_chat(request, asked)
+    return await written(request, chat, ResponseWriter(body, chat))
