@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import random
@@ -36,6 +37,7 @@ from benchmarks.traces import record
 from jaxinfer.engine.engine import _vocabulary
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.loading import load_model
+from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.structured.grammar import GrammarError, compiled
 from jaxinfer.structured.masks import Held, Masks
@@ -120,6 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--sequences", type=int, help="at once (default: speed 32, masks 64, forced 1, valid 8)")
     add("--max-tokens", type=int, default=128, help="of an answer (default 128)")
     add("--rounds", type=int, default=8, help="turns (default 8)")
+    add("--alone", type=int, default=30, help="schemas that `valid` also runs by themselves (default 30)")
     add("--helpers", type=int, default=2, help="structured_output_helpers (default 2)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model of 125M (default float32)")
     add("--out", type=pathlib.Path, help="JSON file (default: none)")
@@ -132,83 +135,73 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = random_llama(options.dtype).replace(tokenizer=load_tokenizer(options.tokenizer))
     settings: dict[str, Any] = {"max_num_seqs": count, "max_model_len": 512, "show_progress": False}
     llm = LLM(model, structured_output_helpers=options.helpers, **settings)
-    prompts = [tuple(range(10 + i, 42 + i)) for i in range(2 * count)]
+    return [_speed(llm, count, share, options) for share in (1.0, 0.5)]
+
+
+def _speed(llm: LLM, count: int, share: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Where this share of the sequences has schemas."""
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=options.max_tokens, ignore_eos=True)
-    held = [{"type": "array", "items": schema, "minItems": 9} for schema in SCHEMAS]
-    rows = list[dict[str, Any]]()
-    for share in (1.0, 0.5):
-        ratios, speeds = list[float](), collections.defaultdict[str, list[float]](list)
-        for turn in range(options.rounds + 1):
-            for name in ("plain", "held") if turn % 2 else ("held", "plain"):
-                given = [
-                    plain if name == "plain" or i % 2 >= 2 * share else _holding(plain, held, i)
-                    for i in range(2 * count)
-                ]
-                llm.engine.reset_prefix_cache()
-                speeds[name].append(serve(llm, prompts, given, count)[0])
-            if turn:
-                ratios.append(speeds["held"][-1] / speeds["plain"][-1])
-        rows.append(
-            {
-                "sequences": count,
-                "with_schemas": share,
-                "tokens_per_second": {name: statistics.median(each[1:]) for name, each in speeds.items()},
-                "ratio": statistics.median(ratios),
-                "error": error_of_median(ratios),
-            }
-        )
-    return rows
+    held = [plain if number % 2 >= 2 * share else _holding(plain, number) for number in range(2 * count)]
+    prompts, speeds = [tuple(range(10 + i, 42 + i)) for i in range(2 * count)], list[dict[str, float]]()
+    for turn in range(options.rounds + 1):
+        ways = [("plain", [plain] * len(held)), ("held", held)]
+        speeds.append({})
+        for name, params in ways if turn % 2 else reversed(ways):
+            llm.engine.reset_prefix_cache()
+            speeds[-1][name] = serve(llm, prompts, params, count)[0]
+    ratios = [each["held"] / each["plain"] for each in speeds[1:]]
+    medians = {name: statistics.median(each[name] for each in speeds[1:]) for name in ("plain", "held")}
+    found = {"ratio": statistics.median(ratios), "error": error_of_median(ratios)}
+    return {"sequences": count, "with_schemas": share, "tokens_per_second": medians} | found
 
 
-def _holding(plain: SamplingParams, schemas: Sequence[dict[str, Any]], number: int) -> SamplingParams:
-    return dataclasses.replace(plain, structured_outputs={"json": schemas[number % len(schemas)]})
+def _holding(plain: SamplingParams, number: int) -> SamplingParams:
+    schema = {"type": "array", "items": SCHEMAS[number % len(SCHEMAS)], "minItems": 9}  # longer than the answers
+    return dataclasses.replace(plain, structured_outputs={"json": schema})
 
 
 def masks(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time from what a step has said to the masks of the next one, for sequences in the middle of their answers."""
-    count, tokenizer = options.sequences or 64, load_tokenizer(options.tokenizer)
+    count, size, tokenizer = options.sequences or 64, 128_256, load_tokenizer(options.tokenizer)
     assert tokenizer is not None
-    size = 128_256
-    draw, rows = random.Random(0), list[dict[str, Any]]()
+    grammars, rows = [json.dumps(schema) for schema in _servable(options)[0]], list[dict[str, Any]]()
     for ahead in (0, 4):
         made = Masks(lambda: _vocabulary(tokenizer, size), options.helpers, ahead)
-        grammars = [("json", json.dumps(schema)) for schema in _servable(options)[0]]
-        held = [made.open(*grammars[i % len(grammars)]) for i in range(count)]
-        made.send()
-        made.wait(held, 120.0)
-        seconds = list[float]()
-        for _ in range(options.rounds * 40):
-            while any(map(_ended, held)):
-                held = [each if not _ended(each) else _anew(made, each, grammars, draw) for each in held]
-                made.send()
-                made.wait(held, 20.0)
-            said = [_draw(each, draw) for each in held]
-            begin = time.perf_counter()
-            for each, token in zip(held, said, strict=True):
-                made.advance(each, [token])
-            made.send()
-            made.wait(held, 20.0)
-            seconds.append(time.perf_counter() - begin)
-        quantiles = statistics.quantiles(seconds, n=100)
-        rows.append(
-            {
-                "sequences": count,
-                "vocabulary": size,
-                "helpers": options.helpers,
-                "ahead": ahead,
-                "ms": {name: 1e3 * quantiles[at] for name, at in (("p50", 49), ("p90", 89), ("p99", 98))},
-            }
-        )
+        quantiles = statistics.quantiles(_latencies(made, grammars, count, options.rounds * 40), n=100)
+        times = {name: 1e3 * quantiles[at] for name, at in (("p50", 49), ("p90", 89), ("p99", 98))}
+        rows.append({"sequences": count, "vocabulary": size, "helpers": options.helpers, "ahead": ahead, "ms": times})
     return rows
+
+
+def _latencies(made: Masks, grammars: Sequence[str], count: int, steps: int) -> Iterator[float]:
+    """Seconds, of each step."""
+    draw = random.Random(0)
+    held = [made.open("json", grammars[i % len(grammars)]) for i in range(count)]
+    _await(made, held)
+    for _ in range(steps):
+        while any(map(_ended, held)):
+            held = [each if not _ended(each) else _anew(made, each, grammars, draw) for each in held]
+            _await(made, held)
+        said = [_draw(each, draw) for each in held]
+        begin = time.perf_counter()
+        for each, token in zip(held, said, strict=True):
+            made.advance(each, [token])
+        _await(made, held)
+        yield time.perf_counter() - begin
+
+
+def _await(made: Masks, held: Sequence[Held]) -> None:
+    made.send()
+    made.wait(held, 120.0)
 
 
 def _ended(held: Held) -> bool:
     return held.stopped or held.error is not None or held.mask is None or len(held.said) > 200
 
 
-def _anew(made: Masks, held: Held, grammars: Sequence[tuple[str, str]], draw: random.Random) -> Held:
+def _anew(made: Masks, held: Held, grammars: Sequence[str], draw: random.Random) -> Held:
     made.close(held)
-    return made.open(*draw.choice(grammars))
+    return made.open("json", draw.choice(grammars))
 
 
 def _draw(held: Held, draw: random.Random) -> int:
@@ -221,32 +214,25 @@ def _draw(held: Held, draw: random.Random) -> int:
 
 def forced(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Steps and tokens of the embedded model's JSON, with and without what is forced; the text is the same."""
-    count, rows, texts = options.sequences or 1, list[dict[str, Any]](), dict[str | None, list[list[int]]]()
-    for method in (None, "grammar"):
-        drafts: dict[str, Any] = {} if method is None else {"speculative": method, "num_speculative_tokens": 7}
-        llm = LLM("demo", max_num_seqs=8, max_model_len=512, show_progress=False, **drafts)
-        prompts = [tuple(llm.tokenizer.encode(f"Record {i}: ")) for i in range(8)] if llm.tokenizer is not None else []
-        params = [
-            SamplingParams(seed=i, max_tokens=options.max_tokens, structured_outputs={"json": schema})
-            for i, schema in zip(range(8), _cycle(_schemas(options)), strict=False)
-        ]
-        before, begin = llm.engine.stats(), time.perf_counter()
-        _, texts[method] = serve(llm, prompts, params, count)
-        now, made = llm.engine.stats(), sum(map(len, texts[method]))
-        steps = now.steps - before.steps
-        row = {
-            "sequences": count,
-            "drafts": method,
-            "tokens": made,
-            "steps": steps,
-            "steps_a_token": steps / made * count,
-        }
-        rows.append(
-            row | {"seconds": time.perf_counter() - begin, "accepted": now.draft_accepted - before.draft_accepted}
-        )
-    if texts[None] != texts["grammar"]:
+    (plain, text), (drafted, other) = _steps(options, None), _steps(options, "grammar")
+    if text != other:
         raise AssertionError("what is forced has changed the text")
-    return rows
+    return [plain, drafted]
+
+
+def _steps(options: argparse.Namespace, method: str | None) -> tuple[dict[str, Any], list[list[int]]]:
+    drafts: dict[str, Any] = {} if method is None else {"speculative": method, "num_speculative_tokens": 7}
+    llm, count = LLM("demo", max_num_seqs=8, max_model_len=512, show_progress=False, **drafts), options.sequences or 1
+    assert llm.tokenizer is not None
+    prompts = [tuple(llm.tokenizer.encode(f"Record {i}: ")) for i in range(8)]
+    schemas = zip(range(8), itertools.cycle(_schemas(options)), strict=False)
+    params = [SamplingParams(seed=i, max_tokens=options.max_tokens, structured_outputs={"json": s}) for i, s in schemas]
+    before = llm.engine.stats()
+    _, text = serve(llm, prompts, params, count)
+    now, made = llm.engine.stats(), sum(map(len, text))
+    steps, accepted = now.steps - before.steps, now.draft_accepted - before.draft_accepted
+    found = {"tokens": made, "steps": steps, "steps_a_token": steps / made * count, "accepted": accepted}
+    return {"sequences": count, "drafts": method} | found, text
 
 
 def valid(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -254,24 +240,22 @@ def valid(options: argparse.Namespace) -> list[dict[str, Any]]:
     asked, refused = _servable(options)
     rows = [{"schemas": len(asked) + len(refused), "served": len(asked), "refused": len(refused), "why": _why(refused)}]
     demo = load_model("demo")
-    settings: dict[str, Any] = {"max_num_seqs": options.sequences or 8, "max_model_len": 512, "show_progress": False}
     random_weights = demo.replace(params=init_params(demo.specs, 0, "float32"))
-    for name, model in (("demo", demo), ("random", random_weights)):
-        batch, drafts = LLM(model, **settings), LLM(model, speculative="ngram", speculative_adaptive=False, **settings)
-        for temperature in (0.0, 1.5):
-            params = [
-                SamplingParams(
-                    temperature=temperature, seed=i, max_tokens=options.max_tokens, structured_outputs={"json": each}
-                )
-                for i, each in enumerate(asked)
-            ]
-            full = batch.generate(["ROMEO:"] * len(asked), params)
-            drafted = drafts.generate(["ROMEO:"] * len(asked), params)
-            alone = [batch.generate(["ROMEO:"], each)[0] for each in params[: options.rounds]]
-            same = _bits(full) == _bits(drafted) and _bits(full)[: len(alone)] == _bits(alone)
-            row = {"model": name, "temperature": temperature, "same_bits": same, "alone": len(alone)}
-            rows.append(row | _checked(full, asked))
-    return rows
+    return rows + [row for model in (demo, random_weights) for row in _valid(model, asked, options)]
+
+
+def _valid(model: Model, asked: Sequence[dict[str, Any]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    settings: dict[str, Any] = {"max_num_seqs": options.sequences or 8, "max_model_len": 512, "show_progress": False}
+    batch, drafts = LLM(model, **settings), LLM(model, speculative="ngram", speculative_adaptive=False, **settings)
+    for temperature in (0.0, 1.5):
+        plain = SamplingParams(temperature=temperature, max_tokens=options.max_tokens)
+        given = enumerate(asked)
+        params = [dataclasses.replace(plain, seed=i, structured_outputs={"json": schema}) for i, schema in given]
+        full, drafted = (llm.generate(["ROMEO:"] * len(asked), params) for llm in (batch, drafts))
+        alone = [batch.generate(["ROMEO:"], each)[0] for each in params[: options.alone]]
+        same = _bits(full) == _bits(drafted) and _bits(full)[: len(alone)] == _bits(alone)
+        row = {"model": model.name, "temperature": temperature, "same_bits": same, "alone": len(alone)}
+        yield row | _checked(full, asked)
 
 
 def _checked(outputs: Sequence[RequestOutput], asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -315,11 +299,6 @@ def _schemas(options: argparse.Namespace) -> list[dict[str, Any]]:
     chosen = random.Random(0).sample(paths, min(options.count, len(paths)))
     found = (json.loads(path.read_text(encoding="utf-8"))["schema"] for path in chosen)
     return [schema for schema in found if isinstance(schema, dict)]
-
-
-def _cycle(schemas: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    while True:
-        yield from schemas
 
 
 WAYS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {

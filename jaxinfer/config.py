@@ -310,18 +310,24 @@ def _require_simple(config: EngineConfig) -> None:
     both = f"and pipeline_parallel_size = {config.pipeline_parallel_size} exclude each other: steps pass through stages"
     _require(config.pipeline_parallel_size == 1 or config.multi_step == 1, "multi_step", config.multi_step, both)
     _require_draft_model(config)
-    if config.speculative == GRAMMAR:
-        needs = "needs structured outputs: structured_output_helpers above 0, and enable_dp_attention = False"
-        served = config.structured_output_helpers > 0 and not config.enable_dp_attention
-        _require(served, "speculative", config.speculative, needs)
-        both = "and speculative = grammar exclude each other: it leaves one way to go on"
-        _require(config.speculative_tree == 1, "speculative_tree", config.speculative_tree, both)
+    _require_grammars(config)
     swap = config.swap_space_gib
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     for name in ("max_logprobs", "structured_output_helpers"):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
+
+
+def _require_grammars(config: EngineConfig) -> None:
+    """Refuse drafts of what grammars force where there are no grammars, or as trees."""
+    if config.speculative != GRAMMAR:
+        return
+    needs = "needs structured outputs: structured_output_helpers above 0, and enable_dp_attention = False"
+    served = config.structured_output_helpers > 0 and not config.enable_dp_attention
+    _require(served, "speculative", config.speculative, needs)
+    both = "and speculative = grammar exclude each other: it leaves one way to go on"
+    _require(config.speculative_tree == 1, "speculative_tree", config.speculative_tree, both)
 
 
 def _require_draft_model(config: EngineConfig) -> None:

@@ -10,12 +10,14 @@ from jaxinfer.parsers.tools import Tools
 from jaxinfer.parsers.values import NAME
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_HEAD = Markers(_START, _CHANNEL, _MESSAGE, "<|end|>", "<|call|>", "<|return|>")
-_HEAD_END = Markers(_MESSAGE)
-_BODY_END = Markers(_START, _CHANNEL, "<|end|>", "<|call|>", "<|return|>")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_HEAD = Markers(_START, _CHANNEL, _MESSAGE, *_ENDS)
+_HEAD_END = Markers(_MESSAGE, *_ENDS)
+_BODY_END = Markers(_START, _CHANNEL, *_ENDS)
 _MAX_HEAD = 1024
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ON = re.compile(r"<\|channel\|>\s*(\w+)")
+_NAME_OF_CHANNEL = re.compile(r"\s*(?:analysis|commentary|final)?\s*")
 _FUNCTIONS = "functions."
 _TO = " to="
 
@@ -43,23 +45,31 @@ def harmony(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     sinks = _Paragraphs(emitter.reasoning), _Paragraphs(emitter.content)
     marker = _TO if (yield from source.starts(_TO)) else (yield from source.until(_HEAD, emitter.content))
     while marker is not None:
-        head = yield from _head(source, emitter, marker)
+        head = yield from _head(source, emitter, marker, sinks[1])
         if head is None:
             marker = yield from source.until(_HEAD, emitter.content)
         else:
             marker = yield from _body(source, emitter, head, sinks, tools)
 
 
-def _head(source: Source, emitter: Emitter, marker: str) -> Wait[str | None]:
-    """Read what stands before a message, behind ``marker``. None: it is no head, or the text ends in it."""
+def _head(source: Source, emitter: Emitter, marker: str, content: _Paragraphs) -> Wait[str | None]:
+    """Read what stands before a message, behind ``marker``. None: it is no head, or the text ends in it.
+
+    Without a marker between head and message, what stands behind the channel is content.
+    """
     if marker not in (_START, _CHANNEL, _MESSAGE, _TO):  # the end of a message that had no head
         return None
     if marker == _MESSAGE:
         return marker
     head, end = yield from source.gather(_HEAD_END, _MAX_HEAD)
-    if end is None and len(head) == _MAX_HEAD:
+    if end == _MESSAGE:
+        return marker + head
+    if end is not None:
+        content.begin()
+        content(_NAME_OF_CHANNEL.sub("", head.rpartition(_CHANNEL)[2], count=1))
+    elif len(head) == _MAX_HEAD:
         emitter.content(marker + head)
-    return None if end is None else marker + head
+    return None
 
 
 def _body(

@@ -24,11 +24,18 @@ def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
             emitter.closing(marker)
             continue
         source.copy(marker)
-        yield from source.skip_space()
-        found = (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE).read())
-        text = source.copied()
-        if not found:
-            emitter.content(text)
+        found = yield from _tagged(source, emitter)
+        while found:
+            source.copy()
+            yield from source.skip_space()
+            found = (yield from source.starts(",")) and (yield from _tagged(source, emitter))
+        emitter.content(source.copied())
+
+
+def _tagged(source: Source, emitter: Emitter) -> Wait[bool]:
+    """Read a call: some models put several into a tag, with commas between."""
+    yield from source.skip_space()
+    return (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE).read())
 
 
 def llama3_json(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
@@ -57,11 +64,20 @@ def mistral(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     while marker := (yield from source.until(_MISTRAL, emitter.content)):
         source.copy(marker)
         yield from source.skip_space()
-        listed = yield from source.starts("[")
-        found = yield from (_listed(source, emitter) if listed else _named(source, emitter))
+        while (yield from source.starts(_CALLS)):  # some write it twice
+            yield from source.skip_space()
+        found = yield from _mistral_calls(source, emitter)
         text = source.copied()
         if not found:
             emitter.content(text)
+
+
+def _mistral_calls(source: Source, emitter: Emitter) -> Wait[bool]:
+    if (yield from source.starts("[")):
+        return (yield from _listed(source, emitter))
+    if (yield from source.starts("{")):  # an object without its list
+        return (yield from CallObject(source, emitter, stop=_CALLS).read())
+    return (yield from _named(source, emitter))
 
 
 def _listed(source: Source, emitter: Emitter) -> Wait[bool]:

@@ -7,7 +7,7 @@ import functools
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxinfer.parsers.events import Emitter
@@ -15,6 +15,8 @@ from jaxinfer.parsers.harmony import harmony
 from jaxinfer.parsers.hermes import hermes, llama3_json, mistral
 from jaxinfer.parsers.parser import Chain, Parser, ProgramParser
 from jaxinfer.parsers.pythonic import pythonic
+from jaxinfer.parsers.response_template.regions import TemplateParser
+from jaxinfer.parsers.response_template.template import ResponseTemplate
 from jaxinfer.parsers.source import Source, Wait
 from jaxinfer.parsers.tagged import glm45, qwen3_coder
 from jaxinfer.parsers.thought import Thought
@@ -23,6 +25,8 @@ from jaxinfer.parsers.tools import Tools
 
 AUTO, OFF = "auto", "off"
 OPENAI, GPT_OSS = "openai", "openai_gptoss"
+RESPONSE_TEMPLATE = "response_template"
+"""The parser that a tokenizer carries. It parses reasoning, too."""
 
 
 @runtime_checkable
@@ -78,16 +82,33 @@ _MARKERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_coder": _TOOL_CALL,
 }
 
+# Texts that nobody writes without meaning a call: models call within a thought that they have not closed.
+_CALL_SIGNS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": _DEEPSEEK[:1],
+    "deepseek_v31": _DEEPSEEK[:1],
+    "hermes": tuple(f'<tool_call>{space}{{"name"' for space in ("", "\n")),
+    "kimi_k2": (f"<|tool_{_KIMI[0]}|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "qwen3_coder": tuple(f"<tool_call>{space}<function=" for space in ("", "\n")),
+}
+
 PROMPT_TOKENS = 16
 """So many tokens of a prompt's end tell whether a thought is open."""
+TEMPLATE_TOKENS = 128
+"""So many tell a response template what the prompt has of the answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parsers:
-    """Names of the parsers of a model's answers. None: there is none."""
+    """Names of the parsers of a model's answers. None: there is none.
+
+    Attributes:
+        template: what `RESPONSE_TEMPLATE` is.
+    """
 
     tool_calls: str | None = None
     reasoning: str | None = None
+    template: ResponseTemplate | None = None
 
     @property
     def markers(self) -> frozenset[str]:
@@ -95,12 +116,22 @@ class Parsers:
         thought = self.thought
         around = (thought.begin, thought.end) if thought is not None else ()
         name = OPENAI if self.reasoning == GPT_OSS else self.tool_calls
-        return frozenset(around + (_MARKERS[name] if name is not None else ()))
+        carried = self.template.markers if self._is_carried and self.template is not None else frozenset[str]()
+        return carried.union(around, _MARKERS.get(name or "", ()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """So many tokens of a prompt's end are asked for."""
+        return TEMPLATE_TOKENS if self._is_carried else PROMPT_TOKENS
+
+    @property
+    def _is_carried(self) -> bool:
+        return RESPONSE_TEMPLATE in (self.tool_calls, self.reasoning)
 
     @property
     def thought(self) -> Thought | None:
         """How a model tells its thought; None: it tells none, or other than between two tags."""
-        return REASONING_PARSERS[self.reasoning] if self.reasoning is not None else None
+        return REASONING_PARSERS.get(self.reasoning or "")
 
     def make(
         self, tools: Tools | None, *, prompt: str = "", new_id: Callable[[int], str] | None = None
@@ -114,61 +145,94 @@ class Parsers:
         """
         if self.reasoning == GPT_OSS or self.tool_calls == OPENAI:
             return self._program(harmony, tools or Tools(), new_id)
-        thought = self.thought
-        first = None if thought is None else ProgramParser(functools.partial(thought.read, prompt=prompt), str)
+        if self.reasoning == RESPONSE_TEMPLATE:
+            return self._carried(tools or Tools(), prompt, new_id)
+        first = self._thinking(tools, prompt)
         if tools is None or self.tool_calls is None:
             return first
-        second = self._program(TOOL_PARSERS[self.tool_calls], tools, new_id)
+        carried = self.tool_calls == RESPONSE_TEMPLATE
+        open_ = prompt if first is None else ""  # a thought that the prompt has begun is the first one's
+        second = self._carried(tools, open_, new_id) if carried else self._family(tools, new_id)
         return second if first is None else Chain(first, second)
+
+    def _thinking(self, tools: Tools | None, prompt: str) -> Parser | None:
+        thought = self.thought
+        if thought is None:
+            return None
+        signs = _CALL_SIGNS.get(self.tool_calls or "", ()) if tools is not None else ()
+        return ProgramParser(functools.partial(thought.read, prompt=prompt, calls=signs), str)
+
+    def _carried(self, tools: Tools, prompt: str, new_id: Callable[[int], str] | None) -> Parser:
+        if self.template is None:
+            raise ValueError(f"{RESPONSE_TEMPLATE} without a template")
+        return TemplateParser(self.template, tools, prompt, new_id or _long_id)
+
+    def _family(self, tools: Tools, new_id: Callable[[int], str] | None) -> Parser:
+        return self._program(TOOL_PARSERS[self.tool_calls or ""], tools, new_id)
 
     def _program(self, read: ToolFormat, tools: Tools, new_id: Callable[[int], str] | None) -> Parser:
         made = new_id or (_short_id if self.tool_calls == "mistral" else _long_id)
         return ProgramParser(functools.partial(read, tools=tools), made)
 
 
-def chosen(tool_calls: str, reasoning: str, template: str) -> Parsers:
+def chosen(tool_calls: str, reasoning: str, template: str, carried: ResponseTemplate | None = None) -> Parsers:
     """The parsers that are named, or that a template asks for where "auto" is named; "off" is none.
+
+    Args:
+        carried: the tokenizer's response template, which reads calls and reasoning where it `takes_carried`.
 
     Raises:
         KeyError: there is no parser of this name.
     """
-    found = detect(template)
+    found, known = detect(template), REASONING_PARSERS
+    if carried is not None and takes_carried(tool_calls, template):
+        return Parsers(RESPONSE_TEMPLATE, RESPONSE_TEMPLATE if reasoning == AUTO else _named(reasoning, known), carried)
     return Parsers(
         found.tool_calls if tool_calls == AUTO else _named(tool_calls, TOOL_PARSERS),
-        found.reasoning if reasoning == AUTO else _named(reasoning, REASONING_PARSERS),
+        found.reasoning if reasoning == AUTO else _named(reasoning, known),
     )
+
+
+def takes_carried(tool_calls: str, template: str) -> bool:
+    """Whether a response template is asked for: by name, or by "auto" where no family is known by its template."""
+    return tool_calls == RESPONSE_TEMPLATE or (tool_calls == AUTO and detect(template).tool_calls is None)
 
 
 def detect(template: str) -> Parsers:
     """The parsers for the markers that a chat template writes."""
     reasoning, tool_calls = (
-        next((name for name, texts in signs if all(text in template for text in texts)), None)
+        next((name for name, *texts in signs if _has(template, texts)), None)
         for signs in (_REASONING_SIGNS, _TOOL_SIGNS)
     )
     return Parsers(tool_calls, reasoning)
 
 
-# The first whose texts are all there.
-_TOOL_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (OPENAI, ("<|channel|>", "<|message|>")),
-    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
-    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
-    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
-    ("glm45", ("<tool_call>", "<arg_key>")),
-    ("qwen3_coder", ("<function=", "<parameter=")),
-    ("mistral", ("[TOOL_CALLS]",)),
-    ("hermes", ("<tool_call>",)),
-    ("llama4_pythonic", ("<|python_start|>",)),
-    ("pythonic", ("[func_name1(params_name1=",)),
-    ("llama3_json", ("<|start_header_id|>", '"parameters"')),
+def _has(template: str, texts: Sequence[str]) -> bool:
+    return all((text.removeprefix("!") in template) != text.startswith("!") for text in texts)
+
+
+# The first whose texts are all there, but for those behind "!".
+_TOOL_SIGNS: tuple[tuple[str, ...], ...] = (
+    (OPENAI, "<|channel|>", "<|message|>"),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>"),
+    ("glm45", "<tool_call>", "<arg_key>"),
+    ("qwen3_coder", "<function=", "<parameter=", "!<seed:tool_call>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("hermes", "<tool_call>", "!<invoke name=", "!<tool_calls>["),
+    ("llama4_pythonic", "<|python_start|>"),
+    ("pythonic", "[func_name1("),
+    ("llama3_json", "<|start_header_id|>", '"parameters"'),
+    ("llama3_json", "<|header_start|>", '"parameters"'),
 )
-_REASONING_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (GPT_OSS, ("<|channel|>", "<|message|>")),
-    ("mistral", ("[THINK]",)),
-    ("deepseek_v3", ("<think>", "<｜Assistant｜>")),
-    ("deepseek_r1", ("</think>", "<｜Assistant｜>")),  # the thought's beginning is not in the prompt
-    ("glm45", ("</think>", "<arg_key>")),
-    ("qwen3", ("</think>",)),
+_REASONING_SIGNS: tuple[tuple[str, ...], ...] = (
+    (GPT_OSS, "<|channel|>", "<|message|>"),
+    ("mistral", "[THINK]"),
+    ("deepseek_v3", "<think>", "<｜Assistant｜>"),
+    ("deepseek_r1", "</think>", "<｜Assistant｜>"),  # the thought's beginning is not in the prompt
+    ("glm45", "</think>", "<arg_key>"),
+    ("qwen3", "</think>"),
 )
 
 

@@ -30,18 +30,22 @@ class Thought:
         last = prompt.rstrip()
         return last.endswith(self.begin) or (self.begun and not last.endswith((self.end, *self.closed)))
 
-    def read(self, source: Source, emitter: Emitter, prompt: str) -> Wait[None]:
+    def read(self, source: Source, emitter: Emitter, prompt: str, calls: tuple[str, ...] = ()) -> Wait[None]:
+        """Read an answer to a prompt with this end. ``calls``: beginnings of calls, which end a thought, too."""
         if self.is_open(prompt):
             yield from source.skip_space()
             yield from source.starts(self.begin)
-            yield from self._inside(source, emitter)
+            yield from self._inside(source, emitter, calls)
         elif (yield from self._begins(source, emitter)):
-            yield from self._inside(source, emitter)
+            yield from self._inside(source, emitter, calls)
         yield from source.rest(emitter.content)
 
     def _begins(self, source: Source, emitter: Emitter) -> Wait[bool]:
         if self.anywhere:
-            return (yield from source.until(Markers(self.begin), emitter.content)) is not None
+            tags = Markers(self.begin, self.end)
+            while (marker := (yield from source.until(tags, emitter.content))) == self.end:
+                pass  # of no thought: a token that is never text
+            return marker is not None
         source.copy()
         yield from source.skip_space()
         found = yield from source.starts(self.begin)
@@ -50,11 +54,14 @@ class Thought:
             emitter.content(text)
         return found
 
-    def _inside(self, source: Source, emitter: Emitter) -> Wait[None]:
+    def _inside(self, source: Source, emitter: Emitter, calls: tuple[str, ...]) -> Wait[None]:
         """The thought, and the space around it, which is its template's."""
         yield from source.skip_space()
-        yield from source.until(Markers(self.end), _Stripped(emitter.reasoning))
-        yield from source.skip_space()
+        marker = yield from source.until(Markers(self.end, *calls), _Stripped(emitter.reasoning))
+        if marker in calls:
+            emitter.content(marker)
+        else:
+            yield from source.skip_space()
 
 
 class _Stripped:

@@ -11,7 +11,7 @@ from jaxinfer.parsers.values import MAX_NAME, NAME, Value
 
 _SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_DEEPSEEK = Markers(_SECTION, _SECTION_END, _CALL, _CALL_END)
+_DEEPSEEK = Markers(_SECTION, _SECTION_END, _CALL, _SEPARATOR, _CALL_END)
 _AFTER_WORD = Markers(_SEPARATOR, _CALL_END, _SECTION_END)
 _AFTER_LINE = Markers("\n")
 
@@ -22,7 +22,7 @@ _KIMI_SECTIONS = (
     "<|tool_call_section_end|>",
 )
 _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_KIMI = Markers(*_KIMI_SECTIONS, _KIMI_CALL, _KIMI_END)
+_KIMI = Markers(*_KIMI_SECTIONS, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_END)
 _AFTER_ID = Markers(_KIMI_ARGUMENTS, _KIMI_CALL, _KIMI_END, *_KIMI_SECTIONS)
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+):\d+")
 

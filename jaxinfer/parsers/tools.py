@@ -68,7 +68,7 @@ class Tools:
 def json_value(text: str, types: frozenset[str]) -> str:
     """JSON of a value that a model wrote without quotes, of one of these types (none: of any); else of a string.
 
-    Python's literals are understood: True, None, single quotes.
+    Python's literals are understood: True, None, single quotes; and JSON with its quotes escaped.
     """
     bare = text.strip()
     found: tuple[Any, ...] = ()
@@ -77,9 +77,17 @@ def json_value(text: str, types: frozenset[str]) -> str:
     elif bare.lower() in ("true", "false") and ("boolean" in types or not types):
         found = (bare.lower() == "true",)
     else:
-        found = _json(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
+        found = _json(bare) or _escaped(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
         found = found if found and _is_of(found[0], types) else ()
-    return _dumped(found[0] if found else text) or _dumped(text) or '""'
+    return json_text(found[0] if found else text) or json_text(text) or '""'
+
+
+def json_text(value: Any) -> str | None:
+    """JSON of a value; None: it has none."""
+    try:
+        return json.dumps(_finite(value), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def quoted(text: str) -> str:
@@ -100,7 +108,7 @@ def parsed(expression: str) -> ast.expr | None:
 def literal_json(node: ast.expr) -> str | None:
     """JSON of a Python literal; None: it is none, or has no JSON."""
     found = _literal(node)
-    return _dumped(found[0]) if found else None
+    return json_text(found[0]) if found else None
 
 
 def _function(tool: object) -> tuple[str, Mapping[str, Any]] | None:
@@ -137,6 +145,12 @@ def _json(text: str) -> tuple[Any, ...]:
         return ()
 
 
+def _escaped(text: str) -> tuple[Any, ...]:
+    """Value of JSON that is written as within a string of JSON."""
+    inner = _json(f'"{text}"') if '\\"' in text else ()
+    return _json(inner[0]) if inner and isinstance(inner[0], str) else ()
+
+
 def _literal(node: ast.expr | None) -> tuple[Any, ...]:
     try:
         return () if node is None else (ast.literal_eval(node),)
@@ -149,13 +163,6 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
     if not types:
         return not isinstance(value, str) and any(type(value) in kinds for kinds in _KINDS.values())
     return any(type(value) in _KINDS.get(kind, ()) for kind in types)
-
-
-def _dumped(value: Any) -> str | None:
-    try:
-        return json.dumps(_finite(value), ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        return None
 
 
 def _finite(value: Any) -> Any:

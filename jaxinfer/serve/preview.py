@@ -1,4 +1,4 @@
-"""Look at a model's config.json before anything is started: what it alone can refuse need not cost a start. No jax."""
+"""Look at a model's small files before anything is started: what these refuse need not cost a start. No jax."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pathlib
 from typing import Any
 
 from jaxinfer.names import demo_folder, draft_of, no_model
+from jaxinfer.serve.parsing import model_parsers
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
 from jaxinfer.speculative import other_vocabulary
+from jaxinfer.text import TemplateError, TokenizerError, load_template
 
 _MOST_BYTES = 1 << 20
 _CONTEXT = ("max_position_embeddings", "n_positions")
@@ -25,6 +27,7 @@ def refuse_early(config: ServeConfig) -> None:
         raise ServeConfigError(f"model: {reason}")
     described = _described(config.model)
     _refuse_draft(config, described)
+    _refuse_response_template(config)
     length = config.engine.max_model_len
     for name in _CONTEXT:
         context = described.get(name)
@@ -46,6 +49,17 @@ def _refuse_draft(config: ServeConfig, described: dict[str, Any]) -> None:
     own, theirs = (each.get("vocab_size") for each in (described, _described(name)))
     if isinstance(own, int) and isinstance(theirs, int) and (why := other_vocabulary(own, theirs)) is not None:
         raise ServeConfigError(f"engine.speculative_model = {name} {why}")
+
+
+def _refuse_response_template(config: ServeConfig) -> None:
+    """Refuse what no parser can be made of."""
+    folder = demo_folder(config.model) or pathlib.Path(config.model)
+    if not folder.is_dir():
+        return
+    try:
+        model_parsers(config, folder, load_template(folder))
+    except (TokenizerError, TemplateError):  # the engine says it better
+        return
 
 
 def _described(model: str) -> dict[str, Any]:

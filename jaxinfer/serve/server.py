@@ -8,7 +8,6 @@ import pathlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from jaxinfer.parsers.registry import chosen
 from jaxinfer.serve import descriptors
 from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
@@ -19,6 +18,7 @@ from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.metrics import ServerMetrics
+from jaxinfer.serve.parsing import model_parsers
 from jaxinfer.serve.request_log import RequestLog
 from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig
 from jaxinfer.serve.tenants import ALL, cache_scope
@@ -186,7 +186,7 @@ class Server:
     async def until_ready(self) -> None:
         """Raises:
         EngineDeadError: it was stopped before, or its start can only fail: the message says why.
-        TokenizerError, TemplateError: what came with the model cannot be used.
+        TokenizerError, TemplateError, ServeConfigError: what came with the model cannot be used.
         """
         await asyncio.shield(self._tasks[0])
 
@@ -238,7 +238,6 @@ class Server:
         if tokenizer is not None and self._parted:
             await asyncio.to_thread(tokenizer.forget)
         template = await asyncio.to_thread(load_template, folder)
-        sources = "" if template is None else "\n".join(template.sources.values())
         frontend = Frontend(
             self._supervisor.backend,
             card,
@@ -251,7 +250,7 @@ class Server:
             scope=self._scope,
             weight=self._authoriser.weight,
             folder=folder,
-            parsers=chosen(config.tool_call_parser, config.reasoning_parser, sources),
+            parsers=await asyncio.to_thread(model_parsers, config, folder, template, tokenizer),
         )
         await frontend.warm()
         if self._opened is not None:

@@ -16,7 +16,7 @@ import yaml
 
 from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.names import DTYPES, advice, known_dtype
-from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, TOOL_PARSERS
+from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.logs import FORMATS, LEVELS
 from jaxinfer.serve.tenants import SHARING, TENANT
@@ -226,7 +226,7 @@ TIMES = tuple(field.name for field in dataclasses.fields(ServeConfig) if field.n
 
 Settings = Mapping[str, Any]
 _ONE_OF: Mapping[str, tuple[str, ...]] = {
-    "tool_call_parser": (AUTO, OFF[0], *TOOL_PARSERS),
+    "tool_call_parser": (AUTO, OFF[0], *TOOL_PARSERS, RESPONSE_TEMPLATE),
     "reasoning_parser": (AUTO, OFF[0], *REASONING_PARSERS),
     "reasoning_field": tuple(REASONING_FIELDS),
 }

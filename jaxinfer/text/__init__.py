@@ -2,7 +2,7 @@
 
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from jaxinfer.text.detokenizer import Detokenizer
-from jaxinfer.text.load import gguf_files, load_template, load_tokenizer
+from jaxinfer.text.load import gguf_files, load_response_template, load_template, load_tokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.stop import Emitted, StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
@@ -16,6 +16,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "gguf_files",
+    "load_response_template",
     "load_template",
     "load_tokenizer",
 ]

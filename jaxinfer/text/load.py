@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from jaxinfer.gguf import GgufError, Header, Metadata
 from jaxinfer.text.chat_template import ChatTemplate, TemplateError
+from jaxinfer.text.files import read_object
 from jaxinfer.text.gguf import gguf_chat_template, gguf_text_files, gguf_tokenizer
 from jaxinfer.text.pieces import TokenizerError
 from jaxinfer.text.tokenizer import Tokenizer
@@ -34,6 +36,17 @@ def load_template(path: Path) -> ChatTemplate | None:
         return gguf_chat_template(path, _metadata(path, TemplateError))
     except TokenizerError as cause:
         raise TemplateError(str(cause)) from cause
+
+
+def load_response_template(path: Path) -> Any:
+    """What a folder's tokenizer_config.json has as ``response_template``; None: nothing, or a file.
+
+    Raises:
+        TokenizerError: it cannot be read or understood.
+    """
+    return (
+        None if path.is_file() else read_object(path / "tokenizer_config.json", TokenizerError).get("response_template")
+    )
 
 
 def gguf_files(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Grammars of all kinds: what ends by itself is of them, by the word of the `lark` package; bits are each one's alone."""
+"""Grammars of all kinds: what ends by itself is of them, by the word of `lark`, and bits are those of each alone."""
 
 from __future__ import annotations
 

@@ -102,6 +102,12 @@ CASES = [
         "So:",
         "I <b>could</b> say\n\n<tool_call>.",
     ),
+    Case(
+        QWEN3,
+        '<think>\nHm.\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        (("now", {}),),
+        reasoning="Hm.",
+    ),
     Case(QWEN3, "Hm, yes.</think>No.", content="No.", reasoning="Hm, yes.", prompt="<|im_start|>assistant\n<think>\n"),
     Case(QWEN3, "A <think> tag.", content="A <think> tag.", prompt="assistant\n<think>\n\n</think>\n\n"),
     Case(QWEN3, "<think>\nHm", reasoning="Hm"),
@@ -141,6 +147,7 @@ CASES = [
         "Well. So",
         "[a] ?",
     ),
+    Case(Parsers("mistral", "mistral"), "[THINK]Hm.[TOOL_CALLS]now{}", (("now", {}),), reasoning="Hm."),
     Case(
         CODER,
         'Let me see.<tool_call>\n<function=get_weather>\n<parameter=city>\n\n "New\n<York> \\\n\n</parameter>\n'
@@ -168,6 +175,7 @@ CASES = [
     Case(V3, f"Ok.{_CALLS}{_v3('get_weather', _JSON)}\n{_v3('now', '{}')}{_END}", (_WEATHER, ("now", {})), "Ok."),
     Case(V31, f"{_CALLS}{_v31('get_weather', _JSON)}{_v31('now', '')}{_END}", (_WEATHER, ("now", {}))),
     Case(R1, f"So be it.\n</think>\n\n{_CALLS}{_v3('now', '{}')}{_END}", (("now", {}),), "", "So be it."),
+    Case(R1, f"So be it.{_CALLS}{_v3('now', '{}')}{_END}", (("now", {}),), "", "So be it."),
     Case(R1, "No thought.", content="No thought.", prompt="<｜Assistant｜><think>\n\n</think>\n\n"),
     Case(R1, "Sunny.", content="Sunny.", prompt="<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"),
     Case(

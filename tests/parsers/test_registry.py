@@ -167,6 +167,15 @@ def test_a_call_that_max_tokens_cuts_keeps_what_there_is() -> None:
     assert message_of([*events, *parser.finish(cut=True)]).calls[0].arguments == ""
 
 
+def test_a_call_within_a_thought_is_one_where_calls_are_looked_for() -> None:
+    text = '<think>Hm. <tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    for tools, reasoning in ((Tools(TOOLS), "Hm."), (None, text.removeprefix("<think>"))):
+        parser = Parsers("hermes", "qwen3").make(tools)
+        assert parser is not None
+        message = message_of([*parser.feed(text), *parser.finish()])
+        assert (message.reasoning, len(message.calls)) == (reasoning, tools is not None)
+
+
 def test_ids_have_the_form_that_templates_want() -> None:
     for name, text, letters in (
         ("mistral", "[TOOL_CALLS]now{}", set(string.ascii_letters + string.digits)),

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.parsers.parser import Parser
-from jaxinfer.parsers.registry import PROMPT_TOKENS, Parsers
+from jaxinfer.parsers.registry import Parsers
 from jaxinfer.parsers.tools import Tools
 from jaxinfer.serve.calls import Call, Input
 from jaxinfer.serve.faults import in_its_words
@@ -47,7 +47,7 @@ class Chat:
     def new_parsers(self) -> list[Parser | None]:
         """One for each output, where there is something to parse."""
         tokenizer = self.frontend.tokenizer
-        last = self.generation.prompt_token_ids[-PROMPT_TOKENS:]
+        last = self.generation.prompt_token_ids[-self.parsers.prompt_tokens :]
         prompt = "" if tokenizer is None else tokenizer.decode(last, skip_special_tokens=False)
         tools = Tools(self.body.tools) if self.parsers.tool_calls is not None else None
         return [self.parsers.make(tools, prompt=prompt) for _ in range(self.generation.n)]

@@ -8,8 +8,9 @@ import openai
 import pydantic
 import pytest
 
-from jaxinfer.parsers.registry import Parsers
-from tests.serve.http.scripted import speaking
+from jaxinfer.parsers.registry import Parsers, chosen
+from jaxinfer.parsers.response_template.template import read_template
+from tests.serve.http.scripted import SPECIAL, speaking
 from tests.serve.http.support import events, run, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather in Zürich?"}]
@@ -191,6 +192,30 @@ def test_harmony() -> None:
             assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Ur"}')
             assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
             assert (choice.message.model_extra or {})["reasoning"] == "Hm."
+
+    run(test)
+
+
+def test_a_response_template() -> None:
+    async def test() -> None:
+        end = {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"}
+        call = {"open_pattern": r"<\|channel\|>to=(?P<name>\w+)<\|message\|>", "close": "<|end|>", "content": "json"}
+        shape = {"function": {"name": "{name}", "arguments": "{content}"}}
+        fields = {"thinking": end, "tool_calls": {**call, "repeats": True, "transform": shape}, "content": {}}
+        carried = read_template({"start_anchor": "[assistant]", "fields": fields}, SPECIAL)
+        parsers = chosen("response_template", "auto", "", carried)
+        answer = '<|channel|>analysis<|message|>Hm. <|end|> Yes. <|channel|>to=weather<|message|>{"city":"Ur"}<|end|>'
+        async with speaking(answer, parsers=parsers) as running, running.openai() as client:
+            choice = (await client.chat.completions.create(**ASKED)).choices[0]
+            (made,) = choice.message.tool_calls or []
+            assert (made.function.name, made.function.arguments) == ("weather", '{"city": "Ur"}')
+            assert (choice.message.content, choice.finish_reason) == ("Yes.", "tool_calls")
+            assert (choice.message.model_extra or {})["reasoning"] == "Hm."
+            streamed = await collected(await client.chat.completions.create(**ASKED, stream=True))
+            assert (streamed["content"], streamed["reasoning"]) == ("Yes.", "Hm.")
+            assert [each["arguments"] for each in streamed["calls"]] == ['{"city": "Ur"}']
+            plain = (await client.chat.completions.create(model="fake", messages=MESSAGES)).choices[0].message
+            assert (plain.model_extra or {})["reasoning"] == "Hm."
 
     run(test)
 

@@ -1,0 +1,25 @@
+"""What a response template may be refused for."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, NoReturn
+
+
+class ResponseTemplateError(ValueError):
+    """A response template that cannot be used. The message names the key and the value."""
+
+
+def refuse(key: str, value: Any, reason: str) -> NoReturn:
+    """Raises:
+    ResponseTemplateError: always.
+    """
+    raise ResponseTemplateError(f"{key} = {reprlib.repr(value)} {reason}")
+
+
+def require(fits: bool, key: str, value: Any, reason: str) -> None:
+    """Raises:
+    ResponseTemplateError: it does not.
+    """
+    if not fits:
+        refuse(key, value, reason)
