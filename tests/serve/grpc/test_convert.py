@@ -32,7 +32,6 @@ FIELDS = {
     "seed": INT64,
     "max_tokens": INT64,
     "min_tokens": INT64,
-    "thinking_token_budget": INT64,
     "ignore_eos": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
     "logprobs": INT32,
