@@ -126,13 +126,21 @@ def harmony_form(functions: Sequence[Function], *, parallel: bool) -> Form:
     check_names(functions)
     call = either(map(_to_function, functions))
     calls = several(call, parallel=parallel, between=row(const(_END), _ASSISTANT))
-    before = [tag(f"{_CHANNEL}{on}{_MESSAGE}", _TEXT, _END) for on in ("analysis", "commentary")]
-    thoughts = star(either(before), _ASSISTANT)
 
     def beside(answer: Node) -> Node:
-        return row(thoughts, either([calls, row(const(_FINAL), answer)]))
+        return row(_thoughts(), either([calls, row(const(_FINAL), answer)]))
 
-    return Form(row(thoughts, calls), beside(_TEXT), beside)
+    return Form(row(_thoughts(), calls), beside(_TEXT), beside)
+
+
+def harmony_answer(answer: Node) -> Node:
+    """An answer of this format behind thoughts."""
+    return row(_thoughts(), const(_FINAL), answer)
+
+
+def _thoughts() -> Node:
+    before = [tag(f"{_CHANNEL}{on}{_MESSAGE}", _TEXT, _END) for on in ("analysis", "commentary")]
+    return star(either(before), _ASSISTANT)
 
 
 def _to_function(function: Function) -> Node:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxinfer.parsers.forms import Form, FormError, Function, Node, const, either, regex, schema_of
-from jaxinfer.parsers.registry import TOOL_FORMS, Parsers
+from jaxinfer.parsers.harmony import harmony_answer
+from jaxinfer.parsers.registry import GPT_OSS, TOOL_FORMS, Parsers
 from jaxinfer.sampling_params import RequestError, SamplingParams, StructuredOutputs
 
 _EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -71,17 +72,23 @@ def held(
     choice, fields = choice_of(given), dict(sampling)
     if choice.names is not None or choice.must:
         _check_callable(choice, tools, given, parsers)
-    if not tools or choice.mode == "none" or parsers.tool_calls is None:
-        return fields
     answer = fields.get("structured_outputs")
+    if not tools or choice.mode == "none" or parsers.tool_calls is None:
+        behind_thoughts = parsers.reasoning == GPT_OSS and not _in_reasoning(answer)
+        return {**fields, **_tagged(harmony_answer(_format_of(answer)))} if answer and behind_thoughts else fields
     if not (choice.must or choice.names is not None or answer or any(map(_says_strict, tools))):
         return fields
     functions = [_loosened(each, strict or choice.must) for each, strict in _functions(tools, choice)]
     form = _form(functions, choice, parallel, parsers)
     made = form.calls if choice.must else form.beside(_format_of(answer)) if answer else form.text
     _check_size(made)
-    tag = {"structural_tag": {"type": "structural_tag", "format": made}}
-    return {**fields, "structured_outputs": {**tag, "enable_in_reasoning": _in_reasoning(answer)}}
+    return {**fields, **_tagged(made, in_reasoning=_in_reasoning(answer))}
+
+
+def _tagged(made: Node, *, in_reasoning: bool = False) -> dict[str, Any]:
+    """The field that holds an output to a structural tag's format."""
+    tag = {"type": "structural_tag", "format": made}
+    return {"structured_outputs": {"structural_tag": tag, "enable_in_reasoning": in_reasoning}}
 
 
 def _in_reasoning(asked: Any) -> bool:

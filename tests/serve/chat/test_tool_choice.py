@@ -182,3 +182,23 @@ def test_an_older_tag_beside_tools_is_refused() -> None:
     older = {"structures": [{"begin": "a", "schema": {}, "end": "b"}], "triggers": ["a"]}
     with pytest.raises(RequestError, match=r"structured_outputs\.structural_tag must have a format, beside tools"):
         held({"structured_outputs": {"structural_tag": older}}, TOOLS, "auto", True, HERMES)
+
+
+def test_an_answer_of_gpt_oss_is_held_behind_its_thoughts():
+    parsers, asked = Parsers(None, "openai_gptoss"), {"structured_outputs": {"choice": ["yes", "no"]}}
+    fields = held(asked, None, None, True, parsers)
+    grammar = SamplingParams(**fields).grammar
+    assert grammar is not None
+    words = vocabulary(*sorted(parsers.markers))
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    for text, right in (
+        (f"{thought}<|channel|>final<|message|>yes", True),
+        (f"{thought}{thought}<|channel|>final<|message|>no", True),
+        ("<|channel|>final<|message|>no", True),
+        (f"{thought}<|channel|>final<|message|>perhaps", False),
+        ("yes", False),
+    ):
+        assert takes(words, *grammar, text) == right, text
+    held_from_first = {"structured_outputs": {"choice": ["yes"], "enable_in_reasoning": True}}
+    assert held(held_from_first, None, None, True, parsers) == held_from_first
+    assert held({}, None, None, True, parsers) == {}

@@ -74,7 +74,7 @@ def test_calls_and_reasoning_whole_and_streamed() -> None:
 
 def test_the_clients_streaming_helper() -> None:
     async def test() -> None:
-        async with speaking(f"I look.\n{CALL}") as running, running.openai() as client:  # the client's tools are strict
+        async with speaking(f"{THOUGHT}I look.\n{CALL}") as running, running.openai() as client:  # strict tools
             tools = [openai.pydantic_function_tool(Weather, name="weather")]
             async with client.chat.completions.stream(model="fake", messages=MESSAGES, tools=tools) as stream:
                 kinds = [event.type async for event in stream]
