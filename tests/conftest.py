@@ -15,7 +15,9 @@ REPO = pathlib.Path(__file__).resolve().parent.parent
 
 # Half of the suite's time, in files that seldom are the first to fail: left to `make test-extended` and CI.
 EXTENDED = (
+    "bench/test_command.py",
     "demo/test_demo_models.py",
+    "engine/distributed/test_leader.py",
     "engine/execution/test_probe.py",
     "engine/scheduling/test_fair.py",
     "engine/scheduling/test_tenants.py",
@@ -34,14 +36,22 @@ EXTENDED = (
     "kernels/paged_attention/test_api.py",
     "kernels/test_grouped_matmul.py",
     "kernels/test_kv_write.py",
+    "kernels/test_quant_matmul.py",
     "kv/test_latent_pool.py",
     "kv/test_quantized_pool.py",
+    "layers/test_top_k.py",
+    "models/test_deepseek.py",
+    "models/test_families.py",
     "models/test_heads.py",
     "models/test_parity.py",
     "models/test_sparse.py",
+    "parallel/test_group.py",
+    "parsers/test_recorded.py",
     "quant/",
     "quantize/",
+    "sampling/test_distribution.py",
     "sampling/test_search.py",
+    "sampling/test_typical.py",
     "serve/attack/",
     "serve/core/test_restarts.py",
     "serve/grpc/test_bounds.py",
@@ -51,12 +61,19 @@ EXTENDED = (
     "serve/test_identity.py",
     "serve/test_process.py",
     "serve/test_structured.py",
+    "serve/test_templates.py",
     "serve/test_tool_calls.py",
+    "structured/test_hostile.py",
+    "structured/test_tool_grammars.py",
     "terminal/test_chat.py",
     "test_compile.py",
     "test_convert.py",
+    "test_edited.py",
     "test_python_page.py",
+    "test_stories.py",
     "tools/test_train_demo.py",
+    "tools/test_train_heads.py",
+    "weights/gguf/test_checkpoint.py",
     "weights/gguf/test_storages.py",
     "weights/test_quantized.py",
 )
@@ -68,6 +85,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--oracle-python", help="interpreter with torch and transformers (default: .venv-oracle, made here)"
     )
     group.addoption("--oracle-seed", type=int, help="first seed of the live comparison (default: a fresh one)")
+    group = parser.getgroup("slices")
+    group.addoption("--part", help="K/N: of the files of the extended tests every N-th, from the K-th on")
     group = parser.getgroup("random tests")
     group.addoption("--fresh", action="store_true", help="draw anew what is drawn alike in each run otherwise")
     group.addoption("--seed", type=int, help="of the tests that draw anew: what a failure printed")
@@ -80,11 +99,21 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fresh" if config.getoption("--fresh") else "fixed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = REPO / "tests"
     for item in items:
-        path = item.path
-        if path.is_relative_to(REPO / "tests") and path.relative_to(REPO / "tests").as_posix().startswith(EXTENDED):
+        if item.path.is_relative_to(tests) and item.path.relative_to(tests).as_posix().startswith(EXTENDED):
             item.add_marker("extended")
+    part: str | None = config.getoption("--part")
+    if part is not None:
+        _keep(items, *map(int, part.split("/")))
+
+
+def _keep(items: list[pytest.Item], part: int, parts: int) -> None:
+    """Keep the extended tests of every so many-th file, and all others."""
+    files = sorted({item.path for item in items if item.get_closest_marker("extended")})
+    left = {path for place, path in enumerate(files) if (place - part) % parts}
+    items[:] = [item for item in items if item.path not in left]
 
 
 @pytest.fixture(scope="session")
