@@ -240,7 +240,7 @@ def valid(options: argparse.Namespace) -> list[dict[str, Any]]:
     asked, refused = _servable(options)
     rows = [{"schemas": len(asked) + len(refused), "served": len(asked), "refused": len(refused), "why": _why(refused)}]
     demo = load_model("demo")
-    random_weights = demo.replace(params=init_params(demo.specs, 0, "float32"))
+    random_weights = demo.replace(params=init_params(demo.specs, 0, "float32"), name="random weights")
     return rows + [row for model in (demo, random_weights) for row in _valid(model, asked, options)]
 
 
