@@ -6,6 +6,9 @@
     python benchmarks/structured.py forced                      steps of the embedded model for each token of JSON
     python benchmarks/structured.py valid --schemas FOLDER      what ends by itself validates, and has the same bits
                                                                 alone, in a full batch and with drafts
+    python benchmarks/structured.py hostile                     time between tokens of four sequences of the embedded
+                                                                model beside grammars that take seconds, over that
+                                                                beside other requests
 
 FOLDER of tokenizers: one with a tokenizer.json, such as Llama 2's for `speed` (a vocabulary of 32,000) and Llama 3's
 for `masks` (128,256). FOLDER of schemas: MaskBench's files, objects with a ``schema``. See docs/structured_outputs.md.
@@ -42,6 +45,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.structured.grammar import GrammarError, compiled
 from jaxinfer.structured.masks import Held, Masks
 from jaxinfer.text.load import load_tokenizer
+from jaxinfer.types import Request
 from jaxinfer.weights import init_params
 
 _TEXT = {"type": "string", "pattern": "^[A-Z][a-z ]{3,24}$"}
@@ -258,6 +262,61 @@ def _valid(model: Model, asked: Sequence[dict[str, Any]], options: argparse.Name
         yield row | _checked(full, asked)
 
 
+def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Gaps between tokens of neighbours, in turns: beside two plain requests, and beside two hostile grammars."""
+    llm = LLM("demo", max_num_seqs=8, max_model_len=512, show_progress=False, structured_output_helpers=options.helpers)
+    gaps, ratios = dict[str, list[float]](), list[float]()
+    for turn in range(options.rounds + 1):
+        ways = [("plain", [None]), ("hostile", HOSTILE)]
+        for name, others in ways if turn % 2 else reversed(ways):
+            gaps[name] = _gaps(llm, others, options.max_tokens)
+        if turn:
+            ratios.append(_p99(gaps["hostile"]) / _p99(gaps["plain"]))
+    times = {f"{name}_p99_ms": 1e3 * _p99(each) for name, each in gaps.items()}
+    return [{"ratio": statistics.median(ratios), "error": error_of_median(ratios)} | times]
+
+
+HOSTILE: tuple[dict[str, Any] | None, ...] = (
+    {"json": {"enum": [f"value {i}" for i in range(50_000)]}},
+    {"regex": "(a|b)*a(a|b){20}"},
+    {"json": {"type": "object", "properties": {f"{'p' * 20}{i}": {"type": "string"} for i in range(20_000)}}},
+    {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(50_000))},
+    {"regex": "([a-z]{1,500}){1,500}"},
+)
+"""What takes a helper its second, or is stopped for it."""
+
+
+def _p99(gaps: Sequence[float]) -> float:
+    return statistics.quantiles(gaps, n=100)[98]
+
+
+def _gaps(llm: LLM, others: Sequence[dict[str, Any] | None], length: int) -> list[float]:
+    """Seconds between tokens of four neighbours. Two of the others are there at any time."""
+    engine, asked, number = llm.engine, itertools.cycle(others), itertools.count()
+    plain = SamplingParams(temperature=1.0, seed=1, max_tokens=4 * length, ignore_eos=True)
+    last, gaps, beside = dict[str, float](), list[float](), set[str]()
+    for neighbour in range(4):
+        engine.add(Request(f"n{neighbour}", (10 + neighbour,), plain))
+    running = 4
+    while running:
+        while len(beside) < 2:
+            name = f"o{next(number)}"
+            beside.add(name)
+            engine.add(Request(name, (9,), dataclasses.replace(plain, structured_outputs=next(asked))))
+        for delta in engine.step():
+            now = time.perf_counter()
+            if delta.request_id in beside:
+                beside -= {delta.request_id} if delta.finish_reason is not None else set()
+                continue
+            if delta.request_id in last:
+                gaps.append(now - last[delta.request_id])
+            last[delta.request_id] = now
+            running -= delta.finish_reason is not None
+    for name in beside:
+        engine.abort(name)
+    return gaps
+
+
 def _checked(outputs: Sequence[RequestOutput], asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How many ended by themselves, and how many of these are not what was asked for."""
     ends, wrong = collections.Counter[str](), list[str]()
@@ -306,6 +365,7 @@ WAYS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "masks": masks,
     "forced": forced,
     "valid": valid,
+    "hostile": hostile,
 }
 
 if __name__ == "__main__":
