@@ -276,6 +276,9 @@ def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"ratio": statistics.median(ratios), "error": error_of_median(ratios)} | times]
 
 
+_BESIDE = 100  # tokens: about a second, as what is hostile takes, so that as many come and go
+
+
 HOSTILE: tuple[dict[str, Any] | None, ...] = (
     {"json": {"enum": [f"value {i}" for i in range(50_000)]}},
     {"regex": "(a|b)*a(a|b){20}"},
@@ -302,7 +305,8 @@ def _gaps(llm: LLM, others: Sequence[dict[str, Any] | None], length: int) -> lis
         while len(beside) < 2:
             name = f"o{next(number)}"
             beside.add(name)
-            engine.add(Request(name, (9,), dataclasses.replace(plain, structured_outputs=next(asked))))
+            other = dataclasses.replace(plain, structured_outputs=next(asked), max_tokens=_BESIDE)
+            engine.add(Request(name, (9,), other))
         for delta in engine.step():
             now = time.perf_counter()
             if delta.request_id in beside:
