@@ -212,7 +212,9 @@ class Scheduler:
         for row, tokens, logprobs in results:
             sequence = row.sequence
             sequence.in_flight -= 1
-            if sequence.finish_reason is not None or self._constraints.outdated(row, result.plan.masks):
+            if sequence.finish_reason is not None:
+                continue
+            if sequence.thought is not None and self._constraints.outdated(row, result.plan.masks):
                 continue
             before = delta if sequence is last else None
             if several:  # one may have stopped early
