@@ -264,10 +264,14 @@ def _valid(model: Model, asked: Sequence[dict[str, Any]], options: argparse.Name
 
 def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Gaps between tokens of neighbours, in turns: beside two plain requests, and beside two hostile grammars."""
-    llm = LLM("demo", max_num_seqs=8, max_model_len=512, show_progress=False, structured_output_helpers=options.helpers)
+    settings = {"max_num_seqs": 8, "max_model_len": 2048, "structured_output_helpers": options.helpers}
+    llm = LLM("demo", show_progress=False, **settings)
     gaps, ratios = dict[str, list[float]](), list[float]()
+    plain = SamplingParams(temperature=1.0, seed=1, max_tokens=_BESIDE, ignore_eos=True)
+    # Made before: to write a large one's text is the door's work, and no step's.
+    asked = [dataclasses.replace(plain, structured_outputs=each) for each in HOSTILE]
     for turn in range(options.rounds + 1):
-        ways = [("plain", [None]), ("hostile", HOSTILE)]
+        ways = [("plain", [plain]), ("hostile", asked)]
         for name, others in ways if turn % 2 else reversed(ways):
             gaps[name] = _gaps(llm, others, options.max_tokens)
         if turn:
@@ -279,7 +283,7 @@ def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
 _BESIDE = 100  # tokens: about a second, as what is hostile takes, so that as many come and go
 
 
-HOSTILE: tuple[dict[str, Any] | None, ...] = (
+HOSTILE: tuple[dict[str, Any], ...] = (
     {"json": {"enum": [f"value {i}" for i in range(50_000)]}},
     {"regex": "(a|b)*a(a|b){20}"},
     {"json": {"type": "object", "properties": {f"{'p' * 20}{i}": {"type": "string"} for i in range(20_000)}}},
@@ -293,7 +297,7 @@ def _p99(gaps: Sequence[float]) -> float:
     return statistics.quantiles(gaps, n=100)[98]
 
 
-def _gaps(llm: LLM, others: Sequence[dict[str, Any] | None], length: int) -> list[float]:
+def _gaps(llm: LLM, others: Sequence[SamplingParams], length: int) -> list[float]:
     """Seconds between tokens of four neighbours. Two of the others are there at any time."""
     engine, asked, number = llm.engine, itertools.cycle(others), itertools.count()
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=4 * length, ignore_eos=True)
@@ -305,8 +309,7 @@ def _gaps(llm: LLM, others: Sequence[dict[str, Any] | None], length: int) -> lis
         while len(beside) < 2:
             name = f"o{next(number)}"
             beside.add(name)
-            other = dataclasses.replace(plain, structured_outputs=next(asked), max_tokens=_BESIDE)
-            engine.add(Request(name, (9,), other))
+            engine.add(Request(name, (9,), next(asked)))
         for delta in engine.step():
             now = time.perf_counter()
             if delta.request_id in beside:

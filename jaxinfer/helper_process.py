@@ -23,6 +23,7 @@ MAX_FRAME_BYTES = 256 << 20
 
 START_CPU_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
+_BEHIND = 19  # of nice(2)
 
 # ---- within a helper
 
@@ -72,10 +73,17 @@ def write_frame(writer: IO[bytes], body: bytes) -> None:
 
 
 class Helper:
-    """A helper process and the pipes to it. Methods but `kill` belong to whoever took it out of the pool."""
+    """A helper process and the pipes to it. Methods but `kill` belong to whoever took it out of the pool.
 
-    def __init__(self, module: str, setup: bytes) -> None:
+    Args:
+        module: that it runs.
+        setup: its first frame.
+        stands_back: while it starts, see `stand_back`.
+    """
+
+    def __init__(self, module: str, setup: bytes, *, stands_back: bool = False) -> None:
         self._command, self._setup = (sys.executable, "-m", module, str(os.getpid())), setup
+        self._stands_back, self._nice = stands_back, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._reap: weakref.finalize[..., Helper] | None = None
         self._killed = False
@@ -94,7 +102,8 @@ class Helper:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), start_new_session=True
         )
-        self._reap, self._killed = weakref.finalize(self, _end, self._process), False
+        self._reap, self._killed, self._nice = weakref.finalize(self, _end, self._process), False, 0
+        self.stand_back(self._stands_back)
         if self._exchange(self._setup) is None:
             raise RuntimeError(f"{self._command[2]} does not start")
         return True
@@ -104,6 +113,19 @@ class Helper:
         answer = self._exchange(question)
         self._killed = self._killed or answer is None
         return answer
+
+    def stand_back(self, behind: bool) -> None:
+        """Let everybody else's claims to the processor go before the helper's, or no more. From any thread.
+
+        Linux shares the processor among sessions, and a helper is one (sched(7), autogroup): unlike a process, a
+        session may come forward again. Elsewhere this does nothing; nor does Linux more than some times a second, where
+        the server is not root.
+        """
+        nice = _BEHIND if behind else 0
+        if nice != self._nice and self._process is not None:
+            with contextlib.suppress(OSError), open(f"/proc/{self._process.pid}/autogroup", "w") as file:
+                file.write(str(nice))
+                self._nice = nice
 
     def kill(self) -> None:
         """Kill the helper, from any thread. Whoever waits for an answer gets none."""

@@ -19,7 +19,10 @@ from jaxinfer.structured.matcher import Vocabulary
 
 CPU_SECONDS = 1.0
 """Of the processor, for a grammar and its mask, or a mask."""
-_WALL_SECONDS = 20.0  # for one that waits, and uses no processor
+_WALL_SECONDS = 60.0  # for one that waits, and uses no processor
+_LONG_SECONDS = 0.002
+"""For masks of known grammars: ten times what they take. Who takes longer stands back, as all do that learn one: the
+processor is the steps' first."""
 _TOO_LONG = "the grammar took too long, or too much memory: its helper was stopped"
 
 
@@ -176,8 +179,8 @@ class _Worker:
 
     def send(self) -> None:
         since = self._since  # once: an answer that comes now sets it to 0
-        if since and time.monotonic() - since > _WALL_SECONDS and self._helper is not None:
-            self._helper.kill()
+        if since and self._helper is not None:
+            self._hurry(self._helper, time.monotonic() - since)
         if not self.waiting and not self.ended:
             return
         with self._sent:
@@ -188,6 +191,13 @@ class _Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="jaxinfer-masks", daemon=True)
             self._thread.start()
+
+    def _hurry(self, helper: Helper, seconds: float) -> None:
+        """See to a helper that has been asked ``seconds`` ago."""
+        if seconds > _WALL_SECONDS:
+            helper.kill()
+        elif seconds > _LONG_SECONDS:
+            helper.stand_back(True)
 
     def stop(self) -> None:
         with self._sent:
@@ -226,7 +236,9 @@ class _Worker:
             helper = self._started()
         except RuntimeError:  # it does not start
             return None
-        items, self._since = [self._item(held) for held in ask], time.monotonic()
+        items = [self._item(held) for held in ask]
+        helper.stand_back(any(grammar is not None for _, grammar, _ in items))
+        self._since = time.monotonic()
         answer = helper.ask(ask_for(items, end))
         self._since = 0.0
         return answer
@@ -235,7 +247,7 @@ class _Worker:
         if self._helper is None:
             vocabulary = self._vocabulary()
             self._words = vocabulary.words
-            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
+            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead), stands_back=True)
         if self._helper.start():
             self._generation += 1
         return self._helper

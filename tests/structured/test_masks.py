@@ -1,6 +1,8 @@
 """Masks from helper processes: those that hang or die are replaced, and nobody but the culprit notices."""
 
 import gc
+import pathlib
+import time
 import types
 
 import pytest
@@ -157,6 +159,37 @@ def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch)
     assert allowed(before) == [ord("b")]
     assert allowed(behind) == [ord("x")]
     assert "took too long" in (stuck.error or "")
+
+
+def nice(masks: Masks) -> int:
+    """How far the helper's session stands behind others."""
+    helper = masks._workers[0]._helper
+    assert helper is not None
+    assert helper._process is not None
+    return int(pathlib.Path(f"/proc/{helper._process.pid}/autogroup").read_text(encoding="ascii").split()[-1])
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/autogroup").exists(), reason="sessions have no shares here")
+def test_who_learns_a_grammar_stands_back_and_comes_forward_for_masks(masks):
+    held = masks.open("regex", "a*")
+    ready(masks, held)
+    assert nice(masks) == 19
+    masks.advance(held, b"a")
+    ready(masks, held)
+    assert nice(masks) == 0
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/autogroup").exists(), reason="sessions have no shares here")
+def test_who_takes_long_for_a_mask_stands_back(masks, monkeypatch):
+    held = masks.open("regex", "a*")
+    ready(masks, held)
+    masks.advance(held, b"a")
+    monkeypatch.setattr(masking, "_LONG_SECONDS", 0.0)
+    ready(masks, held)  # its answer may have come before anybody looked
+    (worker,) = masks._workers
+    worker._since = time.monotonic() - 1
+    masks.send()
+    assert nice(masks) == 19
 
 
 def test_what_is_late_is_said_to_be(masks):
