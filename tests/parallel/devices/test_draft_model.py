@@ -1,12 +1,10 @@
-"""Draft models and heads are spread over devices as their model is, and their pages lie where the model's do."""
+"""Draft models are spread over devices as their model is, and their pages lie where the model's do."""
 
 import pytest
 
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
-from tests.engine.test_heads import check_mtp
-from tests.fakes import random_head
 from tests.parallel.devices.test_tensor import SETTINGS, TIGHT, model_of
 
 DRAFTS = {"speculative_adaptive": False, "num_speculative_tokens": 3}
@@ -43,23 +41,3 @@ def test_a_draft_model_says_what_the_model_says(name):
     stats = drafting(model, model, axes, "draft_model")
     assert stats.draft_tokens > 20
     assert stats.draft_accepted > 0.98 * stats.draft_tokens
-
-
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        ("medusa", "stages"),
-        ("eagle", "copies of heads"),
-        ("eagle", "replicas"),
-        ("eagle3", "stages of heads"),
-    ],
-)
-def test_heads_change_no_bit(method, name):
-    """EAGLE-3 reads layers of several stages."""
-    kind, axes = PLACES[name]
-    model = model_of(kind, num_hidden_layers=4 if method == "eagle3" else 2)
-    assert drafting(model, random_head(method, model), axes, method).draft_tokens > 20
-
-
-def test_a_predicting_layer_lies_where_the_last_stage_does(tmp_path):
-    check_mtp("mtp-deepseek-v3", tmp_path, pipeline_parallel_size=2)
