@@ -147,7 +147,35 @@ class ParallelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig(ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
+class LoRAConfig:
+    """Adapters beside the model.
+
+    Attributes:
+        enable_lora: requests may name adapters.
+        max_loras: adapters that lie on the device at once, and may be mixed in a batch.
+        max_lora_rank: the largest rank of an adapter; every slot on the device has room for it.
+        max_cpu_loras: adapters that are kept in the host's memory; others are read from their folders again (default:
+            twice ``max_loras``).
+    """
+
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+
+    @property
+    def lora_slots(self) -> int:
+        """Slots for adapters on the device; 0: there are none."""
+        return self.max_loras if self.enable_lora else 0
+
+    @property
+    def host_loras(self) -> int:
+        """Adapters in the host's memory."""
+        return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig(LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
     """Settings of an engine, all groups in one; None means: choose."""
 
 
@@ -281,6 +309,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 _AT_LEAST_ONE = (
     "max_num_seqs",
+    "max_loras",
+    "max_lora_rank",
     "multi_step",
     "num_speculative_tokens",
     "speculative_tree",
@@ -315,6 +345,8 @@ def _require_simple(config: EngineConfig) -> None:
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
+    held = config.max_cpu_loras
+    _require(held is None or held >= config.max_loras, "max_cpu_loras", held, f"must be at least {config.max_loras}")
     for name in ("max_logprobs", "structured_output_helpers"):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
 

@@ -41,6 +41,7 @@ STOREY = {
     "sampling": 5,
     "spec": 6,
     "structured": 6,
+    "lora": 6,
     "engine": 7,
     "serve": 8,
     "edited": 8,
@@ -123,6 +124,7 @@ THIRD_PARTY = {
     "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "structured": {"llguidance", "numpy"},
+    "lora": {"jaxtyping", "numpy"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
@@ -178,6 +180,7 @@ NO_JAX = (
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
     "jaxinfer.structured",
+    "jaxinfer.lora",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
