@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxinfer.lora_config import LoRAConfig
 from jaxinfer.speculative import GRAMMAR, HEADS, SpeculativeConfig
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
@@ -144,34 +145,6 @@ class ParallelConfig:
     def devices(self) -> int:
         """Over which heads and the KV pool are spread."""
         return self.tensor_parallel_size * (1 if self.enable_dp_attention else self.expert_parallel_size)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
-    """Adapters beside the model.
-
-    Attributes:
-        enable_lora: requests may name adapters.
-        max_loras: adapters that lie on the device at once, and may be mixed in a batch.
-        max_lora_rank: the largest rank of an adapter; every slot on the device has room for it.
-        max_cpu_loras: adapters that are kept in the host's memory; others are read from their folders again (default:
-            twice ``max_loras``).
-    """
-
-    enable_lora: bool = False
-    max_loras: int = 8
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
-
-    @property
-    def lora_slots(self) -> int:
-        """Slots for adapters on the device; 0: there are none."""
-        return self.max_loras if self.enable_lora else 0
-
-    @property
-    def host_loras(self) -> int:
-        """Adapters in the host's memory."""
-        return 2 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ STOREY = {
     "names": 0,
     "version": 0,
     "speculative": 0,
+    "lora_config": 0,
     "protos": 0,  # generated from protos/
     "parsers": 0,
     "gguf": 0,
@@ -117,6 +118,7 @@ THIRD_PARTY = {
     "client": WIRE,
     "config": set[str](),
     "speculative": set[str](),
+    "lora_config": set[str](),
     "names": set[str](),
     "version": set[str](),
     "parsers": set[str](),
