@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +14,8 @@ from jaxinfer.types import ParamSpec, ParamTree, Source, walk_specs
 from jaxinfer.weights.tree import as_placed
 
 Path = tuple[str, ...]
-EMBEDDING = "embed"
-HEAD = "head"
+EMBEDDING = ("embed", "table")
+HEAD = ("head", "table")
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.(?:block_sparse_moe|mlp)\.experts(?:\.\d+\.\w+\.weight|\.(?:gate_up|down)_proj)")
 
@@ -39,12 +38,12 @@ class Place:
     @property
     def of_rows(self) -> bool:
         """Whether a row of the parameter is looked up for a token: then inputs are the rows."""
-        return self.path == (EMBEDDING, "table")
+        return self.path == EMBEDDING
 
     @property
     def inputs_first(self) -> bool:
         """Whether inputs are the first dimension of the parameter (of an expert's part of it), and not the last."""
-        return self.of_rows or self.spec.inputs == 0
+        return input_axis(self.path, self.spec) != -1
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -78,6 +77,13 @@ class Place:
         where = self.source.where if self.expert is None else self.source.where[1:]
         target: Any = np.moveaxis(buffer, -1, 0) if self.inputs_first else buffer
         target[(*where, ...)] = placed
+
+
+def input_axis(path: Path, spec: ParamSpec) -> int:
+    """The dimension of a parameter that an adapter's A has, too; of the embeddings it is that of the tokens."""
+    if path == EMBEDDING:
+        return 0
+    return -1 if spec.inputs == -1 else int(bool(spec.axes) and spec.axes[0] == "expert")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +122,7 @@ def find_places(specs: ParamTree) -> Places:
         modules={name: tuple(found) for name, found in modules.items()},
         experts={name: tuple(tuple(of[e]) for e in sorted(of)) for name, of in fused.items()},
         biases={name: tuple(found) for name, found in biases.items()},
-        tied=(HEAD, "table") not in dict(walk_specs(specs)),
+        tied=HEAD not in dict(walk_specs(specs)),
     )
 
 
@@ -159,8 +165,3 @@ def values_at(source: Source, values: Float32[np.ndarray, "*stored"]) -> Float32
 def room_for(place: Place, rank: int) -> Float32[np.ndarray, "*form rank"]:
     """Zeros for one ``rank`` values of each output of the parameter, or of one of its experts."""
     return np.zeros((*place.form, rank), np.float32)
-
-
-def elements(place: Place) -> int:
-    """Outputs of the parameter, or of one of its experts."""
-    return math.prod(place.form)

@@ -15,7 +15,7 @@ from jaxtyping import Float32
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft_config import PeftConfig, parse_config
-from jaxinfer.lora.places import Path, Place, Places, find_places, room_for, values_at
+from jaxinfer.lora.places import Path, Place, Places, find_places, input_axis, room_for, values_at
 from jaxinfer.lora.tensors import AdapterFiles, open_adapter
 from jaxinfer.lora.units import BASE_WEIGHT, BIAS, Unit, UnitReader
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
@@ -122,10 +122,8 @@ class _Deltas:
         magnitudes = self._outputs(path, units, "magnitude", np.nan)
         if magnitudes is None:
             return None
-        place, _ = self._of(path)
         weight = np.asarray(self._base_of(path, "use_dora"), np.float32)
-        axis = (0 if place.expert is None else 1) if place.inputs_first else -1
-        weight = np.moveaxis(weight, axis, -1)
+        weight = np.moveaxis(weight, input_axis(path, self.specs[path]), -1)
         norms = np.linalg.norm((weight + _product(a, b)).astype(np.float64), axis=-1)
         if not (norms > 0).all():
             raise AdapterError(f"use_dora: outputs of {'/'.join(path)} are zero, and cannot be scaled to a norm")
