@@ -126,7 +126,7 @@ THIRD_PARTY = {
     "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "structured": {"llguidance", "numpy"},
-    "lora": {"jaxtyping", "numpy"},
+    "lora": {"jax", "jaxtyping", "numpy"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
@@ -182,7 +182,11 @@ NO_JAX = (
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
     "jaxinfer.structured",
-    "jaxinfer.lora",
+    "jaxinfer.lora.adapter",
+    "jaxinfer.lora.errors",
+    "jaxinfer.lora.folders",
+    "jaxinfer.lora.patterns",
+    "jaxinfer.lora.peft_config",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +34,9 @@ def merge_lora(model: Model, adapter: Adapter) -> Model:
     for path, delta in adapter.deltas.items():
         if path not in specs:
             raise ValueError(f"adapter: the model {model.name} has no parameter {'/'.join(path)}")
-        _update(params, path, lambda weight, path=path, delta=delta: _merged(path, specs[path], weight, delta))
+        _update(params, path, functools.partial(_merged, path, specs[path], delta))
         if delta.bias is not None:
-            _update(params, bias_path(path), lambda bias, delta=delta: _with_bias(bias, delta))
+            _update(params, bias_path(path), functools.partial(_with_bias, delta))
     return model.replace(params=params)
 
 
@@ -75,7 +76,7 @@ def _update(params: dict[str, Any], path: Path, change: Callable[[Any], Any]) ->
     params[path[-1]] = change(params[path[-1]])
 
 
-def _merged(path: Path, spec: ParamSpec, weight: Any, delta: Delta) -> jax.Array:
+def _merged(path: Path, spec: ParamSpec, delta: Delta, weight: Any) -> jax.Array:
     if is_stored(weight):
         raise ValueError(
             f"adapter: {'/'.join(path)} is stored as {type(weight.layout).__name__}, and no product of low rank fits "
@@ -96,5 +97,5 @@ def _flat(delta: Delta, spec: ParamSpec) -> np.ndarray:
     return delta.b.reshape(*experts, -1, delta.b.shape[-1])
 
 
-def _with_bias(bias: Any, delta: Delta) -> jax.Array:
+def _with_bias(delta: Delta, bias: Any) -> jax.Array:
     return (bias.astype(jnp.float32) + delta.bias).astype(bias.dtype)

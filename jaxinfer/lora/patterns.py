@@ -68,7 +68,7 @@ class Pattern:
 
 
 class Suffix:
-    """A key of ``rank_pattern`` or ``alpha_pattern``: matches the end of a module's path, from a dot or the start on."""
+    """A key of ``rank_pattern`` or ``alpha_pattern``: matches the end of a module's path, from a dot or its start."""
 
     def __init__(self, text: str, key: str) -> None:
         plain = len(text) <= LONGEST and _PLAIN.fullmatch(text)

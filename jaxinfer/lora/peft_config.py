@@ -1,6 +1,6 @@
 """An adapter_config.json of PEFT: what it may say, and which of a model's modules it means.
 
-The keys are those of PEFT's ``LoraConfig`` (https://github.com/huggingface/peft, src/peft/tuners/lora/config.py, read at
+The keys are those of PEFT's ``LoraConfig`` (https://github.com/huggingface/peft, src/peft/tuners/lora/config.py, as of
 0.21). A key that changes results and is not served is refused by its name, and so is one that is not known here.
 """
 
@@ -147,7 +147,7 @@ class _Reader:
         }
 
     def effective(self) -> dict[str, Any]:
-        return {key: self.value[key] for key in sorted(_EFFECTIVE) if not _is_empty(self.value.get(key))}
+        return {key: _in_order(self.value[key]) for key in sorted(_EFFECTIVE) if not _is_empty(self.value.get(key))}
 
     def refuse_others(self) -> None:
         for key, said in self.value.items():
@@ -224,6 +224,11 @@ class _Reader:
 
 
 _EFFECTIVE = frozenset(field.name for field in dataclasses.fields(PeftConfig)) - {"all_linear", "canonical", "budget"}
+
+
+def _in_order(value: Any) -> Any:
+    """A list in an order of its own: PEFT writes sets. A table keeps its own, in which its first match counts."""
+    return sorted(value) if isinstance(value, list) else value
 
 
 def _is_empty(value: object) -> bool:

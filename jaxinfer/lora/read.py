@@ -51,7 +51,7 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
 
 def identity(files: AdapterFiles, config: PeftConfig) -> str:
     """SHA-256 of what changes a result: the configuration's canonical form, and each tensor. No name is in it."""
-    state = hashlib.sha256(json.dumps(config.canonical, sort_keys=True).encode())
+    state = hashlib.sha256(json.dumps(config.canonical).encode())
     for name, info in sorted(files.tensors.items()):
         state.update(json.dumps([name, info.dtype, info.shape]).encode())
         state.update(np.ascontiguousarray(files.raw(name)).data if info.nbytes else b"")
@@ -72,15 +72,15 @@ class _Deltas:
             for path in dict.fromkeys(place.path for place in unit.places):
                 by_path[path].append(unit)
         biases = self._trained_biases()
-        return {
-            path: self._delta(path, by_path[path], biases.get(path)) for path in dict.fromkeys((*by_path, *biases))
-        }
+        return {path: self._delta(path, by_path[path], biases.get(path)) for path in dict.fromkeys((*by_path, *biases))}
 
     def _delta(self, path: Path, units: Sequence[Unit], trained: np.ndarray | None) -> Delta:
         a, b = self._products(path, units)
         magnitude, bias = self._magnitude(path, units, a, b), self._bias(path, units)
         if trained is not None:
             bias = trained if bias is None else bias + trained
+        if not all(np.isfinite(values).all() for values in (a, b, magnitude, bias) if values is not None):
+            raise AdapterError(f"the adapter's change of {'/'.join(path)} is too large for float32")
         return Delta(a, b, magnitude, bias)
 
     def _products(self, path: Path, units: Sequence[Unit]) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +127,8 @@ class _Deltas:
         norms = np.linalg.norm((weight + _product(a, b)).astype(np.float64), axis=-1)
         if not (norms > 0).all():
             raise AdapterError(f"use_dora: outputs of {'/'.join(path)} are zero, and cannot be scaled to a norm")
-        return np.where(np.isnan(magnitudes), 1.0, magnitudes / norms).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return np.where(np.isnan(magnitudes), 1.0, magnitudes / norms).astype(np.float32)
 
     def _base_of(self, path: Path, why: str) -> np.ndarray:
         if self.base is None:

@@ -12,13 +12,11 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.errors import AdapterError
+from jaxinfer.lora.folders import CONFIG_FILE, PICKLED_FILE, TENSORS_FILE
 from jaxinfer.weights.errors import CheckpointError, quoted
 from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.safetensors.reader import SafetensorsFile, TensorInfo
 
-CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
-PICKLED_FILE = "adapter_model.bin"
 MOST_CONFIG_BYTES = 2**20
 MOST_HEADER_BYTES = 2**24
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float32
@@ -61,8 +61,8 @@ class UnitReader:
         """
         adapted = {name: tensors for name, tensors in self.files.modules.items() if tensors.keys() & _OF_LORA}
         plans = [self._plan(name, tensors) for name, tensors in adapted.items()]
-        self._require_all({name for name, _ in plans})
-        return [unit for read in [make for _, make in plans] for unit in read()]
+        self._require_all([name for name, _ in plans])
+        return [unit for _, read in plans for unit in read()]
 
     def _plan(self, name: str, tensors: Tensors) -> tuple[str, functools.partial[Iterator[Unit]]]:
         """Check a module's tensors; what reads them later is given back, with the name that PEFT's rules are about."""
@@ -154,7 +154,7 @@ class UnitReader:
     def _one(self, tensors: Tensors) -> str:
         return f"tensor {quoted(next(iter(tensors.values())).name)} of {self.files.folder}"
 
-    def _require_all(self, found: set[str]) -> None:
+    def _require_all(self, found: Sequence[str]) -> None:
         """Every name in the configuration means something, and every module that it means has its tensors."""
         config, experts = self.config, any(_of_expert(self.places.modules.get(name, ())) for name in found)
         targets = config.target_modules if isinstance(config.target_modules, tuple) else ()
@@ -171,6 +171,10 @@ class UnitReader:
             wanted += [name for name, at in modules if (experts or not _of_expert(at)) and config.targets(name)]
         if missing := [name for name in wanted if name not in found]:
             raise AdapterError(f"{self.files.folder} lacks tensors of modules that it targets: {listed(missing)}")
+        if len(set(found)) < len(found):
+            raise AdapterError(
+                f"{self.files.folder} adapts {listed([name for name in found if found.count(name) > 1])} twice"
+            )
         if not found:
             raise AdapterError(f"{self.files.folder} adapts nothing: it has no tensors of LoRA")
 

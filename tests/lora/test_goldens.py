@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from jaxinfer.lora.merge import merge_lora
-from tests.lora.goldens import GOLDENS, copy_adapter, faults, golden, load_base, read
+from tests.lora.goldens import GOLDENS, faults, golden, load_base, read
 from tools.oracle.cases.adapters import ADAPTERS
 
 NAMES = [case.name for case in ADAPTERS]

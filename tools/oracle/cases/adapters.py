@@ -39,7 +39,9 @@ _QV, _MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 ADAPTERS = (
     AdapterCase("llama-qv", _LLAMA, {"r": 4, "lora_alpha": 8, "target_modules": _QV}),
     AdapterCase("llama-all-linear", _LLAMA, {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}),
-    AdapterCase("llama-rslora", _LLAMA, {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": ["o_proj", *_MLP]}),
+    AdapterCase(
+        "llama-rslora", _LLAMA, {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": ["o_proj", *_MLP]}
+    ),
     AdapterCase("llama-dora", _LLAMA, {"r": 3, "lora_alpha": 3, "use_dora": True, "target_modules": [*_QV, *_MLP]}),
     AdapterCase(
         "llama-patterns",
@@ -48,27 +50,42 @@ ADAPTERS = (
             "r": 2,
             "lora_alpha": 4,
             "target_modules": [*_QV, "k_proj", "down_proj"],
-            "rank_pattern": {"q_proj": 4, r"layers\.1\.mlp\.(gate|down)_proj": 1, ".*_proj": 3},
-            "alpha_pattern": {"^model.layers.0.self_attn.v_proj": 7, "(q|k)_proj": 2},
+            # PEFT saves them in the order of the alphabet, and the first that matches counts
+            "rank_pattern": {r".*layers\.1\..*(q|down)_proj": 1, "q_proj": 4, "v_.*": 3},
+            "alpha_pattern": {"(q|k)_proj": 2, "^model.layers.0.self_attn.v_proj": 7, "k_proj": 9},
         },
     ),
     AdapterCase(
         "llama-regex",
         _LLAMA,
-        {"r": 2, "target_modules": r".*?layers\.[\d]{1,}\.(?:self_attn|mlp).*(q_proj|up_proj)", "exclude_modules": r".*\.0\.mlp.*"},
+        {
+            "r": 2,
+            "target_modules": r".*?layers\.[\d]{1,}\.(?:self_attn|mlp).*(q_proj|up_proj)",
+            "exclude_modules": r".*\.0\.mlp.*",
+        },
     ),
     AdapterCase(
         "llama-one-layer", _LLAMA, {"r": 2, "target_modules": _QV, "layers_to_transform": 1, "layers_pattern": "layers"}
     ),
-    AdapterCase("llama-lora-bias", _LLAMA | {"attention_bias": True, "mlp_bias": True}, {"r": 2, "lora_bias": True, "target_modules": ["k_proj", "o_proj", "up_proj"]}),
+    AdapterCase(
+        "llama-lora-bias",
+        _LLAMA | {"attention_bias": True, "mlp_bias": True},
+        {"r": 2, "lora_bias": True, "target_modules": ["k_proj", "o_proj", "up_proj"]},
+    ),
     AdapterCase("llama-vocabulary", _LLAMA, {"r": 2, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    AdapterCase("llama-vocabulary-dora", _LLAMA, {"r": 2, "use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}),
+    AdapterCase(
+        "llama-vocabulary-dora", _LLAMA, {"r": 2, "use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}
+    ),
     AdapterCase("qwen2-qkv", _QWEN2, {"r": 2, "lora_alpha": 4, "target_modules": [*_QV, "k_proj", "up_proj"]}),
     AdapterCase("qwen2-bias-all", _QWEN2, {"r": 2, "bias": "all", "target_modules": ["v_proj", "down_proj"]}),
     AdapterCase("qwen2-bias-dora", _QWEN2, {"r": 2, "bias": "lora_only", "use_dora": True, "target_modules": _QV}),
-    AdapterCase("gpt2-attention", _GPT2, {"r": 3, "lora_alpha": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]}),
     AdapterCase(
-        "gpt2-all", _GPT2, {"r": 2, "fan_in_fan_out": True, "bias": "lora_only", "target_modules": ["c_attn", "c_proj", "c_fc"]}
+        "gpt2-attention", _GPT2, {"r": 3, "lora_alpha": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]}
+    ),
+    AdapterCase(
+        "gpt2-all",
+        _GPT2,
+        {"r": 2, "fan_in_fan_out": True, "bias": "lora_only", "target_modules": ["c_attn", "c_proj", "c_fc"]},
     ),
     AdapterCase(
         "gpt2-dora",
