@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,7 @@ class UnitReader:
         adapted = {name: tensors for name, tensors in self.files.modules.items() if tensors.keys() & _OF_LORA}
         plans = [self._plan(name, tensors) for name, tensors in adapted.items()]
         self._require_all([name for name, _ in plans])
+        self._require_names()
         return [unit for _, read in plans for unit in read()]
 
     def _plan(self, name: str, tensors: Tensors) -> tuple[str, functools.partial[Iterator[Unit]]]:
@@ -155,32 +157,35 @@ class UnitReader:
         return f"tensor {quoted(next(iter(tensors.values())).name)} of {self.files.folder}"
 
     def _require_all(self, found: Sequence[str]) -> None:
-        """Every name in the configuration means something, and every module that it means has its tensors."""
+        """Every module that the configuration means has its tensors, once."""
         config, experts = self.config, any(_of_expert(self.places.modules.get(name, ())) for name in found)
-        targets = config.target_modules if isinstance(config.target_modules, tuple) else ()
-        for target in targets:
-            if not any(ends_with(module, target) for module in self.places.modules):
-                raise self._nothing("target_modules", target, self.places.modules)
-        for target in config.target_parameters:
-            if not any(ends_with(name, target) for name in self.places.experts):
-                raise self._nothing("target_parameters", target, self.places.experts)
         wanted = [name for name in self.places.experts if self._is_parameter(name)]
         if not config.all_linear:
             # newer writers have the experts of a layer in one tensor, where names of modules mean none of them
             modules = self.places.modules.items()
             wanted += [name for name, at in modules if (experts or not _of_expert(at)) and config.targets(name)]
-        if missing := [name for name in wanted if name not in found]:
+        if missing := sorted({*wanted} - {*found}):
             raise AdapterError(f"{self.files.folder} lacks tensors of modules that it targets: {listed(missing)}")
-        if len(set(found)) < len(found):
-            raise AdapterError(
-                f"{self.files.folder} adapts {listed([name for name in found if found.count(name) > 1])} twice"
-            )
+        if twice := [name for name, times in collections.Counter(found).items() if times > 1]:
+            raise AdapterError(f"{self.files.folder} adapts twice: {listed(twice)}")
         if not found:
             raise AdapterError(f"{self.files.folder} adapts nothing: it has no tensors of LoRA")
 
+    def _require_names(self) -> None:
+        """Every name in the configuration means something."""
+        targets = self.config.target_modules
+        for target in targets if isinstance(targets, tuple) else ():
+            if not any(ends_with(module, target) for module in self.places.modules):
+                raise self._nothing("target_modules", target, self.places.modules)
+        for target in self.config.target_parameters:
+            if not any(ends_with(name, target) for name in self.places.experts):
+                raise self._nothing("target_parameters", target, self.places.experts)
+
     def _nothing(self, key: str, target: str, names: Mapping[str, object]) -> AdapterError:
         have = listed(sorted({name.rpartition(".")[2] for name in names}), 30)
-        return AdapterError(f"adapter_config.json: {key}: {quoted(target)} is nothing of the model, which has {have}")
+        return AdapterError(
+            f"adapter_config.json: {key}: {quoted(target)} is nothing that can be adapted; the model has {have}"
+        )
 
 
 def _of_expert(places: tuple[Place, ...]) -> bool:
