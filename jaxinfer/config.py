@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from jaxinfer.lora_config import LoRAConfig
 from jaxinfer.speculative import GRAMMAR, HEADS, SpeculativeConfig
 from jaxinfer.types import KV_CACHE_DTYPES, CacheSpec
 
@@ -147,7 +148,7 @@ class ParallelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig(ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
+class EngineConfig(LoRAConfig, ParallelConfig, SpeculativeConfig, CacheConfig, SchedulerConfig, ExecutionConfig):
     """Settings of an engine, all groups in one; None means: choose."""
 
 
@@ -281,6 +282,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 _AT_LEAST_ONE = (
     "max_num_seqs",
+    "max_loras",
+    "max_lora_rank",
     "multi_step",
     "num_speculative_tokens",
     "speculative_tree",
@@ -315,6 +318,8 @@ def _require_simple(config: EngineConfig) -> None:
     _require(0 <= swap < math.inf, "swap_space_gib", swap, "must be finite and not negative")
     share = config.memory_utilization
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
+    held = config.max_cpu_loras
+    _require(held is None or held >= config.max_loras, "max_cpu_loras", held, f"must be at least {config.max_loras}")
     for name in ("max_logprobs", "structured_output_helpers"):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
 

@@ -32,6 +32,7 @@ class Request:
         deadline: in seconds of ``time.monotonic``; a request that is not done by then ends.
         thinking: how a thought is told, which its grammar does not hold and ``thinking_token_budget`` bounds; None:
             there is none.
+        lora: the adapter that it is computed with; None: the model alone.
     """
 
     request_id: str
@@ -46,6 +47,20 @@ class Request:
     cache_salt: str = ""
     deadline: float | None = None
     thinking: Thinking | None = None
+    lora: LoRARef | None = None
+
+
+class LoRARef(NamedTuple):
+    """An adapter as a request refers to it.
+
+    Attributes:
+        name: what the client calls it; another one may have it later.
+        identity: hash of its content (`jaxinfer.lora.adapter.Adapter`), by which everything is kept that was computed
+            with it.
+    """
+
+    name: str
+    identity: str
 
 
 class Thinking(NamedTuple):

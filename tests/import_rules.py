@@ -24,6 +24,7 @@ STOREY = {
     "names": 0,
     "version": 0,
     "speculative": 0,
+    "lora_config": 0,
     "protos": 0,  # generated from protos/
     "parsers": 0,
     "gguf": 0,
@@ -41,6 +42,7 @@ STOREY = {
     "sampling": 5,
     "spec": 6,
     "structured": 6,
+    "lora": 6,
     "engine": 7,
     "serve": 8,
     "edited": 8,
@@ -116,6 +118,7 @@ THIRD_PARTY = {
     "client": WIRE,
     "config": set[str](),
     "speculative": set[str](),
+    "lora_config": set[str](),
     "names": set[str](),
     "version": set[str](),
     "parsers": set[str](),
@@ -123,6 +126,7 @@ THIRD_PARTY = {
     "gguf": set[str](),
     "weights": NUMERIC | {"safetensors", "huggingface_hub", "ml_dtypes", "rich", "orbax", "tensorstore"},
     "structured": {"llguidance", "numpy"},
+    "lora": {"jax", "jaxtyping", "numpy"},
     "text": {"tokenizers", "sentencepiece", "jinja2", "numpy"},
 }
 # Modules (and what lies below them) that run without jax; so does `import jaxinfer` itself.
@@ -178,6 +182,11 @@ NO_JAX = (
     "jaxinfer.kv.radix",
     "jaxinfer.spec",
     "jaxinfer.structured",
+    "jaxinfer.lora.adapter",
+    "jaxinfer.lora.errors",
+    "jaxinfer.lora.folders",
+    "jaxinfer.lora.patterns",
+    "jaxinfer.lora.peft_config",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

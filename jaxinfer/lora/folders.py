@@ -1,0 +1,50 @@
+"""Folders that adapters may be read from, where somebody else names them. No jax."""
+
+from __future__ import annotations
+
+import pathlib
+
+from jaxinfer.lora.errors import AdapterError
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PICKLED_FILE = "adapter_model.bin"
+
+
+def adapter_folder(root: pathlib.Path, path: str) -> pathlib.Path:
+    """The folder of an adapter that a request names, below the folder that an operator has set.
+
+    Args:
+        root: it, and all that its links lead to within it, may be read.
+        path: below ``root``: from there, or whole.
+
+    Raises:
+        AdapterError: there is no such folder below ``root``, or it or one of its files is a link out of it, or no
+            regular file. What lies elsewhere is never told apart from what does not exist.
+    """
+    wanted, said = pathlib.PurePath(path), f"lora_path {path[:120]!r}"
+    if not path or "\0" in path or ".." in wanted.parts:
+        raise AdapterError(f"{said} is not a path below the folder of adapters")
+    top = root.resolve()
+    folder = _below(top, top / wanted)
+    if folder is None or not folder.is_dir():
+        raise AdapterError(f"{said} is no folder below the folder of adapters")
+    for name in (CONFIG_FILE, TENSORS_FILE, PICKLED_FILE):
+        found = folder / name
+        if (found.exists() or found.is_symlink()) and not _is_file_below(top, found):
+            raise AdapterError(f"{said}: {name} is no regular file below the folder of adapters")
+    return folder
+
+
+def _below(top: pathlib.Path, path: pathlib.Path) -> pathlib.Path | None:
+    """Where a path leads, links followed; None: nowhere, or not below ``top``."""
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return real if real.is_relative_to(top) else None
+
+
+def _is_file_below(top: pathlib.Path, path: pathlib.Path) -> bool:
+    real = _below(top, path)
+    return real is not None and real.is_file()

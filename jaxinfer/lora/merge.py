@@ -1,0 +1,101 @@
+"""Adapters folded into a model's weights, and a model's weights as those need them who read adapters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.places import input_axis
+from jaxinfer.models.model import Model
+from jaxinfer.quant import dense, is_stored
+from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+
+Path = tuple[str, ...]
+
+
+def merge_lora(model: Model, adapter: Adapter) -> Model:
+    """The model with an adapter in its weights: it needs no adapter any more, and costs what the model costs.
+
+    The sum is made in float32 and rounded to the weight's dtype once, so in bfloat16 it differs a little from the
+    adapter beside the model.
+
+    Raises:
+        ValueError: the adapter is not for this model, one of its weights is stored quantised, or it adds a bias where
+            the model has none.
+    """
+    specs = dict(walk_specs(declared(model)))
+    params = dict(model.params)
+    for path, delta in adapter.deltas.items():
+        if path not in specs:
+            raise ValueError(f"adapter: the model {model.name} has no parameter {'/'.join(path)}")
+        _update(params, path, functools.partial(_merged, path, specs[path], delta))
+        if delta.bias is not None:
+            _update(params, bias_path(path), functools.partial(_with_bias, delta))
+    return model.replace(params=params)
+
+
+def declared(model: Model) -> ParamTree:
+    """The model's specs as its family declares them: what `read_adapter` reads adapters for."""
+    return model.family.param_specs(model.config)
+
+
+def model_base(model: Model) -> Callable[[Path], np.ndarray]:
+    """What `read_adapter` asks of a model's own weights: float32, dequantised where they are stored quantised."""
+    specs = dict(walk_specs(declared(model)))
+
+    def base(path: Path) -> np.ndarray:
+        weight: Any = model.params
+        for key in path:
+            weight = weight[key]
+        # a stored weight has its outputs first, whatever the parameter's own order
+        turned = is_stored(weight) and specs[path].inputs == 0
+        values = np.asarray(dense(weight) if is_stored(weight) else weight, np.float32)
+        return np.moveaxis(values, -1, 0) if turned else values
+
+    return base
+
+
+def bias_path(path: Path) -> Path:
+    """Where a product's bias lies: beside its weight."""
+    return (*path[:-1], "bias" if path[-1] == "table" else f"{path[-1]}_bias")
+
+
+def _update(params: dict[str, Any], path: Path, change: Callable[[Any], Any]) -> None:
+    """Changes a leaf; mappings on the way to it are copied, so that the model's own tree stays."""
+    for key in path[:-1]:
+        params[key] = dict(params.get(key, {}))
+        params = params[key]
+    if path[-1] not in params:
+        raise ValueError(f"adapter: it adds a bias {'/'.join(path)}, which the model does not have")
+    params[path[-1]] = change(params[path[-1]])
+
+
+def _merged(path: Path, spec: ParamSpec, delta: Delta, weight: Any) -> jax.Array:
+    if is_stored(weight):
+        raise ValueError(
+            f"adapter: {'/'.join(path)} is stored as {type(weight.layout).__name__}, and no product of low rank fits "
+            f"into that: merge into the model before it is quantised"
+        )
+    axis = input_axis(path, spec)
+    change = jnp.einsum("...or,...ri->...oi", _flat(delta, spec), delta.a, precision=jax.lax.Precision.HIGHEST)
+    outputs_first = jnp.moveaxis(weight.astype(jnp.float32), axis, -1)
+    total = outputs_first + change.reshape(outputs_first.shape)
+    if delta.magnitude is not None:
+        total = total * delta.magnitude[..., None]
+    return jnp.moveaxis(total, -1, axis).astype(weight.dtype)
+
+
+def _flat(delta: Delta, spec: ParamSpec) -> np.ndarray:
+    """B with its outputs in one dimension: [*experts, out, rank]."""
+    experts = spec.shape[: delta.a.ndim - 2]
+    return delta.b.reshape(*experts, -1, delta.b.shape[-1])
+
+
+def _with_bias(delta: Delta, bias: Any) -> jax.Array:
+    return (bias.astype(jnp.float32) + delta.bias).astype(bias.dtype)

@@ -1,0 +1,167 @@
+"""Where the modules that PEFT names lie in a model's parameters. No value of the model is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxinfer.types import ParamSpec, ParamTree, Source, walk_specs
+from jaxinfer.weights.tree import as_placed
+
+Path = tuple[str, ...]
+EMBEDDING = ("embed", "table")
+HEAD = ("head", "table")
+
+_EXPERT = re.compile(r"(?P<layer>.*)\.(?:block_sparse_moe|mlp)\.experts(?:\.\d+\.\w+\.weight|\.(?:gate_up|down)_proj)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A part of a module's outputs, and where it lies in a parameter.
+
+    Attributes:
+        path: of the parameter.
+        source: how the module's matrix comes there.
+        expert: which of the parameter's experts it is; None: it has none.
+    """
+
+    path: Path
+    spec: ParamSpec
+    source: Source
+    expert: int | None = None
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether a row of the parameter is looked up for a token: then inputs are the rows."""
+        return self.path == EMBEDDING
+
+    @property
+    def inputs_first(self) -> bool:
+        """Whether inputs are the first dimension of the parameter (of an expert's part of it), and not the last."""
+        return input_axis(self.path, self.spec) != -1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Inputs and outputs of the module."""
+        first, last = self.source.shape
+        return (last, first) if self._out_in else (first, last)
+
+    @property
+    def _out_in(self) -> bool:
+        """Whether the module's own matrix is [out, in]: most are; GPT-2's, and tables of embeddings, are [in, out]."""
+        return self.inputs_first == self.source.transpose
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """Shape of the parameter, or of one of its experts: inputs left out."""
+        whole = self.spec.shape if self.expert is None else self.spec.shape[1:]
+        return whole[1:] if self.inputs_first else whole[:-1]
+
+    def put(self, outputs: Float32[np.ndarray, "out n"], buffer: Float32[np.ndarray, "*form n"]) -> None:
+        """Writes ``n`` values of each of the module's outputs where the parameter has these outputs.
+
+        Args:
+            buffer: has the outputs of the parameter, or of one of its experts, in their form.
+        """
+        count = outputs.shape[-1]
+        matrix = outputs if self._out_in else outputs.T
+        shape = self.source.reshape
+        if shape is not None:
+            shape = (count, *shape[1:]) if self.inputs_first else (*shape[:-1], count)
+        placed = as_placed(matrix, dataclasses.replace(self.source, reshape=shape))
+        where = self.source.where if self.expert is None else self.source.where[1:]
+        target: Any = np.moveaxis(buffer, -1, 0) if self.inputs_first else buffer
+        target[(*where, ...)] = placed
+
+
+def input_axis(path: Path, spec: ParamSpec) -> int:
+    """The dimension of a parameter that an adapter's A has, too; of the embeddings it is that of the tokens."""
+    if path == EMBEDDING:
+        return 0
+    return -1 if spec.inputs == -1 else int(bool(spec.axes) and spec.axes[0] == "expert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """All that a model has for adapters.
+
+    Attributes:
+        modules: by a module's name, the parts of its outputs.
+        experts: by the name of one tensor for all experts, such as "model.layers.0.mlp.experts.gate_up_proj", the
+            places of each expert.
+        biases: by a module's name: the bias's path and its sources.
+        tied: the embeddings are the head, too.
+    """
+
+    modules: Mapping[str, tuple[Place, ...]]
+    experts: Mapping[str, tuple[tuple[Place, ...], ...]]
+    biases: Mapping[str, tuple[tuple[Path, Source], ...]]
+    tied: bool
+
+
+def find_places(specs: ParamTree) -> Places:
+    """Reads them out of a model's specs, as its family declares them (`Model.family.param_specs`)."""
+    modules: dict[str, list[Place]] = {}
+    fused: dict[str, dict[int, list[Place]]] = {}
+    biases: dict[str, list[tuple[Path, Source]]] = {}
+    for path, spec in walk_specs(specs):
+        for place in _places(path, spec):
+            if len(place.source.shape) == 2:
+                modules.setdefault(place.source.name.removesuffix(".weight"), []).append(place)
+            for name, one in _of_fused(place):
+                fused.setdefault(name, {}).setdefault(one.expert or 0, []).append(one)
+        for source in spec.sources:
+            if source.name.endswith(".bias") and spec.inputs is None:
+                biases.setdefault(source.name.removesuffix(".bias"), []).append((path, source))
+    return Places(
+        modules={name: tuple(found) for name, found in modules.items()},
+        experts={name: tuple(tuple(of[e]) for e in sorted(of)) for name, of in fused.items()},
+        biases={name: tuple(found) for name, found in biases.items()},
+        tied=HEAD not in dict(walk_specs(specs)),
+    )
+
+
+def _places(path: Path, spec: ParamSpec) -> Iterator[Place]:
+    if spec.inputs is None:
+        return
+    of_experts = bool(spec.axes) and spec.axes[0] == "expert"
+    for source in spec.sources:
+        expert = source.where[0] if of_experts and source.where else None
+        yield Place(path, spec, source, expert if isinstance(expert, int) else None)
+
+
+def _of_fused(place: Place) -> Iterator[tuple[str, Place]]:
+    """The place as a part of one tensor for all experts, as transformers has them in memory whatever is stored."""
+    found = _EXPERT.fullmatch(place.source.name)
+    if found is None or place.expert is None:
+        return
+    kind = "gate_up_proj" if place.path[-1] == "gate_up" else "down_proj"
+    yield f"{found['layer']}.mlp.experts.{kind}", dataclasses.replace(place, source=_matrix_of_expert(place, kind))
+
+
+def _matrix_of_expert(place: Place, kind: str) -> Source:
+    source = place.source
+    if len(source.shape) == 3:  # stored as one tensor: gpt-oss
+        return dataclasses.replace(source, shape=source.shape[1:], part=source.part[1:])
+    if kind == "down_proj":
+        return source
+    half = source.where[1]
+    assert isinstance(half, int)
+    out, inputs = source.shape
+    rows = slice(half * out, (half + 1) * out)
+    return dataclasses.replace(source, shape=(2 * out, inputs), part=(rows,))
+
+
+def values_at(source: Source, values: Float32[np.ndarray, "*stored"]) -> Float32[np.ndarray, "*placed"]:
+    """A module's bias as it lies in a parameter, behind ``source.where``."""
+    return as_placed(values, source)
+
+
+def room_for(place: Place, rank: int) -> Float32[np.ndarray, "*form rank"]:
+    """Zeros for one ``rank`` values of each output of the parameter, or of one of its experts."""
+    return np.zeros((*place.form, rank), np.float32)

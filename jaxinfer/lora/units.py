@@ -1,0 +1,192 @@
+"""The pieces of an adapter: which tensors adapt which module, checked against the configuration and the model."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxinfer.lora.errors import AdapterError
+from jaxinfer.lora.peft_config import PeftConfig, ends_with
+from jaxinfer.lora.places import Place, Places
+from jaxinfer.lora.tensors import AdapterFiles
+from jaxinfer.weights.errors import listed, quoted
+from jaxinfer.weights.safetensors.reader import TensorInfo
+
+Tensors = Mapping[str, TensorInfo]
+LINEAR = ("lora_A.weight", "lora_B.weight")
+EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+MAGNITUDE, LORA_BIAS = "lora_magnitude_vector", "lora_B.bias"
+BASE_WEIGHT, BIAS = "base_layer.weight", "bias"
+_OF_LORA = {*LINEAR, *EMBEDDING, MAGNITUDE, LORA_BIAS}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """One module's product of low rank, or that of one expert of a tensor for all.
+
+    Attributes:
+        places: where its outputs lie in the model.
+        b: with the scale in it.
+    """
+
+    places: tuple[Place, ...]
+    a: Float32[np.ndarray, "rank in"]
+    b: Float32[np.ndarray, "out rank"]
+    magnitude: Float32[np.ndarray, " out"] | None = None
+    bias: Float32[np.ndarray, " out"] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitReader:
+    """Reads units. ``max_rank``: the largest rank that is served."""
+
+    files: AdapterFiles
+    config: PeftConfig
+    places: Places
+    max_rank: int
+
+    def units(self) -> list[Unit]:
+        """All units of the adapter.
+
+        Raises:
+            AdapterError: the adapter does not fit its configuration or the model; the sentence names the tensor.
+        """
+        adapted = {name: tensors for name, tensors in self.files.modules.items() if tensors.keys() & _OF_LORA}
+        plans = [self._plan(name, tensors) for name, tensors in adapted.items()]
+        self._require_all([name for name, _ in plans])
+        self._require_names()
+        return [unit for _, read in plans for unit in read()]
+
+    def _plan(self, name: str, tensors: Tensors) -> tuple[str, functools.partial[Iterator[Unit]]]:
+        """Check a module's tensors; what reads them later is given back, with the name that PEFT's rules are about."""
+        if name in self.places.modules:
+            return name, self._plan_module(name, tensors)
+        if (kind := self._fused(name, tensors)) is not None:
+            return kind, self._plan_fused(kind, tensors)
+        raise self._no_place(name, tensors)
+
+    def _plan_module(self, name: str, tensors: Tensors) -> functools.partial[Iterator[Unit]]:
+        places = self.places.modules[name]
+        if places[0].of_rows and self.places.tied:
+            raise AdapterError(f"{name} is adapted, but is the head, too: PEFT would change one of them, alone")
+        if not self.config.targets(name):
+            raise AdapterError(f"{self._one(tensors)} adapts a module that adapter_config.json does not target")
+        kinds = EMBEDDING if places[0].of_rows else LINEAR
+        self._require_kinds(name, tensors, kinds)
+        inputs, out = places[0].sizes
+        self._require_shapes(name, tensors, kinds, (inputs, out), 1)
+        return functools.partial(self._read_module, name, tensors, kinds)
+
+    def _require_kinds(self, name: str, tensors: Tensors, kinds: tuple[str, str]) -> None:
+        wanted = {*kinds}
+        wanted |= {MAGNITUDE} if self.config.use_dora else set()
+        wanted |= {LORA_BIAS} if self.config.lora_bias and kinds == LINEAR else set()
+        found = tensors.keys() & _OF_LORA
+        if missing := sorted(wanted - found):
+            raise AdapterError(f"{self.files.folder} lacks {listed([f'{name}.{kind}' for kind in missing])}")
+        if more := sorted(found - wanted):
+            raise AdapterError(f"tensor {quoted(tensors[more[0]].name)} is none that adapter_config.json asks for")
+
+    def _require_shapes(
+        self, name: str, tensors: Tensors, kinds: tuple[str, str], sizes: tuple[int, int], experts: int
+    ) -> None:
+        rank = self.config.rank(name)
+        if rank > self.max_rank:
+            raise AdapterError(f"the adapter has rank {rank} at {name}, more than the {self.max_rank} of max_lora_rank")
+        (inputs, out), total = sizes, rank * experts
+        shapes = {kinds[0]: (total, inputs), kinds[1]: (out, total), MAGNITUDE: (out,), LORA_BIAS: (out,)}
+        for kind, info in tensors.items():
+            if kind in shapes and info.shape != shapes[kind]:
+                raise AdapterError(f"tensor {quoted(info.name)} is {list(info.shape)}, not {list(shapes[kind])}")
+
+    def _read_module(self, name: str, tensors: Tensors, kinds: tuple[str, str]) -> Iterator[Unit]:
+        scale = np.float32(self.config.scale(name))
+        a, b = (self.files.read(tensors[kind]) for kind in kinds)
+        magnitude = self.files.read(tensors[MAGNITUDE]) if MAGNITUDE in tensors else None
+        bias = scale * self.files.read(tensors[LORA_BIAS]) if LORA_BIAS in tensors else None
+        yield Unit(self.places.modules[name], a, scale * b, magnitude, bias)
+
+    def _fused(self, name: str, tensors: Tensors) -> str | None:
+        """The tensor for all experts that is meant: two of one module are told apart by their sizes alone."""
+        module = name
+        while module.endswith(".base_layer"):
+            module = module.removesuffix(".base_layer")
+        shapes = [tensors[kind].shape if kind in tensors else () for kind in LINEAR]
+        for kind in ("gate_up_proj", "down_proj"):
+            experts = self.places.experts.get(f"{module}.{kind}")
+            if experts is None or len(shapes[0]) != 2 or len(shapes[1]) != 2:
+                continue
+            if (shapes[0][1], shapes[1][0]) == experts[0][0].sizes and self._is_parameter(f"{module}.{kind}"):
+                return f"{module}.{kind}"
+        return None
+
+    def _is_parameter(self, name: str) -> bool:
+        return any(ends_with(name, target) for target in self.config.target_parameters)
+
+    def _plan_fused(self, name: str, tensors: Tensors) -> functools.partial[Iterator[Unit]]:
+        if self.config.use_dora or self.config.lora_bias:
+            raise AdapterError("adapter_config.json: target_parameters cannot stand beside use_dora or lora_bias")
+        experts = self.places.experts[name]
+        self._require_kinds(name, tensors, LINEAR)
+        self._require_shapes(name, tensors, LINEAR, experts[0][0].sizes, len(experts))
+        return functools.partial(self._read_fused, name, tensors)
+
+    def _read_fused(self, name: str, tensors: Tensors) -> Iterator[Unit]:
+        """A has the ranks of an expert below one another; B has the experts of a rank beside one another."""
+        experts, scale = self.places.experts[name], np.float32(self.config.scale(name))
+        a, b = (self.files.read(tensors[kind]) for kind in LINEAR)
+        a, b = a.reshape(len(experts), -1, a.shape[-1]), b.reshape(b.shape[0], -1, len(experts))
+        for expert, places in enumerate(experts):
+            yield Unit(places, a[expert], scale * b[:, :, expert])
+
+    def _no_place(self, name: str, tensors: Tensors) -> AdapterError:
+        have = listed(sorted({module.rpartition(".")[2] for module in self.places.modules}), 30)
+        tied = " (its head is the table of embeddings)" if self.places.tied else ""
+        return AdapterError(f"{self._one(tensors)}: the model has no such module to adapt{tied}; it has {have}")
+
+    def _one(self, tensors: Tensors) -> str:
+        return f"tensor {quoted(next(iter(tensors.values())).name)} of {self.files.folder}"
+
+    def _require_all(self, found: Sequence[str]) -> None:
+        """Every module that the configuration means has its tensors, once."""
+        config, experts = self.config, any(_of_expert(self.places.modules.get(name, ())) for name in found)
+        wanted = [name for name in self.places.experts if self._is_parameter(name)]
+        if not config.all_linear:
+            # newer writers have the experts of a layer in one tensor, where names of modules mean none of them
+            modules = self.places.modules.items()
+            wanted += [name for name, at in modules if (experts or not _of_expert(at)) and config.targets(name)]
+        if missing := sorted({*wanted} - {*found}):
+            raise AdapterError(f"{self.files.folder} lacks tensors of modules that it targets: {listed(missing)}")
+        if twice := [name for name, times in collections.Counter(found).items() if times > 1]:
+            raise AdapterError(f"{self.files.folder} adapts twice: {listed(twice)}")
+        if not found:
+            raise AdapterError(f"{self.files.folder} adapts nothing: it has no tensors of LoRA")
+
+    def _require_names(self) -> None:
+        """Every name in the configuration means something."""
+        targets = self.config.target_modules
+        for target in targets if isinstance(targets, tuple) else ():
+            if not any(ends_with(module, target) for module in self.places.modules):
+                raise self._nothing("target_modules", target, self.places.modules)
+        for target in self.config.target_parameters:
+            if not any(ends_with(name, target) for name in self.places.experts):
+                raise self._nothing("target_parameters", target, self.places.experts)
+
+    def _nothing(self, key: str, target: str, names: Mapping[str, object]) -> AdapterError:
+        have = listed(sorted({name.rpartition(".")[2] for name in names}), 30)
+        return AdapterError(
+            f"adapter_config.json: {key}: {quoted(target)} is nothing that can be adapted; the model has {have}"
+        )
+
+
+def _of_expert(places: tuple[Place, ...]) -> bool:
+    return any(place.expert is not None for place in places)

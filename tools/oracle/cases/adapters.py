@@ -1,0 +1,114 @@
+"""Adapters that PEFT is asked about: one feature of LoRA, or one family, at a time. Plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tools.oracle.cases.case import sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterCase:
+    """An adapter of a tiny model.
+
+    Attributes:
+        name: unique; the first word is transformers' model type.
+        config: the model's config.json.
+        lora: what PEFT's LoraConfig is told.
+        norm_centre: see `Case`.
+    """
+
+    name: str
+    config: dict
+    lora: dict[str, Any]
+    norm_centre: float = 1.0
+
+    @property
+    def model_type(self) -> str:
+        return self.name.split("-")[0]
+
+
+_LLAMA = sizes(32, 40, 2, 4, 2)
+_QWEN2 = sizes(24, 36, 2, 4, 2)
+_GPT2 = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 3, "tie_word_embeddings": False}
+_MIXTRAL = sizes(24, 20, 2, 4, 2, num_local_experts=3, num_experts_per_tok=2)
+_GEMMA = sizes(24, 40, 2, 3, 1, head_dim=8)
+_QV, _MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
+
+ADAPTERS = (
+    AdapterCase("llama-qv", _LLAMA, {"r": 4, "lora_alpha": 8, "target_modules": _QV}),
+    AdapterCase("llama-all-linear", _LLAMA, {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}),
+    AdapterCase(
+        "llama-rslora", _LLAMA, {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": ["o_proj", *_MLP]}
+    ),
+    AdapterCase("llama-dora", _LLAMA, {"r": 3, "lora_alpha": 3, "use_dora": True, "target_modules": [*_QV, *_MLP]}),
+    AdapterCase(
+        "llama-patterns",
+        _LLAMA,
+        {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": [*_QV, "k_proj", "down_proj"],
+            # PEFT saves them in the order of the alphabet, and the first that matches counts
+            "rank_pattern": {r".*layers\.1\..*(q|down)_proj": 1, "q_proj": 4, "v_.*": 3},
+            "alpha_pattern": {"(q|k)_proj": 2, "^model.layers.0.self_attn.v_proj": 7, "k_proj": 9},
+        },
+    ),
+    AdapterCase(
+        "llama-regex",
+        _LLAMA,
+        {
+            "r": 2,
+            "target_modules": r".*?layers\.[\d]{1,}\.(?:self_attn|mlp).*(q_proj|up_proj)",
+            "exclude_modules": r".*\.0\.mlp.*",
+        },
+    ),
+    AdapterCase(
+        "llama-one-layer", _LLAMA, {"r": 2, "target_modules": _QV, "layers_to_transform": 1, "layers_pattern": "layers"}
+    ),
+    AdapterCase(
+        "llama-lora-bias",
+        _LLAMA | {"attention_bias": True, "mlp_bias": True},
+        {"r": 2, "lora_bias": True, "target_modules": ["k_proj", "o_proj", "up_proj"]},
+    ),
+    AdapterCase("llama-vocabulary", _LLAMA, {"r": 2, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    AdapterCase(
+        "llama-vocabulary-dora", _LLAMA, {"r": 2, "use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}
+    ),
+    AdapterCase("qwen2-qkv", _QWEN2, {"r": 2, "lora_alpha": 4, "target_modules": [*_QV, "k_proj", "up_proj"]}),
+    AdapterCase("qwen2-bias-all", _QWEN2, {"r": 2, "bias": "all", "target_modules": ["v_proj", "down_proj"]}),
+    AdapterCase("qwen2-bias-dora", _QWEN2, {"r": 2, "bias": "lora_only", "use_dora": True, "target_modules": _QV}),
+    AdapterCase(
+        "gpt2-attention", _GPT2, {"r": 3, "lora_alpha": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]}
+    ),
+    AdapterCase(
+        "gpt2-all",
+        _GPT2,
+        {"r": 2, "fan_in_fan_out": True, "bias": "lora_only", "target_modules": ["c_attn", "c_proj", "c_fc"]},
+    ),
+    AdapterCase(
+        "gpt2-dora",
+        _GPT2,
+        {"r": 2, "fan_in_fan_out": True, "use_dora": True, "target_modules": ["c_attn", "mlp.c_proj", "c_fc"]},
+    ),
+    AdapterCase("mixtral-attention", _MIXTRAL, {"r": 2, "target_modules": [*_QV, "o_proj"]}),
+    AdapterCase(
+        "mixtral-experts",
+        _MIXTRAL,
+        {
+            "r": 2,
+            "lora_alpha": 3,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {"experts.down_proj": 1},
+        },
+    ),
+    AdapterCase("gemma-all", _GEMMA, {"r": 2, "target_modules": [*_QV, "k_proj", "o_proj", *_MLP]}, norm_centre=0.0),
+    AdapterCase(
+        "gemma-dora-rslora",
+        _GEMMA,
+        {"r": 2, "lora_alpha": 1, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", *_MLP]},
+        norm_centre=0.0,
+    ),
+)
