@@ -26,6 +26,7 @@ from jaxinfer.engine.execution.placement import (
     new_pools_on,
     new_slots,
     place_params,
+    targets_of,
 )
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
@@ -51,6 +52,7 @@ class StageRuntime:
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
         self.banks = new_banks(stage, engine, mesh)
+        self._parts = list(dict.fromkeys(path[0] for path in targets_of(model, engine)))
         self.pools = new_pools_on(model, engine, mesh)
         pages = page_sharding(mesh, model.cache_spec)
         self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
@@ -71,7 +73,7 @@ class StageRuntime:
     def load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part of an adapter into the banks."""
         assert self.banks is not None
-        name = list(self.banks)[part]
+        name = self._parts[part]
         own = {path.removeprefix(f"{name}/"): array for path, array in arrays.items()}
         self.banks[name] = self.run.load[name](self.banks[name], np.int32(slot), own)
 
