@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.parallel.mesh import spread_over
+from jaxinfer.quant.storage import is_spread
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.grouped_matmul import Groups, group
 
@@ -107,13 +108,20 @@ class Adapted:
         return self._chosen(own, self._delta(flat, self.rows.groups)).reshape(base.shape)
 
     def _delta(self, x: Float[Array, "rows k"], groups: Groups) -> Float[Array, "rows *out"]:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.size == 1:
+        if not is_spread():
             return _low_rank(x, self.a, self.b, groups, None)
         *outs, along = spread_over(self.axes, (*self.b.shape[1:-1], self.a.shape[-1]))
-        specs = PartitionSpec(None, along), PartitionSpec(None, None, along), PartitionSpec(None, *outs), PartitionSpec()
+        specs = (
+            PartitionSpec(None, along),
+            PartitionSpec(None, None, along),
+            PartitionSpec(None, *outs),
+            PartitionSpec(),
+        )
         run = jax.shard_map(
-            functools.partial(_low_rank, along=along), in_specs=specs, out_specs=PartitionSpec(None, *outs), check_vma=False
+            functools.partial(_low_rank, along=along),
+            in_specs=specs,
+            out_specs=PartitionSpec(None, *outs),
+            check_vma=False,
         )
         result: jax.Array = run(x, self.a, self.b, groups)
         return result

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -18,6 +18,7 @@ Path = tuple[str, ...]
 Targets = Mapping[Path, LoRATarget]
 # By part, the first of a path (a layer), and by "rest/of/path:array".
 Banks = Mapping[str, Mapping[str, Any]]
+_TABLE = "embed"  # the parameters that a decoder reads by tokens
 
 
 class Banked(NamedTuple):
@@ -72,14 +73,18 @@ def bank_specs(targets: Targets, slots: int) -> dict[str, dict[str, ParamSpec]]:
     """The banks, spread over devices as the weights are that they adapt."""
     banks = dict[str, dict[str, ParamSpec]]()
     for path, target in targets.items():
-        experts = target.axes[: len(target.a) - 2]
-        axes = {"a": (*experts, None, target.axes[-1]), "b": (*target.axes[:-1], None), "magnitude": target.axes[:-1]}
-        axes["bias"] = axes["magnitude"]
-        own = banks.setdefault(path[0], {})
+        axes, own = _axes(target), banks.setdefault(path[0], {})
         for name, shape in target.shapes.items():
             dtype = None if name in ("a", "b") else "float32"
             own[bank_name(path, name)] = ParamSpec((slots, *shape), (None, *axes[name]), init="zeros", dtype=dtype)
     return banks
+
+
+def _axes(target: LoRATarget) -> dict[str, tuple[str | None, ...]]:
+    """Logical axes of an adapter's arrays."""
+    *outs, inputs = target.axes
+    experts = outs[: len(target.a) - 2]
+    return {"a": (*experts, None, inputs), "b": (*outs, None), "magnitude": (*outs,), "bias": (*outs,)}
 
 
 def bank_name(path: Path, array: str) -> str:
@@ -102,10 +107,48 @@ def replaced(tree: Any, path: Path, node: Any) -> Any:
 
 
 def write(
-    banks: Mapping[str, Float[Array, "slots *shape"]], slot: Int[Array, ""], arrays: Mapping[str, Float[Array, "*shape"]]
+    banks: Mapping[str, Float[Array, "slots *shape"]],
+    slot: Int[Array, ""],
+    arrays: Mapping[str, Float[Array, "*shape"]],
 ) -> dict[str, Float[Array, "slots *shape"]]:
     """One part's banks with an adapter in a slot."""
     return {
         name: lax.dynamic_update_index_in_dim(bank, arrays[name].astype(bank.dtype), slot, 0)
         for name, bank in banks.items()
     }
+
+
+def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) -> tuple[Any, Any]:
+    """Trees of specs and of parameters in which the weight at a path has one adapter, for all rows.
+
+    Args:
+        declared: see `lora_targets`.
+        delta: `jaxinfer.lora.adapter.Delta`; its arrays may be traced.
+
+    Raises:
+        ValueError: there is no such weight, it can have no adapter, or has one already, or of other shapes.
+    """
+    spec, name = _at(declared, path), ".".join(path)
+    if not isinstance(spec, ParamSpec) or spec.inputs is None or isinstance(_at(params, path), Adapted):
+        raise ValueError(f"{name} cannot have an adapter: it is no weight of the model, or has one already")
+    table, rank = path[0] == _TABLE, delta.a.shape[-2]
+    target = _of_table(spec) if table else _target(spec, 1)
+    wanted = LoRATarget((*target.a[:-2], rank, target.a[-1]), (*target.b[:-1], rank), target.axes)
+    given = {each: getattr(delta, each) for each in wanted.shapes}
+    arrays = {each: jnp.asarray(value) for each, value in given.items() if value is not None}
+    for each, value in arrays.items():
+        if value.shape != wanted.shapes[each]:
+            raise ValueError(f"{name}: {each} of the adapter is {value.shape} and must be {wanted.shapes[each]}")
+    axes = _axes(target)
+    leaves = {each: ParamSpec(value.shape, axes[each], dtype=str(value.dtype)) for each, value in arrays.items()}
+    adapted, of_specs = (
+        Adapted(_at(tree, path), **own, axes=target.axes, table=table)
+        for tree, own in ((params, arrays), (specs, leaves))
+    )
+    return replaced(specs, path, of_specs), replaced(params, path, adapted)
+
+
+def _of_table(spec: ParamSpec) -> LoRATarget:
+    """Of a table that is read by rows: these are the inputs."""
+    rows, width = spec.shape
+    return LoRATarget((1, rows), (width, 1), spec.axes[::-1])
