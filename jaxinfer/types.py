@@ -63,6 +63,25 @@ class LoRARef(NamedTuple):
     identity: str
 
 
+class LoRATarget(NamedTuple):
+    """The shapes that an adapter's arrays have for one parameter, as `jaxinfer.lora.adapter.Delta` has them.
+
+    Attributes:
+        a: [rank, in]; of experts [experts, rank, in].
+        b: [*out, rank]; of experts [experts, *out, rank].
+        axes: logical axes of the outputs and, at last, of the inputs.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all arrays, by name."""
+        return {"a": self.a, "b": self.b, "magnitude": self.b[:-1], "bias": self.b[:-1]}
+
+
 class Thinking(NamedTuple):
     """The tokens around a thought in front of an answer.
 

@@ -20,6 +20,7 @@ from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.registry import Family, family_for
 from jaxinfer.parallel.mesh import require_auto
 from jaxinfer.quant import for_kernels, is_stored, with_activations
+from jaxinfer.quant.banks import adapt
 from jaxinfer.types import CacheSpec, ParamTree, walk_specs
 
 _DECLARED: Any = None  # by the family, of the config
@@ -31,6 +32,14 @@ class Origin(Protocol):
 
     def save(self, model: Model, folder: str | os.PathLike[str], config_json: Mapping[str, Any] | None) -> None:
         """See `Model.save`."""
+
+
+@runtime_checkable
+class LowRank(Protocol):
+    """An adapter: its arrays (`a`, `b`, `magnitude`, `bias`) by the path of the parameter that they change."""
+
+    @property
+    def deltas(self) -> Mapping[tuple[str, ...], Any]: ...
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -127,6 +136,21 @@ class Model:
     def map_weights(self, function: Callable[[Any], Any]) -> Model:
         """Apply ``function`` to the tree of specs and to the tree of parameters."""
         return self.replace(specs=function(self.specs), params=function(self.params))
+
+    def with_lora(self, adapter: LowRank) -> Model:
+        """The model with a low-rank adapter of its weights, whose arrays are among its parameters: `apply` can be
+        differentiated with respect to them.
+
+        Args:
+            adapter: `jaxinfer.lora.adapter.Adapter`.
+
+        Raises:
+            ValueError: the model has no such weight, or one that cannot have an adapter.
+        """
+        specs, params = self.specs, self.params
+        for path, delta in adapter.deltas.items():
+            specs, params = adapt(specs, params, self.family.param_specs(self.config), path, delta)
+        return self.replace(specs=specs, params=params)
 
     def with_specs(self, specs: ParamTree, dtype: str) -> Model:
         """The model with abstract parameters (`jax.ShapeDtypeStruct`), in ``dtype`` where their specs name no other."""

@@ -1,5 +1,6 @@
 """Storages of weights: arrays, `Quantized`, `Split`. A forward pass reads a weight through the functions here alone."""
 
+from jaxinfer.quant.adapted import Adapted
 from jaxinfer.quant.dispatch import grouped_matmul, grouped_path, matmul, matmul_heads, matmul_transposed, take
 from jaxinfer.quant.storage import (
     Quantized,
@@ -14,6 +15,7 @@ from jaxinfer.quant.storage import (
 )
 
 __all__ = [
+    "Adapted",
     "Quantized",
     "Split",
     "dense",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.quant.adapted import Adapted, unadapted
 from jaxinfer.quant.experts import grouped_product
 from jaxinfer.quant.observe import Observed
 from jaxinfer.quant.storage import Quantized, Split
@@ -20,6 +21,8 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
 
     float32 means float32: no TF32 and no bfloat16 passes.
     """
+    if isinstance(w, Adapted):
+        return w.added(x, matmul(x, w.base))
     if isinstance(w, Quantized | Split):
         return _stored(x, w)
     if isinstance(w, Observed):
@@ -30,6 +33,9 @@ def matmul(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
 
 def matmul_transposed(x: Float[Array, "... k"], w: Any) -> Float[Array, "... *n"]:
     """Contract the last dimensions of both: wide outputs whose weight lies as [out, in], like an embedding table."""
+    if isinstance(w, Adapted):
+        result = matmul_transposed(x, w.base)
+        return result if w.table else w.added(x, result)
     if isinstance(w, Quantized | Split):
         return _stored(x, w)
     if isinstance(w, Observed):
@@ -57,11 +63,15 @@ def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]
 
 def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
+    if isinstance(w, Adapted):
+        return w.added_to_taken(ids, take(w.base, ids))
     return w.take(ids) if isinstance(w, Quantized) else jnp.take(w, ids, axis=0, mode="clip")
 
 
 def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Groups) -> Float[Array, "tiles rows *n"]:
     """Multiply each tile's rows by the weights of the tile's expert, which lie as [experts, *n, k]."""
+    if isinstance(w, Adapted):
+        return w.added_in_tiles(x, grouped_matmul(x, w.base, groups), groups)
     if isinstance(w, Quantized | Split):
         return grouped_product(x, w, groups, _stored)
     if isinstance(w, Observed):
@@ -71,6 +81,7 @@ def grouped_matmul(x: Float[Array, "tiles rows k"], w: Any, groups: grouped.Grou
 
 def grouped_path(x: Float[Array, "... k"], *weights: Any) -> Literal["mosaic", "xla"]:
     """The path of `grouped_matmul` for numbers like ``x`` and all of these weights, which share their tiles."""
+    weights = tuple(map(unadapted, weights))
     if not all(isinstance(w, jax.Array) for w in weights):  # stored ones are dequantised tile by tile
         return "xla"
     chosen = (grouped.explain(jax.ShapeDtypeStruct((1, w.shape[-1]), x.dtype), w).path for w in weights)

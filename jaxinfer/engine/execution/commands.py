@@ -30,6 +30,8 @@ class DecodeBatch(NamedTuple):
     ``owners`` names the slot whose parameters each row uses. A row is its slot's own where the two are equal; any other
     one is fed a draft, see `jaxinfer.sampling.drafts`. None: all rows are their slots' own. ``branches`` tells apart
     the paths of a slot's drafts (0: the one of its own row); None: there is one.
+
+    ``loras``: the bank slot of each row's adapter; -1: it has none. None: the engine has no adapters.
     """
 
     tokens: Int[Any, " rows"]
@@ -38,6 +40,7 @@ class DecodeBatch(NamedTuple):
     tables: Int[Any, "groups rows width"]
     owners: Int[Any, " rows"] | None = None
     branches: Int[Any, " rows"] | None = None
+    loras: Int[Any, " rows"] | None = None
 
 
 class DraftBatch(NamedTuple):
@@ -77,7 +80,7 @@ class PrefillBatch(NamedTuple):
     """Prompt chunks: ``lengths`` tokens from ``starts``; ``tokens`` is padded to the program's size.
 
     A chunk of length 0 is idle. ``following``: the tokens behind the chunks, for a draft head; None: it sees none of
-    them.
+    them. ``loras``: of each chunk, as of a row of `DecodeBatch`.
     """
 
     tokens: Int[Any, "batch chunk"]
@@ -85,6 +88,7 @@ class PrefillBatch(NamedTuple):
     lengths: Int[Any, " batch"]
     tables: Int[Any, "groups batch width"]
     following: Int[Any, " batch"] | None = None
+    loras: Int[Any, " batch"] | None = None
 
 
 def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
@@ -93,7 +97,7 @@ def idle_batch(engine: ResolvedEngine, groups: int) -> DecodeBatch:
     none, tables = np.full(rows, -1, np.int32), np.zeros((groups, rows, engine.table_width), np.int32)
     owners = None if engine.speculative is None else np.arange(rows, dtype=np.int32)
     branches = np.zeros(rows, np.int32) if engine.drafts_trees else None
-    return DecodeBatch(none, none, none, tables, owners, branches)
+    return DecodeBatch(none, none, none, tables, owners, branches, none if engine.lora_slots else None)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -166,6 +170,17 @@ class PrefillLogprobs(Command[Logprobs]):
     batch: PrefillBatch
     following: Int32[np.ndarray, " chunk"]
     by_last_stage = True
+
+
+# ---- adapters
+
+
+class LoadLora(Command[None]):
+    """Write one part of an adapter (`jaxinfer.lora.parts`) into a slot of the banks, for programs that follow."""
+
+    slot: int
+    part: int
+    arrays: Mapping[str, Float32[np.ndarray, "..."]]
 
 
 # ---- pages, in all layers. Ids stand by group of the cache; a target beyond the pool is dropped.

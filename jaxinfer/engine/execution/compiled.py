@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
-from jaxinfer.engine.execution.placement import StageArrays, mask_words
+from jaxinfer.engine.execution.placement import StageArrays, mask_words, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
     StepState,
@@ -30,6 +30,8 @@ from jaxinfer.engine.execution.step import (
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
+from jaxinfer.quant.adapted import rows_of
+from jaxinfer.quant.banks import Banked, with_banks, write
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
@@ -50,6 +52,9 @@ class CompiledStage:
     They take a batch as `pack` makes it. Where other stages follow, ``decode`` and ``prefill`` are those of
     `PassPrograms`, and what needs the head or the sampler is None, as is ``decode_many`` where one step is the most. A
     draft model or head has ``draft`` in place of ``decode``; one without a cache has nothing else.
+
+    Where the engine has adapters, ``adapted`` has those programs again that compute, which take a `Banked` in place of
+    parameters, and ``load`` by the name of a part writes it into a slot of the banks.
     """
 
     prefill: Mapping[tuple[int, int], Callable[..., Any]]
@@ -63,12 +68,18 @@ class CompiledStage:
     admit: Any = None
     save_slot: Any = None
     restore_slot: Any = None
+    adapted: CompiledStage | None = None
+    load: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def temporaries(self) -> int:
         """Bytes that the hungriest program uses while it runs, see `temporary_bytes`."""
         widest = self.prefill[max(self.prefill, key=math.prod)] if self.prefill else None
         programs = (self.decode, self.draft, widest, self.prefill_logprobs)
-        return max(temporary_bytes(program) for program in programs if program is not None)
+        own = max(temporary_bytes(program) for program in programs if program is not None)
+        return own if self.adapted is None else max(own, self.adapted.temporaries())
+
+
+_ADAPTED = "_adapted"  # ends the names of programs with adapters
 
 
 class _Job(NamedTuple):
@@ -111,6 +122,7 @@ def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *
     work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
+    wanted += [name + _ADAPTED for name in wanted]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile([(work.mesh, jobs)])[0].values())
 
@@ -147,17 +159,27 @@ class _Work:
         return sorted({*((size, 1) for size in self.engine.prefill_sizes), *self.engine.wide_prefills})
 
     def named(self, done: dict[str, Any]) -> CompiledStage:
+        if self.arrays.banks is None:
+            return self._named(done)
+        adapted = {name.removesuffix(_ADAPTED): done.pop(name) for name in list(done) if name.endswith(_ADAPTED)}
+        load = {part: done[f"load_{like}"] for part, like in self._like_parts().items()}
+        plain = {name: program for name, program in done.items() if not name.startswith("load_")}
+        return dataclasses.replace(self._named(plain), adapted=self._named(adapted), load=load)
+
+    def _named(self, done: dict[str, Any]) -> CompiledStage:
         prefill = {(size, count): done.pop(f"prefill_{size}x{count}") for size, count in self.prefills}
         return CompiledStage(prefill=prefill, **done)
 
     # ---- programs
 
     def jobs(self) -> dict[str, _Job]:
-        rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
+        rest = {**self.moving(), **(self.keeping() if self.stage.last else {}), **self._loading()}
         return {**self.computing(), **{name: _of_ranks(job, self.mesh) for name, job in rest.items()}}
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
+        if self.arrays.banks is not None:
+            jobs |= {name + _ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
         return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
@@ -171,7 +193,7 @@ class _Work:
         return {"decode": decode, **self._prefill_jobs(programs.prefill, results)}
 
     def _whole(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, last_tokens, sampler, features) = self.engine, self.arrays
+        engine, (params, pools, slots, last_tokens, sampler, features, _) = self.engine, self.arrays
         limit, batch = engine.max_logprobs, self._decode_batch()
         state = StepState(pools, last_tokens, sampler, features)
         backend, spread = engine.attention_backend, engine.sequence_parallel_norms
@@ -190,6 +212,25 @@ class _Work:
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
         return jobs | self._prefill_jobs(programs.prefill, pages)
 
+    def _with_adapters(self, job: _Job) -> _Job:
+        """The job whose first argument is `Banked`, and whose batch says which adapter each row has."""
+        place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage.model, self.engine)
+        assert place is not None
+        batch = job.arguments[place]
+        chunked = isinstance(batch, PrefillBatch)
+
+        @functools.wraps(job.function)
+        def function(banked: Banked, *operands: Any) -> Any:
+            given = operands[place - 1]
+            loras = jnp.repeat(given.loras, given.tokens.shape[1]) if chunked else given.loras
+            adapted = with_banks(banked.params, banked.banks, rows_of(loras, slots, runs=chunked), targets)
+            return job.function(adapted, *operands)
+
+        loras = self._ints((batch.lengths if chunked else batch.positions).shape[0])
+        arguments = list(job.arguments)
+        arguments[0], arguments[place] = Banked(arguments[0], self.arrays.banks), batch._replace(loras=loras)
+        return job._replace(function=function, arguments=tuple(arguments))
+
     def _filled(self, pools: Any) -> Any:
         """Where the pools lie that a prefill program gives, and the features beside them."""
         return (_shardings(pools), self.replicated) if self.stage.prompts else _shardings(pools)
@@ -200,6 +241,23 @@ class _Work:
             arriving = None if self.stage.first else self._arriving(size * count)
             arguments = (*self.arrays[:2], self._prefill_batch(size, count), arriving)
             jobs[f"prefill_{size}x{count}"] = _Job(function, arguments, 1, results, batch=2)
+        return jobs
+
+    def _like_parts(self) -> dict[str, str]:
+        """For each part of the banks the first one with the same shapes: most layers are alike."""
+        firsts = dict[Any, str]()
+        return {
+            part: firsts.setdefault(tuple((name, bank.shape) for name, bank in banks.items()), part)
+            for part, banks in (self.arrays.banks or {}).items()
+        }
+
+    def _loading(self) -> dict[str, _Job]:
+        """Programs that write a part of an adapter into a slot."""
+        jobs = {}
+        for part in set(self._like_parts().values()):
+            banks = self.arrays.banks[part]
+            arrays = {name: self._array(bank.shape[1:], np.float32) for name, bank in banks.items()}
+            jobs[f"load_{part}"] = _Job(write, (banks, self._ints(), arrays), 0, _shardings(banks))
         return jobs
 
     def moving(self) -> dict[str, _Job]:
@@ -270,7 +328,7 @@ class _DraftWork(_Work):
         return {**self.computing(), **self.moving()}
 
     def computing(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, _, sampler, _) = self.engine, self.arrays
+        engine, (params, pools, slots, _, sampler, *_) = self.engine, self.arrays
         draft = make_draft_program(self.stage, engine.num_speculative_tokens, engine.attention_backend)
         pages = _shardings(pools)
         arguments = (params, slots, sampler, pools, self._draft_batch())
@@ -298,7 +356,7 @@ class _HeadWork(_Work):
         return {**self.computing(), **(self.moving() if self.arrays.pools else {})}
 
     def computing(self) -> dict[str, _Job]:
-        engine, (params, pools, slots, _, sampler, features) = self.engine, self.arrays
+        engine, (params, pools, slots, _, sampler, features, _) = self.engine, self.arrays
         most, paths = engine.num_speculative_tokens, engine.speculative_tree
         programs = HeadPrograms(self.stage, most, paths, engine.attention_backend)
         pages = _shardings(pools)

@@ -6,7 +6,7 @@ Of several processes each has those stages of which it has devices, and takes pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,10 +21,12 @@ from jaxinfer.engine.execution.compiled import CompiledStage, CompileProgress, c
 from jaxinfer.engine.execution.placement import (
     StageArrays,
     mask_words,
+    new_banks,
     new_features,
     new_pools_on,
     new_slots,
     place_params,
+    targets_of,
 )
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
 from jaxinfer.engine.execution.step import StepState, pack
@@ -34,6 +36,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import page_sharding, replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
+from jaxinfer.quant.banks import Banked
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
 
 _NONE: Any = None
@@ -41,12 +44,15 @@ _ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results tha
 
 
 class StageRuntime:
-    """A pipeline stage on its devices: parameters, pools (donated to each call), pages in host memory, executables."""
+    """A pipeline stage on its devices: parameters, banks of adapters, pools (donated to each call), pages in host memory,
+    executables."""
 
     def __init__(self, stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> None:
         model = stage.model
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
+        self.banks = new_banks(stage, engine, mesh)
+        self._parts = list(dict.fromkeys(path[0] for path in targets_of(model, engine)))
         self.pools = new_pools_on(model, engine, mesh)
         pages = page_sharding(mesh, model.cache_spec)
         self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
@@ -56,18 +62,35 @@ class StageRuntime:
         """Copy sampled tokens to this stage's devices, from device to device. Does not wait."""
         return jax.device_put(tokens, self.replicated)
 
+    def programs(self, batch: DecodeBatch | PrefillBatch) -> tuple[CompiledStage, Any, Int32[np.ndarray, " numbers"]]:
+        """The programs for a batch, and what they take as parameters and as the batch: those without adapters where no
+        row has one."""
+        if batch.loras is None or (batch.loras < 0).all():
+            return self.run, self.params, pack(batch._replace(loras=None))
+        assert self.run.adapted is not None and self.banks is not None
+        return self.run.adapted, Banked(self.params, self.banks), pack(batch)
+
+    def load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write a part of an adapter into the banks."""
+        assert self.banks is not None
+        name = self._parts[part]
+        own = {path.removeprefix(f"{name}/"): array for path, array in arrays.items()}
+        self.banks[name] = self.run.load[name](self.banks[name], np.int32(slot), own)
+
     def tokens(self, rows: int) -> Array:
         """Dummy last tokens for the first stage where all tokens come from the host."""
         return put_whole(np.zeros(rows, np.int32), self.replicated)
 
     def pass_decode(self, batch: DecodeBatch, arriving: Array | None, drafted: Array | None = None) -> Array:
         given = (drafted,) if self.stage.first and drafted is not None else ()
-        self.pools, hidden = self.run.decode(self.params, self.pools, pack(batch), arriving, *given)
+        run, params, packed = self.programs(batch)
+        self.pools, hidden = run.decode(params, self.pools, packed, arriving, *given)
         return hidden
 
     def pass_prefill(self, batch: PrefillBatch, arriving: Array | None) -> Array:
         count, size = batch.tokens.shape
-        self.pools, hidden = self.run.prefill[size, count](self.params, self.pools, pack(batch), arriving)
+        run, params, packed = self.programs(batch)
+        self.pools, hidden = run.prefill[size, count](params, self.pools, packed, arriving)
         return hidden
 
     def copy(self, source: Int32[np.ndarray, "groups copies"], target: Int32[np.ndarray, "groups copies"]) -> None:
@@ -186,10 +209,10 @@ class LocalExecutor:
 
     def _arrays(self, runtime: StageRuntime) -> StageArrays:
         if not runtime.stage.last:
-            return StageArrays(runtime.params, runtime.pools)
+            return StageArrays(runtime.params, runtime.pools, banks=runtime.banks)
         microbatch = self.microbatches[0]
         kept = microbatch.slots, microbatch.last_tokens, microbatch.sampler, microbatch.features
-        return StageArrays(runtime.params, runtime.pools, *kept)
+        return StageArrays(runtime.params, runtime.pools, *kept, runtime.banks)
 
     def run[Result](self, command: Command[Result]) -> Result:
         """Run a command: the one place that knows what each does."""
@@ -207,6 +230,8 @@ class LocalExecutor:
                 return self._prefill_logprobs(batch, following)
             case commands.DraftPrefill(batch):
                 return self._draft_prefill(batch)
+            case commands.LoadLora(slot, part, arrays):
+                return self._load(slot, part, arrays)
             case commands.SettlePages(hosts):
                 return self._each(lambda stage: stage.host.settle(hosts))
             case commands.CopyPages(source, target):
@@ -253,6 +278,10 @@ class LocalExecutor:
                 raise TypeError(f"no executor runs {command!r}")
         return None
 
+    def _load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
+        for runtime in self.runtimes:
+            runtime.load(slot, part, arrays)
+
     def _drop(self, snapshots: Sequence[int]) -> None:
         for number in snapshots:
             self._snapshots.pop(number, None)
@@ -271,8 +300,9 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE
         chosen, last = self.microbatches[microbatch], self.runtimes[-1]
-        operands = pack(batch), arriving, chosen.drafted, self._open_masks if masks is None else masks
-        state, sampled = last.run.decode(last.params, chosen.slots, self._state(chosen), *operands)
+        run, params, packed = last.programs(batch)
+        operands = packed, arriving, chosen.drafted, self._open_masks if masks is None else masks
+        state, sampled = run.decode(params, chosen.slots, self._state(chosen), *operands)
         self._update(chosen, state)
         return sampled
 
@@ -280,8 +310,8 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE, _NONE
         chosen, last = self.microbatches[0], self.runtimes[-1]
-        operands = pack(batch), np.int32(steps)
-        state, sampled, ran = last.run.decode_many(last.params, chosen.slots, self._state(chosen), *operands)
+        run, params, packed = last.programs(batch)
+        state, sampled, ran = run.decode_many(params, chosen.slots, self._state(chosen), packed, np.int32(steps))
         self._update(chosen, state)
         return sampled, ran
 
@@ -293,19 +323,19 @@ class LocalExecutor:
         return drafted
 
     def _draft_prefill(self, batch: PrefillBatch) -> None:
-        count, size = batch.tokens.shape
+        (count, size), plain = batch.tokens.shape, batch._replace(loras=None)
         for runtime in self.drafting:
             if not runtime.stage.is_head:
-                runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), None)
+                runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(plain), None)
 
     def _head_prefill(self, batch: PrefillBatch, filled: Any) -> list[LayerPool]:
         """Show the draft head, if there is one, the features of prompt chunks; the pools that were filled with them."""
         if not self.runtimes[-1].stage.prompts:
             return cast(list[LayerPool], filled)
         (runtime,), (pools, features) = self.drafting, filled
-        count, size = batch.tokens.shape
+        (count, size), plain = batch.tokens.shape, batch._replace(loras=None)
         if batch.following is not None:
-            runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(batch), features)
+            runtime.pools = runtime.run.prefill[size, count](runtime.params, runtime.pools, pack(plain), features)
         return pools
 
     def _prefill(self, batch: PrefillBatch) -> None:
@@ -313,8 +343,9 @@ class LocalExecutor:
         count, size = batch.tokens.shape
         arriving = self._chunks_through(batch)
         if self.microbatches:
-            last, seen = self.runtimes[-1], pack(batch._replace(following=None))
-            filled = last.run.prefill[size, count](last.params, last.pools, seen, arriving)
+            last = self.runtimes[-1]
+            run, params, seen = last.programs(batch._replace(following=None))
+            filled = run.prefill[size, count](params, last.pools, seen, arriving)
             last.pools = self._head_prefill(batch, filled)
 
     def _prefill_logprobs(self, batch: PrefillBatch, following: Int32[np.ndarray, " chunk"]) -> Logprobs:
@@ -323,8 +354,8 @@ class LocalExecutor:
         if not self.microbatches:
             return _ELSEWHERE.logprobs
         last = self.runtimes[-1]
-        operands = pack(batch._replace(following=None)), arriving, following
-        filled, logprobs = last.run.prefill_logprobs(last.params, last.pools, *operands)
+        run, params, seen = last.programs(batch._replace(following=None))
+        filled, logprobs = run.prefill_logprobs(params, last.pools, seen, arriving, following)
         last.pools = self._head_prefill(batch, filled)
         return logprobs
 

@@ -59,16 +59,17 @@ class Budget:
 @dataclasses.dataclass(frozen=True)
 class Needs:
     """Bytes that an engine needs: those of its weights, of the sampler's state, of one page of the KV pool over all
-    layers, and of what programs use while they run (None: not known yet)."""
+    layers, of what programs use while they run (None: not known yet), and of the banks of adapters."""
 
     weights: int
     sampler: int
     page: int
     temporaries: int | None = None
+    adapters: int = 0
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.sampler + (self.temporaries or 0)
+        return self.weights + self.sampler + (self.temporaries or 0) + self.adapters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,8 @@ def _require_fit(needs: Needs, budget: Budget, pages: int, purpose: str, out: Ca
     total = needs.fixed + pages * needs.page
     if total <= budget.bytes:
         return
-    parts = {"weights": needs.weights, "temporaries": needs.temporaries, "sampler state": needs.sampler}
+    parts = {"weights": needs.weights, "adapters": needs.adapters, "temporaries": needs.temporaries}
+    parts["sampler state"] = needs.sampler
     terms = [f"{name} {_size(size)}" for name, size in parts.items() if size]
     raise EngineConfigError(
         f"{' + '.join([*terms, f'{purpose} {_size(pages * needs.page)}'])} = {_size(total)} > {budget}: {out()}"
@@ -249,7 +251,8 @@ def stage_needs(part: Stage, engine: ResolvedEngine, arrays: StageArrays) -> Nee
         mesh = jax.tree.leaves(arrays.params)[0].sharding.mesh
         weights += device_bytes(abstract_params(unshared(draft.model, part.model), mesh))
         page += _page_bytes(draft.model, engine)
-    return Needs(weights, device_bytes((arrays.sampler, arrays.features)) * engine.microbatches, page)
+    sampler, adapters = device_bytes((arrays.sampler, arrays.features)), device_bytes(arrays.banks)
+    return Needs(weights, sampler * engine.microbatches, page, adapters=adapters)
 
 
 def _page_bytes(model: Model, engine: ResolvedEngine) -> int:

@@ -21,8 +21,9 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
 from jaxinfer.parallel.processes import put_whole
+from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import ParamSpec
+from jaxinfer.types import LoRATarget, ParamSpec
 
 
 def spread_model(model: Model, mesh: Mesh) -> Model:
@@ -87,7 +88,7 @@ def abstract_params(model: Model, mesh: Mesh) -> Any:
 
 class StageArrays(NamedTuple):
     """Arrays that a pipeline stage keeps on its devices. The sampler's part is with the last stage alone, else None;
-    ``features`` where a draft head reads them."""
+    ``features`` where a draft head reads them, ``banks`` where the engine has adapters."""
 
     params: Any
     pools: list[LayerPool]
@@ -95,6 +96,32 @@ class StageArrays(NamedTuple):
     last_tokens: Any = None  # [rows]
     sampler: Any = None  # SlotState
     features: Any = None  # [rows, window, width]
+    banks: Any = None  # Banks
+
+
+def targets_of(model: Model, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
+    """What adapters of a model may change (`jaxinfer.lora.parts`); nothing where the engine has no adapters."""
+    if not engine.lora_slots:
+        return {}
+    return lora_targets(model.specs, model.family.param_specs(model.config), engine.max_lora_rank)
+
+
+def new_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> dict[str, dict[str, jax.Array]] | None:
+    """Banks of a stage that hold no adapter yet; None: it has none."""
+    made = abstract_banks(stage, engine, mesh)
+    return None if made is None else jax.tree.map(lambda x: put_whole(jnp.zeros(x.shape, x.dtype), x.sharding), made)
+
+
+def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
+    """Banks as `new_banks` gives them, as `jax.ShapeDtypeStruct`."""
+    if stage.drafts or not engine.lora_slots:
+        return None
+
+    def placed(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        dtype = jnp.dtype(spec.dtype or stage.model.dtype)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=param_sharding(mesh, spec))
+
+    return jax.tree.map(placed, bank_specs(targets_of(stage.model, engine), engine.lora_slots))
 
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:
@@ -116,13 +143,13 @@ def abstract_arrays(stage: Stage, engine: ResolvedEngine, limits: SamplingLimits
     """Arrays that a stage will keep, as `jax.ShapeDtypeStruct`; of the slots, those of one microbatch."""
     model, rows = stage.model, engine.rows // engine.microbatches
     placed = abstract(jax.eval_shape(lambda: _pools(model, engine, mesh)), pool_sharding(mesh, model.cache_spec))
-    params = abstract_params(model, mesh)
+    params, banks = abstract_params(model, mesh), abstract_banks(stage, engine, mesh)
     if not stage.last:
-        return StageArrays(params, placed)
+        return StageArrays(params, placed, banks=banks)
     slots = abstract(HostSlots(rows, limits).snapshot(), replicated(mesh))
     made = jax.eval_shape(lambda: (*_slots(model, rows, limits), _features(stage, engine)))
     last_tokens, sampler, features = abstract(made, replicated(mesh))
-    return StageArrays(params, placed, slots, last_tokens, sampler, features)
+    return StageArrays(params, placed, slots, last_tokens, sampler, features, banks)
 
 
 def abstract(tree: Any, sharding: NamedSharding | None = None) -> Any:

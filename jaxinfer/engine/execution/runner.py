@@ -95,6 +95,8 @@ class Runner:
         self._import(plan.imports)
         self._save_preempted(plan.preempted)
         self._admit(plan.admitted)
+        for load in plan.loads:
+            self._executor.run(commands.LoadLora(*load))
         prompt = self._prefills(plan.prefills)
         drafted = self._draft(plan) if plan.drafts and self._engine.drafts_on_device else None
         sampled, ran = self._decode(plan) if plan.decodes else (None, None)
@@ -213,13 +215,16 @@ class Runner:
         tokens, (starts, lengths) = np.zeros((count, size), np.int32), np.zeros((2, count), np.int32)
         tables = np.zeros((self._groups, count, self._engine.table_width), np.int32)
         following = np.zeros(count, np.int32) if self._engine.drafts_by_head else None
+        loras = np.full(count, -1, np.int32) if self._engine.lora_slots else None
         for index, plan in enumerate(plans):
             starts[index], lengths[index], _ = start, length, _ = plan.chunk
             tokens[index, :length] = plan.sequence.tokens[start : start + length]
             tables[:, index] = self._tables[:, plan.sequence.slot]
             if following is not None:
                 following[index] = plan.sequence.tokens[start + length]
-        return PrefillBatch(tokens, starts, lengths, tables, following)
+            if loras is not None:
+                loras[index] = plan.sequence.lora_slot
+        return PrefillBatch(tokens, starts, lengths, tables, following, loras)
 
     # ---- decode rows
 
@@ -300,6 +305,14 @@ class Runner:
 
     def _decode_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
         """The rows of a microbatch; those without a plan are idle."""
+        batch = self._rows_batch(microbatch, plans)
+        if not self._engine.lora_slots:
+            return batch
+        loras = np.full(self._rows, -1, np.int32)
+        loras[[plan.row for plan in plans]] = [plan.sequence.lora_slot for plan in plans]
+        return batch._replace(loras=loras)
+
+    def _rows_batch(self, microbatch: int, plans: Sequence[DecodePlan]) -> DecodeBatch:
         microbatches = self._engine.microbatches
         tokens, positions, generated = np.full((3, self._rows), -1, np.int32)
         sequences, *columns = zip(*plans, strict=True) if plans else ((), (), (), (), ())

@@ -40,6 +40,14 @@ class DecodePlan(NamedTuple):
     branch: int = 0
 
 
+class LoraLoad(NamedTuple):
+    """One part of an adapter (`jaxinfer.lora.parts`) that goes into a slot of the banks."""
+
+    slot: int
+    part: int
+    arrays: Mapping[str, np.ndarray]
+
+
 class Branch(NamedTuple):
     """A further path of a draft, in pages of its own: those of a ``slot`` of the KV cache behind all that have rows."""
 
@@ -114,6 +122,7 @@ class StepPlan:
         draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
         pairs: what a draft head has not seen of the sequences that it drafts for.
         masks: of decode rows, by row, that a grammar holds: the tokens that they may say, as int32 words.
+        loads: parts of adapters that are written before anything of this step is computed.
         forced: drafts among the decode rows, besides ``drafts``, of what a grammar leaves no choice about.
     """
 
@@ -131,10 +140,11 @@ class StepPlan:
     pairs: list[Pairs] = dataclasses.field(default_factory=list)
     masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     forced: list[Draft] = dataclasses.field(default_factory=list)
+    loads: Row[LoraLoad] = ()
 
     def __bool__(self) -> bool:
         runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
-        return bool(runs or moves or self.admitted or self.preempted)
+        return bool(runs or moves or self.admitted or self.preempted or self.loads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Sequence:
     final_length: int  # most tokens that can ever have keys: the last generated one is never fed
     status: Status = Status.WAITING
     slot: int = -1
+    lora_slot: int = -1  # its adapter's in the banks; -1: it has none
     scheduled: int = 0
     in_flight: int = 0
     sampled: int = -1

@@ -1,0 +1,57 @@
+"""An adapter as a device takes it: layer by layer, in the shapes of its banks. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.types import LoRATarget
+
+Path = tuple[str, ...]
+
+
+def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str, Float32[np.ndarray, "..."]]]:
+    """All arrays of a bank's slot: those of the adapter, padded, and zeros (magnitudes: ones) for all else.
+
+    A part has the parameters whose paths begin alike; parts stand in the order of ``targets``. Arrays are named
+    "path/of/parameter:a", "...:b", "...:magnitude" and "...:bias".
+
+    Raises:
+        ValueError: a parameter of the adapter has no bank, or its arrays do not fit there.
+    """
+    for path in adapter.deltas.keys() - targets.keys():
+        raise ValueError(f"{'.'.join(path)}: an adapter of it cannot be served beside others; merge it into the model")
+    found = dict[str, dict[str, np.ndarray]]()
+    for path, target in targets.items():
+        arrays, name = _arrays(path, adapter.deltas.get(path), target), "/".join(path)
+        found.setdefault(path[0], {}).update({f"{name}:{kind}": array for kind, array in arrays.items()})
+    return list(found.values())
+
+
+def _arrays(path: Path, delta: Delta | None, target: LoRATarget) -> dict[str, np.ndarray]:
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in target.shapes.items()}
+    arrays["magnitude"][...] = 1.0
+    if delta is None:
+        return arrays
+    _require_fit(path, delta, target)
+    rank = delta.a.shape[-2]
+    arrays["a"][..., :rank, :], arrays["b"][..., :rank] = delta.a, delta.b
+    for name, value in (("magnitude", delta.magnitude), ("bias", delta.bias)):
+        if value is not None:
+            arrays[name][...] = value
+    return arrays
+
+
+def _require_fit(path: Path, delta: Delta, target: LoRATarget) -> None:
+    rank, most, name = delta.a.shape[-2], target.a[-2], ".".join(path)
+    if rank > most:
+        raise ValueError(f"{name} has an adapter of rank {rank}, and max_lora_rank has room for {most}")
+    wanted = {"a": (*target.a[:-2], rank, target.a[-1]), "b": (*target.b[:-1], rank)}
+    wanted |= {"magnitude": target.b[:-1], "bias": target.b[:-1]}
+    for kind, shape in wanted.items():
+        value = getattr(delta, kind)
+        if value is not None and value.shape != shape:
+            raise ValueError(f"{name}: {kind} of the adapter is {value.shape} and must be {shape}")

@@ -1,0 +1,190 @@
+"""Weights with low-rank adapters (Hu et al. 2021): `Adapted` stands where a weight stood, and holds it.
+
+It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows that share an adapter lie
+in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.grouped_matmul`): a row's
+result depends on no other row, nor on what else lies in the bank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import ItemsView, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.parallel.mesh import spread_over
+from jaxinfer.quant.storage import is_spread
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.grouped_matmul import Groups, group
+
+_RUN = 16  # rows of a tile where neighbours share an adapter: the same in all prefill programs
+
+
+class Rows(NamedTuple):
+    """The adapter of each row of a step.
+
+    Attributes:
+        slots: its place in the banks; -1: none.
+        groups: the rows in tiles, each of one adapter.
+    """
+
+    slots: Int[Array, " rows"]
+    groups: Groups
+
+
+def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Rows:
+    """Deal out rows to tiles, once for all weights of a step.
+
+    Args:
+        count: of slots.
+        runs: neighbours mostly share an adapter: rows of prompt chunks.
+    """
+    spread = max(1, 2 * slots.shape[0] // _RUN) if runs else None
+    return Rows(slots, group(slots, count, most=slots.shape[0], spread=spread))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["base", "a", "b", "magnitude", "bias", "rows"],
+    meta_fields=["axes", "table"],
+)
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight and its adapters: a product with it is ``magnitude * (base + x a^T b^T) + bias``.
+
+    Attributes:
+        base: an array, in the orientation that its layer reads, or any storage.
+        a: [rank, in]; of experts [experts, rank, in]; of a table [rank, table's rows]. A bank has [slots, ...].
+        b: [*out, rank]; of experts [experts, *out, rank].
+        magnitude, bias: [*out]; of experts [experts, *out]. None: 1, and nothing.
+        rows: None: there is one adapter, which all rows have.
+        axes: logical axes of [*out, in], of which the inputs' is the last.
+        table: it is read by rows (`take`). A product with it, as of a tied head, has no adapter.
+    """
+
+    base: Any
+    a: Any
+    b: Any
+    magnitude: Any = None
+    bias: Any = None
+    rows: Rows | None = None
+    axes: tuple[str | None, ...] = ()
+    table: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return self.base.dtype
+
+    @property
+    def size(self) -> int:
+        return int(self.base.size)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Arrays and storages by name."""
+        named = {name: getattr(self, name) for name in ("base", "a", "b", "magnitude", "bias")}
+        return {name: value for name, value in named.items() if value is not None}.items()
+
+    def rebuilt(self, arrays: Mapping[str, Any]) -> Adapted:
+        """The same with other leaves."""
+        return dataclasses.replace(self, **arrays)
+
+    def added(self, x: Float[Array, "*batch k"], base: Float[Array, "*batch *out"]) -> Float[Array, "*batch *out"]:
+        """What the adapters make of ``base``, the weight's own product with ``x``."""
+        if self.rows is None:
+            scale, offset = self.magnitude, self.bias
+            return _combined(base, _dot(_dot(x, self.a), self.b), scale, offset)
+        out = base.shape[x.ndim - 1 :]
+        flat, own = x.reshape(-1, x.shape[-1]), lax.optimization_barrier(base).reshape(-1, *out)
+        return self._chosen(own, self._delta(flat, self.rows.groups)).reshape(base.shape)
+
+    def _delta(self, x: Float[Array, "rows k"], groups: Groups) -> Float[Array, "rows *out"]:
+        if not is_spread():
+            return _low_rank(x, self.a, self.b, groups, None)
+        *outs, along = spread_over(self.axes, (*self.b.shape[1:-1], self.a.shape[-1]))
+        specs = (
+            PartitionSpec(None, along),
+            PartitionSpec(None, None, along),
+            PartitionSpec(None, *outs),
+            PartitionSpec(),
+        )
+        run = jax.shard_map(
+            functools.partial(_low_rank, along=along),
+            in_specs=specs,
+            out_specs=PartitionSpec(None, *outs),
+            check_vma=False,
+        )
+        result: jax.Array = run(x, self.a, self.b, groups)
+        return result
+
+    def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
+        """The adapted rows, and beside them those without an adapter: the weight's own, bit by bit."""
+        assert self.rows is not None
+        slots = self.rows.slots
+        scale, offset = (None if one is None else one[slots] for one in (self.magnitude, self.bias))
+        has = (slots >= 0).reshape(-1, *[1] * (base.ndim - 1))
+        return jnp.where(has, _combined(base, delta, scale, offset), base)
+
+    def added_in_tiles(
+        self, x: Float[Array, "tiles rows k"], base: Float[Array, "tiles rows *n"], groups: Groups
+    ) -> Float[Array, "tiles rows *n"]:
+        """What the adapters of experts make of the product of their tiles' rows."""
+        if self.rows is None:
+            delta = grouped.matmul(grouped.matmul(x, self.a, groups), self.b, groups)
+            each = (None if one is None else groups.of_tiles(one) for one in (self.magnitude, self.bias))
+            return _combined(base, delta, *each)
+        (count, experts), tokens = self.a.shape[:2], self.rows.slots.shape[0]
+        top_k = groups.places.shape[0] // tokens
+        slots = self.rows.slots.at[groups.entries // top_k].get(mode="fill", fill_value=-1)
+        owners = jnp.arange(x.shape[0]) if groups.experts is None else groups.experts
+        pairs = jnp.where(slots >= 0, slots * experts + owners[:, None], -1).reshape(-1)
+        names = ("a", "b", "magnitude", "bias")
+        flat = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in flat.items()}
+        rows = Rows(pairs, group(pairs, count * experts, most=tokens))
+        of_pairs = dataclasses.replace(self, rows=rows, axes=self.axes[1:], **flat)
+        result = of_pairs.added(x.reshape(-1, x.shape[-1]), base.reshape(-1, *base.shape[2:]))
+        return result.reshape(base.shape)
+
+    def added_to_taken(self, ids: Int[Array, "*batch"], base: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        """What the adapter makes of a table's rows."""
+        hidden = jnp.moveaxis(jnp.take(self.a, ids, axis=-1, mode="clip"), 0, -1).astype(base.dtype)
+        return _combined(base, _dot(hidden, self.b), self.magnitude, self.bias)
+
+
+def unadapted(weight: Any) -> Any:
+    """The weight itself."""
+    return weight.base if isinstance(weight, Adapted) else weight
+
+
+def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, along: Any) -> jax.Array:
+    """Shrink and expand each row by its adapter; zeros for rows without one."""
+    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
+    hidden = grouped.matmul(tiles, a, groups)
+    if along:
+        hidden = lax.psum(hidden, along)
+    delta = grouped.matmul(hidden, b, groups)
+    return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Contract the last dimensions of both."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (w.ndim - 1,)), ((), ())), precision=precision)
+
+
+def _combined(base: jax.Array, delta: jax.Array, magnitude: Any, bias: Any) -> jax.Array:
+    """In float32, in the dtype of ``base``."""
+    total = base.astype(jnp.float32) + delta.astype(jnp.float32)
+    total = total if magnitude is None else total * magnitude
+    total = total if bias is None else total + bias
+    return total.astype(base.dtype)

@@ -1,0 +1,154 @@
+"""Banks of adapters: for each weight that adapters may change, arrays with a place for each of some adapters."""
+
+from __future__ import annotations
+
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.quant.adapted import Adapted, Rows
+from jaxinfer.types import LoRATarget, ParamSpec, ParamTree
+
+Path = tuple[str, ...]
+Targets = Mapping[Path, LoRATarget]
+# By part, the first of a path (a layer), and by "rest/of/path:array".
+Banks = Mapping[str, Mapping[str, Any]]
+_TABLE = "embed"  # the parameters that a decoder reads by tokens
+
+
+class Banked(NamedTuple):
+    """Parameters and banks: what programs with adapters take in place of parameters."""
+
+    params: Any
+    banks: Banks
+
+
+def lora_targets(specs: ParamTree, declared: ParamTree, rank: int) -> dict[Path, LoRATarget]:
+    """All weights of a model's layers that are read by products, with the shapes that an adapter's arrays have there.
+
+    Tables of the vocabulary are none: a head's bank would cost every step that has any adapter.
+
+    Args:
+        specs: the model's; weights may be stored in any way.
+        declared: as its family declares them.
+        rank: of an adapter; one of a weight that is several tensors of a checkpoint has as many times that.
+    """
+    found = {}
+    for path, node in _weights(specs):
+        spec = node if isinstance(node, ParamSpec) else _at(declared, path)
+        if isinstance(spec, ParamSpec) and spec.inputs is not None and "vocab" not in spec.axes:
+            found[path] = _target(spec, rank)
+    return found
+
+
+def _target(spec: ParamSpec, rank: int) -> LoRATarget:
+    shape, axes = spec.shape, spec.axes
+    if spec.inputs == 0:
+        shape, axes = (*shape[1:], shape[0]), (*axes[1:], axes[0])
+    experts = shape[:1] if axes[0] == "expert" else ()
+    tensors = len({source.name for source in spec.sources})
+    whole = rank * max(1, tensors // math.prod(experts))
+    return LoRATarget((*experts, whole, shape[-1]), (*shape[:-1], whole), axes)
+
+
+def _weights(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Parameters, whatever stores them."""
+    for name, node in tree.items():
+        here = (*path, name)
+        yield from _weights(node, here) if isinstance(node, Mapping) else [(here, node)]
+
+
+def _at(tree: Any, path: Path) -> Any:
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def bank_specs(targets: Targets, slots: int) -> dict[str, dict[str, ParamSpec]]:
+    """The banks, spread over devices as the weights are that they adapt."""
+    banks = dict[str, dict[str, ParamSpec]]()
+    for path, target in targets.items():
+        axes, own = _axes(target), banks.setdefault(path[0], {})
+        for name, shape in target.shapes.items():
+            dtype = None if name in ("a", "b") else "float32"
+            own[bank_name(path, name)] = ParamSpec((slots, *shape), (None, *axes[name]), init="zeros", dtype=dtype)
+    return banks
+
+
+def _axes(target: LoRATarget) -> dict[str, tuple[str | None, ...]]:
+    """Logical axes of an adapter's arrays."""
+    *outs, inputs = target.axes
+    experts = outs[: len(target.a) - 2]
+    return {"a": (*experts, None, inputs), "b": (*outs, None), "magnitude": (*outs,), "bias": (*outs,)}
+
+
+def bank_name(path: Path, array: str) -> str:
+    """The name of an array within its part."""
+    return f"{'/'.join(path[1:])}:{array}"
+
+
+def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
+    """The parameters with the adapters of a step's rows."""
+    for path, target in targets.items():
+        arrays = {name: banks[path[0]][bank_name(path, name)] for name in target.shapes}
+        params = replaced(params, path, Adapted(_at(params, path), **arrays, rows=rows, axes=target.axes))
+    return params
+
+
+def replaced(tree: Any, path: Path, node: Any) -> Any:
+    """The tree with another node at a path."""
+    first, *rest = path
+    return {**tree, first: replaced(tree[first], tuple(rest), node) if rest else node}
+
+
+def write(
+    banks: Mapping[str, Float[Array, "slots *shape"]],
+    slot: Int[Array, ""],
+    arrays: Mapping[str, Float[Array, "*shape"]],
+) -> dict[str, Float[Array, "slots *shape"]]:
+    """One part's banks with an adapter in a slot."""
+    return {
+        name: lax.dynamic_update_index_in_dim(bank, arrays[name].astype(bank.dtype), slot, 0)
+        for name, bank in banks.items()
+    }
+
+
+def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) -> tuple[Any, Any]:
+    """Trees of specs and of parameters in which the weight at a path has one adapter, for all rows.
+
+    Args:
+        declared: see `lora_targets`.
+        delta: `jaxinfer.lora.adapter.Delta`; its arrays may be traced.
+
+    Raises:
+        ValueError: there is no such weight, it can have no adapter, or has one already, or of other shapes.
+    """
+    spec, name = _at(declared, path), ".".join(path)
+    if not isinstance(spec, ParamSpec) or spec.inputs is None or isinstance(_at(params, path), Adapted):
+        raise ValueError(f"{name} cannot have an adapter: it is no weight of the model, or has one already")
+    table, rank = path[0] == _TABLE, delta.a.shape[-2]
+    target = _of_table(spec) if table else _target(spec, 1)
+    wanted = LoRATarget((*target.a[:-2], rank, target.a[-1]), (*target.b[:-1], rank), target.axes)
+    given = {each: getattr(delta, each) for each in wanted.shapes}
+    arrays = {each: jnp.asarray(value) for each, value in given.items() if value is not None}
+    for each, value in arrays.items():
+        if value.shape != wanted.shapes[each]:
+            raise ValueError(f"{name}: {each} of the adapter is {value.shape} and must be {wanted.shapes[each]}")
+    axes = _axes(target)
+    leaves = {each: ParamSpec(value.shape, axes[each], dtype=str(value.dtype)) for each, value in arrays.items()}
+    adapted, of_specs = (
+        Adapted(_at(tree, path), **own, axes=target.axes, table=table)
+        for tree, own in ((params, arrays), (specs, leaves))
+    )
+    return replaced(specs, path, of_specs), replaced(params, path, adapted)
+
+
+def _of_table(spec: ParamSpec) -> LoRATarget:
+    """Of a table that is read by rows: these are the inputs."""
+    rows, width = spec.shape
+    return LoRATarget((1, rows), (width, 1), spec.axes[::-1])
