@@ -91,6 +91,14 @@ class Pairs(NamedTuple):
     end: int
 
 
+class LoraLoad(NamedTuple):
+    """One ``part`` of an adapter, to be written into a ``slot`` of the banks: arrays by "path/of/parameter:a"."""
+
+    slot: int
+    part: int
+    arrays: Mapping[str, np.ndarray]
+
+
 class Preempted(NamedTuple):
     """A sequence that leaves ``slot`` and will be back: its sampler state must be kept."""
 
@@ -115,6 +123,7 @@ class StepPlan:
         pairs: what a draft head has not seen of the sequences that it drafts for.
         masks: of decode rows, by row, that a grammar holds: the tokens that they may say, as int32 words.
         forced: drafts among the decode rows, besides ``drafts``, of what a grammar leaves no choice about.
+        loads: parts of adapters, to be written before any program runs.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)
@@ -131,9 +140,10 @@ class StepPlan:
     pairs: list[Pairs] = dataclasses.field(default_factory=list)
     masks: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     forced: list[Draft] = dataclasses.field(default_factory=list)
+    loads: Row[LoraLoad] = ()
 
     def __bool__(self) -> bool:
-        runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports
+        runs, moves = self.prefills or self.decodes, self.exports or self.copies or self.imports or self.loads
         return bool(runs or moves or self.admitted or self.preempted)
 
 

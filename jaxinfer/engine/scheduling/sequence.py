@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from array import array
+from collections.abc import Sequence as Row
 
 from jaxinfer.engine.scheduling.stats import Times
 from jaxinfer.kv.manager import Swapped
@@ -13,7 +14,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Acceptance
 from jaxinfer.structured.masks import Held
 from jaxinfer.structured.thinking import Thought
-from jaxinfer.types import FinishReason, PositionLogprobs, Request
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 
 class Status(enum.Enum):
@@ -49,6 +50,7 @@ class Sequence:
     final_length: int  # most tokens that can ever have keys: the last generated one is never fed
     status: Status = Status.WAITING
     slot: int = -1
+    lora_slot: int = -1  # of its adapter, while it runs
     scheduled: int = 0
     in_flight: int = 0
     sampled: int = -1
@@ -125,6 +127,19 @@ class Sequence:
                 self.finish_reason = FinishReason.LENGTH
                 break
         return count
+
+    def added(self, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]) -> SequenceDelta:
+        """The delta of earlier rows of a step, or a new one, with what the sequence has just taken."""
+        if delta is not None:
+            delta.token_ids += tokens
+            delta.logprobs = [*delta.logprobs, *logprobs]
+            return delta
+        delta = SequenceDelta(self.request.request_id, self.index, tokens, logprobs)
+        if self.generated == len(tokens):
+            delta.cached_tokens = self.cached
+            if self.request.params.prompt_logprobs is not None:
+                delta.prompt_logprobs = self.prompt_logprobs
+        return delta
 
 
 def needs_sampler_state(request: Request) -> bool:
