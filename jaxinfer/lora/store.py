@@ -15,6 +15,8 @@ from jaxinfer.names import advice
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import LoRARef
 
+_SHOWN = 8  # names in a message
+
 
 class LoRAError(ValueError):
     """An adapter that cannot be served; says which, and why."""
@@ -126,7 +128,8 @@ class LoRAStore:
 
     def _known(self, name: str) -> str:
         if name not in self._names:
-            known = ", ".join(sorted(self._names)) or "none"
+            first, more = sorted(self._names)[:_SHOWN], max(0, len(self._names) - _SHOWN)
+            known = f"{', '.join(first) or 'none'}{f' and {more} more' if more else ''}"
             hint = advice(name, self._names)
             raise RequestError("lora", f"={name!r} is no adapter that is loaded{hint and f', {hint}'}: known: {known}")
         return self._names[name]
