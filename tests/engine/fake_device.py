@@ -412,9 +412,7 @@ class FakeDevice:
     def _prefill(self, plan: PrefillPlan) -> list[PositionLogprobs]:
         sequence, (start, length, size) = plan.sequence, plan.chunk
         klass = self._model.class_of[size]
-        chain = Chain(
-            self._model.windows, start, self._context(sequence, start, compare=True), self._adapter(sequence)
-        )
+        chain = Chain(self._model.windows, start, self._context(sequence, start, compare=True), self._adapter(sequence))
         prompt = sequence.prompt
         seen = [chain.feed(token, klass) for token in prompt[start : start + length]]
         self._write(sequence, start, chain.new, klass)

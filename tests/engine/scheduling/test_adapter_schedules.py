@@ -1,4 +1,4 @@
-"""1,000 random schedules of loads, unloads, reloads under one name, requests and aborts: nothing stale, nothing lost."""
+"""1,000 random schedules of loads, unloads, reloads under one name, requests and aborts: nothing is stale or lost."""
 
 from __future__ import annotations
 

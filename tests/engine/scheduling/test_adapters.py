@@ -111,6 +111,24 @@ def test_a_rare_adapter_gets_a_slot_from_those_that_never_rest() -> None:
     loop.drain()
 
 
+def test_who_waits_for_a_turn_keeps_the_slot_until_then() -> None:
+    """Two adapters, one slot, and no room to run: else each would be thrown out for the other, over and over."""
+    loop, store, now = loop_of(1, Folders(a=1, b=2), max_num_seqs=1)
+    now.late = True
+    loop.add(ask(store, "a", "a"))
+    loop.add(ask(store, "b", "b"))
+    loop.step()
+    loop.add(ask(store, "base", None, most=60))
+    loop.step()
+    now.late = False
+    now.run()
+    loads = 0
+    while "base" in loop.live:
+        loads += len(loop.step().loads)
+    assert loads == PARTS
+    loop.drain()
+
+
 def test_an_adapter_that_cannot_be_had_ends_its_requests_with_the_reason() -> None:
     folders = Folders(a=1, b=2)
     loop, store, _ = loop_of(1, folders, capacity=1)
