@@ -6,7 +6,7 @@ import collections
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
@@ -290,20 +290,13 @@ class AdapterQueue[W: Waiter]:
         self._held_count += sign
         self._held_tokens += sign * len(sequence.request.prompt_token_ids)
 
-    # ---- figures
-
-    @property
-    def held(self) -> int:
-        """Sequences that wait for adapters."""
-        return self._held_count
-
-    def check(self) -> None:
-        """Check that running sequences have all pins.
+    def check(self, running: Iterable[W]) -> None:
+        """Check that those who run have all pins, and the slots of their adapters.
 
         Raises:
             AssertionError: they have not.
         """
-        self._slots.check(self._running)
+        self._slots.check([(lora.identity, each.lora_slot) for each in running if (lora := each.request.lora)])
 
 
 class NoAdapters:
@@ -330,7 +323,7 @@ class NoAdapters:
     def rest(self) -> None:
         """Nothing comes."""
 
-    def check(self) -> None:
+    def check(self, running: Iterable[Any]) -> None:
         """Nothing is pinned."""
 
 

@@ -144,15 +144,18 @@ class Slots:
         self._now += 1
         return self._now
 
-    def check(self, pins: Mapping[str, int]) -> None:
-        """Check that ``pins`` of running sequences are all that there are, and each adapter is in one slot.
+    def check(self, running: Sequence[tuple[str, int]]) -> None:
+        """Check that all pins are those of who runs, and each adapter is in one slot.
+
+        Args:
+            running: the adapter of each sequence that runs with one, and the slot in which it believes that to be.
 
         Raises:
             AssertionError: they are not.
         """
-        held = {each.identity: each.pins for each in self._slots if each.pins}
-        if held != dict(pins):
-            raise AssertionError(f"slots are pinned by {held}, sequences run with {dict(pins)}")
+        held = [(each.identity, each.number) for each in self._slots for _ in range(each.pins)]
+        if sorted(map(str, held)) != sorted(map(str, running)):
+            raise AssertionError(f"slots are pinned by {held}, sequences run with {running}")
         lying = [each.identity for each in self._slots if each.identity is not None]
         if sorted(lying) != sorted(self._by_identity):
             raise AssertionError(f"slots have {lying}, known are {list(self._by_identity)}")

@@ -433,7 +433,7 @@ class Scheduler:
     def check(self) -> None:
         """Check that slots, pages and sequences are all accounted for."""
         self._kv.check()
-        self._loras.check()
+        self._loras.check(self._running.values())
         self._pages.check(self._running.values(), self._engine.branches)
         if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
