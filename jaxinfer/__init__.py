@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from jaxinfer.config import EngineConfig
     from jaxinfer.llm import LLM, RequestOutput
     from jaxinfer.loading import load_model
+    from jaxinfer.lora.door import LoRARequest
     from jaxinfer.models.model import Model
     from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation
     from jaxinfer.serve.async_engine import AsyncEngine
@@ -18,6 +19,7 @@ _HOMES = {
     "AsyncEngine": "jaxinfer.serve.async_engine",
     "EngineConfig": "jaxinfer.config",
     "LLM": "jaxinfer.llm",
+    "LoRARequest": "jaxinfer.lora.door",
     "Model": "jaxinfer.models.model",
     "RequestError": "jaxinfer.sampling_params",
     "RequestOutput": "jaxinfer.llm",
@@ -31,6 +33,7 @@ __all__ = [
     "LLM",
     "AsyncEngine",
     "EngineConfig",
+    "LoRARequest",
     "Model",
     "RequestError",
     "RequestOutput",

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import itertools
 import math
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -15,13 +14,14 @@ from jaxinfer.brief import Brief
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.loading import start_engine
+from jaxinfer.lora.door import LoRAChoice, LoRADoor
 from jaxinfer.models.model import Model
 from jaxinfer.names import advice
 from jaxinfer.parsers.registry import detect
 from jaxinfer.progress import prompts_bar
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.structured.grammar import require_compiled
-from jaxinfer.text.intake import Intake, Prompt, recommended_sampling
+from jaxinfer.text.intake import Intake, Prompt, as_prompts, recommended_sampling
 from jaxinfer.text.output import Output, OutputDelta
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import PositionLogprobs, Request, SequenceDelta
@@ -93,7 +93,7 @@ class Delta:
     finish_reason: str | None
 
 
-class LLM:
+class LLM(LoRADoor):
     """A model ready to generate: ``with LLM(...) as llm:``, or until `close`.
 
     Args:
@@ -188,6 +188,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: LoRAChoice | Sequence[LoRAChoice] = None,
         on_delta: Callable[[Delta], None] | None = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
@@ -196,6 +197,7 @@ class LLM:
 
         Args:
             sampling_params: one for all, or one for each prompt (default: what the checkpoint recommends).
+            lora: the adapter for all, or one (or None) for each prompt; a text names one that is loaded.
             on_delta: called with each piece as it is generated.
             progress: draw a bar on stderr: prompts done, and tokens a second. None: where stderr is a terminal or in a
                 notebook, unless there is ``on_delta``.
@@ -203,9 +205,10 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter is refused, naming field and value; nothing is generated then.
+            LoRAError: an adapter cannot be read.
         """
         asked = use_tqdm if progress is None else progress
-        return self._generate(prompts, sampling_params, on_delta, asked)
+        return self._generate(prompts, sampling_params, on_delta, asked, lora)
 
     def _generate(
         self,
@@ -213,12 +216,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         on_delta: Callable[[Delta], None] | None,
         asked: bool | None,
+        lora: LoRAChoice | Sequence[LoRAChoice],
         *,
         answers: bool = False,
     ) -> list[RequestOutput]:
         """`generate`. ``answers``: the prompts are conversations."""
-        listed = _as_prompts(prompts)
-        requests = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
+        listed = as_prompts(prompts)
+        made = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
+        loras = self._refs(lora, len(listed))
+        requests = [dataclasses.replace(each, lora=ref) for each, ref in zip(made, loras, strict=True)]
         show = False if asked is None and on_delta is not None else asked
         with prompts_bar(len(listed), show) as count:
 
@@ -288,6 +294,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora: LoRAChoice | Sequence[LoRAChoice] = None,
         on_delta: Callable[[Delta], None] | None = None,
         progress: bool | None = None,
         use_tqdm: bool | None = None,
@@ -310,7 +317,7 @@ class LLM:
         # The template writes the special tokens itself.
         prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         asked = use_tqdm if progress is None else progress
-        return self._generate(prompts, sampling_params, on_delta, asked, answers=True)
+        return self._generate(prompts, sampling_params, on_delta, asked, lora, answers=True)
 
     def _params_for(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -331,17 +338,6 @@ def _with_settings(config: EngineConfig, settings: Mapping[str, Any]) -> EngineC
             raise TypeError(f"LLM has no setting {name}: {advice(name, known) or 'docs/settings.md lists them'}")
     lists = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
     return dataclasses.replace(config, **{**settings, **lists})
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        reason = f"={reprlib.repr(prompts)} must be a text, a list of token ids, or a list of these"
-        raise RequestError("prompts", reason)
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # a lone list of token ids
-    return list(prompts)
 
 
 class _Run:

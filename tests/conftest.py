@@ -19,6 +19,8 @@ EXTENDED = (
     "demo/test_demo_models.py",
     "engine/distributed/test_leader.py",
     "engine/execution/test_probe.py",
+    "engine/scheduling/test_adapter_fairness.py",
+    "engine/scheduling/test_adapter_schedules.py",
     "engine/scheduling/test_fair.py",
     "engine/scheduling/test_tenants.py",
     "engine/test_draft_model.py",

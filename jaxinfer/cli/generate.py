@@ -29,7 +29,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--prompt and --prompt-file exclude each other")
     if args.system is not None and not args.chat:
         parser.error("--system is the first message of a conversation: it needs --chat")
+    if args.chat and args.lora:
+        parser.error("--chat and --lora exclude each other: an adapter continues texts")
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
+    if args.lora:
+        args.settings = {"enable_lora": True, "max_loras": len(set(args.lora)), **args.settings}
     return args
 
 
@@ -41,6 +45,8 @@ def make_parser() -> Parser:
     what.add_argument("--prompt-file", metavar="FILE", help="a file whose whole text is the prompt (- is stdin)")
     what.add_argument("--chat", action="store_true", help="a conversation, as jaxinfer chat")
     chat.add_system(what)
+    adapter = "an adapter's folder, whose text it is; one for all prompts, or one for each in their order"
+    what.add_argument("--lora", action="append", type=_adapter, default=[], metavar="NAME=PATH", help=adapter)
     out = parser.add_argument_group("output")
     streaming = "print as it generates (default: on, where there is one output)"
     out.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help=streaming)
@@ -49,3 +55,10 @@ def make_parser() -> Parser:
     add_sampling(parser)
     add_engine(parser, "as many as asked for, at most 32")
     return parser
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PATH")
+    return name, path

@@ -18,6 +18,7 @@ from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.spec import Bounded, make_drafter
 from jaxinfer.structured.masks import Masks
 from jaxinfer.structured.matcher import Vocabulary
@@ -32,9 +33,11 @@ class EngineCore(Protocol):
     Attributes:
         config: settings as they are used; those of a replica hold for each.
         limits: what a request may ask of the sampler.
+        loras: the adapters that requests may name; None: it serves none.
     """
 
     config: ResolvedEngine
+    loras: LoRAStore | None
 
     @property
     def limits(self) -> SamplingLimits: ...
@@ -105,6 +108,7 @@ class EngineLoop:
         vocab_size: token ids that drafts may have.
         costs: what decides between swapping and recomputing a preempted sequence.
         vocabulary: that grammars speak of; None: requests have none.
+        loras: the adapters that requests may name; None: requests have none.
     """
 
     def __init__(
@@ -119,15 +123,18 @@ class EngineLoop:
         costs: Costs | None = None,
         clock: Callable[[], float] = time.monotonic,
         vocabulary: Callable[[], Vocabulary] | None = None,
+        loras: LoRAStore | None = None,
     ) -> None:
-        self.config, self._kv, self._runner = config, kv, runner
+        self.config, self._kv, self._runner, self.loras = config, kv, runner, loras
         self.limits = limits or SamplingLimits(max_logprobs=config.max_logprobs, drafts=config.guesses)
         classes = size_classes or {size: number for number, size in enumerate(config.prefill_sizes)}
         drafter = make_drafter(config)
         bounded = drafter if drafter is None or config.drafts_on_device else Bounded(drafter, vocab_size)
         ahead = 0 if config.speculative is None else config.num_speculative_tokens
         masks = Masks(vocabulary if config.grammars else None, config.structured_output_helpers, ahead)
-        self._scheduler = Scheduler(config, kv, classes, drafter=bounded, costs=costs, clock=clock, masks=masks)
+        self._scheduler = Scheduler(
+            config, kv, classes, drafter=bounded, costs=costs, clock=clock, masks=masks, loras=loras
+        )
         self._pending: collections.deque[Any] = collections.deque()  # launched, and not read yet
         self._ahead = config.microbatches if config.async_scheduling else 0
         self._last_read = time.monotonic()

@@ -17,6 +17,7 @@ from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.execution.runner import Runner
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.structured.matcher import Vocabulary
 
@@ -31,6 +32,7 @@ class Engine(EngineLoop):
         progress: called at the beginning and after each compilation.
         make_executor: makes another one than `LocalExecutor`.
         calibration: of the executor's programs, where another engine has it.
+        loras: the adapters that requests may name; None: requests have none.
 
     Raises:
         ValueError: the mesh has more than one place along ``data`` (see `jaxinfer.engine.distributed.replicas`).
@@ -43,6 +45,7 @@ class Engine(EngineLoop):
         progress: CompileProgress | None = None,
         make_executor: MakeExecutor = LocalExecutor,
         calibration: Calibration | None = None,
+        loras: LoRAStore | None = None,
     ) -> None:
         mesh = mesh or mesh_for(prepared.config)
         if mesh.shape["data"] != 1:
@@ -65,6 +68,7 @@ class Engine(EngineLoop):
             size_classes=found.size_classes,
             vocab_size=vocab,
             costs=found.costs,
+            loras=loras,
             vocabulary=functools.partial(_vocabulary, model.tokenizer, vocab) if limits.grammars else None,
         )
         ready = contextlib.ExitStack()

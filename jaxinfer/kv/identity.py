@@ -15,13 +15,15 @@ def cache_identity(request: Request) -> bytes:
     - `Request.cache_scope` says whom the operator lets share: a tenant, a group of tenants, or everybody. It comes from
       whom the front end has authenticated, never from what a request says of itself.
     - `Request.cache_salt` is the client's own, and parts what it wants parted within its scope.
-    - What changes the keys and values of equal tokens (an adapter, an image) becomes one more part here: a hash of its
-      *content*, since names are chosen by clients.
+    - `Request.lora` changes the keys and values of equal tokens: its identity, a hash of its *content*, is the third
+      part. Its name is not here: names are chosen by clients, and another adapter may have one later.
+    - What else changes them (an image) becomes one more part likewise: of all requests, empty where there is none.
     - All that finds a page, or tells whether there is one, goes by this: the tree, copies of a page's head, pages on
       the host, the choice of a replica.
 
     Parts are written behind their lengths, in a fixed order, so no two lists of parts have the same bytes: scope "a"
     with salt "bc" is not scope "ab" with salt "c".
     """
-    parts = (request.cache_scope.encode(), request.cache_salt.encode())
+    adapter = "" if request.lora is None else request.lora.identity
+    parts = (request.cache_scope.encode(), request.cache_salt.encode(), adapter.encode())
     return b"".join(len(part).to_bytes(_LENGTH_BYTES) + part for part in parts)

@@ -15,6 +15,7 @@ from typing import Any
 from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.llm import LLM, CompletionOutput, Delta, LogprobsDict, RequestOutput
 from jaxinfer.loading import model_folder
+from jaxinfer.lora.door import LoRARequest
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.stats import Clock, measured_bandwidth, report
 from jaxinfer.terminal.chat import converse
@@ -38,9 +39,10 @@ def complete(args: argparse.Namespace, prompts: list[str]) -> None:
     """Generate, and print as the flags say."""
     llm, params = start(args, min(len(prompts) * (args.n or 1), _MOST_TOGETHER))
     streaming = args.stream and not args.json and len(prompts) == 1 and params.n == 1
-    clock = Clock()
+    clock, loras = Clock(), [LoRARequest(*each) for each in args.lora]
+    on_delta = _printer(clock, prompts[0] if streaming else None)
     with leaving_at_once():
-        outputs = llm.generate(prompts, params, on_delta=_printer(clock, prompts[0] if streaming else None))
+        outputs = llm.generate(prompts, params, lora=loras[0] if len(loras) == 1 else loras or None, on_delta=on_delta)
     clock.stop()
     if streaming:
         print()

@@ -11,9 +11,10 @@ from jaxinfer.cli.interrupts import leaving_at_once
 from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LOADING_ERRORS
+from jaxinfer.lora.store import LoRAError
 from jaxinfer.sampling_params import RequestError, SamplingParams
 
-ERRORS = (*LOADING_ERRORS, EngineConfigError, RequestError)
+ERRORS = (*LOADING_ERRORS, EngineConfigError, LoRAError, RequestError)
 
 
 def in_one_sentence(command: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,18 @@ from jaxinfer.types import Request, Thinking
 from jaxinfer.validate import SamplingLimits, check_prompt_length, validate_request
 
 Prompt = str | Sequence[int]
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """The prompts of what may be one: a text, a list of token ids, or a list of these."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        reason = f"={reprlib.repr(prompts)} must be a text, a list of token ids, or a list of these"
+        raise RequestError("prompts", reason)
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # a lone list of token ids
+    return list(prompts)
 
 
 _PROMPT_TOKENS = 16

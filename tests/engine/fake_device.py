@@ -45,10 +45,18 @@ class Chain:
 
     Args:
         position: of the first token to be fed.
+        adapter: the number of the content that it is computed with; 0: the model alone.
         context: by group, the numbers of all tokens before it that it sees.
     """
 
-    def __init__(self, windows: tuple[int | None, ...], position: int = 0, context: list[np.ndarray] | None = None):
+    def __init__(
+        self,
+        windows: tuple[int | None, ...],
+        position: int = 0,
+        context: list[np.ndarray] | None = None,
+        adapter: int = 0,
+    ):
+        self._adapter = adapter
         context = context or [np.zeros(0, np.uint64) for _ in windows]
         self._windows, self._first = windows, position
         self.position = position
@@ -63,7 +71,7 @@ class Chain:
         for group, window in enumerate(self._windows):
             if window is not None and (gone := at - window) >= 0:
                 self._sums[group] -= _FACTORS[gone] * self._number(group, gone)
-        seen = mix(sum(self._sums) & _MASK, token, at, klass + 1)
+        seen = mix(sum(self._sums) & _MASK, token, at, klass + 1, *([self._adapter] if self._adapter else []))
         for group in range(len(self._windows)):
             number = mix(seen, group)
             self.new[group].append(number)
@@ -126,7 +134,7 @@ class FakeModel:
         return mix(state, token) if needs_sampler_state(request) else 0
 
     def alone(self, request: Request, index: int) -> Alone:
-        chain, state = Chain(self.windows), self.first_state(request)
+        chain, state = Chain(self.windows, adapter=content_number(request)), self.first_state(request)
         tokens, logprobs = list(request.prompt_token_ids), []
         prompt, reason = len(tokens), None
         while reason is None:
@@ -141,6 +149,11 @@ class FakeModel:
             logprobs.append(logprob)
             reason = _reason(request, token, len(tokens) - prompt)
         return Alone(tokens, [np.array(numbers, np.uint64) for numbers in chain.new], logprobs, reason)
+
+
+def content_number(request: Request) -> int:
+    """The number of the content of a request's adapter: what its parts hold, where the right ones are in its slot."""
+    return 0 if request.lora is None else int(request.lora.identity, 16)
 
 
 def _reason(request: Request, token: int, generated: int) -> FinishReason | None:
@@ -185,6 +198,7 @@ class FakeDevice:
         self._before = 0, 0, False  # of the row before: what it sampled, from which state, whether its drafts are true
         self._last: dict[int, tuple[Sequence, int, int]] = {}  # by slot: of whom, from which position, which token
         self._drafted_to: dict[int, int] = {}  # by arrival: tokens of which the draft model has keys
+        self._banks: dict[int, dict[int, dict[str, np.ndarray]]] = {}  # by slot and part
         self.computed = {"prefill": 0, "decode": 0}  # tokens
         self.moved = {"exports": 0, "copies": 0, "imports": 0}
 
@@ -193,6 +207,8 @@ class FakeDevice:
         if not plan:
             return None
         self._tables, self._microbatch = self._live_tables.copy(), plan.microbatch
+        for slot, part, arrays in plan.loads:
+            self._banks.setdefault(slot, {})[part] = {name: array.copy() for name, array in arrays.items()}
         self._move(plan)
         self._seat(plan)
         self._holders = self._count_holders(plan)
@@ -383,10 +399,20 @@ class FakeDevice:
 
     # ---- programs
 
+    def _adapter(self, sequence: Sequence) -> int:
+        """What lies in the slot that a row asks for: all parts must be of one content."""
+        if sequence.request.lora is None:
+            assert sequence.lora_slot == -1, "a row without an adapter has a slot"
+            return 0
+        assert 0 <= sequence.lora_slot < self._engine.lora_slots, "a row has no slot for its adapter"
+        numbers = {int(array[0]) for part in self._banks[sequence.lora_slot].values() for array in part.values()}
+        assert len(numbers) == 1, f"slot {sequence.lora_slot} has parts of {len(numbers)} adapters"
+        return numbers.pop()
+
     def _prefill(self, plan: PrefillPlan) -> list[PositionLogprobs]:
         sequence, (start, length, size) = plan.sequence, plan.chunk
         klass = self._model.class_of[size]
-        chain = Chain(self._model.windows, start, self._context(sequence, start, compare=True))
+        chain = Chain(self._model.windows, start, self._context(sequence, start, compare=True), self._adapter(sequence))
         prompt = sequence.prompt
         seen = [chain.feed(token, klass) for token in prompt[start : start + length]]
         self._write(sequence, start, chain.new, klass)
@@ -421,7 +447,7 @@ class FakeDevice:
             assert not self._known(row), f"position {position} is fed {token}, not {known[position]}"
             untrue.add(path)
         context = self._context(sequence, position, compare=path not in untrue, branch=row.branch)
-        chain = Chain(self._model.windows, position, context)
+        chain = Chain(self._model.windows, position, context, self._adapter(sequence))
         klass = 0 if self._model.relaxed else DECODE
         seen = chain.feed(token, klass)
         self._write(sequence, position, chain.new, klass, row.branch)

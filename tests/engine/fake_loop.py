@@ -13,6 +13,7 @@ from jaxinfer.engine.scheduling.buckets import Chunk
 from jaxinfer.engine.scheduling.plan import StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.sequence import Sequence
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Bounded, DeviceDrafter, Drafted, register
 from jaxinfer.types import CacheSpec, FinishReason, LayerSpec, PositionLogprobs, Request, SequenceDelta
@@ -68,7 +69,13 @@ class Output:
 class Loop:
     """The engine's own loop around the fake device; ``now`` is their clock."""
 
-    def __init__(self, engine: ResolvedEngine, model: FakeModel, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        engine: ResolvedEngine,
+        model: FakeModel,
+        costs: Costs | None = None,
+        loras: LoRAStore | None = None,
+    ) -> None:
         self.engine, self.model, self.now, self.steps = engine, model, 0.0, 0
         self.kv = new_kv(engine, model.windows)
         pools = self.kv._store.pools
@@ -81,7 +88,9 @@ class Loop:
             cached=lambda group, page: pools[group].owner(page) is not None,
         )
         classes = dict(model.classes)
-        self.core = EngineLoop(engine, self.kv, self, size_classes=classes, costs=costs, clock=lambda: self.now)
+        self.core = EngineLoop(
+            engine, self.kv, self, size_classes=classes, costs=costs, clock=lambda: self.now, loras=loras
+        )
         self.scheduler = self.core._scheduler
         if engine.speculative == "trees":
             self.scheduler._drafts._drafter = Bounded(TreesOfTruth(self.truth, VOCAB), VOCAB)
@@ -89,6 +98,7 @@ class Loop:
         self.live: dict[str, int] = {}  # requests that are not done: the step in which they came
         self.plan = StepPlan()
         self._stalled = 0  # steps in a row in which nothing was launched although there is work
+        self.patience = 3  # what it may come to
 
     def truth(self, drafted: Drafted) -> list[int]:
         """All that a sequence will say, behind its prompt."""
@@ -121,7 +131,7 @@ class Loop:
         self.steps += 1
         launched = self.core.launch()
         self._stalled = self._stalled + 1 if self.live and not (launched or self.core._pending) else 0
-        assert self._stalled < 3, f"nobody can go on: {list(self.live)}"
+        assert self._stalled < self.patience, f"nobody can go on: {list(self.live)}"
         deltas = self.core.read(launched)
         assert len({(delta.request_id, delta.index) for delta in deltas}) == len(deltas), "two deltas of a sample"
         for delta in deltas:
@@ -181,6 +191,7 @@ def make_loop(
     host_pages: int = 0,
     rows: int = 0,
     costs: Costs | None = None,
+    loras: LoRAStore | None = None,
     **changes: Any,
 ) -> Loop:
     """A loop of three slots and 24 pages of 8 tokens, but for what is said otherwise.
@@ -188,6 +199,7 @@ def make_loop(
     Args:
         classes: of the prefill sizes, in order.
         rows: of the decode program, if more than slots.
+        loras: where adapters come from, for settings that enable them.
     """
     config = {
         "max_num_seqs": 3,
@@ -204,7 +216,7 @@ def make_loop(
     engine = dataclasses.replace(engine, host_pages=host_pages, rows=rows)
     pairs = tuple(zip(engine.prefill_sizes, classes, strict=True))
     model = FakeModel(windows, engine.prefill_sizes, pairs, engine.exactness == "relaxed")
-    return Loop(engine, model, costs)
+    return Loop(engine, model, costs, loras)
 
 
 def make_request(

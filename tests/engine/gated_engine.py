@@ -88,7 +88,7 @@ class FakeEngine:
         reason = FinishReason.LENGTH if sample.made == sample.request.params.max_tokens else None
         return SequenceDelta(sample.request.request_id, sample.index, [token], [], reason)
 
-    config = limits = None
+    config = limits = loras = None
 
     def stats(self):
         raise NotImplementedError

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxinfer.config import EngineConfig, ResolvedEngine, resolve
 from jaxinfer.engine.core import EngineLoop, new_kv
 from jaxinfer.engine.scheduling.plan import PrefillPlan, StepPlan, StepResult
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import LibraryBackend, SpecialIds, Tokenizer
@@ -141,12 +142,13 @@ class FakeEngine(EngineLoop):
     """The engine's own loop around a `FakeRunner`. Seeds of requests without one count from 1000, or ``seed``.
 
     Args:
+        loras: the adapters that requests may name; what they say does not depend on them.
         settings: fields of `EngineConfig`, on top of `DEFAULTS`.
     """
 
-    def __init__(self, mischief: Mischief = Mischief(), **settings: Any) -> None:
+    def __init__(self, mischief: Mischief = Mischief(), *, loras: LoRAStore | None = None, **settings: Any) -> None:
         engine, self._fake = resolved(**settings), FakeRunner(mischief)
-        super().__init__(engine, new_kv(engine), self._fake)
+        super().__init__(engine, new_kv(engine), self._fake, loras=loras)
         self._counted = itertools.count(1000 if engine.seed is None else engine.seed)
 
     def _new_seed(self) -> int:

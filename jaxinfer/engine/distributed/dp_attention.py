@@ -17,6 +17,7 @@ from jaxinfer.engine.distributed.replicas import Replicas, config_of_each
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.mesh import mesh_for
 
@@ -36,6 +37,7 @@ class DpAttentionEngine(Replicas):
         platform: str,
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
+        loras: LoRAStore | None = None,
     ) -> None:
         mesh = mesh or mesh_for(config)
         one = config_of_each(config, mesh.shape["dp_attn"])
@@ -43,7 +45,7 @@ class DpAttentionEngine(Replicas):
         self._lockstep = Lockstep(*prepared, mesh, progress)
         engines, found = list[Engine](), None
         for rank in self._lockstep.ranks:
-            engine = Engine(prepared, mesh, None, lambda *_, rank=rank: rank, found)
+            engine = Engine(prepared, mesh, None, lambda *_, rank=rank: rank, found, loras)
             found = engine.calibration  # of programs that all ranks run
             self._lockstep.size_classes = found.size_classes
             engines.append(engine)

@@ -14,6 +14,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import mesh_for, replicas
@@ -27,14 +28,15 @@ def make_engine(
     progress: CompileProgress | None = None,
     mesh: Mesh | None = None,
     group: Group | None = None,
+    loras: LoRAStore | None = None,
 ) -> EngineCore:
     """An engine for a model; see `Replicas` for arguments and errors."""
     mesh = mesh or mesh_for(config)
     if mesh.shape["data"] > 1:
-        return Replicas(model, config, platform, progress, mesh, group)
+        return Replicas(model, config, platform, progress, mesh, group, loras)
     if mesh.shape["dp_attn"] > 1:
-        return DpAttentionEngine(model, config, platform, progress, mesh)
-    return Engine(prepare(model, config, platform, mesh), mesh, progress, make_for(group, 0, mesh))
+        return DpAttentionEngine(model, config, platform, progress, mesh, loras)
+    return Engine(prepare(model, config, platform, mesh), mesh, progress, make_for(group, 0, mesh), loras=loras)
 
 
 def make_followers(

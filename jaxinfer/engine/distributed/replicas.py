@@ -21,6 +21,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.scheduling.queues import Queued, require_room
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import mesh_for, replicas
@@ -41,6 +42,7 @@ class Replicas:
         progress: see `Engine`.
         mesh: the devices of all; None: the first ones.
         group: of whose processes the replicas have the devices.
+        loras: the adapters that requests may name, of all replicas; None: requests have none.
 
     Raises:
         EngineConfigError: a setting cannot be served.
@@ -54,6 +56,7 @@ class Replicas:
         progress: CompileProgress | None = None,
         mesh: Mesh | None = None,
         group: Group | None = None,
+        loras: LoRAStore | None = None,
     ) -> None:
         places, engines = replicas(mesh or mesh_for(config)), list[Engine]()
         one = dataclasses.replace(config_of_each(config, len(places)), data_parallel_size=1)
@@ -62,12 +65,12 @@ class Replicas:
         for number, place in enumerate(places):
             on_progress, make = share(progress, number, local), make_for(group, number, place)
             found = None if own_devices(place) else engines[0].calibration  # of the same programs, on such devices
-            engines.append(Engine(prepared, place, on_progress, make, found))
+            engines.append(Engine(prepared, place, on_progress, make, found, loras))
         self._begin(engines, config, len(places))
 
     def _begin(self, engines: Sequence[Engine], config: EngineConfig, copies: int) -> None:
         """Begin to serve; ``config`` is that of all engines together."""
-        self._engines = engines
+        self._engines, self.loras = engines, engines[0].loras
         self.config: ResolvedEngine = dataclasses.replace(
             engines[0].config,
             data_parallel_size=copies,

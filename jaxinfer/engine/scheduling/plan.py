@@ -122,8 +122,8 @@ class StepPlan:
         draft_prefills: chunks of known tokens that the draft model has not seen, before it drafts.
         pairs: what a draft head has not seen of the sequences that it drafts for.
         masks: of decode rows, by row, that a grammar holds: the tokens that they may say, as int32 words.
-        loads: parts of adapters that are written before anything of this step is computed.
         forced: drafts among the decode rows, besides ``drafts``, of what a grammar leaves no choice about.
+        loads: parts of adapters, to be written before any program runs.
     """
 
     exports: list[Export] = dataclasses.field(default_factory=list)

@@ -19,7 +19,7 @@ from jaxinfer.engine.scheduling.branches import RowResult
 from jaxinfer.engine.scheduling.decode import Constraints, DecodePlanner
 from jaxinfer.engine.scheduling.drafts import DraftPlanner
 from jaxinfer.engine.scheduling.pages import SequencePages
-from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, Preempted, StepPlan, StepResult
+from jaxinfer.engine.scheduling.plan import DecodePlan, Draft, LoraLoad, Preempted, StepPlan, StepResult
 from jaxinfer.engine.scheduling.preemption import Costs, prefer_swap
 from jaxinfer.engine.scheduling.prefill import PrefillPlanner
 from jaxinfer.engine.scheduling.queues import Deadlines, Queued, make_queue, require_room
@@ -29,6 +29,7 @@ from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.kv.identity import cache_identity
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import PageKeys
+from jaxinfer.lora.queue import AdapterSource, with_adapters
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.spec import Drafter
 from jaxinfer.structured.masks import Masks
@@ -42,6 +43,7 @@ class Scheduler:
         classes: prefill sizes with equal bits, see `buckets.next_chunk`.
         drafter: proposes tokens to verify in idle rows; None: no speculation.
         masks: of what grammars allow; None: requests have none.
+        loras: where adapters come from; None: requests have none.
         costs: what decides between swapping and recomputing a preempted sequence.
     """
 
@@ -56,11 +58,13 @@ class Scheduler:
         stats: StatsRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         masks: Masks | None = None,
+        loras: AdapterSource | None = None,
     ) -> None:
         self._engine, self._kv, self._clock = engine, kv, clock
         self._costs = costs or Costs()
         self._pages = SequencePages(engine, kv, classes)
-        self._queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
+        queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
+        self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras)
         self._deadlines = Deadlines()
         self.stats = stats or StatsRecorder(clock)
         self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
@@ -115,6 +119,7 @@ class Scheduler:
             raise RequestError("structured_outputs", "is not served by this engine")
         samples = [self._sequence(request, index) for index in range(request.params.n)]
         self._refuse(samples)
+        self._loras.enter(request)
         self._requests[request.request_id] = samples
         self._siblings.add(samples)
         for sample in samples:
@@ -173,6 +178,7 @@ class Scheduler:
         """Choose the next step and advance the scheduled lengths, before any earlier result is known."""
         self._expire()
         self._end_constrained()
+        loads = self._load_adapters()
         self._prefill.begin()
         self._batch_runs = self._batch_runs and bool(self._running)
         self._decode.advance(self._running)
@@ -192,13 +198,18 @@ class Scheduler:
         self._siblings.release([*(plan.sequence for plan in prefills), *admitted])
         moves, gone = self._kv.take_moves(), [*preempted, *outranked]
         place, forced = self._decode.microbatch, self._drafts.forced if self._drafts else []
-        return StepPlan(*moves, gone, admitted, prefills, decodes, steps, place, drafts, *catch_up, masks, forced)
+        made = StepPlan(
+            *moves, gone, admitted, prefills, decodes, steps, place, drafts, *catch_up, masks, forced, loads
+        )
+        self._loras.launched(bool(made))
+        return made
 
     def commit(self, result: StepResult | None) -> list[SequenceDelta]:
         """Take a step's results. A row of a sequence that has finished meanwhile is dropped."""
         deltas, self._ended = self._ended, []
         if result is None:
             return deltas
+        self._loras.read()
         for prefill, prompt_logprobs in zip(result.plan.prefills, result.prompt_logprobs, strict=True):
             known = prefill.sequence.prompt_logprobs
             if len(known) == prefill.chunk.start + 1:  # not again after a preemption
@@ -242,6 +253,13 @@ class Scheduler:
         for sequence, error in self._constraints.over():
             self._end_between(sequence, FinishReason.STOP if error is None else FinishReason.ERROR, error)
 
+    def _load_adapters(self) -> list[LoraLoad]:
+        """What is loaded before the step; those whose adapters cannot be had end."""
+        loads, failed = self._loras.begin()
+        for sequence, error in failed:
+            self._end_between(sequence, FinishReason.ERROR, error)
+        return [LoraLoad(*load) for load in loads]
+
     def _end_between(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """End a sequence between its rows."""
         self._end(sequence, reason)
@@ -249,8 +267,9 @@ class Scheduler:
         self._ended.append(SequenceDelta(request_id, sequence.index, [], (), reason, stop_reason))
 
     def rest(self) -> None:
-        """Wait a while for a mask, where nothing runs."""
+        """Wait a while for a mask or an adapter, where nothing runs."""
         self._constraints.rest()
+        self._loras.rest()
 
     def _grow(self) -> list[Preempted]:
         """Give a page to each decoding sequence that needs one; where there is none, another sequence gives way."""
@@ -371,7 +390,7 @@ class Scheduler:
             tokens, logprobs = tokens[:taken], logprobs[:taken]
         if sequence.finish_reason is None:
             self._constraints.said(sequence, tokens)
-        delta = _added(sequence, delta, tokens, logprobs)
+        delta = sequence.added(delta, tokens, logprobs)
         if sequence.finish_reason is not None:
             delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
             self._retire(sequence)
@@ -402,6 +421,7 @@ class Scheduler:
         samples = self._requests[sequence.request.request_id]
         if all(sample.status is Status.FINISHED for sample in samples):
             del self._requests[sequence.request.request_id]
+            self._loras.done(sequence.request)
             self._deadlines.discard(sequence.request.request_id)
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -413,6 +433,7 @@ class Scheduler:
     def check(self) -> None:
         """Check that slots, pages and sequences are all accounted for."""
         self._kv.check()
+        self._loras.check(self._running.values())
         self._pages.check(self._running.values(), self._engine.branches)
         if sorted([*self._free_slots, *self._running]) != list(range(self._engine.max_num_seqs)):
             raise AssertionError(f"slots {self._free_slots} free and {sorted(self._running)} running are not all")
@@ -423,19 +444,3 @@ class Scheduler:
             raise AssertionError(
                 f"{len(alive)} sequences live: {len(queued)} wait, {len(running)} run, {len(siblings)} are held"
             )
-
-
-def _added(
-    sequence: Sequence, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]
-) -> SequenceDelta:
-    """Extend ``delta`` by what the sequence has just taken."""
-    if delta is not None:
-        delta.token_ids += tokens
-        delta.logprobs = [*delta.logprobs, *logprobs]
-        return delta
-    delta = SequenceDelta(sequence.request.request_id, sequence.index, tokens, logprobs)
-    if sequence.generated == len(tokens):
-        delta.cached_tokens = sequence.cached
-        if sequence.request.params.prompt_logprobs is not None:
-            delta.prompt_logprobs = sequence.prompt_logprobs
-    return delta

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from array import array
+from collections.abc import Sequence as Row
 
 from jaxinfer.engine.scheduling.stats import Times
 from jaxinfer.kv.manager import Swapped
@@ -13,7 +14,7 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.spec import Acceptance
 from jaxinfer.structured.masks import Held
 from jaxinfer.structured.thinking import Thought
-from jaxinfer.types import FinishReason, PositionLogprobs, Request
+from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta
 
 
 class Status(enum.Enum):
@@ -126,6 +127,19 @@ class Sequence:
                 self.finish_reason = FinishReason.LENGTH
                 break
         return count
+
+    def added(self, delta: SequenceDelta | None, tokens: list[int], logprobs: Row[PositionLogprobs]) -> SequenceDelta:
+        """The delta of earlier rows of a step, or a new one, with what the sequence has just taken."""
+        if delta is not None:
+            delta.token_ids += tokens
+            delta.logprobs = [*delta.logprobs, *logprobs]
+            return delta
+        delta = SequenceDelta(self.request.request_id, self.index, tokens, logprobs)
+        if self.generated == len(tokens):
+            delta.cached_tokens = self.cached
+            if self.request.params.prompt_logprobs is not None:
+                delta.prompt_logprobs = self.prompt_logprobs
+        return delta
 
 
 def needs_sampler_state(request: Request) -> bool:

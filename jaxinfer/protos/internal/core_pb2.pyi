@@ -84,7 +84,7 @@ class Stop(_message.Message):
     def __init__(self) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "stop_token_ids", "bad_words_ids", "priority", "tenant", "cache_scope", "cache_salt", "seconds_left", "weight", "thinking")
+    __slots__ = ("request_id", "prompt_token_ids", "params", "stop_token_ids", "bad_words_ids", "priority", "tenant", "cache_scope", "cache_salt", "seconds_left", "weight", "thinking", "lora")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Request(_message.Message):
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     THINKING_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     params: Sampling
@@ -109,7 +110,16 @@ class Request(_message.Message):
     seconds_left: float
     weight: float
     thinking: Thinking
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_scope: _Optional[str] = ..., cache_salt: _Optional[str] = ..., seconds_left: _Optional[float] = ..., weight: _Optional[float] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ...) -> None: ...
+    lora: Lora
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_scope: _Optional[str] = ..., cache_salt: _Optional[str] = ..., seconds_left: _Optional[float] = ..., weight: _Optional[float] = ..., thinking: _Optional[_Union[Thinking, _Mapping]] = ..., lora: _Optional[_Union[Lora, _Mapping]] = ...) -> None: ...
+
+class Lora(_message.Message):
+    __slots__ = ("name", "identity")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    identity: str
+    def __init__(self, name: _Optional[str] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class Thinking(_message.Message):
     __slots__ = ("begin", "end", "is_open")

@@ -13,7 +13,7 @@ from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.tenants import own_id
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
+from jaxinfer.types import FinishReason, LoRARef, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
 MOST_CANDIDATES = 4096
 """Candidates of a prompt's log probabilities in one message: some 5 ms to encode it, and again to decode it."""
@@ -87,6 +87,7 @@ def request_message(request: Request, now: float) -> pb.Request:
             cache_salt=request.cache_salt,
             seconds_left=left,
             thinking=None if request.thinking is None else pb.Thinking(**request.thinking._asdict()),
+            lora=None if request.lora is None else pb.Lora(**request.lora._asdict()),
         )
     except (ValueError, OverflowError) as error:  # what protobuf says of a number, or of text that is no Unicode
         reason = f"request {own_id(request.request_id)!r} cannot be sent to the engine: {error}"
@@ -108,6 +109,7 @@ def request_of(message: pb.Request, now: float) -> Request:
         cache_salt=message.cache_salt,
         deadline=now + message.seconds_left if message.HasField("seconds_left") else None,
         thinking=_thinking_of(message.thinking) if message.HasField("thinking") else None,
+        lora=LoRARef(message.lora.name, message.lora.identity) if message.HasField("lora") else None,
     )
 
 

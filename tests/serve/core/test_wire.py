@@ -16,7 +16,7 @@ from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError
-from jaxinfer.types import FinishReason, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
+from jaxinfer.types import FinishReason, LoRARef, PositionLogprobs, Request, SequenceDelta, Thinking, TokenLogprob
 
 # The run-time checks of signatures look at random elements of lists.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
@@ -82,6 +82,7 @@ requests = st.builds(
     cache_scope=text,
     cache_salt=text,
     thinking=st.none() | st.builds(Thinking, st.none() | ids, ids, st.booleans()),
+    lora=st.none() | st.builds(LoRARef, text, text),
 )
 candidates = st.builds(TokenLogprob, ids, st.floats(allow_nan=False), st.integers(1, 2**31))
 positions = st.builds(PositionLogprobs, candidates, st.lists(candidates, max_size=3).map(tuple))

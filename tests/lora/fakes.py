@@ -1,0 +1,76 @@
+"""Adapters without a model: folders are entries of a dict, contents are numbers, parts say whose they are. No jax."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.slots import Part
+from jaxinfer.lora.store import LoRAStore
+
+PARTS = 3
+
+
+def make_adapter(content: int) -> Adapter:
+    """An adapter that is its number; the identity is that in hexadecimal, and never 0."""
+    delta = Delta(np.full((1, 2), content, np.float32), np.ones((2, 1), np.float32))
+    return Adapter(format(content, "x"), 1, {("w",): delta})
+
+
+def parts_of(adapter: Adapter) -> list[Part]:
+    """`PARTS` parts, each of which holds the number of the content."""
+    return [{"w:a": np.array([int(adapter.identity, 16)])} for _ in range(PARTS)]
+
+
+class Folders:
+    """Contents by path, and how often each was read."""
+
+    def __init__(self, **contents: int) -> None:
+        self.contents = dict(contents)
+        self.reads: collections.Counter[str] = collections.Counter()
+
+    def read(self, path: str) -> Adapter:
+        self.reads[path] += 1
+        if path not in self.contents:
+            raise FileNotFoundError(f"{path}: no such folder")
+        return make_adapter(self.contents[path])
+
+
+class Now:
+    """In place of the store's thread: does what it is asked for at once, or when it is told to."""
+
+    def __init__(self) -> None:
+        self.late = False
+        self._due: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._due.append((future, lambda: function(*args)))
+        if not self.late or function.__name__ == "_load":  # for which the caller waits
+            self.run()
+        return future
+
+    def run(self) -> None:
+        """Do what is due."""
+        while self._due:
+            future, work = self._due.popleft()
+            try:
+                future.set_result(work())
+            except ValueError as error:
+                future.set_exception(error)
+
+    def shutdown(self) -> None:
+        self.run()
+
+
+def make_store(folders: Folders, capacity: int = 4) -> tuple[LoRAStore, Now]:
+    """A store without a thread."""
+    store, now = LoRAStore(folders.read, parts_of, capacity), Now()
+    store._thread.shutdown()
+    store._thread = now  # type: ignore[assignment]
+    return store, now
