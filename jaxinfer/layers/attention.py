@@ -14,7 +14,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import rotate
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul
+from jaxinfer.quant import matmul, plus_bias
 from jaxinfer.types import LayerSpec
 
 
@@ -96,7 +96,7 @@ class Attention(Layer):
         mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache)
         out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))
         if self.out_bias:
-            out = out + self.weight("out_bias").astype(x.dtype)
+            out = plus_bias(out, self.weight("out_bias"))
         return out, cache
 
     def _attended(
@@ -120,7 +120,7 @@ class Attention(Layer):
 
     def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch kv_heads parts head_dim"]:
         qkv = matmul(x, self.weight("qkv"))
-        return qkv + self.weight("qkv_bias").astype(x.dtype) if self.qkv_bias else qkv
+        return plus_bias(qkv, self.weight("qkv_bias")) if self.qkv_bias else qkv
 
 
 def causal_attend(

@@ -13,7 +13,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import RMSNorm
 from jaxinfer.layers.rope import rotate
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul, matmul_heads
+from jaxinfer.quant import matmul, matmul_heads, plus_bias
 from jaxinfer.types import LayerSpec
 
 # Of the norms of latents, in every published model, whatever its `rms_norm_eps`.
@@ -60,7 +60,7 @@ class LatentAttention(Layer):
         x = all_tokens(x)
         down = matmul(x, self.weight("down"))
         if self.bias:
-            down = down + self.weight("down_bias").astype(x.dtype)
+            down = plus_bias(down, self.weight("down_bias"))
         first, rank = self.q_rank or 0, self.layer.latent_rank
         assert rank is not None
         wanted, latent, key = jnp.split(down, [first, first + rank], axis=-1)
@@ -70,7 +70,7 @@ class LatentAttention(Layer):
         mixed, cache = attend(q, k, None, cache, self.layer, self.scale)
         values = matmul_heads(mixed, self.weight("up_value"))
         out = own_tokens(matmul(values.reshape(*x.shape[:-1], -1), self.weight("out")))
-        return out + self.weight("out_bias").astype(x.dtype) if self.bias else out, cache
+        return plus_bias(out, self.weight("out_bias")) if self.bias else out, cache
 
     def _queries(
         self, x: Float[Array, "*batch k"], angles: tuple[jax.Array, jax.Array]

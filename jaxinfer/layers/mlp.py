@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.layers.base import Layer
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul, matmul_transposed
+from jaxinfer.quant import matmul, matmul_transposed, plus_bias
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -40,11 +40,11 @@ class GatedMLP(Layer):
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         gate_up = matmul_transposed(all_tokens(x), self.weight("gate_up"))
         if self.bias:
-            gate_up = gate_up + self.weight("gate_up_bias").astype(x.dtype)
+            gate_up = plus_bias(gate_up, self.weight("gate_up_bias"))
         gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
         hidden = ACTIVATIONS[self.activation](gate.astype(jnp.float32)).astype(x.dtype) * up
         out = own_tokens(matmul(hidden, self.weight("down")))
-        return out + self.weight("down_bias").astype(x.dtype) if self.bias else out
+        return plus_bias(out, self.weight("down_bias")) if self.bias else out
 
 
 class MLP(Layer):
@@ -56,7 +56,7 @@ class MLP(Layer):
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         hidden = matmul_transposed(all_tokens(x), self.weight("up"))
         if self.bias:
-            hidden = hidden + self.weight("up_bias").astype(x.dtype)
+            hidden = plus_bias(hidden, self.weight("up_bias"))
         hidden = ACTIVATIONS[self.activation](hidden.astype(jnp.float32)).astype(x.dtype)
         out = own_tokens(matmul(hidden, self.weight("down")))
-        return out + self.weight("down_bias").astype(x.dtype) if self.bias else out
+        return plus_bias(out, self.weight("down_bias")) if self.bias else out

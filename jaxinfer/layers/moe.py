@@ -22,7 +22,7 @@ from jaxinfer.layers.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.layers.top_k import top_k
 from jaxinfer.parallel.mesh import RULES, traced_dp_ranks, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition
+from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition, plus_bias
 from pallas_kernels.grouped_matmul import group
 
 
@@ -151,10 +151,10 @@ def run_experts(
     rows = x.at[groups.entries // top_k].get(mode="fill", fill_value=0)
     hidden = grouped_matmul(rows, experts.gate_up, groups)
     if experts.gate_up_bias is not None:
-        hidden = hidden + groups.of_tiles(experts.gate_up_bias).astype(x.dtype)
+        hidden = plus_bias(hidden, groups.of_tiles(experts.gate_up_bias))
     results = grouped_matmul(glu(hidden[:, :, 0], hidden[:, :, 1]), experts.down, groups)
     if experts.down_bias is not None:
-        results = results + groups.of_tiles(experts.down_bias).astype(x.dtype)
+        results = plus_bias(results, groups.of_tiles(experts.down_bias))
     places = groups.places.reshape(tokens, top_k)
     results = results.reshape(-1, x.shape[-1])
     total = jnp.zeros(x.shape, jnp.float32)

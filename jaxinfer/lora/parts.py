@@ -20,10 +20,9 @@ def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str
     "path/of/parameter:a", "...:b", "...:magnitude" and "...:bias".
 
     Raises:
-        ValueError: a parameter of the adapter has no bank, or its arrays do not fit there.
+        ValueError: see `require_fit`.
     """
-    for path in adapter.deltas.keys() - targets.keys():
-        raise ValueError(f"{'.'.join(path)}: an adapter of it cannot be served beside others; merge it into the model")
+    require_fit(adapter, targets)
     found = dict[str, dict[str, np.ndarray]]()
     for path, target in targets.items():
         arrays, name = _arrays(path, adapter.deltas.get(path), target), "/".join(path)
@@ -31,12 +30,20 @@ def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str
     return list(found.values())
 
 
+def require_fit(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> None:
+    """Raises ValueError where a parameter of the adapter has no bank, or its arrays do not fit there."""
+    for path, delta in adapter.deltas.items():
+        if path not in targets:
+            why = "an adapter of it cannot be served beside others; merge it into the model"
+            raise ValueError(f"{'.'.join(path)}: {why}")
+        _require_fit(path, delta, targets[path])
+
+
 def _arrays(path: Path, delta: Delta | None, target: LoRATarget) -> dict[str, np.ndarray]:
     arrays = {name: np.zeros(shape, np.float32) for name, shape in target.shapes.items()}
     arrays["magnitude"][...] = 1.0
     if delta is None:
         return arrays
-    _require_fit(path, delta, target)
     rank = delta.a.shape[-2]
     arrays["a"][..., :rank, :], arrays["b"][..., :rank] = delta.a, delta.b
     for name, value in (("magnitude", delta.magnitude), ("bias", delta.bias)):

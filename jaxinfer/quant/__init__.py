@@ -1,7 +1,15 @@
 """Storages of weights: arrays, `Quantized`, `Split`. A forward pass reads a weight through the functions here alone."""
 
 from jaxinfer.quant.adapted import Adapted
-from jaxinfer.quant.dispatch import grouped_matmul, grouped_path, matmul, matmul_heads, matmul_transposed, take
+from jaxinfer.quant.dispatch import (
+    grouped_matmul,
+    grouped_path,
+    matmul,
+    matmul_heads,
+    matmul_transposed,
+    plus_bias,
+    take,
+)
 from jaxinfer.quant.storage import (
     Quantized,
     Split,
@@ -27,6 +35,7 @@ __all__ = [
     "matmul_heads",
     "matmul_transposed",
     "partition",
+    "plus_bias",
     "rounds_activations",
     "take",
     "with_activations",

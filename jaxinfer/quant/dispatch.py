@@ -54,6 +54,12 @@ def _stored(x: jax.Array, w: Quantized | Split) -> jax.Array:
     return w.matmul(x) if isinstance(w, Quantized) else w.matmul(x, matmul_transposed)
 
 
+def plus_bias(product: Float[Array, "..."], bias: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Add a bias to what a product has given. A compiler must not add within the product itself: whether it could would
+    depend on what else reads that, such as the adapters of other rows."""
+    return lax.optimization_barrier(product) + bias.astype(product.dtype)
+
+
 def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]) -> Float[Array, "*batch heads n"]:
     """Multiply each head's vector by that head's matrix."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT

@@ -14,6 +14,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled import CompileProgress
 from jaxinfer.engine.execution.executor import LocalExecutor
 from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.lora.open import open_store
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
@@ -30,8 +31,9 @@ def make_engine(
     group: Group | None = None,
     loras: LoRAStore | None = None,
 ) -> EngineCore:
-    """An engine for a model; see `Replicas` for arguments and errors."""
+    """An engine for a model; see `Replicas` for arguments and errors. ``loras`` None: those that its settings ask for."""
     mesh = mesh or mesh_for(config)
+    loras = open_store(model, config) if loras is None and config.enable_lora else loras
     if mesh.shape["data"] > 1:
         return Replicas(model, config, platform, progress, mesh, group, loras)
     if mesh.shape["dp_attn"] > 1:

@@ -1,0 +1,107 @@
+"""Adapters beside the model they are for, served: equal to `apply`, neighbours' and the model's own bits untouched."""
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.llm import LLM, RequestOutput
+from jaxinfer.lora.door import LoRARequest
+from jaxinfer.models.model import Model
+from jaxinfer.sampling_params import SamplingParams
+from tests.engine.test_invariance import bits
+from tests.lora.goldens import GOLDENS, golden, load_base, read
+
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "page_size": 4,
+    "prefill_sizes": (8, 16),
+    "num_pages": 80,
+    "show_progress": False,
+}
+LORAS: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+FAMILIES = {
+    "llama": ("llama-all-linear", "llama-dora", "llama-qv", "llama-lora-bias"),
+    "qwen2": ("qwen2-qkv", "qwen2-bias-all", "qwen2-bias-dora"),
+    "gpt2": ("gpt2-all", "gpt2-dora"),
+    "mixtral": ("mixtral-attention", "mixtral-experts"),
+    "gemma": ("gemma-all", "gemma-dora-rslora"),
+}
+TOLERANCE = 1e-5
+
+
+def asked(model: Model, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng, vocab = np.random.default_rng(0), model.config.vocab_size
+    prompts = [rng.integers(0, vocab, 2 + 5 * number % 23).tolist() for number in range(count)]
+    params = [
+        SamplingParams(
+            temperature=number % 2, seed=number, max_tokens=9, logprobs=1, prompt_logprobs=1, ignore_eos=True
+        )
+        for number in range(count)
+    ]
+    return prompts, params
+
+
+def request(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, str(GOLDENS / name))
+
+
+def check_is_apply(model: Model, prompt: list[int], output: RequestOutput) -> None:
+    (sample,) = output.outputs
+    tokens = [*prompt, *sample.token_ids]
+    known = jax.nn.log_softmax(model(jnp.asarray([tokens]))[0])
+    expected = np.asarray(known)[np.arange(len(tokens) - 1), tokens[1:]]
+    assert output.prompt_logprobs is not None
+    assert sample.logprobs is not None
+    told = (*output.prompt_logprobs[1:], *sample.logprobs)
+    said = [each[token].logprob for each, token in zip(told, tokens[1:], strict=True) if each is not None]
+    np.testing.assert_allclose(said, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_says_what_apply_says_alone_and_mixed(family: str, tmp_path: pathlib.Path) -> None:
+    names = [*FAMILIES[family], None]
+    base = load_base(golden(names[0] or ""), tmp_path / "base")
+    adapted = [base if name is None else base.with_lora(read(GOLDENS / name, base)) for name in names]
+    prompts, params = asked(base, 2 * len(names))
+    of_each = [names[number % len(names)] for number in range(len(prompts))]
+    llm = LLM(base, max_loras=2, **LORAS, **SETTINGS)
+    with count_compilations() as compilations:
+        mixed = llm.generate(prompts, params, lora=[request(name) for name in of_each])
+    assert compilations.count == 0
+    llm.engine.check()
+    for number, output in enumerate(mixed):
+        check_is_apply(adapted[number % len(names)], prompts[number], output)
+    for number, output in enumerate(mixed):
+        llm.engine.reset_prefix_cache()
+        (alone,) = llm.generate([prompts[number]], [params[number]], lora=request(of_each[number]))
+        assert bits(alone) == bits(output)
+
+
+def test_requests_without_one_have_the_bits_of_an_engine_without_any(tmp_path: pathlib.Path) -> None:
+    base = load_base(golden("llama-dora"), tmp_path / "base")
+    prompts, params = asked(base, 9)
+    plain = LLM(base, **SETTINGS).generate(prompts, params)
+    llm = LLM(base, max_loras=2, **LORAS, **SETTINGS)
+    of_each = [request(("llama-dora", None, "llama-qv")[number % 3]) for number in range(len(prompts))]
+    mixed = llm.generate(prompts, params, lora=of_each)
+    assert [bits(mixed[at]) for at in (1, 4, 7)] == [bits(plain[at]) for at in (1, 4, 7)]
+    assert [bits(mixed[at]) for at in (0, 2)] != [bits(plain[at]) for at in (0, 2)]
+    assert [bits(each) for each in llm.generate(prompts, params)] == [bits(each) for each in plain]
+
+
+def test_pages_of_one_are_no_others(tmp_path: pathlib.Path) -> None:
+    base = load_base(golden("llama-dora"), tmp_path / "base")
+    llm = LLM(base, max_loras=2, **LORAS, **SETTINGS)
+    prompt, params = [list(range(24))], SamplingParams(temperature=0, max_tokens=3)
+    cached = [
+        llm.generate(prompt, params, lora=request(name))[0].num_cached_tokens
+        for name in ("llama-dora", "llama-qv", None, "llama-dora", "llama-qv", None)
+    ]
+    assert cached[:3] == [0, 0, 0]
+    assert all(count > 0 for count in cached[3:])
