@@ -43,6 +43,8 @@ EXTENDED = (
     "kv/test_quantized_pool.py",
     "layers/test_moe.py",
     "layers/test_top_k.py",
+    "lora/test_goldens.py",
+    "lora/test_hostile_adapters.py",
     "models/test_deepseek.py",
     "models/test_families.py",
     "models/test_heads.py",

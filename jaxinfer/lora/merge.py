@@ -79,7 +79,7 @@ def _update(params: dict[str, Any], path: Path, change: Callable[[Any], Any]) ->
 def _merged(path: Path, spec: ParamSpec, delta: Delta, weight: Any) -> jax.Array:
     if is_stored(weight):
         raise ValueError(
-            f"adapter: {'/'.join(path)} is stored as {type(weight.layout).__name__}, and no product of low rank fits "
+            f"adapter: {'/'.join(path)} is stored as {_storage(weight)}, and no product of low rank fits "
             f"into that: merge into the model before it is quantised"
         )
     axis = input_axis(path, spec)
@@ -89,6 +89,10 @@ def _merged(path: Path, spec: ParamSpec, delta: Delta, weight: Any) -> jax.Array
     if delta.magnitude is not None:
         total = total * delta.magnitude[..., None]
     return jnp.moveaxis(total, -1, axis).astype(weight.dtype)
+
+
+def _storage(weight: Any) -> str:
+    return type(getattr(weight, "layout", weight)).__name__
 
 
 def _flat(delta: Delta, spec: ParamSpec) -> np.ndarray:

@@ -7,15 +7,16 @@ a no, which is all that PEFT asks of its patterns. Steps are counted, and a budg
 
 from __future__ import annotations
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from jaxinfer.lora.errors import AdapterError
 
 LONGEST = 2000  # characters of a pattern
 DEEPEST = 20  # groups within groups
-MOST_STEPS = 5_000_000
+MOST_STEPS = 2_000_000
 
 _PLAIN = re.compile(r"[\w.-]*")
 _ESCAPED = re.compile(r"\\[dDwWsS]|\\[^\w]", re.ASCII)
@@ -23,12 +24,25 @@ _ODD_IN_CLASS = ("[", "--", "&&", "||", "~~")  # `re` warns that they may mean s
 _COUNT = re.compile(r"\{(\d{0,4})(,?)(\d{0,4})\}", re.ASCII)
 _WORD = re.compile(r"\w")
 
-Ends = frozenset[int]
+Ends = int
+"""A set of positions in a text: bit ``n`` stands for the one in front of character ``n``."""
 
 
-class _Run(NamedTuple):
-    text: str
-    budget: Budget
+class _Run:
+    """A text to be matched."""
+
+    def __init__(self, text: str, budget: Budget) -> None:
+        self.text, self.budget = text, budget
+        self._places: dict[str, int] = {}
+
+    def places(self, one: re.Pattern[str]) -> Ends:
+        """The positions of the characters that match."""
+        self.budget.spend(1)
+        if one.pattern not in self._places:
+            self.budget.spend(len(self.text))
+            found = (1 << at for at, char in enumerate(self.text) if one.fullmatch(char))
+            self._places[one.pattern] = sum(found)
+        return self._places[one.pattern]
 
 
 _Node = Callable[[_Run, Ends], Ends]
@@ -64,7 +78,7 @@ class Pattern:
 
     def fullmatch(self, name: str, budget: Budget) -> bool:
         """Whether all of ``name`` matches."""
-        return len(name) in self._whole(_Run(name, budget), frozenset([0]))
+        return bool(self._whole(_Run(name, budget), 1) >> len(name))
 
 
 class Suffix:
@@ -176,11 +190,7 @@ class _Parser:
 
 
 def _character(one: re.Pattern[str]) -> _Node:
-    def ends(run: _Run, starts: Ends) -> Ends:
-        run.budget.spend(1 + len(starts))
-        return frozenset(at + 1 for at in starts if at < len(run.text) and one.fullmatch(run.text[at]))
-
-    return ends
+    return lambda run, starts: (starts & run.places(one)) << 1
 
 
 def _in_order(parts: Sequence[_Node]) -> _Node:
@@ -196,20 +206,21 @@ def _in_order(parts: Sequence[_Node]) -> _Node:
 
 
 def _either(ways: Sequence[_Node]) -> _Node:
-    return lambda run, starts: frozenset().union(*(way(run, starts) for way in ways))
+    return lambda run, starts: functools.reduce(operator.or_, (way(run, starts) for way in ways))
 
 
 def _repeat(node: _Node, least: int, most: int | None) -> _Node:
     def ends(run: _Run, starts: Ends) -> Ends:
         for _ in range(least):
+            run.budget.spend(1)
             before, starts = starts, node(run, starts)
             if starts == before:  # also none: more rounds change nothing
                 break
         reached = new = starts
         left = len(run.text) + 1 if most is None else most - least
         while new and left > 0:
-            run.budget.spend(len(reached))
-            new = node(run, new) - reached
+            run.budget.spend(1)
+            new = node(run, new) & ~reached
             reached, left = reached | new, left - 1
         return reached
 
@@ -218,27 +229,24 @@ def _repeat(node: _Node, least: int, most: int | None) -> _Node:
 
 def _look(node: _Node, ahead: bool) -> _Node:
     def ends(run: _Run, starts: Ends) -> Ends:
-        return frozenset(at for at in starts if bool(node(run, frozenset([at]))) is ahead)
+        each = (1 << at for at in range(len(run.text) + 1) if starts >> at & 1)
+        return sum(at for at in each if bool(node(run, at)) is ahead)
 
     return ends
 
 
 def _start(run: _Run, starts: Ends) -> Ends:
     del run
-    return starts & {0}
+    return starts & 1
 
 
 def _end(run: _Run, starts: Ends) -> Ends:
-    return starts & {len(run.text)}
+    return starts & 1 << len(run.text)
 
 
 def _border(run: _Run, starts: Ends) -> Ends:
-    run.budget.spend(len(starts))
-    return frozenset(at for at in starts if _is_word(run.text, at - 1) != _is_word(run.text, at))
-
-
-def _is_word(text: str, at: int) -> bool:
-    return 0 <= at < len(text) and _WORD.match(text[at]) is not None
+    words = run.places(_WORD)
+    return starts & (words ^ words << 1)
 
 
 def first_match(patterns: Iterable[tuple[Suffix, int | float]], name: str, budget: Budget) -> int | float | None:

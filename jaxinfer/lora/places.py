@@ -95,12 +95,14 @@ class Places:
         experts: by the name of one tensor for all experts, such as "model.layers.0.mlp.experts.gate_up_proj", the
             places of each expert.
         biases: by a module's name: the bias's path and its sources.
+        of_paths: any place in each parameter.
         tied: the embeddings are the head, too.
     """
 
     modules: Mapping[str, tuple[Place, ...]]
     experts: Mapping[str, tuple[tuple[Place, ...], ...]]
     biases: Mapping[str, tuple[tuple[Path, Source], ...]]
+    of_paths: Mapping[Path, Place]
     tied: bool
 
 
@@ -109,12 +111,15 @@ def find_places(specs: ParamTree) -> Places:
     modules: dict[str, list[Place]] = {}
     fused: dict[str, dict[int, list[Place]]] = {}
     biases: dict[str, list[tuple[Path, Source]]] = {}
+    of_paths: dict[Path, Place] = {}
     for path, spec in walk_specs(specs):
         for place in _places(path, spec):
             if len(place.source.shape) == 2:
                 modules.setdefault(place.source.name.removesuffix(".weight"), []).append(place)
+                of_paths[path] = place
             for name, one in _of_fused(place):
                 fused.setdefault(name, {}).setdefault(one.expert or 0, []).append(one)
+                of_paths[path] = one
         for source in spec.sources:
             if source.name.endswith(".bias") and spec.inputs is None:
                 biases.setdefault(source.name.removesuffix(".bias"), []).append((path, source))
@@ -122,6 +127,7 @@ def find_places(specs: ParamTree) -> Places:
         modules={name: tuple(found) for name, found in modules.items()},
         experts={name: tuple(tuple(of[e]) for e in sorted(of)) for name, of in fused.items()},
         biases={name: tuple(found) for name, found in biases.items()},
+        of_paths=of_paths,
         tied=HEAD not in dict(walk_specs(specs)),
     )
 

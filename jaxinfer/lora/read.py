@@ -99,8 +99,7 @@ class _Deltas:
 
     def _of(self, path: Path) -> tuple[Place, list[int | None]]:
         """Any place of a parameter, and its experts; without experts they are one, None."""
-        everywhere = (*self.places.modules.values(), *(at for e in self.places.experts.values() for at in e))
-        place = next(place for places in everywhere for place in places if place.path == path)
+        place = self.places.of_paths[path]
         return place, [None] if place.expert is None else list(range(self.specs[path].shape[0]))
 
     def _outputs(self, path: Path, units: Sequence[Unit], name: str, start: float) -> np.ndarray | None:

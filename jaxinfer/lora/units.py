@@ -109,11 +109,14 @@ class UnitReader:
                 raise AdapterError(f"tensor {quoted(info.name)} is {list(info.shape)}, not {list(shapes[kind])}")
 
     def _read_module(self, name: str, tensors: Tensors, kinds: tuple[str, str]) -> Iterator[Unit]:
-        scale = np.float32(self.config.scale(name))
         a, b = (self.files.read(tensors[kind]) for kind in kinds)
         magnitude = self.files.read(tensors[MAGNITUDE]) if MAGNITUDE in tensors else None
-        bias = scale * self.files.read(tensors[LORA_BIAS]) if LORA_BIAS in tensors else None
-        yield Unit(self.places.modules[name], a, scale * b, magnitude, bias)
+        bias = self._scaled(name, self.files.read(tensors[LORA_BIAS])) if LORA_BIAS in tensors else None
+        yield Unit(self.places.modules[name], a, self._scaled(name, b), magnitude, bias)
+
+    def _scaled(self, name: str, values: Float32[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
+        with np.errstate(over="ignore"):  # what becomes infinite is found where all is put together
+            return np.float32(self.config.scale(name)) * values
 
     def _fused(self, name: str, tensors: Tensors) -> str | None:
         """The tensor for all experts that is meant: two of one module are told apart by their sizes alone."""
@@ -142,11 +145,11 @@ class UnitReader:
 
     def _read_fused(self, name: str, tensors: Tensors) -> Iterator[Unit]:
         """A has the ranks of an expert below one another; B has the experts of a rank beside one another."""
-        experts, scale = self.places.experts[name], np.float32(self.config.scale(name))
+        experts = self.places.experts[name]
         a, b = (self.files.read(tensors[kind]) for kind in LINEAR)
-        a, b = a.reshape(len(experts), -1, a.shape[-1]), b.reshape(b.shape[0], -1, len(experts))
+        a, b = a.reshape(len(experts), -1, a.shape[-1]), self._scaled(name, b).reshape(b.shape[0], -1, len(experts))
         for expert, places in enumerate(experts):
-            yield Unit(places, a[expert], scale * b[:, :, expert])
+            yield Unit(places, a[expert], b[:, :, expert])
 
     def _no_place(self, name: str, tensors: Tensors) -> AdapterError:
         have = listed(sorted({module.rpartition(".")[2] for module in self.places.modules}), 30)

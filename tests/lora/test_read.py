@@ -1,0 +1,243 @@
+"""Adapters that do not fit their configuration or the model are refused, with a sentence that names what does not."""
+
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.errors import AdapterError
+from jaxinfer.lora.read import read_adapter
+from jaxinfer.models.model import abstract
+from jaxinfer.types import walk_specs
+from tests.lora.goldens import GOLDENS, copy_adapter, golden
+from tools.oracle.golden import uniform
+
+Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+Edit = Callable[[dict[str, np.ndarray]], object]
+
+
+def specs_of(name: str) -> Any:
+    return abstract(golden(name).config, "float32").specs
+
+
+def read(name: str, folder: pathlib.Path, max_rank: int = 8, has_base: bool = True) -> Adapter:
+    """With random numbers in place of the model's own."""
+    specs = specs_of(name)
+    shapes = {path: spec.shape for path, spec in walk_specs(specs)}
+    base = (lambda path: uniform(7, "/".join(path), shapes[path])) if has_base else None
+    return read_adapter(folder, specs, max_rank=max_rank, base=base)
+
+
+def changed(
+    name: str, folder: pathlib.Path, edit: Edit = lambda _: None, config: Mapping[str, Any] | None = None
+) -> pathlib.Path:
+    copy_adapter(name, folder, config)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def put(name: str, value: np.ndarray) -> Edit:
+    return lambda tensors: tensors.update({name: value})
+
+
+def zeros(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda t: t.pop(f"{Q0}.lora_B.weight"), "layers.0.self_attn.q_proj.lora_B.weight"),
+        (lambda t: t.pop(f"{Q0}.lora_A.weight"), "layers.0.self_attn.q_proj.lora_A.weight"),
+        (
+            lambda t: (t.pop(f"{Q0}.lora_A.weight"), t.pop(f"{Q0}.lora_B.weight")),
+            "lacks tensors of modules that it targets: 'model.layers.0.self_attn.q_proj'",
+        ),
+        (put(f"{Q0}.lora_C.weight", zeros(4, 32)), "lora_C.weight"),
+        (put(f"{Q0}.lora_A.extra", zeros(4, 32)), "lora_A.extra"),
+        (put("base_model.model.lm_head.weight", zeros(64, 32)), "lm_head.weight"),
+        (put("model.layers.0.self_attn.q_proj.lora_A.weight", zeros(4, 32)), "model.layers.0"),
+        (put(f"{Q0}.lora_magnitude_vector", zeros(32)), "lora_magnitude_vector"),
+        (put(f"{Q0}.lora_B.bias", zeros(32)), "lora_B.bias"),
+        (put(f"{Q0}.base_layer.bias", zeros(32)), "q_proj.base_layer.bias"),
+        (put(f"{Q0}.base_layer.weight", zeros(32, 32)), "q_proj.base_layer.weight"),
+        (put(f"{Q0}.lora_embedding_A", zeros(4, 32)), "lora_embedding_A"),
+        (put(f"{Q0}.lora_A.weight", zeros(3, 32)), r"\[3, 32\], not \[4, 32\]"),
+        (put(f"{Q0}.lora_A.weight", zeros(4, 31)), r"\[4, 31\], not \[4, 32\]"),
+        (put(f"{Q0}.lora_B.weight", zeros(33, 4)), r"\[33, 4\], not \[32, 4\]"),
+        (put(f"{Q0}.lora_A.weight", zeros(4, 32, 1)), "lora_A.weight"),
+        (put(f"{Q0}.lora_A.weight", np.zeros((4, 32), np.int32)), "I32"),
+        (put(f"{Q0}.lora_A.weight", np.full((4, 32), np.nan, np.float32)), "NaN"),
+        (put(f"{Q0}.lora_B.weight", np.full((32, 4), np.inf, np.float32)), "infinite"),
+        (put(f"{Q0}.lora_A.weight", np.full((4, 32), 1e300, np.float64)), "infinite"),
+        (put(f"{Q0}.lora_B.weight", np.full((32, 4), 3e38, np.float32)), "layers_0/attention/qkv is too large"),
+        (put("base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight", zeros(4, 32)), "layers.2"),
+        (put("base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight", zeros(4, 32)), "k_proj.lora_A"),
+        (put("base_model.model.model.layers.0.input_layernorm.lora_A.weight", zeros(4, 32)), "input_layernorm"),
+        (put(f"{Q0}.base_layer.lora_A.weight", zeros(4, 32)), "q_proj.base_layer.lora_A"),
+        (lambda t: t.clear(), "lacks tensors"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(edit: Edit, named: str, tmp_path: pathlib.Path):
+    with pytest.raises(AdapterError, match=named):
+        read("llama-qv", changed("llama-qv", tmp_path, edit))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"target_modules": ["q_proj", "v_proj", "c_attn"]}, "target_modules: 'c_attn'.*'q_proj'"),
+        ({"target_modules": ["q_proj"]}, "v_proj.lora_A.weight.*does not target"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "lacks tensors.*layers.0.self_attn.o_proj"),
+        ({"target_modules": ".*(q|v|o)_proj"}, "lacks tensors.*layers.0.self_attn.o_proj"),
+        ({"exclude_modules": ["v_proj"]}, "does not target"),
+        ({"layers_to_transform": [0]}, "does not target"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters: 'mlp.experts.down_proj'"),
+        ({"r": 3}, r"\[4, 32\], not \[3, 32\]"),
+        ({"rank_pattern": {"q_proj": 2}}, r"\[4, 32\], not \[2, 32\]"),
+        ({"use_dora": True}, "lacks 'model.layers.0.self_attn.q_proj.lora_magnitude_vector'"),
+        ({"lora_bias": True}, "lacks 'model.layers.0.self_attn.q_proj.lora_B.bias'"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_named(config: Mapping[str, Any], named: str, tmp_path: pathlib.Path):
+    with pytest.raises(AdapterError, match=named):
+        read("llama-qv", copy_adapter("llama-qv", tmp_path, config))
+
+
+def test_a_rank_beyond_the_largest_is_refused_with_both():
+    with pytest.raises(AdapterError, match=r"rank 4 .* the 3 of max_lora_rank"):
+        read("llama-qv", GOLDENS / "llama-qv", max_rank=3)
+    assert read("llama-qv", GOLDENS / "llama-qv", max_rank=4).rank == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("llama-dora", "use_dora"), ("qwen2-bias-all", "bias"), ("llama-vocabulary", "base_layer.weight")]
+)
+def test_what_needs_the_models_own_weights_says_so(name: str, why: str):
+    with pytest.raises(AdapterError, match=f"{why}.* needs the model's own"):
+        read(name, GOLDENS / name, has_base=False)
+
+
+def test_embeddings_that_are_not_the_models_own_are_refused():
+    with pytest.raises(AdapterError, match=r"base_layer.weight.* is not the model's own"):
+        read("llama-vocabulary", GOLDENS / "llama-vocabulary")
+
+
+def test_biases_of_what_is_no_product_are_refused(tmp_path: pathlib.Path):
+    norm = "base_model.model.transformer.h.0.ln_1.bias"
+    with pytest.raises(AdapterError, match=r"ln_1\.bias"):
+        read("gpt2-all", changed("gpt2-all", tmp_path, put(norm, np.ones(24, np.float32))))
+
+
+def test_one_tensor_for_all_experts_twice_is_refused(tmp_path: pathlib.Path):
+    def again(tensors: dict[str, np.ndarray]) -> None:
+        for which in "AB":
+            name = f"base_model.model.model.layers.0.mlp.experts.{{}}lora_{which}.weight"
+            tensors[name.format("base_layer.base_layer.")] = tensors[name.format("")].copy()
+
+    with pytest.raises(AdapterError, match=r"adapts twice: 'model.layers.0.mlp.experts.\w+_proj'"):
+        read("mixtral-experts", changed("mixtral-experts", tmp_path, again))
+
+
+def test_adapters_of_tied_embeddings_are_refused(tmp_path: pathlib.Path):
+    adapter, tied = copy_adapter("llama-vocabulary", tmp_path), golden("llama-vocabulary").config
+    specs = abstract(tied | {"tie_word_embeddings": True}, "float32").specs
+    with pytest.raises(AdapterError, match=r"(embed_tokens is adapted, but is the head, too)|(its head is the table)"):
+        read_adapter(adapter, specs, max_rank=8)
+
+
+def test_pickles_are_refused_with_what_converts_them(tmp_path: pathlib.Path):
+    copy_adapter("llama-qv", tmp_path)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"adapter_model.bin, a pickle.*weights_only=True"):
+        read("llama-qv", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_files_that_are_not_there_are_named(name: str, tmp_path: pathlib.Path):
+    (copy_adapter("llama-qv", tmp_path) / name).unlink()
+    with pytest.raises(AdapterError, match=re.escape(name)):
+        read("llama-qv", tmp_path)
+
+
+def test_files_that_are_too_large_are_not_read(tmp_path: pathlib.Path):
+    copy_adapter("llama-qv", tmp_path)
+    tensors = (tmp_path / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "adapter_model.safetensors").write_bytes((2**25).to_bytes(8, "little") + tensors)
+    with pytest.raises(AdapterError, match="header of 33554432 bytes"):
+        read("llama-qv", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(" " * (2**20 + 1))
+    with pytest.raises(AdapterError, match="larger than 1048576 bytes"):
+        read("llama-qv", tmp_path)
+
+
+def test_identity_is_content(tmp_path: pathlib.Path):
+    first = read("llama-qv", GOLDENS / "llama-qv").identity
+
+    def of(folder: str, edit: Edit = lambda _: None, config: Mapping[str, Any] | None = None) -> str:
+        return read("llama-qv", changed("llama-qv", tmp_path / folder, edit, config)).identity
+
+    def one_bit(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{Q0}.lora_A.weight"].view(np.uint32)[1, 2] ^= 1
+
+    def other_dtype(tensors: dict[str, np.ndarray]) -> None:
+        tensors[f"{Q0}.lora_A.weight"] = tensors[f"{Q0}.lora_A.weight"].astype(np.float64)
+
+    assert len(first) == 64
+    assert of("renamed") == first
+    assert (
+        of("described", config={"lora_dropout": 0.5, "task_type": None, "target_modules": ["q_proj", "v_proj"]})
+        == first
+    )
+    others = [
+        of("bit", one_bit),
+        of("dtype", other_dtype),
+        of("alpha", config={"lora_alpha": 9}),
+        of("rslora", config={"use_rslora": True}),
+    ]
+    assert len({first, *others}) == 5
+
+
+def test_parts_of_a_fused_parameter_lie_below_one_another():
+    delta = read("llama-qv", GOLDENS / "llama-qv").deltas["layers_0", "attention", "qkv"]
+    tensors = load_file(GOLDENS / "llama-qv" / "adapter_model.safetensors")
+    assert delta.a.shape == (8, 32)
+    assert delta.b.shape == (2, 4, 8, 8)  # KV heads, queries of a group and key and value, head_dim, ranks
+    np.testing.assert_array_equal(delta.a[:4], tensors[f"{Q0}.lora_A.weight"])
+    np.testing.assert_array_equal(delta.a[4:], tensors[f"{Q0.replace('q_proj', 'v_proj')}.lora_A.weight"])
+    assert not delta.b[:, :2, :, 4:].any()  # queries have nothing of the values' ranks
+    assert not delta.b[:, 3, :, :4].any()
+    assert not delta.b[:, 2].any()  # keys are not adapted
+    b = tensors[f"{Q0}.lora_B.weight"].reshape(2, 2, 8, 4)
+    np.testing.assert_array_equal(delta.b[:, :2, :, :4], 2.0 * b)  # alpha / r
+
+
+def test_experts_one_by_one_are_read(tmp_path: pathlib.Path):
+    """As older writers name them, against what the one tensor for all says."""
+    both = read("mixtral-experts", GOLDENS / "mixtral-experts")
+    source = load_file(GOLDENS / "mixtral-experts" / "adapter_model.safetensors")
+    single = {name: tensor for name, tensor in source.items() if "experts" not in name}
+    for layer in range(2):
+        delta = both.deltas[f"layers_{layer}", "mlp", "down"]
+        for expert in range(3):
+            prefix = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.w2"
+            single[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(delta.a[expert])
+            single[f"{prefix}.lora_B.weight"] = delta.b[expert] / np.float32(3.0)
+    config = json.loads((GOLDENS / "mixtral-experts" / "adapter_config.json").read_text())
+    config |= {"target_modules": ["q_proj", "w2"], "target_parameters": None, "rank_pattern": {"w2": 1}}
+    save_file(single, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    found = read("mixtral-experts", tmp_path).deltas
+    for layer in range(2):
+        path = (f"layers_{layer}", "mlp", "down")
+        np.testing.assert_array_equal(found[path].a, both.deltas[path].a)
+        np.testing.assert_allclose(found[path].b, both.deltas[path].b, rtol=1e-6)
+        assert (f"layers_{layer}", "mlp", "gate_up") not in found
