@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import concurrent.futures
 import functools
@@ -59,12 +60,11 @@ class AdapterSource(Protocol):
 
 
 class _Wanted[W: Waiter]:
-    """An adapter's sequences that cannot be admitted, and since which step."""
+    """An adapter's sequences that cannot be admitted, since which step, and the least rank of any of them."""
 
-    def __init__(self, since: int) -> None:
-        self.since = since
+    def __init__(self, since: int, rank: tuple[float, ...]) -> None:
+        self.since, self.rank = since, rank
         self.sequences: dict[int, W] = {}  # by arrival
-        self.rank: tuple[float, ...] = ()
 
 
 class AdapterQueue[W: Waiter]:
@@ -90,6 +90,7 @@ class AdapterQueue[W: Waiter]:
     def __init__(self, queue: PolicyQueue[W], slots: int, source: AdapterSource, patience: int = PATIENCE) -> None:
         self._queue, self._slots, self._source, self._patience = queue, Slots(slots), source, patience
         self._held: dict[str, _Wanted[W]] = {}  # by identity
+        self._line: list[tuple[tuple[float, ...], str]] = []  # of those of them that have no slot, in order of rank
         self._inside: collections.Counter[str] = collections.Counter()  # sequences in the policy's queue
         self._coming: dict[str, Future[Sequence[Part]]] = {}
         self._draining: list[str] = []
@@ -122,8 +123,9 @@ class AdapterQueue[W: Waiter]:
         failed = self._place()
         self._drain()
         load = self._slots.next_load()
-        for identity in [each for each in self._held if self._ready(each)]:
-            self._let_go(identity)
+        for identity in self._slots.identities:
+            if identity in self._held and self._ready(identity):
+                self._let_go(identity)
         return [] if load is None else [load], failed
 
     def launched(self, runs: bool) -> None:
@@ -141,23 +143,15 @@ class AdapterQueue[W: Waiter]:
         if coming:
             concurrent.futures.wait(coming, _NAP, concurrent.futures.FIRST_COMPLETED)
 
-    def _waiting(self) -> list[str]:
-        """Adapters that are wanted and have no slot, in the order in which they get one."""
-        wanted = [identity for identity in self._held if identity not in self._slots]
-        return sorted(wanted, key=lambda identity: self._held[identity].rank)
-
     def _place(self) -> list[tuple[W, str]]:
         """Prepare the adapters that are next, and give slots to those that are ready for one."""
         failed: list[tuple[W, str]] = []
-        waiting = self._waiting()
-        self._coming = {each: self._coming[each] for each in waiting if each in self._coming}
-        for identity in waiting[: len(self._slots)]:
+        self._coming = {each: future for each, future in self._coming.items() if each in self._held}
+        for _, identity in self._line[: len(self._slots)]:
             if identity not in self._coming:
                 self._coming[identity] = self._source.prepare(identity)
-        for identity in waiting:
-            coming = self._coming.get(identity)
-            if coming is None or not coming.done():
-                continue
+        for identity in self._prepared():
+            coming = self._coming[identity]
             if (error := coming.exception()) is not None:
                 failed += [(sequence, str(error)) for sequence in self._held[identity].sequences.values()]
                 del self._coming[identity]
@@ -167,12 +161,15 @@ class AdapterQueue[W: Waiter]:
 
     def _give(self, slot: int, identity: str, parts: Sequence[Part]) -> None:
         self._source.pin(identity)
+        self._step_out(identity)
         before = self._slots.place(slot, identity, parts)
         del self._coming[identity]
         self._loaded_for[identity] = self._held[identity].rank
         if before is not None:
             del self._loaded_for[before]
             self._source.unpin(before)
+            if before in self._held:
+                self._line_up(before)
 
     def _spared(self, placed: str, wanted: str) -> bool:
         """Whether a placed adapter must not give way: those for whom it came wait for nothing but their turn, which is
@@ -180,22 +177,22 @@ class AdapterQueue[W: Waiter]:
         is_due = self._slots.fresh(placed) and self._inside[placed] > 0
         return is_due and self._loaded_for[placed] < self._held[wanted].rank
 
+    def _prepared(self) -> list[str]:
+        """Adapters that wait for a slot and nothing else, in the order in which they get one."""
+        ready = [identity for identity, future in self._coming.items() if future.done()]
+        return sorted(ready, key=lambda identity: self._held[identity].rank)
+
     def _drain(self) -> None:
-        """Choose the adapters of which nobody is admitted, so that their slots become free."""
-        waiting = [each for each in self._waiting() if self._overdue(each)]
-        if not waiting:
+        """Choose the adapters of which nobody is admitted, so that their slots become free for those that wait."""
+        overdue = [each for each in self._prepared() if self._step - self._held[each].since > self._patience]
+        if not overdue:
             self._draining = []
             return
         lying = [each for each in self._slots.identities if self._slots.usable(each)]
         drained = [each for each in lying if each in self._draining]
-        others = [each for each in lying if each not in drained and not self._spared(each, waiting[0])]
+        others = [each for each in lying if each not in drained and not self._spared(each, overdue[0])]
         others.sort(key=lambda each: self._running[each] > 0)
-        self._draining = [*drained, *others][: len(waiting)]
-
-    def _overdue(self, identity: str) -> bool:
-        """Whether an adapter has waited too long, and for nothing but a slot."""
-        coming = self._coming.get(identity)
-        return self._step - self._held[identity].since > self._patience and coming is not None and coming.done()
+        self._draining = [*drained, *others][: len(overdue)]
 
     def _ready(self, identity: str) -> bool:
         return self._slots.usable(identity) and identity not in self._draining
@@ -252,6 +249,7 @@ class AdapterQueue[W: Waiter]:
         del wanted.sequences[sequence.arrival]
         self._count_held(sequence, -1)
         if not wanted.sequences:
+            self._step_out(lora.identity)
             del self._held[lora.identity]
 
     def rank(self, sequence: W) -> tuple[float, ...]:
@@ -271,11 +269,24 @@ class AdapterQueue[W: Waiter]:
         return {} if wanted is None else wanted.sequences
 
     def _hold(self, sequence: W, identity: str) -> None:
-        wanted = self._held.setdefault(identity, _Wanted(self._step))
-        rank = self._queue.rank(sequence)
-        wanted.rank = min(wanted.rank, rank) if wanted.sequences else rank
+        rank, wanted = self._queue.rank(sequence), self._held.get(identity)
+        if wanted is None:
+            wanted = self._held[identity] = _Wanted(self._step, rank)
+            self._line_up(identity)
+        elif rank < wanted.rank:
+            self._step_out(identity)
+            wanted.rank = rank
+            self._line_up(identity)
         wanted.sequences[sequence.arrival] = sequence
         self._count_held(sequence, 1)
+
+    def _line_up(self, identity: str) -> None:
+        if identity not in self._slots:
+            bisect.insort(self._line, (self._held[identity].rank, identity))
+
+    def _step_out(self, identity: str) -> None:
+        if identity not in self._slots:
+            del self._line[bisect.bisect_left(self._line, (self._held[identity].rank, identity))]
 
     def _let_go(self, identity: str) -> None:
         for sequence in self._held.pop(identity).sequences.values():

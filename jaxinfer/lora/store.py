@@ -216,13 +216,3 @@ class LoRAStore:
         content = self._contents[identity]
         if not (content.named or content.live or content.pins):
             del self._contents[identity]
-
-    @property
-    def in_memory(self) -> int:
-        """Adapters in the host's memory."""
-        with self._lock:
-            return sum(each.adapter is not None for each in self._contents.values())
-
-    def close(self) -> None:
-        """End the thread, once it has done what it was asked for."""
-        self._thread.shutdown()

@@ -74,3 +74,8 @@ def make_store(folders: Folders, capacity: int = 4) -> tuple[LoRAStore, Now]:
     store._thread.shutdown()
     store._thread = now  # type: ignore[assignment]
     return store, now
+
+
+def in_memory(store: LoRAStore) -> int:
+    """Adapters in the host's memory."""
+    return sum(each.adapter is not None for each in store._contents.values())

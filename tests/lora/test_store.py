@@ -10,7 +10,7 @@ from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.store import LoRAError, LoRAStore
 from jaxinfer.sampling_params import RequestError
 from jaxinfer.types import LoRARef
-from tests.lora.fakes import Folders, make_adapter, make_store, parts_of
+from tests.lora.fakes import Folders, in_memory, make_adapter, make_store, parts_of
 
 
 def test_a_name_means_what_was_loaded_last() -> None:
@@ -71,14 +71,14 @@ def test_the_least_recently_used_is_left_in_its_folder_and_read_again() -> None:
     folders = Folders(a=1, b=2, c=3)
     store, _ = make_store(folders, capacity=2)
     refs = [store.load(path, path) for path in "abc"]
-    assert store.in_memory == 2
+    assert in_memory(store) == 2
     for ref in refs:
         store.retain(ref)
     assert store.prepare("2").result()[0]["w:a"] == 2
     assert folders.reads["b"] == 1
     assert store.prepare("1").result()[0]["w:a"] == 1
     assert folders.reads["a"] == 2, "it was the first to go"
-    assert store.in_memory == 2
+    assert in_memory(store) == 2
     store.prepare("2").result()
     assert folders.reads["b"] == 1, "it was used after c"
 
@@ -93,7 +93,7 @@ def test_on_the_device_they_stay_in_memory() -> None:
     store.prepare("1").result()
     assert folders.reads["a"] == 1
     store.unpin("1")
-    assert store.in_memory == 1
+    assert in_memory(store) == 1
 
 
 def test_what_was_replaced_is_kept_for_its_requests_whatever_its_folder_has_now() -> None:
@@ -135,7 +135,7 @@ def test_unloading_while_requests_run_keeps_the_content_to_their_end() -> None:
     store.pin("1")
     store.release(ref)
     store.unpin("1")
-    assert store.in_memory == 0
+    assert in_memory(store) == 0
 
 
 def test_only_load_waits_while_a_folder_is_read() -> None:
@@ -161,4 +161,3 @@ def test_only_load_waits_while_a_folder_is_read() -> None:
     loads.join()
     assert coming.result(60)[0]["w:a"] == 4
     assert [each.name for each in store.list()] == ["fast", "slow"]
-    store.close()

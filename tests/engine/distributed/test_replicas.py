@@ -16,14 +16,15 @@ from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 from tests.fakes import random_model
+from tests.lora.fakes import Folders, make_store
 
 
 class FakeEngine(Engine):
     """Serves nothing: every request waits until `finish`."""
 
-    def __init__(self, prepared: Prepared, mesh: Any, progress: Any, make: Any, found: Any) -> None:
+    def __init__(self, prepared: Prepared, mesh: Any, progress: Any, make: Any, found: Any, loras: Any) -> None:
         self.make, self.was_found, self.calibration = make, found, found or object()
-        self.config = prepared.config
+        self.config, self.loras = prepared.config, loras
         self.requests: dict[str, Request] = {}
         self.known: tuple[int, ...] = ()
         self.ended: list[SequenceDelta] = []
@@ -66,11 +67,13 @@ class FakeEngine(Engine):
         return deltas
 
 
-def make(monkeypatch: pytest.MonkeyPatch, count: int = 2, progress: Any = None, **settings: Any) -> replicas.Replicas:
+def make(
+    monkeypatch: pytest.MonkeyPatch, count: int = 2, progress: Any = None, loras: Any = None, **settings: Any
+) -> replicas.Replicas:
     monkeypatch.setattr(replicas, "Engine", FakeEngine)
     monkeypatch.setattr(replicas, "replicas", lambda mesh: [mesh] * count)
     config = EngineConfig(**{"max_num_seqs": 4, "max_model_len": 64, **settings})
-    return replicas.Replicas(random_model(), config, "cpu", progress, make_mesh())
+    return replicas.Replicas(random_model(), config, "cpu", progress, make_mesh(), loras=loras)
 
 
 def test_the_calibration_of_the_first_holds_for_one_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +90,12 @@ def test_the_calibration_of_the_first_holds_for_one_elsewhere(monkeypatch: pytes
 def test_replicas_share_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = fakes(make(monkeypatch, 3))
     assert first.config is second.config is third.config
+
+
+def test_replicas_have_the_same_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = make_store(Folders(p=1))
+    engines = make(monkeypatch, loras=store)
+    assert [each.loras for each in (engines, *engines._engines)] == [store] * 3
 
 
 def request(name: str, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Request:

@@ -75,7 +75,7 @@ def check_nothing_left(loop: Loop, store: LoRAStore) -> None:
     queue = loop.scheduler._loras
     assert isinstance(queue, AdapterQueue)
     loop.step()
-    left = queue._held, queue._inside, queue._running, queue._coming, queue._draining
+    left = queue._held, queue._line, queue._inside, queue._running, queue._coming, queue._draining
     assert not any(left), left
     named, lying = {each.identity for each in store.list()}, set(queue._slots.identities)
     assert set(store._contents) == named | lying
