@@ -1,6 +1,6 @@
 """Weights with low-rank adapters (Hu et al. 2021): `Adapted` stands where a weight stood, and holds it.
 
-It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows that share an adapter lie
+It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows of one adapter lie
 in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.grouped_matmul`): a row's
 result depends on no other row, nor on what else lies in the bank.
 """
