@@ -54,7 +54,7 @@ def merged(model: Model, adapter: Adapter) -> Model:
             else np.einsum("e...r,erk->e...k", delta.b, delta.a)
         )
         scale = 1.0 if delta.magnitude is None else delta.magnitude[..., None]
-        whole = low.shape != node[last].shape or path[0] == "embed"  # [in, *out]
+        whole = delta.a.ndim == 2 and path[-1] not in ("gate_up",) and path[0] != "head"  # [in, *out]
         weight = np.moveaxis(node[last], 0, -1) if whole else node[last]
         weight = scale * (weight + low)
         node[last] = np.moveaxis(weight, -1, 0) if whole else weight
@@ -76,8 +76,8 @@ def test_apply_equals_that_of_the_merged_weights():
 def test_experts():
     model = random_model_of(MIXTRAL)
     shapes = {
-        ("layers_0", "moe", "gate_up"): ((4, 4, 32), (4, 2, 48, 4)),
-        ("layers_1", "moe", "down"): ((4, 2, 48), (4, 32, 2)),
+        ("layers_0", "mlp", "gate_up"): ((4, 4, 32), (4, 2, 48, 4)),
+        ("layers_1", "mlp", "down"): ((4, 2, 48), (4, 32, 2)),
     }
     own = without_bias(adapter(shapes))
     want = merged(model, own)(TOKENS)

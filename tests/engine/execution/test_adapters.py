@@ -1,4 +1,4 @@
-"""Programs with adapters: what the model itself computes with each row's, bits that hang on nothing else, no compilation."""
+"""Programs with adapters: what the model computes with each row's, bits that hang on nothing else, no compilation."""
 
 import functools
 
@@ -17,6 +17,7 @@ from jaxinfer.engine.execution.placement import targets_of
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.scheduling.plan import LoraLoad, StepPlan
+from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.parts import parts
 from jaxinfer.models.model import Model, abstract
@@ -92,9 +93,9 @@ class Device:
 
     def cache(self) -> np.ndarray:
         """The bytes of all pages, by row."""
-        pages = np.zeros((1, 8), np.int32)
-        pages[0] = np.arange(8)
-        return self.executor.run(commands.ReadPages(pages))[: ROWS * WIDTH].reshape(ROWS, WIDTH * PAGE, -1)
+        ids = np.arange(ROWS * WIDTH, dtype=np.int32).reshape(-1, 1, TRANSFER_PAGES)
+        found = np.concatenate([self.executor.run(commands.ReadPages(some)) for some in ids])
+        return found.reshape(ROWS, WIDTH * PAGE, -1)[:, :12]
 
 
 @functools.cache
@@ -162,7 +163,7 @@ def test_logprobs_of_prompts_are_those_of_the_model_with_its_adapter():
     found = one.executor.run(commands.PrefillLogprobs(batch._replace(loras=np.int32([2])), following))
     want = jax.nn.log_softmax(one.model.with_lora(one.adapters[1])(jnp.asarray(PROMPTS[:1]))[0])
     chosen = np.asarray(want)[np.arange(length - 1), following[: length - 1]]
-    np.testing.assert_allclose(np.asarray(found.chosen)[: length - 1], chosen, atol=1e-5 * np.abs(chosen).max())
+    np.testing.assert_allclose(np.asarray(found.logprob)[: length - 1], chosen, atol=1e-5 * np.abs(chosen).max())
 
 
 def test_a_plan_loads_before_its_programs():
@@ -199,7 +200,7 @@ def changed(**changes):
     return {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__} | changes
 
 
-@pytest.mark.parametrize("setting", ["pipeline_parallel_size", "expert_parallel_size"])
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"])
 def test_what_adapters_cannot_be_spread_over_is_refused(setting):
     with pytest.raises(EngineConfigError, match=f"enable_lora = True and {setting} = 2 exclude each other"):
         prepare(random_model(), EngineConfig(**changed(**{setting: 2})), "cpu", mesh_for(CONFIG))
