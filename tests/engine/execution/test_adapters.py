@@ -1,6 +1,7 @@
 """Programs with adapters: what the model computes with each row's, bits that hang on nothing else, no compilation."""
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.parts import parts
 from jaxinfer.models.model import Model, abstract
+from jaxinfer.parallel import messages
 from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.weights import init_params
 from tests.fakes import llama_json, random_model
@@ -204,3 +206,11 @@ def changed(**changes):
 def test_what_adapters_cannot_be_spread_over_is_refused(setting):
     with pytest.raises(EngineConfigError, match=f"enable_lora = True and {setting} = 2 exclude each other"):
         prepare(random_model(), EngineConfig(**changed(**{setting: 2})), "cpu", mesh_for(CONFIG))
+
+
+def test_a_load_crosses_to_another_process_as_it_is():
+    arrays = {"layers_0/mlp/down:a": np.ones((2, 3), np.float32)}
+    fields, sent = messages.encode(commands.LoadLora(2, 1, arrays))
+    received = messages.decode(commands.LoadLora, json.loads(json.dumps(fields)), sent)
+    assert (received.slot, received.part, received.arrays.keys()) == (2, 1, arrays.keys())
+    np.testing.assert_array_equal(received.arrays["layers_0/mlp/down:a"], arrays["layers_0/mlp/down:a"])
