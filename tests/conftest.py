@@ -18,6 +18,7 @@ EXTENDED = (
     "bench/test_command.py",
     "demo/test_demo_models.py",
     "engine/distributed/test_leader.py",
+    "engine/execution/test_adapters.py",
     "engine/execution/test_probe.py",
     "engine/scheduling/test_adapter_fairness.py",
     "engine/scheduling/test_adapter_schedules.py",

@@ -1,6 +1,6 @@
 """Weights with low-rank adapters (Hu et al. 2021): `Adapted` stands where a weight stood, and holds it.
 
-It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows that share an adapter lie
+It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows of one adapter lie
 in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.grouped_matmul`): a row's
 result depends on no other row, nor on what else lies in the bank.
 """
@@ -15,11 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.parallel.mesh import spread_over
-from jaxinfer.quant.storage import is_spread
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels.grouped_matmul import Groups, group
 
@@ -52,7 +49,7 @@ def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Ro
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["base", "a", "b", "magnitude", "bias", "rows"],
-    meta_fields=["axes", "table"],
+    meta_fields=["table"],
 )
 @dataclasses.dataclass(frozen=True)
 class Adapted:
@@ -64,7 +61,6 @@ class Adapted:
         b: [*out, rank]; of experts [experts, *out, rank].
         magnitude, bias: [*out]; of experts [experts, *out]. None: 1, and nothing.
         rows: None: there is one adapter, which all rows have.
-        axes: logical axes of [*out, in], of which the inputs' is the last.
         table: it is read by rows (`take`). A product with it, as of a tied head, has no adapter.
     """
 
@@ -74,7 +70,6 @@ class Adapted:
     magnitude: Any = None
     bias: Any = None
     rows: Rows | None = None
-    axes: tuple[str | None, ...] = ()
     table: bool = False
 
     @property
@@ -105,26 +100,7 @@ class Adapted:
             return _combined(base, _dot(_dot(x, self.a), self.b), scale, offset)
         out = base.shape[x.ndim - 1 :]
         flat, own = x.reshape(-1, x.shape[-1]), lax.optimization_barrier(base).reshape(-1, *out)
-        return self._chosen(own, self._delta(flat, self.rows.groups)).reshape(base.shape)
-
-    def _delta(self, x: Float[Array, "rows k"], groups: Groups) -> Float[Array, "rows *out"]:
-        if not is_spread():
-            return _low_rank(x, self.a, self.b, groups, None)
-        *outs, along = spread_over(self.axes, (*self.b.shape[1:-1], self.a.shape[-1]))
-        specs = (
-            PartitionSpec(None, along),
-            PartitionSpec(None, None, along),
-            PartitionSpec(None, *outs),
-            PartitionSpec(),
-        )
-        run = jax.shard_map(
-            functools.partial(_low_rank, along=along),
-            in_specs=specs,
-            out_specs=PartitionSpec(None, *outs),
-            check_vma=False,
-        )
-        result: jax.Array = run(x, self.a, self.b, groups)
-        return result
+        return self._chosen(own, _low_rank(flat, self.a, self.b, self.rows.groups)).reshape(base.shape)
 
     def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
         """The adapted rows, and beside them those without an adapter: the weight's own, bit by bit."""
@@ -151,7 +127,7 @@ class Adapted:
         flat = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in flat.items()}
         rows = Rows(pairs, group(pairs, count * experts, most=tokens))
-        of_pairs = dataclasses.replace(self, rows=rows, axes=self.axes[1:], **flat)
+        of_pairs = dataclasses.replace(self, rows=rows, **flat)
         result = of_pairs.added(x.reshape(-1, x.shape[-1]), base.reshape(-1, *base.shape[2:]))
         return result.reshape(base.shape)
 
@@ -166,12 +142,10 @@ def unadapted(weight: Any) -> Any:
     return weight.base if isinstance(weight, Adapted) else weight
 
 
-def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, along: Any) -> jax.Array:
+def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
     """Shrink and expand each row by its adapter; zeros for rows without one."""
     tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
     hidden = grouped.matmul(tiles, a, groups)
-    if along:
-        hidden = lax.psum(hidden, along)
     delta = grouped.matmul(hidden, b, groups)
     return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
 

@@ -95,7 +95,7 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
     """The parameters with the adapters of a step's rows."""
     for path, target in targets.items():
         arrays = {name: banks[path[0]][bank_name(path, name)] for name in target.shapes}
-        params = replaced(params, path, Adapted(_at(params, path), **arrays, rows=rows, axes=target.axes))
+        params = replaced(params, path, Adapted(_at(params, path), **arrays, rows=rows))
     return params
 
 
@@ -141,8 +141,7 @@ def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) 
     axes = _axes(target)
     leaves = {each: ParamSpec(value.shape, axes[each], dtype=str(value.dtype)) for each, value in arrays.items()}
     adapted, of_specs = (
-        Adapted(_at(tree, path), **own, axes=target.axes, table=table)
-        for tree, own in ((params, arrays), (specs, leaves))
+        Adapted(_at(tree, path), **own, table=table) for tree, own in ((params, arrays), (specs, leaves))
     )
     return replaced(specs, path, of_specs), replaced(params, path, adapted)
 

@@ -84,7 +84,7 @@ class Quantized:
     def matmul(self, x: Float[Array, "*rows k"]) -> Float[Array, "*rows *out"]:
         """The product with the transposed weight, in the dtype of ``x``."""
         flat, weight = self._in_order(x.reshape(-1, x.shape[-1]))
-        result = weight._spread(flat) if is_spread() else _product(flat, weight)
+        result = weight._spread(flat) if _is_spread() else _product(flat, weight)
         return result.reshape(*x.shape[:-1], *self.shape[:-1])
 
     def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantized]:
@@ -271,7 +271,7 @@ def dense(weight: Any) -> Float[Array, "*out k"]:
     return weight.dequantize() if is_stored(weight) else weight
 
 
-def is_spread() -> bool:
+def _is_spread() -> bool:
     """Whether the traced program runs on several devices, and is not already one device's part."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size > 1 and AxisType.Manual not in mesh.axis_types

@@ -51,7 +51,7 @@ def test_one_adapter_of_all_rows(product):
 def test_rows_of_several_adapters_over_every_storage(layout):
     weight, x, arrays = example(layout, OUT), numbers(1, 9, INPUTS), banks(SLOTS)
     slots = np.int32([2, -1, 0, 2, 2, -1, 1, 0, 2])
-    adapted = Adapted(weight, **arrays, rows=rows_of(jnp.asarray(slots), SLOTS), axes=(None, None, None))
+    adapted = Adapted(weight, **arrays, rows=rows_of(jnp.asarray(slots), SLOTS))
     plain, result = MATMUL["matmul"](x, weight), np.asarray(MATMUL["matmul"](x, adapted))
     for row, slot in enumerate(slots):
         if slot < 0:
@@ -107,7 +107,7 @@ def test_experts(stored, banked):
         groups = group(experts.reshape(-1), EXPERTS, most=TOKENS)
         rows = rows_of(slots, SLOTS) if banked else None
         tiles = x.at[groups.entries // TOP_K].get(mode="fill", fill_value=0)
-        result = grouped_matmul(tiles, Adapted(weight, **arrays, rows=rows, axes=(None,) * 4), groups)
+        result = grouped_matmul(tiles, Adapted(weight, **arrays, rows=rows), groups)
         plain = grouped_matmul(tiles, weight, groups)
         return [one.reshape(-1, *OUT)[groups.places].reshape(TOKENS, TOP_K, *OUT) for one in (result, plain)]
 

@@ -44,7 +44,7 @@ _ELSEWHERE = Sampled(_NONE, Logprobs(_NONE, _NONE, _NONE, _NONE))  # results tha
 
 
 class StageRuntime:
-    """A pipeline stage on its devices: parameters, banks of adapters, pools (donated to each call), pages in host memory,
+    """A pipeline stage on its devices: parameters, banks of adapters, pools (donated to each call), pages of the host,
     executables."""
 
     def __init__(self, stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> None:
@@ -67,7 +67,8 @@ class StageRuntime:
         row has one."""
         if batch.loras is None or (batch.loras < 0).all():
             return self.run, self.params, pack(batch._replace(loras=None))
-        assert self.run.adapted is not None and self.banks is not None
+        assert self.run.adapted is not None
+        assert self.banks is not None
         return self.run.adapted, Banked(self.params, self.banks), pack(batch)
 
     def load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:

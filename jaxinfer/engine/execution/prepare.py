@@ -14,14 +14,12 @@ from jaxinfer.engine.execution.placement import spread_model
 from jaxinfer.kv.pool import no_kernel
 from jaxinfer.models.head import DraftHead, shared, without_shared
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.heads import kv_copies
 from jaxinfer.parallel.mesh import mesh_for, replicas
 from jaxinfer.parallel.processes import processes_of
 from jaxinfer.quant import rounds_activations
 from jaxinfer.sampling import SamplingLimits
 from jaxinfer.spec import make_drafter
 from jaxinfer.speculative import other_vocabulary
-from jaxinfer.types import walk_specs
 
 
 class Prepared(NamedTuple):
@@ -47,7 +45,7 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
     """
     mesh = mesh or mesh_for(config)
-    _require_adapters(model, config, mesh)
+    _require_adapters(config)
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
     model = model.for_kernels() if platform == "gpu" else model
@@ -66,21 +64,15 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
     return Prepared(model, resolved, limits)
 
 
-def _require_adapters(model: Model, config: EngineConfig, mesh: Mesh) -> None:
-    """Refuse adapters where a model's weights are spread in ways that their products do not know."""
-    if not config.enable_lora:
-        return
-    for name in ("pipeline_parallel_size", "expert_parallel_size"):
+def _require_adapters(config: EngineConfig) -> None:
+    """Refuse adapters where a replica has several devices: their products are those of one."""
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    for name in sizes if config.enable_lora else ():
         if getattr(config, name) > 1:
-            raise EngineConfigError(f"enable_lora = True and {name} = {getattr(config, name)} exclude each other")
-    if config.tensor_parallel_size == 1:
-        return
-    experts = any("expert" in spec.axes for _, spec in walk_specs(model.specs))
-    if experts or kv_copies(model.cache_spec, mesh.shape) > 1:
-        why = "the model has experts" if experts else f"the model has {model.cache_spec.kv_heads} KV heads"
-        raise EngineConfigError(
-            f"enable_lora = True and tensor_parallel_size = {config.tensor_parallel_size} exclude each other: {why}"
-        )
+            raise EngineConfigError(
+                f"enable_lora = True and {name} = {getattr(config, name)} exclude each other: "
+                f"adapters run on one device (data_parallel_size gives several replicas)"
+            )
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:

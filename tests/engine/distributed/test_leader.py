@@ -125,7 +125,7 @@ def same(one: object, other: object) -> bool:
 
 def test_what_follows_has_the_same_bits(pair):
     check_bits(pair)
-    assert set(pair.called) == set(COMMANDS) - OF_DRAFTS - OF_HEADS
+    assert set(pair.called) == set(COMMANDS) - OF_DRAFTS - OF_HEADS - OF_ADAPTERS
 
 
 def test_what_follows_drafts_the_same(drafting, pair):

@@ -1,0 +1,58 @@
+"""Adapters in the shapes of banks: padded, complete, and refused where they do not fit."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.parts import parts
+from jaxinfer.types import LoRATarget
+
+TARGETS = {
+    ("layers_2", "mlp", "up"): LoRATarget((4, 6), (5, 4), ("mlp", "embed")),
+    ("layers_2", "mlp", "down"): LoRATarget((4, 5), (6, 4), ("embed", "mlp")),
+    ("layers_10", "experts"): LoRATarget((3, 4, 6), (3, 2, 5, 4), ("expert", None, "mlp", "embed")),
+}
+UP = ("layers_2", "mlp", "up")
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def test_what_an_adapter_lacks_is_neutral():
+    delta = Delta(numbers(3, 6), numbers(5, 3), bias=numbers(5))
+    first, second = parts(Adapter("x", 3, {UP: delta}), TARGETS)
+    assert list(first) == [
+        f"layers_2/mlp/{name}:{kind}" for name in ("up", "down") for kind in ("a", "b", "magnitude", "bias")
+    ]
+    np.testing.assert_array_equal(first["layers_2/mlp/up:a"], np.concatenate([delta.a, np.zeros((1, 6))]))
+    np.testing.assert_array_equal(first["layers_2/mlp/up:b"], np.concatenate([delta.b, np.zeros((5, 1))], 1))
+    np.testing.assert_array_equal(first["layers_2/mlp/up:magnitude"], np.ones(5))
+    np.testing.assert_array_equal(first["layers_2/mlp/up:bias"], delta.bias)
+    for kind, wanted in (("a", 0), ("b", 0), ("magnitude", 1), ("bias", 0)):
+        assert (second[f"layers_10/experts:{kind}"] == wanted).all()
+        assert second[f"layers_10/experts:{kind}"].shape == TARGETS["layers_10", "experts"].shapes[kind]
+
+
+def test_experts_are_padded_one_by_one():
+    delta = Delta(numbers(3, 2, 6), numbers(3, 2, 5, 2), magnitude=numbers(3, 2, 5))
+    _, second = parts(Adapter("x", 2, {("layers_10", "experts"): delta}), TARGETS)
+    np.testing.assert_array_equal(second["layers_10/experts:a"][:, :2], delta.a)
+    np.testing.assert_array_equal(second["layers_10/experts:b"][..., :2], delta.b)
+    np.testing.assert_array_equal(second["layers_10/experts:magnitude"], delta.magnitude)
+    assert not second["layers_10/experts:a"][:, 2:].any()
+
+
+@pytest.mark.parametrize(
+    ("path", "delta", "sentence"),
+    [
+        (("head", "table"), Delta(numbers(1, 6), numbers(9, 1)), r"head\.table: an adapter of it cannot be served"),
+        (UP, Delta(numbers(5, 6), numbers(5, 5)), r"layers_2\.mlp\.up has an adapter of rank 5, .* room for 4"),
+        (UP, Delta(numbers(2, 7), numbers(5, 2)), r"up: a of the adapter is \(2, 7\) and must be \(2, 6\)"),
+        (UP, Delta(numbers(2, 6), numbers(4, 2)), r"up: b of the adapter is \(4, 2\) and must be \(5, 2\)"),
+        (UP, Delta(numbers(2, 6), numbers(5, 2), bias=numbers(1)), r"up: bias of the adapter is \(1,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(path, delta, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        parts(Adapter("x", 1, {path: delta}), TARGETS)
