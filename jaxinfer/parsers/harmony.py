@@ -33,6 +33,8 @@ _BODY_END = Markers(_START, _CHANNEL, *_ENDS)
 _MAX_HEAD = 1024
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _ON = re.compile(r"<\|channel\|>\s*(\w+)")
+_FILLER = re.compile(r"\s*(?:assistant|analysis|commentary|final)\s*")
+_MAX_FILLER = 32
 _NAME_OF_CHANNEL = re.compile(r"\s*(?:analysis|commentary|final)?\s*")
 _FUNCTIONS = "functions."
 _TO = " to="
@@ -63,9 +65,17 @@ def harmony(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
     while marker is not None:
         head = yield from _head(source, emitter, marker, sinks[1])
         if head is None:
-            marker = yield from source.until(_HEAD, emitter.content)
+            marker = yield from _between(source, emitter)
         else:
             marker = yield from _body(source, emitter, head, sinks, tools)
+
+
+def _between(source: Source, emitter: Emitter) -> Wait[str | None]:
+    """Read up to the next head. A word that belongs into it, but stands in front, is no text: so models slip."""
+    text, marker = yield from source.gather(_HEAD, _MAX_FILLER)
+    if marker not in (_START, _CHANNEL) or not _FILLER.fullmatch(text):
+        emitter.content(text)
+    return marker or (yield from source.until(_HEAD, emitter.content))
 
 
 def _head(source: Source, emitter: Emitter, marker: str, content: _Paragraphs) -> Wait[str | None]:

@@ -55,7 +55,7 @@ def hermes(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:
 def _tagged(source: Source, emitter: Emitter) -> Wait[bool]:
     """Read a call: some models put several into a tag, with commas between."""
     yield from source.skip_space()
-    return (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE).read())
+    return (yield from source.starts("{")) and (yield from CallObject(source, emitter, stop=_CLOSE, bare=True).read())
 
 
 def llama3_json(source: Source, emitter: Emitter, tools: Tools) -> Wait[None]:

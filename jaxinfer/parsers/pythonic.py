@@ -99,19 +99,29 @@ def _parenthesis(source: Source, parts: list[str]) -> Wait[int | None]:
         parts.append(source.take(1))
         size += sum(map(len, parts[first:]))
         if character in _QUOTES:
-            yield from _string(source, parts, _QUOTES[character])
+            yield from _string(source, parts, character)
         depth += _DEPTH.get(character, 0)
         if depth == 0:
             return size
 
 
-def _string(source: Source, parts: list[str], ends: re.Pattern[str]) -> Wait[None]:
-    while character := (yield from source.scan(ends, parts.append)):
-        parts.append(source.take(1))
-        if character != "\\":
+def _string(source: Source, parts: list[str], quote: str) -> Wait[None]:
+    """Read what follows a quote, up to the end of its string. Three quotes begin one that three end."""
+    end = quote
+    if (yield from source.starts(quote)):
+        parts.append(quote)
+        if not (yield from source.starts(quote)):
             return
-        escaped = yield from source.peek(1)
-        parts.append(source.take(len(escaped)))
+        parts.append(quote)
+        end = 3 * quote
+    while character := (yield from source.scan(_QUOTES[quote], parts.append)):
+        if (yield from source.starts(end)):
+            parts.append(end)
+            return
+        parts.append(source.take(1))
+        if character == "\\":
+            yield from source.peek(1)
+            parts.append(source.take(1))
 
 
 def _arguments(call: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ STRING = "string"
 MOST_PYTHON = 1 << 14
 """Characters of Python that are parsed, but for strings: a few hundredths of a second."""
 _MOST_DEPTH = 8
+_GROUPED = re.compile(r"[+-]?\d[\d.]*_[\w.+-]*")
+"""Python's numbers with their digits in groups, as names and dates have them, too."""
 _WORDS = {
     "str": STRING,
     "text": STRING,
@@ -79,7 +82,8 @@ def json_value(text: str, types: frozenset[str]) -> str:
         return bare.lower()
     if (found := _json(bare)) and _is_of(found[0], types):
         return json_text(found[0]) or bare  # of numbers that are too large for us it is JSON all the same
-    found = _escaped(bare) or (_literal(parsed(bare)) if len(bare) <= MOST_PYTHON else ())
+    is_python = len(bare) <= MOST_PYTHON and not _GROUPED.fullmatch(bare)
+    found = _escaped(bare) or (_literal(parsed(bare)) if is_python else ())
     return (json_text(found[0]) if found and _is_of(found[0], types) else None) or json_text(text) or '""'
 
 

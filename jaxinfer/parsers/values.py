@@ -75,22 +75,33 @@ class CallObject:
     Args:
         knows: whether a name is one of a function.
         stop: see `Value`.
+        bare: whether a name alone is a call, too. Only what marks a call tells one from any object with a name.
     """
 
     def __init__(
-        self, source: Source, emitter: Emitter, knows: Callable[[str], bool] = lambda name: True, stop: str = ""
+        self,
+        source: Source,
+        emitter: Emitter,
+        knows: Callable[[str], bool] = lambda name: True,
+        stop: str = "",
+        *,
+        bare: bool = False,
     ) -> None:
-        self._source, self._emitter, self._knows, self._stop = source, emitter, knows, stop
+        self._source, self._emitter, self._knows, self._stop, self._bare = source, emitter, knows, stop, bare
         self._name: str | None = None
         self._early: list[str] | None = None
         self._started = False
 
     def read(self) -> Wait[bool]:
         """Read what follows the opening brace. False: it is no call, and nothing has been emitted."""
-        while (yield from self._member()):
+        closed = False
+        while not closed and (yield from self._member()):
             yield from self._source.skip_space()
-            if (yield from self._source.starts("}")) or not (yield from self._source.starts(",")):
+            closed = yield from self._source.starts("}")
+            if not closed and not (yield from self._source.starts(",")):
                 break
+        if closed and self._bare and not self._started:
+            self._start(self._name)
         if self._started:
             self._emitter.end()
         return self._started
