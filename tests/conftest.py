@@ -46,6 +46,7 @@ EXTENDED = (
     "layers/test_top_k.py",
     "lora/test_goldens.py",
     "lora/test_hostile_adapters.py",
+    "lora/test_served.py",
     "models/test_deepseek.py",
     "models/test_families.py",
     "models/test_heads.py",

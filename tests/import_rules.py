@@ -183,10 +183,15 @@ NO_JAX = (
     "jaxinfer.spec",
     "jaxinfer.structured",
     "jaxinfer.lora.adapter",
+    "jaxinfer.lora.door",
     "jaxinfer.lora.errors",
     "jaxinfer.lora.folders",
-    "jaxinfer.lora.patterns",
-    "jaxinfer.lora.peft_config",
+    "jaxinfer.lora.parts",
+    "jaxinfer.lora.peft.patterns",
+    "jaxinfer.lora.peft.config",
+    "jaxinfer.lora.queue",
+    "jaxinfer.lora.slots",
+    "jaxinfer.lora.store",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

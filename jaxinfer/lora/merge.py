@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.lora.adapter import Adapter, Delta
-from jaxinfer.lora.places import input_axis
+from jaxinfer.lora.peft.places import input_axis
 from jaxinfer.models.model import Model
 from jaxinfer.quant import dense, is_stored
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs

@@ -8,7 +8,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import declared, model_base
 from jaxinfer.lora.parts import parts, require_fit
-from jaxinfer.lora.read import read_adapter
+from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.quant.banks import lora_targets

@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer import load_model
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.merge import declared, model_base
-from jaxinfer.lora.read import read_adapter
+from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.models.model import Model
 from tests.models.parity import allowed, tokenizer_json
 from tools.oracle.adapters_golden import AdapterGolden, load_adapter_golden, write_base

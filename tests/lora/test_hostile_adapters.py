@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft_config import parse_config
+from jaxinfer.lora.peft.config import parse_config
 from tests.lora.goldens import copy_adapter
-from tests.lora.test_read import read
+from tests.lora.peft.test_read import read
 from tests.weights.test_hostile_folders import mutate
 
 pytestmark = pytest.mark.attack

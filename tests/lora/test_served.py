@@ -99,9 +99,9 @@ def test_pages_of_one_are_no_others(tmp_path: pathlib.Path) -> None:
     base = load_base(golden("llama-dora"), tmp_path / "base")
     llm = LLM(base, max_loras=2, **LORAS, **SETTINGS)
     prompt, params = [list(range(24))], SamplingParams(temperature=0, max_tokens=3)
-    cached = [
-        llm.generate(prompt, params, lora=request(name))[0].num_cached_tokens
-        for name in ("llama-dora", "llama-qv", None, "llama-dora", "llama-qv", None)
-    ]
-    assert cached[:3] == [0, 0, 0]
-    assert all(count > 0 for count in cached[3:])
+    hits = []
+    for name in ("llama-dora", "llama-qv", None, "llama-dora", "llama-qv", None):
+        llm.generate(prompt, params, lora=request(name))
+        hits.append(llm.engine.stats().prefix_hits)
+    assert hits[:3] == [0, 0, 0]
+    assert 0 < hits[3] < hits[4] < hits[5]

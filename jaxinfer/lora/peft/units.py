@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft_config import PeftConfig, ends_with
-from jaxinfer.lora.places import Place, Places
-from jaxinfer.lora.tensors import AdapterFiles
+from jaxinfer.lora.peft.config import PeftConfig, ends_with
+from jaxinfer.lora.peft.places import Place, Places
+from jaxinfer.lora.peft.tensors import AdapterFiles
 from jaxinfer.weights.errors import listed, quoted
 from jaxinfer.weights.safetensors.reader import TensorInfo
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.read import read_adapter
+from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.models.model import abstract
 from jaxinfer.types import walk_specs
 from tests.lora.goldens import GOLDENS, copy_adapter, golden

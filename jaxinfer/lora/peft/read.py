@@ -14,10 +14,10 @@ from jaxtyping import Float32
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft_config import PeftConfig, parse_config
-from jaxinfer.lora.places import Path, Place, Places, find_places, input_axis, room_for, values_at
-from jaxinfer.lora.tensors import AdapterFiles, open_adapter
-from jaxinfer.lora.units import BASE_WEIGHT, BIAS, Unit, UnitReader
+from jaxinfer.lora.peft.config import PeftConfig, parse_config
+from jaxinfer.lora.peft.places import Path, Place, Places, find_places, input_axis, room_for, values_at
+from jaxinfer.lora.peft.tensors import AdapterFiles, open_adapter
+from jaxinfer.lora.peft.units import BASE_WEIGHT, BIAS, Unit, UnitReader
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 from jaxinfer.weights.errors import quoted
 from jaxinfer.weights.safetensors.reader import TensorInfo

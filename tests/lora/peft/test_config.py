@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft_config import parse_config
+from jaxinfer.lora.peft.config import parse_config
 from tests.lora.goldens import GOLDENS
 from tools.oracle.cases.adapters import ADAPTERS
 

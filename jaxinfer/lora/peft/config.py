@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.patterns import Budget, Pattern, Suffix, first_match
+from jaxinfer.lora.peft.patterns import Budget, Pattern, Suffix, first_match
 
 ALL_LINEAR = "all-linear"
 MOST_NAMES = 20_000  # of a list or a table

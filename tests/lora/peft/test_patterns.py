@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.patterns import DEEPEST, LONGEST, Budget, Pattern, Suffix
+from jaxinfer.lora.peft.patterns import DEEPEST, LONGEST, Budget, Pattern, Suffix
 
 ATOMS = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a.]", r"\d", "1", r"\w", "^", "$", r"\b"])
 PATTERNS = st.recursive(
