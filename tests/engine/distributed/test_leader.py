@@ -75,7 +75,7 @@ class Pair:
         raise AssertionError(f"{self.member._ledger.done} of {self.group.sent}")
 
 
-OF_DRAFTS, OF_HEADS = {"Draft", "DraftPrefill"}, {"HeadDraft"}
+OF_DRAFTS, OF_HEADS, OF_ADAPTERS = {"Draft", "DraftPrefill"}, {"HeadDraft"}, {"LoadLora"}
 
 
 @pytest.fixture(scope="module")
