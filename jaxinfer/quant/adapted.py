@@ -60,13 +60,14 @@ class Adapted:
         a: [rank, in]; of experts [experts, rank, in]; of a table [rank, table's rows]. A bank has [slots, ...].
         b: [*out, rank]; of experts [experts, *out, rank].
         magnitude, bias: [*out]; of experts [experts, *out]. None: 1, and nothing.
-        rows: None: there is one adapter, which all rows have.
+        rows: None: there is one adapter, which all rows have; or, where ``a`` is None, too, there is none: a product
+            ends as it does where other rows have adapters, and has the same bits.
         table: it is read by rows (`take`). A product with it, as of a tied head, has no adapter.
     """
 
     base: Any
-    a: Any
-    b: Any
+    a: Any = None
+    b: Any = None
     magnitude: Any = None
     bias: Any = None
     rows: Rows | None = None
@@ -95,6 +96,8 @@ class Adapted:
 
     def added(self, x: Float[Array, "*batch k"], base: Float[Array, "*batch *out"]) -> Float[Array, "*batch *out"]:
         """What the adapters make of ``base``, the weight's own product with ``x``."""
+        if self.a is None:
+            return lax.optimization_barrier(base)
         if self.rows is None:
             scale, offset = self.magnitude, self.bias
             return _combined(base, _dot(_dot(x, self.a), self.b), scale, offset)
@@ -114,6 +117,8 @@ class Adapted:
         self, x: Float[Array, "tiles rows k"], base: Float[Array, "tiles rows *n"], groups: Groups
     ) -> Float[Array, "tiles rows *n"]:
         """What the adapters of experts make of the product of their tiles' rows."""
+        if self.a is None:
+            return lax.optimization_barrier(base)
         if self.rows is None:
             delta = grouped.matmul(grouped.matmul(x, self.a, groups), self.b, groups)
             each = (None if one is None else groups.of_tiles(one) for one in (self.magnitude, self.bias))

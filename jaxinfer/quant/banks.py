@@ -99,6 +99,13 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
     return params
 
 
+def without_banks(params: Any, targets: Targets) -> Any:
+    """The parameters for steps in which no row has an adapter, see `Adapted.rows`."""
+    for path in targets:
+        params = replaced(params, path, Adapted(_at(params, path)))
+    return params
+
+
 def replaced(tree: Any, path: Path, node: Any) -> Any:
     """The tree with another node at a path."""
     first, *rest = path

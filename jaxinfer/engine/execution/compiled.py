@@ -31,7 +31,7 @@ from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.quant.adapted import rows_of
-from jaxinfer.quant.banks import Banked, with_banks, write
+from jaxinfer.quant.banks import Banked, with_banks, without_banks, write
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
@@ -179,7 +179,8 @@ class _Work:
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
         if self.arrays.banks is not None:
-            jobs |= {name + _ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
+            adapted = {name + _ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
+            jobs = {name: self._without_adapters(job) for name, job in jobs.items()} | adapted
         return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
@@ -211,6 +212,16 @@ class _Work:
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
         return jobs | self._prefill_jobs(programs.prefill, pages)
+
+    def _without_adapters(self, job: _Job) -> _Job:
+        """The job whose rows have the bits that they have among rows with adapters."""
+        targets = targets_of(self.stage.model, self.engine)
+
+        @functools.wraps(job.function)
+        def function(params: Any, *operands: Any) -> Any:
+            return job.function(without_banks(params, targets), *operands)
+
+        return job._replace(function=function)
 
     def _with_adapters(self, job: _Job) -> _Job:
         """The job whose first argument is `Banked`, and whose batch says which adapter each row has."""
