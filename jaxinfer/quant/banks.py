@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -99,11 +100,16 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
     return params
 
 
-def without_banks(params: Any, targets: Targets) -> Any:
-    """The parameters for steps in which no row has an adapter, see `Adapted.rows`."""
-    for path in targets:
-        params = replaced(params, path, Adapted(_at(params, path)))
-    return params
+def without_banks(function: Callable[..., Any], targets: Targets) -> Callable[..., Any]:
+    """A function of parameters as it is for steps in which no row has an adapter, see `Adapted.rows`."""
+
+    @functools.wraps(function)
+    def apart(params: Any, *operands: Any) -> Any:
+        for path in targets:
+            params = replaced(params, path, Adapted(_at(params, path)))
+        return function(params, *operands)
+
+    return apart
 
 
 def replaced(tree: Any, path: Path, node: Any) -> Any:

@@ -323,6 +323,8 @@ def _check(config: ServeConfig) -> None:
     has_ca = config.tls_client_ca is not None
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
     _check_group(config)
+    no_door = "is for jaxinfer.LLM and jaxinfer generate: no door of a server loads adapters yet"
+    _require(not config.engine.enable_lora, "engine.enable_lora", True, no_door)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
     try:
         check(config.engine)

@@ -31,8 +31,8 @@ def make_engine(
     group: Group | None = None,
     loras: LoRAStore | None = None,
 ) -> EngineCore:
-    """An engine for a model, and where its settings ask for adapters a store of them, if none is given; see `Replicas` for
-    arguments and errors."""
+    """An engine for a model, with a store of adapters where its settings ask for one and none is given; see `Replicas`
+    for arguments and errors."""
     mesh = mesh or mesh_for(config)
     loras = open_store(model, config) if loras is None and config.enable_lora else loras
     if mesh.shape["data"] > 1:

@@ -180,7 +180,9 @@ class _Work:
         jobs = self._whole() if self.stage.last else self._passing()
         if self.arrays.banks is not None:
             adapted = {name + _ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
-            jobs = {name: self._without_adapters(job) for name, job in jobs.items()} | adapted
+            targets = targets_of(self.stage.model, self.engine)
+            plain = {name: job._replace(function=without_banks(job.function, targets)) for name, job in jobs.items()}
+            jobs = plain | adapted
         return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
 
     def _passing(self) -> dict[str, _Job]:
@@ -212,16 +214,6 @@ class _Work:
         prompt = (params, pools, self._prefill_batch(largest, 1), self._arriving(largest), self._ints(largest))
         jobs["prefill_logprobs"] = _Job(programs.prefill_logprobs, prompt, 1, (pages, out), batch=2)
         return jobs | self._prefill_jobs(programs.prefill, pages)
-
-    def _without_adapters(self, job: _Job) -> _Job:
-        """The job whose rows have the bits that they have among rows with adapters."""
-        targets = targets_of(self.stage.model, self.engine)
-
-        @functools.wraps(job.function)
-        def function(params: Any, *operands: Any) -> Any:
-            return job.function(without_banks(params, targets), *operands)
-
-        return job._replace(function=function)
 
     def _with_adapters(self, job: _Job) -> _Job:
         """The job whose first argument is `Banked`, and whose batch says which adapter each row has."""
