@@ -303,6 +303,20 @@ def test_neighbours_wait_for_no_grammar_that_hangs(llm, monkeypatch):
     assert all(seconds <= 0.02 and not late for _, seconds, late in waits)
 
 
+def test_nobody_waits_for_who_learns_a_grammar(llm, monkeypatch):
+    waited, wait = list[Held](), Masks.wait
+
+    def watched(masks: Masks, those: Any, seconds: float) -> None:
+        waited.extend(held for held in those if not held.said)
+        wait(masks, those, seconds)
+
+    monkeypatch.setattr(Masks, "wait", watched)
+    free = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    held = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-f]{200}"})
+    run(llm, [([1], free), ([2], held)])
+    assert waited == []
+
+
 def test_a_grammar_that_fails_on_its_way_ends_its_own_output_alone(llm, monkeypatch):
     """The model has no token for what must follow: bytes that are no text by themselves."""
     tokenizer: Any = llm.tokenizer

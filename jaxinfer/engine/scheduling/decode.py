@@ -18,7 +18,8 @@ from jaxinfer.structured.thinking import Thought
 
 _PATIENCE, _PATIENCE_ALONE = 0.002, 0.02
 """Seconds that a plan waits for masks that were asked for just now: while the device runs the step before, and where
-all sequences have grammars, so that nobody else could go on. Who is not ready then is not waited for again."""
+all sequences have grammars, so that nobody else could go on. Who is not ready then is not waited for again, nor is who
+has no mask yet beside others."""
 _NAP = 0.002  # seconds, where there is nothing else to do
 
 
@@ -186,7 +187,8 @@ class Constraints:
         held = [each for each in members if each in self._open and each.is_held and not each.prefilling]
         alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
-        expected = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
+        missing = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
+        expected = [each for each in missing if alone or each.said]  # to learn a grammar may take a second
         if expected and not self._blocked:
             self._masks.wait(expected, _PATIENCE_ALONE if alone else _PATIENCE)
 
