@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.engine.engine import _vocabulary as original
 from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.engine.scheduling import decode
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.models.model import Model
@@ -303,11 +304,11 @@ def test_neighbours_wait_for_no_grammar_that_hangs(llm, monkeypatch):
     assert all(seconds <= 0.02 and not late for _, seconds, late in waits)
 
 
-def test_nobody_waits_for_who_learns_a_grammar(llm, monkeypatch):
+def test_no_neighbour_waits_for_who_learns_a_grammar(llm, monkeypatch):
     waited, wait = list[Held](), Masks.wait
 
     def watched(masks: Masks, those: Any, seconds: float) -> None:
-        waited.extend(held for held in those if not held.said)
+        waited.extend(held for held in those if not held.said and seconds == decode._PATIENCE)
         wait(masks, those, seconds)
 
     monkeypatch.setattr(Masks, "wait", watched)
