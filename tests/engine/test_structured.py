@@ -12,7 +12,6 @@ import pytest
 
 from jaxinfer.engine.engine import _vocabulary as original
 from jaxinfer.engine.execution.compilations import count_compilations
-from jaxinfer.engine.scheduling import decode
 from jaxinfer.engine.scheduling.pages import SequencePages
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.models.model import Model
@@ -302,20 +301,6 @@ def test_neighbours_wait_for_no_grammar_that_hangs(llm, monkeypatch):
         assert "took too long" in str(output.outputs[0].stop_reason)
     assert len({held for held, _, _ in waits}) == len(waits) == 2
     assert all(seconds <= 0.02 and not late for _, seconds, late in waits)
-
-
-def test_no_neighbour_waits_for_who_learns_a_grammar(llm, monkeypatch):
-    waited, wait = list[Held](), Masks.wait
-
-    def watched(masks: Masks, those: Any, seconds: float) -> None:
-        waited.extend(held for held in those if not held.said and seconds == decode._PATIENCE)
-        wait(masks, those, seconds)
-
-    monkeypatch.setattr(Masks, "wait", watched)
-    free = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    held = SamplingParams(temperature=0, max_tokens=8, structured_outputs={"regex": "[a-f]{200}"})
-    run(llm, [([1], free), ([2], held)])
-    assert waited == []
 
 
 def test_a_grammar_that_fails_on_its_way_ends_its_own_output_alone(llm, monkeypatch):
