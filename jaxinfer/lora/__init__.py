@@ -1,1 +1,1 @@
-"""Low-rank adapters (Hu et al. 2021): read, kept, and placed on the device. What crosses processes runs without jax."""
+"""Low-rank adapters (Hu et al. 2021): read, kept, placed on the device, folded into weights."""

@@ -16,6 +16,10 @@ from tests.structured.test_grammar import BYTES
 
 PATIENCE = 120.0
 
+has_shares = pytest.mark.skipif(
+    not pathlib.Path("/proc/self/autogroup").exists(), reason="sessions have no shares of the processor here"
+)
+
 
 @pytest.fixture
 def masks() -> Masks:
@@ -169,7 +173,7 @@ def nice(masks: Masks) -> int:
     return int(pathlib.Path(f"/proc/{helper._process.pid}/autogroup").read_text(encoding="ascii").split()[-1])
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/autogroup").exists(), reason="sessions have no shares here")
+@has_shares
 def test_who_learns_a_grammar_stands_back_and_comes_forward_for_masks(masks):
     held = masks.open("regex", "a*")
     ready(masks, held)
@@ -179,7 +183,7 @@ def test_who_learns_a_grammar_stands_back_and_comes_forward_for_masks(masks):
     assert nice(masks) == 0
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/autogroup").exists(), reason="sessions have no shares here")
+@has_shares
 def test_who_takes_long_for_a_mask_stands_back(masks, monkeypatch):
     held = masks.open("regex", "a*")
     ready(masks, held)
