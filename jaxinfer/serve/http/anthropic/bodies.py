@@ -60,7 +60,7 @@ class MessagesRequest(CountTokensRequest):
         "speed": (None, "standard"),
     }
 
-    max_tokens: Integer
+    max_tokens: Annotated[int, Field(strict=True)]
     stop_sequences: Strings = None
     temperature: Number = None
     top_p: Number = None

@@ -204,7 +204,10 @@ def test_variables_of_a_request_stand_above_the_switch() -> None:
 
 CONTENT = "messages[0].content"
 REFUSED = [
-    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"max_tokens": ...}, "max_tokens is missing"),
+    ({"max_tokens": None}, "max_tokens=None: input should be a valid integer"),
+    ({"max_tokens": 5.0}, "max_tokens=5.0: input should be a valid integer"),
+    ({"max_tokens": True}, "max_tokens=True: input should be a valid integer"),
     ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
     ({"messages": []}, "messages=[]"),
     ({"messages": ["Hi"]}, "messages[0]='Hi'"),
@@ -267,7 +270,7 @@ def test_bad_fields_are_named_with_their_values() -> None:
     async def test() -> None:
         async with serving() as running, running.http() as client:
             for changes, words in REFUSED:
-                body = {name: value for name, value in {**BASE, **changes}.items() if value is not None}
+                body = {name: value for name, value in {**BASE, **changes}.items() if value is not ...}
                 answer = await client.post("/v1/messages", json=body)
                 found = answer.json()
                 assert answer.status_code == 400, (changes, found)
