@@ -126,7 +126,8 @@ class Adapted:
         each = (self.magnitude, once(self.bias, self.axes))
         scale, offset = (None if one is None else one[slots] for one in each)
         has = (slots >= 0).reshape(-1, *[1] * (base.ndim - 1))
-        return jnp.where(has, _combined(base, delta, scale, offset), base)
+        # what is made of it must not hang on how it is chosen: programs without adapters compile that for themselves
+        return lax.optimization_barrier(jnp.where(has, _combined(base, delta, scale, offset), base))
 
     def added_in_tiles(
         self, x: Float[Array, "tiles rows k"], base: Float[Array, "tiles rows *n"], groups: Groups

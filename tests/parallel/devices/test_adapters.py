@@ -1,16 +1,13 @@
 """Adapters over meshes: as `apply` says, neighbours' and the model's own bits untouched, nothing compiled for them."""
 
 import functools
-import pathlib
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from jaxinfer.config import EngineConfigError
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM
 from jaxinfer.lora.adapter import Adapter, Delta
