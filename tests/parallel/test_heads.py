@@ -19,7 +19,7 @@ from jaxinfer.parallel.heads import (
     with_copies,
     without_copies,
 )
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
+from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source, walk_specs
 from jaxinfer.weights import load_params, save_params
 from tests.fakes import llama_json, random_model
 
@@ -64,7 +64,8 @@ def test_arrays_of_the_host_are_copied_and_back(axes: tuple[str | None, ...], co
     shape = [3] * 4
     shape[axes.index("kv_heads")], shape[axes.index("group")] = 2, 4 + 2
     value, plain = np.random.default_rng(0).random(shape, np.float32), ParamSpec(tuple(shape), axes)
-    spread = as_copied(value, with_copies({"w": plain}, copies)["w"])
+    ((_, spec),) = walk_specs(with_copies({"w": plain}, copies))
+    spread = as_copied(value, spec)
     assert isinstance(spread, np.ndarray)
     np.testing.assert_array_equal(spread, np.asarray(copied(jnp.asarray(value), plain, copies)))
     np.testing.assert_array_equal(without_copies(spread, plain), value)
