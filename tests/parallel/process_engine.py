@@ -11,12 +11,12 @@ import json
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.distributed.leader import follow
 from jaxinfer.loading import start_engine, start_follower
-from jaxinfer.lora import open as lora_open
 from jaxinfer.parallel.group import Group, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.types import Request
@@ -102,7 +102,7 @@ def ended(reason: str, hangs: bool) -> None:
 
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
-    lora_open.read_adapter = lambda folder, specs, **_: drawn(specs, folder.name)  # type: ignore[assignment]
+    mock.patch("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name)).start()
     group: Group | None = None
     if work.processes > 1:
         meet = lead if work.number == 0 else join
