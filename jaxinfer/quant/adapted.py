@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.quant.low_rank import BySlot, by_slot, low_rank
 from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.choice import lowering_target
 from pallas_kernels.grouped_matmul import Groups, group
 
 _RUN = 16  # rows of a tile where neighbours share an adapter: the same in all prefill programs
@@ -29,10 +31,12 @@ class Rows(NamedTuple):
     Attributes:
         slots: its place in the banks; -1: none.
         groups: the rows in tiles, each of one adapter.
+        by_slot: the same by slot; None: not on this device, or there are too many.
     """
 
     slots: Int[Array, " rows"]
     groups: Groups
+    by_slot: BySlot | None = None
 
 
 def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Rows:
@@ -43,7 +47,8 @@ def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Ro
         runs: neighbours mostly share an adapter: rows of prompt chunks.
     """
     spread = max(1, 2 * slots.shape[0] // _RUN) if runs else None
-    return Rows(slots, group(slots, count, most=slots.shape[0], spread=spread))
+    groups = group(slots, count, most=slots.shape[0], spread=spread)
+    return Rows(slots, groups, by_slot(groups, count) if _on_cpu() and not runs else None)
 
 
 @functools.partial(
@@ -103,7 +108,7 @@ class Adapted:
             return _combined(base, _dot(_dot(x, self.a), self.b), scale, offset)
         out = base.shape[x.ndim - 1 :]
         flat, own = x.reshape(-1, x.shape[-1]), lax.optimization_barrier(base).reshape(-1, *out)
-        return self._chosen(own, _low_rank(flat, self.a, self.b, self.rows.groups)).reshape(base.shape)
+        return self._chosen(own, _low_rank(flat, self.a, self.b, self.rows)).reshape(base.shape)
 
     def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
         """The adapted rows, and beside them those without an adapter: the weight's own, bit by bit."""
@@ -147,12 +152,20 @@ def unadapted(weight: Any) -> Any:
     return weight.base if isinstance(weight, Adapted) else weight
 
 
-def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
+def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, rows: Rows) -> jax.Array:
     """Shrink and expand each row by its adapter; zeros for rows without one."""
+    groups, out = rows.groups, b.shape[1:-1]
+    if _on_cpu():
+        flat = b.reshape(b.shape[0], -1, b.shape[-1])
+        return low_rank(x, a.astype(x.dtype), flat.astype(x.dtype), groups, rows.by_slot).reshape(-1, *out)
     tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
     hidden = grouped.matmul(tiles, a, groups)
     delta = grouped.matmul(hidden, b, groups)
-    return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+    return delta.reshape(-1, *out).at[groups.places].get(mode="fill", fill_value=0)
+
+
+def _on_cpu() -> bool:
+    return lowering_target().platform == "cpu"
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
