@@ -14,8 +14,8 @@ of adapters. Tiles that hold nothing are left as they are; nobody reads them.
       sums [rows, channels] = hidden . b' -> shared memory -> device memory, in wide stores
 
 All four warps have the same 16 rows and other columns (ranks, channels), 32 together. Where ranks are no multiple of
-32, columns of the first product are left undefined, which reach nothing else and are not read again; where they are none
-of 16, they are filled up with zeros for the second.
+32, columns of the first product are left undefined, which reach nothing else and are not read again; where they are
+none of 16, they are filled up with zeros for the second.
 
 Splits follow from the number of inputs alone, and a sum goes over them in order, 16 at a time: a row has the same bits
 whatever lies in its tile, in other tiles, and in the bank. A float32 is three bfloat16 which together have all its
