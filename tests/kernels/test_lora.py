@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxinfer.quant import low_rank as module
 from jaxinfer.quant.adapted import rows_of
-from jaxinfer.quant.low_rank import BySlot, by_slot, low_rank
 from pallas_kernels.grouped_matmul import Groups, group
+from pallas_kernels.lora import cpu
+from pallas_kernels.lora.cpu import BySlot, by_slot, low_rank
 
 SLOTS = 8
 SHAPES = [(64, 4, 40), (768, 16, 768), (768, 48, 2304), (2048, 16, 768), (300, 33, 1001)]  # inputs, rank, outputs
@@ -64,5 +64,5 @@ def test_experts_one_behind_the_other_have_no_rows_by_slot(monkeypatch):
     groups = group(jnp.zeros(4, jnp.int32), 2, most=4)
     assert by_slot(groups._replace(experts=None), 2) is None
     x, a, b = operands(16, 2, 8, 4, "float32")
-    monkeypatch.setattr(module, "_at_once", None)
+    monkeypatch.setattr(cpu, "_at_once", None)
     assert low_rank(x, a, b, groups, None).shape == (4, 8)
