@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.quant.spread import once, partition_of, spread_low_rank
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels import lora
 from pallas_kernels.grouped_matmul import Groups
@@ -53,7 +55,7 @@ def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Ro
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["base", "a", "b", "magnitude", "bias", "rows"],
-    meta_fields=["table"],
+    meta_fields=["table", "axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Adapted:
@@ -67,6 +69,7 @@ class Adapted:
         rows: None: there is one adapter, which all rows have; or, where ``a`` is None, too, there is none: a product
             ends as it does where other rows have adapters, and has the same bits.
         table: it is read by rows (`take`). A product with it, as of a tied head, has no adapter.
+        axes: logical axes of the weight's outputs and, at last, of its inputs; (): there is no adapter.
     """
 
     base: Any
@@ -76,6 +79,7 @@ class Adapted:
     bias: Any = None
     rows: Rows | None = None
     table: bool = False
+    axes: tuple[str | None, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,25 +102,36 @@ class Adapted:
         """The same with other leaves."""
         return dataclasses.replace(self, **arrays)
 
+    def partition(self, base: Any) -> Adapted:
+        """Replace each array by its `PartitionSpec` on the mesh of the program that is being traced; ``base``: those of
+        the weight."""
+        if self.a is None:
+            return dataclasses.replace(self, base=base)
+        bank, shape = self.rows is not None, (*self.b.shape[self.rows is not None : -1], self.a.shape[-1])
+        found = partition_of(self.axes, shape, bank=bank)
+        own = {name: spec for name, spec in found.items() if getattr(self, name) is not None}
+        return dataclasses.replace(self, base=base, rows=jax.tree.map(lambda _: PartitionSpec(), self.rows), **own)
+
     def added(self, x: Float[Array, "*batch k"], base: Float[Array, "*batch *out"]) -> Float[Array, "*batch *out"]:
         """What the adapters make of ``base``, the weight's own product with ``x``."""
         if self.a is None:
             return lax.optimization_barrier(base)
         if self.rows is None:
-            scale, offset = self.magnitude, self.bias
-            return _combined(base, _dot(_dot(x, self.a), self.b), scale, offset)
+            return _combined(base, _dot(_dot(x, self.a), self.b), self.magnitude, once(self.bias, self.axes))
         out = base.shape[x.ndim - 1 :]
         flat, own = x.reshape(-1, x.shape[-1]), lax.optimization_barrier(base).reshape(-1, *out)
-        delta = lora.low_rank(flat, self.a, self.b, self.rows.groups, self.rows.by_slot)
+        delta = spread_low_rank(flat, self.a, self.b, (self.rows.groups, self.rows.by_slot), self.axes)
         return self._chosen(own, delta).reshape(base.shape)
 
     def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
         """The adapted rows, and beside them those without an adapter: the weight's own, bit by bit."""
         assert self.rows is not None
         slots = self.rows.slots
-        scale, offset = (None if one is None else one[slots] for one in (self.magnitude, self.bias))
+        each = (self.magnitude, once(self.bias, self.axes))
+        scale, offset = (None if one is None else one[slots] for one in each)
         has = (slots >= 0).reshape(-1, *[1] * (base.ndim - 1))
-        return jnp.where(has, _combined(base, delta, scale, offset), base)
+        # what is made of it must not hang on how it is chosen: programs without adapters compile that for themselves
+        return lax.optimization_barrier(jnp.where(has, _combined(base, delta, scale, offset), base))
 
     def added_in_tiles(
         self, x: Float[Array, "tiles rows k"], base: Float[Array, "tiles rows *n"], groups: Groups
@@ -126,7 +141,8 @@ class Adapted:
             return lax.optimization_barrier(base)
         if self.rows is None:
             delta = grouped.matmul(grouped.matmul(x, self.a, groups), self.b, groups)
-            each = (None if one is None else groups.of_tiles(one) for one in (self.magnitude, self.bias))
+            bias = once(self.bias, self.axes)
+            each = (None if one is None else groups.of_tiles(one) for one in (self.magnitude, bias))
             return _combined(base, delta, *each)
         (count, experts), tokens = self.a.shape[:2], self.rows.slots.shape[0]
         top_k = groups.places.shape[0] // tokens

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
-from jaxinfer.engine.execution.placement import StageArrays, mask_words, targets_of
+from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
     StepState,
@@ -173,8 +173,9 @@ class _Work:
     # ---- programs
 
     def jobs(self) -> dict[str, _Job]:
-        rest = {**self.moving(), **(self.keeping() if self.stage.last else {}), **self._loading()}
-        return {**self.computing(), **{name: _of_ranks(job, self.mesh) for name, job in rest.items()}}
+        rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
+        ranked = {name: _of_ranks(job, self.mesh) for name, job in rest.items()}
+        return {**self.computing(), **ranked, **self._loading()}
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
@@ -249,19 +250,17 @@ class _Work:
 
     def _like_parts(self) -> dict[str, str]:
         """For each part of the banks the first one with the same shapes: most layers are alike."""
-        firsts = dict[Any, str]()
-        return {
-            part: firsts.setdefault(tuple((name, bank.shape) for name, bank in banks.items()), part)
-            for part, banks in (self.arrays.banks or {}).items()
-        }
+        firsts, all_banks = dict[Any, str](), self.arrays.banks or {}
+        forms = {part: tuple((name, x.shape, x.sharding) for name, x in own.items()) for part, own in all_banks.items()}
+        return {part: firsts.setdefault(form, part) for part, form in forms.items()}
 
     def _loading(self) -> dict[str, _Job]:
         """Programs that write a part of an adapter into a slot."""
         jobs = {}
         for part in set(self._like_parts().values()):
             banks = self.arrays.banks[part]
-            arrays = {name: self._array(bank.shape[1:], np.float32) for name, bank in banks.items()}
-            jobs[f"load_{part}"] = _Job(write, (banks, self._ints(), arrays), 0, _shardings(banks))
+            arguments = banks, self._ints(), jax.tree.map(of_slot, banks)
+            jobs[f"load_{part}"] = _Job(write, arguments, 0, _shardings(banks))
         return jobs
 
     def moving(self) -> dict[str, _Job]:
