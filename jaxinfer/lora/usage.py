@@ -34,9 +34,8 @@ class LoRAUsage:
 def merged_usage(usages: Sequence[LoRAUsage]) -> LoRAUsage:
     """The figures of several engines that share their names, as those of one."""
     found = {field.name: [getattr(each, field.name) for each in usages] for field in dataclasses.fields(LoRAUsage)}
-    counts = {name: sum(found[name]) for name in ("slots", "slots_used", "loads", "evictions")}
-    by_name = {name: _added(found[name]) for name in ("running", "waiting")}
-    return LoRAUsage(max(found["loaded"]), **counts, **by_name)
+    counts = [sum(found[name]) for name in ("slots", "slots_used", "loads", "evictions")]
+    return LoRAUsage(max(found["loaded"]), *counts, _added(found["running"]), _added(found["waiting"]))
 
 
 def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:

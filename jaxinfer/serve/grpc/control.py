@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, override, runtime_checkable
 
@@ -10,6 +11,7 @@ from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.loras import lora_message, served
 from jaxinfer.serve.grpc.rpc import Rpc
 
 _MAX_DRAIN_SECONDS = 24 * 3600.0
@@ -128,6 +130,23 @@ class Control(ControlServicer):
         self._check_profiling()
         return pb.StopProfileResponse(folder=await self._engine.stop_profile())
 
+    @override
+    async def LoadLora(self, request: pb.LoadLoraRequest, rpc: Rpc) -> pb.LoadLoraResponse:
+        frontend = self._frontend()
+        loaded = await served(frontend).load(request.lora_name, request.lora_path, replace=request.load_inplace)
+        return pb.LoadLoraResponse(lora=lora_message(loaded, frontend.card.name))
+
+    @override
+    async def UnloadLora(self, request: pb.UnloadLoraRequest, rpc: Rpc) -> pb.UnloadLoraResponse:
+        await served(self._frontend()).unload(request.lora_name)
+        return pb.UnloadLoraResponse()
+
+    @override
+    async def ListLoras(self, request: pb.ListLorasRequest, rpc: Rpc) -> pb.ListLorasResponse:
+        frontend = self._frontend()
+        loras, parent = served(frontend).list(), frontend.card.name
+        return pb.ListLorasResponse(loras=[lora_message(loaded, parent) for loaded in loras])
+
     def _check_profiling(self) -> None:
         if not self._profiling:
             raise ServeError(Kind.INVALID, "profiling is off: the server was started without profile_dir")
@@ -147,6 +166,8 @@ def _fill(message: pb.Stats, stats: EngineStats) -> None:
     message.finished.update({reason.value: count for reason, count in stats.finished.items()})
     message.preemptions.update(stats.preemptions)
     message.draft_accepted_at.extend(stats.draft_accepted_at)
+    if stats.loras is not None:
+        message.lora_usage.CopyFrom(pb.LoraUsage(**dataclasses.asdict(stats.loras)))
     for name in _SAME:
         setattr(message, name, getattr(stats, name))
 
