@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
@@ -197,6 +197,19 @@ def failing(trace: Trace) -> Iterator[None]:
     except ServeError as error:
         trace.failed(error)
         raise
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float | None) -> AsyncIterator[None]:
+    """Raises `ServeError` DEADLINE when ``seconds`` are over."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise expired() from error
 
 
 def gone() -> ServeError:

@@ -22,18 +22,24 @@ FINISH_REASON_DEADLINE: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class ToCore(_message.Message):
-    __slots__ = ("submit", "abort", "leave", "ask", "stop")
+    __slots__ = ("submit", "abort", "leave", "ask", "stop", "load_lora", "unload_lora", "release_lora")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_LORA_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_LORA_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_LORA_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     leave: Leave
     ask: Ask
     stop: Stop
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    load_lora: LoadLora
+    unload_lora: str
+    release_lora: Lora
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., load_lora: _Optional[_Union[LoadLora, _Mapping]] = ..., unload_lora: _Optional[str] = ..., release_lora: _Optional[_Union[Lora, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("number", "request")
@@ -82,6 +88,16 @@ class Ask(_message.Message):
 class Stop(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class LoadLora(_message.Message):
+    __slots__ = ("number", "name", "path")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    name: str
+    path: str
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "params", "stop_token_ids", "bad_words_ids", "priority", "tenant", "cache_scope", "cache_salt", "seconds_left", "weight", "thinking", "lora")
@@ -404,20 +420,34 @@ class Positions(_message.Message):
     def __init__(self, tops: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("number", "stats", "pages", "folder", "done", "refusal")
+    __slots__ = ("number", "stats", "pages", "folder", "done", "refusal", "lora")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
     number: int
     stats: Stats
     pages: int
     folder: str
     done: bool
     refusal: str
-    def __init__(self, number: _Optional[int] = ..., stats: _Optional[_Union[Stats, _Mapping]] = ..., pages: _Optional[int] = ..., folder: _Optional[str] = ..., done: bool = ..., refusal: _Optional[str] = ...) -> None: ...
+    lora: LoadedLora
+    def __init__(self, number: _Optional[int] = ..., stats: _Optional[_Union[Stats, _Mapping]] = ..., pages: _Optional[int] = ..., folder: _Optional[str] = ..., done: bool = ..., refusal: _Optional[str] = ..., lora: _Optional[_Union[LoadedLora, _Mapping]] = ...) -> None: ...
+
+class LoadedLora(_message.Message):
+    __slots__ = ("name", "path", "identity", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    identity: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., identity: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
     __slots__ = ("running", "waiting", "kv", "compilations", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps", "time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "drafts", "draft_accepted_at", "loras", "lora_load_time")

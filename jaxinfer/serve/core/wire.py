@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.lora.store import LoadedLoRA
 from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
@@ -342,6 +343,13 @@ def _histogram_message(histogram: Histogram) -> pb.Histogram:
 
 def _histogram_of(message: pb.Histogram) -> Histogram:
     return Histogram(tuple(message.bounds), tuple(message.counts), message.sum)
+
+
+# ---- adapters
+
+
+def lora_of(message: pb.LoadedLora) -> LoadedLoRA:
+    return LoadedLoRA(message.name, message.path, message.identity, message.rank)
 
 
 # ---- the model
