@@ -58,6 +58,7 @@ EXTENDED = (
     "quant/",
     "quantize/",
     "sampling/test_distribution.py",
+    "serve/grpc/test_loras_served.py",
     "sampling/test_sample.py",
     "sampling/test_search.py",
     "sampling/test_typical.py",

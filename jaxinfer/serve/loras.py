@@ -102,7 +102,8 @@ class LoRAs:
 
         Raises:
             ServeError: INVALID: the name cannot be an adapter's, the folder is not to be read, or what is in it cannot
-                be served. UNAVAILABLE: the engine does not run. What the name meant before stays.
+                be served. EXISTS: the name is in use, and ``replace`` is false. PRECONDITION: there is no root.
+                UNAVAILABLE: the engine does not run. What the name meant before stays.
         """
         with answered():
             self.check_name(name)
@@ -120,7 +121,8 @@ class LoRAs:
 
     async def _folder(self, path: str) -> str:
         if self._root is None:
-            raise invalid("lora_path", path, "is not read: this server was started without lora_root")
+            why = f"lora_path={short(path)} is not read: this server was started without lora_root"
+            raise ServeError(Kind.PRECONDITION, why, "lora_path")
         try:
             return str(await asyncio.to_thread(adapter_folder, self._root, path))
         except AdapterError as error:
@@ -129,8 +131,8 @@ class LoRAs:
     async def _load(self, name: str, folder: str, replace: bool) -> LoadedLoRA:
         async with self._changing:
             if name in self._names and not replace:
-                why = "has already been loaded: set load_inplace to true to replace it"
-                raise invalid("lora_name", name, why)
+                why = f"lora_name={short(name)} has already been loaded: set load_inplace to true to replace it"
+                raise ServeError(Kind.EXISTS, why, "lora_name")
             try:
                 loaded = await self._backend.load_lora(name, folder)
             except LoRAError as error:

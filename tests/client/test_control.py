@@ -64,9 +64,9 @@ def test_the_same_for_asyncio(server: Served) -> None:
 
 
 def test_a_server_without_adapters() -> None:
-    with served() as run, c.Control(target(run), timeout=20) as control:
-        with pytest.raises(c.FailedPrecondition, match="enable_lora"):
-            control.list_loras()
+    refused = pytest.raises(c.FailedPrecondition, match="enable_lora")
+    with served() as run, c.Control(target(run), timeout=20) as control, refused:
+        control.list_loras()
 
 
 def test_what_cannot_be_sent_is_no_call(server: Served) -> None:

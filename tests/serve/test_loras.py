@@ -241,7 +241,7 @@ def test_without_a_root_none_is_loaded(tmp_path):
     async def run() -> None:
         async with world(tmp_path, "a=/x") as w:
             w.loras._root = None
-            with refusal(Kind.INVALID, "lora_path='one' is not read: this server was started without lora_root"):
+            with refusal(Kind.PRECONDITION, "lora_path='one' is not read: this server was started without lora_root"):
                 await w.loras.load("b", "one")
             await w.loras.unload("a")
 
@@ -252,7 +252,7 @@ def test_a_name_in_use_is_replaced_only_where_that_is_meant(tmp_path):
     async def run() -> None:
         async with world(tmp_path) as w:
             await w.loras.load("a", w.folder("one", 1), replace=False)
-            with refusal(Kind.INVALID, "lora_name='a' has already been loaded"):
+            with refusal(Kind.EXISTS, "lora_name='a' has already been loaded"):
                 await w.loras.load("a", w.folder("one", 2), replace=False)
             assert w.loras.resolve("a").identity == "1"
 

@@ -246,12 +246,12 @@ def test_adapters_are_the_operators_alone(tmp_path: pathlib.Path) -> None:
             codes: dict[str, list[grpc.StatusCode]] = {}
             for key in keys:
                 key_of = (("authorization", f"Bearer {key}"),)
-                calls = (
-                    server.control.LoadLora(load("a", "poet"), metadata=key_of),
-                    server.control.ListLoras(control.ListLorasRequest(), metadata=key_of),
-                    server.control.UnloadLora(control.UnloadLoraRequest(lora_name="a"), metadata=key_of),
+                calls = (  # one after the other
+                    (server.control.LoadLora, load("a", "poet")),
+                    (server.control.ListLoras, control.ListLorasRequest()),
+                    (server.control.UnloadLora, control.UnloadLoraRequest(lora_name="a")),
                 )
-                codes[key] = [(await failure(call)).code for call in calls]
+                codes[key] = [(await failure(call(ask, metadata=key_of))).code for call, ask in calls]
             assert (await refusal(lambda: server.inference.Generate(request()))).code.name == "UNAUTHENTICATED"
             path = "/jaxinfer.v1.Control/ListLoras"
             other_door = server.channel.unary_unary(path)
