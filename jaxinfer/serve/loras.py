@@ -243,5 +243,12 @@ def meant(call: Call, base: str, loras: LoRAs | None) -> Iterator[Call]:
         yield dataclasses.replace(call, lora=ref)
 
 
+def required(loras: LoRAs | None) -> LoRAs:
+    """Raises `ServeError` INVALID: the engine serves no adapters."""
+    if loras is None:
+        raise ServeError(Kind.INVALID, "this server serves no adapters: it was started without enable_lora")
+    return loras
+
+
 def _ref(loaded: LoadedLoRA) -> LoRARef:
     return LoRARef(loaded.name, loaded.identity)

@@ -23,7 +23,7 @@ from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.parsing import model_parsers
 from jaxinfer.serve.request_log import RequestLog
-from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig
+from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig, is_loopback
 from jaxinfer.serve.tenants import ALL, cache_scope
 from jaxinfer.serve.throughput import Throughput
 from jaxinfer.serve.tracing import Tracing
@@ -76,6 +76,7 @@ class Server:
             metrics=metrics,
             requests=self._requests,
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
+            operated=config.api_keys is not None or is_loopback(config.host),
         )
         open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(

@@ -393,10 +393,11 @@ def _check_exposure(config: ServeConfig, guarded: bool) -> None:
     for name in ("host", "metrics_host", "control_host"):
         host = getattr(config, name)
         what = "is not loopback: set api_keys or tls_client_ca, or insecure where the network is trusted"
-        _require(guarded or _is_loopback(host), name, host, what)
+        _require(guarded or is_loopback(host), name, host, what)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach an address."""
     if host == "localhost":
         return True
     try:
