@@ -34,8 +34,9 @@ class LoRAUsage:
 def merged_usage(usages: Sequence[LoRAUsage]) -> LoRAUsage:
     """The figures of several engines that share their names, as those of one."""
     found = {field.name: [getattr(each, field.name) for each in usages] for field in dataclasses.fields(LoRAUsage)}
-    counts = [sum(found[name]) for name in ("slots", "slots_used", "loads", "evictions")]
-    return LoRAUsage(max(found["loaded"]), *counts, _added(found["running"]), _added(found["waiting"]))
+    slots, used, loads, evictions = (sum(found[name]) for name in ("slots", "slots_used", "loads", "evictions"))
+    running, waiting = _added(found["running"]), _added(found["waiting"])
+    return LoRAUsage(max(found["loaded"]), slots, used, loads, evictions, running, waiting)
 
 
 def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -252,7 +252,7 @@ def test_a_name_in_use_is_replaced_only_where_that_is_meant(tmp_path):
     async def run() -> None:
         async with world(tmp_path) as w:
             await w.loras.load("a", w.folder("one", 1), replace=False)
-            with refusal(Kind.EXISTS, "lora_name='a' has already been loaded"):
+            with refusal(Kind.INVALID, "lora_name='a' has already been loaded"):
                 await w.loras.load("a", w.folder("one", 2), replace=False)
             assert w.loras.resolve("a").identity == "1"
 

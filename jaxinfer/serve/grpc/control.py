@@ -11,8 +11,9 @@ from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
-from jaxinfer.serve.grpc.loras import lora_message, served
+from jaxinfer.serve.grpc.loras import lora_message
 from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.loras import NameInUseError, required
 
 _MAX_DRAIN_SECONDS = 24 * 3600.0
 
@@ -133,18 +134,22 @@ class Control(ControlServicer):
     @override
     async def LoadLora(self, request: pb.LoadLoraRequest, rpc: Rpc) -> pb.LoadLoraResponse:
         frontend = self._frontend()
-        loaded = await served(frontend).load(request.lora_name, request.lora_path, replace=request.load_inplace)
+        loras, replace = required(frontend.loras), request.load_inplace
+        try:
+            loaded = await loras.load(request.lora_name, request.lora_path, replace=replace)
+        except NameInUseError as error:
+            raise ServeError(Kind.EXISTS, error.message, error.field) from None
         return pb.LoadLoraResponse(lora=lora_message(loaded, frontend.card.name))
 
     @override
     async def UnloadLora(self, request: pb.UnloadLoraRequest, rpc: Rpc) -> pb.UnloadLoraResponse:
-        await served(self._frontend()).unload(request.lora_name)
+        await required(self._frontend().loras).unload(request.lora_name)
         return pb.UnloadLoraResponse()
 
     @override
     async def ListLoras(self, request: pb.ListLorasRequest, rpc: Rpc) -> pb.ListLorasResponse:
         frontend = self._frontend()
-        loras, parent = served(frontend).list(), frontend.card.name
+        loras, parent = required(frontend.loras).list(), frontend.card.name
         return pb.ListLorasResponse(loras=[lora_message(loaded, parent) for loaded in loras])
 
     def _check_profiling(self) -> None:

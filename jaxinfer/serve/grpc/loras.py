@@ -9,7 +9,6 @@ from jaxinfer.serve.errors import Kind, ServeError, invalid, short
 from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.chat import optional
-from jaxinfer.serve.loras import LoRAs
 
 
 def model_of(frontend: Frontend, request: pb.GenerateRequest | pb.ScoreRequest) -> str | None:
@@ -21,20 +20,15 @@ def model_of(frontend: Frontend, request: pb.GenerateRequest | pb.ScoreRequest) 
     model, name = optional(request, "model"), optional(request, "lora_name")
     if name is None:
         return model
+    if frontend.loras is None:
+        reason = f"lora_name={short(name)} is not served: this server was started without enable_lora"
+        raise ServeError(Kind.PRECONDITION, reason, "lora_name")
     with in_its_words({"model": "lora_name"}):
-        served(frontend, f"lora_name={short(name)}: ").resolve(name)
+        frontend.loras.resolve(name)
     if model not in (None, name, frontend.card.name):
         frontend.check_model(model)
         raise invalid("lora_name", name, f"is another adapter than model={short(model)}")
     return str(name)
-
-
-def served(frontend: Frontend, said: str = "") -> LoRAs:
-    """The adapters of a server. Raises `ServeError` PRECONDITION: it has none; ``said``: before the reason."""
-    if frontend.loras is None:
-        reason = f"{said}no adapters are served: the server was started without enable_lora"
-        raise ServeError(Kind.PRECONDITION, reason, "lora_name" if said else None)
-    return frontend.loras
 
 
 def lora_message(loaded: LoadedLoRA, parent: str) -> control_pb2.Lora:
