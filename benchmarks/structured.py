@@ -40,6 +40,7 @@ from benchmarks.peers import machine
 from benchmarks.speculation import error_of_median, serve
 from benchmarks.traces import record
 from jaxinfer.engine.engine import _vocabulary
+from jaxinfer.helper_process import Helper
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
@@ -292,7 +293,7 @@ def _part() -> None:
     *cores, last = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores)
 
-    class Apart(masks_module.Helper):
+    class Apart(Helper):
         def start(self) -> bool:
             started = super().start()
             assert self._process is not None
