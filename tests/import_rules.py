@@ -156,6 +156,7 @@ NO_JAX = (
     "jaxinfer.serve.calls",
     "jaxinfer.serve.chat",
     "jaxinfer.serve.core.child",
+    "jaxinfer.serve.core.current",
     "jaxinfer.serve.core.link",
     "jaxinfer.serve.core.process",
     "jaxinfer.serve.core.service",
@@ -168,6 +169,8 @@ NO_JAX = (
     "jaxinfer.serve.http",
     "jaxinfer.serve.__main__",
     "jaxinfer.serve.keys",
+    "jaxinfer.serve.lora_modules",
+    "jaxinfer.serve.loras",
     "jaxinfer.serve.ports",
     "jaxinfer.serve.preview",
     "jaxinfer.serve.settings",
@@ -192,6 +195,7 @@ NO_JAX = (
     "jaxinfer.lora.queue",
     "jaxinfer.lora.slots",
     "jaxinfer.lora.store",
+    "jaxinfer.lora.usage",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

@@ -1,7 +1,7 @@
 """Weights with low-rank adapters (Hu et al. 2021): `Adapted` stands where a weight stood, and holds it.
 
 It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows of one adapter lie
-in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.grouped_matmul`): a row's
+in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.lora`): a row's
 result depends on no other row, nor on what else lies in the bank.
 """
 
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.quant.spread import once, partition_of, spread_low_rank
 from pallas_kernels import grouped_matmul as grouped
-from pallas_kernels.grouped_matmul import Groups, group
+from pallas_kernels import lora
+from pallas_kernels.grouped_matmul import Groups
 
 _RUN = 16  # rows of a tile where neighbours share an adapter: the same in all prefill programs
 
@@ -31,10 +32,12 @@ class Rows(NamedTuple):
     Attributes:
         slots: its place in the banks; -1: none.
         groups: the rows in tiles, each of one adapter.
+        by_slot: the same by slot; None: not on this device, or there are too many.
     """
 
     slots: Int[Array, " rows"]
     groups: Groups
+    by_slot: lora.BySlot | None = None
 
 
 def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Rows:
@@ -45,7 +48,8 @@ def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Ro
         runs: neighbours mostly share an adapter: rows of prompt chunks.
     """
     spread = max(1, 2 * slots.shape[0] // _RUN) if runs else None
-    return Rows(slots, group(slots, count, most=slots.shape[0], spread=spread))
+    groups = lora.group(slots, count, most=slots.shape[0], spread=spread)
+    return Rows(slots, groups, None if runs else lora.by_slot(groups, count))
 
 
 @functools.partial(
@@ -117,7 +121,7 @@ class Adapted:
             return _combined(base, _dot(_dot(x, self.a), self.b), self.magnitude, once(self.bias, self.axes))
         out = base.shape[x.ndim - 1 :]
         flat, own = x.reshape(-1, x.shape[-1]), lax.optimization_barrier(base).reshape(-1, *out)
-        delta = spread_low_rank(_low_rank, flat, self.a, self.b, self.rows.groups, self.axes)
+        delta = spread_low_rank(flat, self.a, self.b, (self.rows.groups, self.rows.by_slot), self.axes)
         return self._chosen(own, delta).reshape(base.shape)
 
     def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
@@ -149,7 +153,7 @@ class Adapted:
         names = ("a", "b", "magnitude", "bias")
         flat = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in flat.items()}
-        rows = Rows(pairs, group(pairs, count * experts, most=tokens))
+        rows = Rows(pairs, lora.group(pairs, count * experts, most=tokens))
         of_pairs = dataclasses.replace(self, rows=rows, **flat)
         result = of_pairs.added(x.reshape(-1, x.shape[-1]), base.reshape(-1, *base.shape[2:]))
         return result.reshape(base.shape)
@@ -163,14 +167,6 @@ class Adapted:
 def unadapted(weight: Any) -> Any:
     """The weight itself."""
     return weight.base if isinstance(weight, Adapted) else weight
-
-
-def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-    """Shrink and expand each row by its adapter; zeros for rows without one."""
-    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
-    hidden = grouped.matmul(tiles, a, groups)
-    delta = grouped.matmul(hidden, b, groups)
-    return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

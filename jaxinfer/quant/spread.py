@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ from jaxtyping import Array, Float
 
 from jaxinfer.parallel.mesh import RULES, devices_along, spread_over
 from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels import lora
 from pallas_kernels.grouped_matmul import Groups
 
 Axes = Sequence[str | None]
-LowRank = Callable[[jax.Array, jax.Array, jax.Array, Groups], jax.Array]
+Dealt = tuple[Groups, lora.BySlot | None]
+"""Rows in tiles, and by slot, see `pallas_kernels.lora`."""
 
 
 def is_spread() -> bool:
@@ -25,11 +27,10 @@ def is_spread() -> bool:
 
 
 def spread_low_rank(
-    product: LowRank,
     x: Float[Array, "rows k"],
     a: Float[Array, "slots rank k"],
     b: Float[Array, "slots *out rank"],
-    groups: Groups,
+    dealt: Dealt,
     axes: Axes,
 ) -> Float[Array, "rows *out"]:
     """Shrink and expand each row by its adapter, on the mesh that a program is traced for.
@@ -38,20 +39,19 @@ def spread_low_rank(
     before they are expanded. So what is expanded is the same on every device.
 
     Args:
-        product: the same on one device.
         axes: logical axes of the weight's outputs and, at last, of its inputs.
     """
     if not is_spread():
-        return product(x, a, b, groups)
+        return lora.low_rank(x, a, b, *dealt)
     *outs, along = spread_over(axes, (*b.shape[1:-1], x.shape[-1]))
     summed = devices_along(jax.sharding.get_abstract_mesh().shape, axes[-1]) > 1
 
-    def own(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-        return _summed(x, a, b, groups, along) if summed else product(x, a, b, groups)
+    def own(x: jax.Array, a: jax.Array, b: jax.Array, dealt: Dealt) -> jax.Array:
+        return _summed(x, a, b, dealt[0], along) if summed else lora.low_rank(x, a, b, *dealt)
 
     parts = PartitionSpec(None, along), PartitionSpec(None, None, along), PartitionSpec(None, *outs)
     run = jax.shard_map(own, in_specs=(*parts, PartitionSpec()), out_specs=PartitionSpec(None, *outs), check_vma=False)
-    result: jax.Array = run(x, a, b, groups)
+    result: jax.Array = run(x, a, b, dealt)
     return result
 
 

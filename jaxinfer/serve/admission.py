@@ -32,7 +32,7 @@ def request_id_of(call: Call) -> str:
     """
     if call.request_id is None:
         return uuid.uuid4().hex
-    _require_printable("request_id", call.request_id, 1, MAX_ID_CHARACTERS)
+    require_printable("request_id", call.request_id, 1, MAX_ID_CHARACTERS)
     return call.request_id
 
 
@@ -51,7 +51,7 @@ def check_terms(call: Call) -> None:
             raise ServeError(Kind.DEADLINE, "the deadline had passed when the request came")
     if isinstance(call.priority, bool) or not isinstance(call.priority, int) or call.priority not in _PRIORITIES:
         raise RequestError("priority", f"={call.priority!r} must be an integer of 32 bits")
-    _require_printable("cache_salt", call.cache_salt, 0, MAX_SALT_CHARACTERS)
+    require_printable("cache_salt", call.cache_salt, 0, MAX_SALT_CHARACTERS)
 
 
 def sampling_of(call: Call, card: ModelCard, limits: ServeLimits) -> SamplingParams:
@@ -139,7 +139,8 @@ def _strings_in(value: object) -> Iterator[str]:
                 todo.extend(items)
 
 
-def _require_printable(field: str, value: object, least: int, most: int) -> None:
+def require_printable(field: str, value: object, least: int, most: int) -> None:
+    """Raises `RequestError`: it is no text of ``least`` to ``most`` printable characters."""
     if not isinstance(value, str) or not least <= len(value) <= most or not value.isprintable():
         size = f"{least} to {most}" if least else f"at most {most}"
         raise RequestError(field, f"={str(value)[:most]!r} must have {size} printable characters")

@@ -17,9 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.engine.core import EngineCore
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.lora.store import LoadedLoRA, LoRAError, LoRAStore
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.types import FinishReason, Request, SequenceDelta
+from jaxinfer.types import FinishReason, LoRARef, Request, SequenceDelta
 
 __all__ = ["AsyncEngine", "EngineDeadError", "Feed", "Outlet", "Pulse", "Stream"]
 
@@ -115,6 +116,7 @@ class AsyncEngine:
         self._joining = 0  # requests in the inbox
         self._counting = threading.Lock()
         self._since: float | None = None  # when the thread began what it does; None: it waits for a call
+        self._retained = collections.Counter[LoRARef]()
 
     # ---- life
 
@@ -211,6 +213,34 @@ class AsyncEngine:
     async def check(self) -> None:
         """A fault, which ends the engine, unless all slots and pages are accounted for."""
         await self._ask(self._engine.check)
+
+    # ---- adapters
+
+    async def load_lora(self, name: str, path: str) -> LoadedLoRA:
+        """See `LoRABackend`: who loads several takes one after the other."""
+        store = self._loras()
+        ref = await asyncio.to_thread(store.load, name, path)
+        store.retain(ref)
+        self._retained[ref] += 1
+        return next(each for each in store.list() if each.name == name)
+
+    def unload_lora(self, name: str) -> None:
+        """See `LoRABackend`; names that are not known are ignored."""
+        with contextlib.suppress(RequestError):
+            self._loras().unload(name)
+
+    def release_lora(self, ref: LoRARef) -> None:
+        """See `LoRABackend`; what was not loaded, or is released already, is ignored."""
+        if self._retained[ref]:
+            self._retained[ref] -= 1
+            self._loras().release(ref)
+
+    def _loras(self) -> LoRAStore:
+        if self._closed is not None:
+            raise self._closed.error()
+        if self._engine.loras is None:
+            raise LoRAError("this engine serves no adapters: it needs enable_lora")
+        return self._engine.loras
 
     def pulse(self) -> Pulse:
         """Whether the thread gets on, from any thread and without waiting for it."""

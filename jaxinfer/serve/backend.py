@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol, Self, runtime_checkable
 
 from jaxinfer.engine.scheduling.stats import EngineStats
-from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.lora.store import LoadedLoRA
+from jaxinfer.types import LoRARef, Request, SequenceDelta
 
 
 @runtime_checkable
@@ -58,3 +59,20 @@ class Backend(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def reset_prefix_cache(self) -> int: ...
+
+
+@runtime_checkable
+class LoRABackend(Protocol):
+    """An engine that serves adapters. All methods raise `EngineDeadError` where it does not run."""
+
+    async def load_lora(self, name: str, path: str) -> LoadedLoRA:
+        """Let requests come with what a folder holds, until it is released. Raises `LoRAError` if it cannot be read."""
+        ...
+
+    def unload_lora(self, name: str) -> None:
+        """Drop a name. It does not wait."""
+        ...
+
+    def release_lora(self, ref: LoRARef) -> None:
+        """Take back one loading: no further request will come with it. It does not wait."""
+        ...

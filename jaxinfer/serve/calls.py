@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.types import PositionLogprobs
+from jaxinfer.types import LoRARef, PositionLogprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Call:
         trace: the W3C headers ``traceparent`` and ``tracestate``, where the client sent them.
         logged: it is a request of its own, with a line in the log, and no part of one.
         shown: special tokens, by their texts, that are part of its text all the same: a parser looks for them.
+        lora: the adapter that ``model`` means, once that is known (`Frontend.meant`).
     """
 
     prompt: Input
@@ -59,6 +60,7 @@ class Call:
     trace: Mapping[str, str] = dataclasses.field(default_factory=dict)
     logged: bool = True
     shown: frozenset[str] = frozenset()
+    lora: LoRARef | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import pathlib
-import reprlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from jaxinfer.engine.scheduling.stats import EngineStats
 from jaxinfer.parsers.registry import Parsers
@@ -18,11 +17,12 @@ from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.serve.admission import check_characters, check_prompt, check_terms, request_id_of, sampling_of
 from jaxinfer.serve.backend import Backend
 from jaxinfer.serve.calls import Call, Conversation, Input, ModelCard, Scored, ServeLimits, Usage
-from jaxinfer.serve.errors import DuplicateIdError, ServeError, UnknownModelError
+from jaxinfer.serve.errors import DuplicateIdError, ServeError
 from jaxinfer.serve.faults import answered, unavailable
 from jaxinfer.serve.fitting import fitted
-from jaxinfer.serve.generation import Generation, expired, failing
+from jaxinfer.serve.generation import Generation, failing, within
 from jaxinfer.serve.grammars import Grammars, has_grammars
+from jaxinfer.serve.loras import LoRAs, meant
 from jaxinfer.serve.reading import LONG_CHARACTERS, LongTexts
 from jaxinfer.serve.room import Load, Place, Room
 from jaxinfer.serve.scoring import check_continuations, check_lengths, score_all
@@ -61,6 +61,7 @@ class Frontend:
         folder: where the tokenizer was loaded from: long texts are tokenised by processes that load it, too (None: by
             threads, as short ones).
         parsers: of the model's answers.
+        loras: adapters that calls may name in place of the model (None: the engine serves none).
 
     Attributes:
         leaving: new calls are still taken, but readiness is gone: others shall be asked.
@@ -84,10 +85,11 @@ class Frontend:
         weight: Callable[[str], float] = lambda tenant: 1.0,
         folder: pathlib.Path | None = None,
         parsers: Parsers = _NO_PARSERS,
+        loras: LoRAs | None = None,
     ) -> None:
         most = min(limits.logprobs, card.engine.get("max_logprobs", limits.logprobs))
         self.card, self.limits = card, dataclasses.replace(limits, logprobs=most)
-        self.tokenizer, self.template, self.parsers = tokenizer, template, parsers
+        self.tokenizer, self.template, self.parsers, self.loras = tokenizer, template, parsers, loras
         self.leaving = self.draining = False
         self.room = Room(card.engine)
         self._backend, self._clock = backend, clock
@@ -178,9 +180,8 @@ class Frontend:
         return generation
 
     async def _generate(self, call: Call, place: Place | None) -> Generation:
-        with answered():
+        with answered(), self.meant(call) as call:
             self._check_open()
-            self.check_model(call.model)
             request_id = engine_id(call.tenant, request_id_of(call))
             check_terms(call)
             params = sampling_of(call, self.card, self.limits)
@@ -198,7 +199,7 @@ class Frontend:
         deadline = None if call.timeout is None else self._clock() + call.timeout
         self._enter(request_id)
         try:
-            async with _within(call.timeout):
+            async with within(call.timeout):
                 request = await self._request(call, request_id, params)
                 place.measure(len(request.prompt_token_ids))
                 return await self._start(dataclasses.replace(request, deadline=deadline), place, call.shown)
@@ -240,13 +241,12 @@ class Frontend:
             prompt, model=model, add_special_tokens=add_special_tokens, timeout=timeout, tenant=tenant, logged=False
         )
         line = self._tracing.line(call)
-        with failing(line), answered():
+        with failing(line), answered(), self.meant(call) as call:
             self._check_open()
-            self.check_model(model)
             check_terms(call)
             check_prompt(prompt, self.limits, allow_templates=False)
             check_continuations(continuations, self.limits)
-            async with _within(timeout):
+            async with within(timeout):
                 results = await self._score(call, continuations)
         line.finished(Usage(sum(len(each.tokens) for each in results), 0, 0), ["score"])
         return results
@@ -317,11 +317,18 @@ class Frontend:
         with answered():
             return await self._backend.reset_prefix_cache()
 
-    def check_model(self, name: str | None) -> None:
-        """Raises `ServeError` NOT_FOUND for another model than the one that is served here; None means that one."""
-        if name is not None and name != self.card.name:
-            with answered():
-                raise UnknownModelError("model", f"={reprlib.repr(name)} is not served here, only {self.card.name!r}")
+    def check_model(self, name: str | None) -> str:
+        """The name of what a client calls so, for answers: None means the model itself.
+
+        Raises:
+            ServeError: NOT_FOUND: neither the model nor one of its adapters has this name.
+        """
+        with self.meant(Call("", model=name)):
+            return self.card.name if name is None else name
+
+    def meant(self, call: Call) -> AbstractContextManager[Call]:
+        """See `jaxinfer.serve.loras.meant`."""
+        return meant(call, self.card.name, self.loras)
 
     # ---- one call
 
@@ -359,6 +366,7 @@ class Frontend:
             weight=self._weight(call.tenant),
             cache_scope=self._scope(call.tenant),
             cache_salt=call.cache_salt,
+            lora=call.lora,
         )
 
     async def _start(self, request: Request, place: Place, shown: frozenset[str]) -> Generation:
@@ -422,19 +430,6 @@ class Frontend:
             return function(*args)
         threads = self._threads if work <= LONG_CHARACTERS else self._long_threads
         return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
-
-
-@contextlib.asynccontextmanager
-async def _within(seconds: float | None) -> AsyncIterator[None]:
-    """Raises `ServeError` DEADLINE when ``seconds`` are over."""
-    scope = asyncio.timeout(seconds)
-    try:
-        async with scope:
-            yield
-    except TimeoutError as error:
-        if not scope.expired():
-            raise
-        raise expired() from error
 
 
 def _load(prompt: Input, n: int) -> Load:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from jaxinfer.serve.async_engine import EngineDeadError
 from jaxinfer.serve.backend import Backend, BackendStream
@@ -36,7 +36,7 @@ class Generation:
 
     Attributes:
         request_id: the client's.
-        seed, prompt_token_ids, n: as the engine accepted them.
+        seed, prompt_token_ids, n, lora: as the engine accepted them.
         trace: is told how it went, once it has ended.
     """
 
@@ -54,6 +54,7 @@ class Generation:
         self.request_id, self.seed, self.n = own_id(request.request_id), request.params.seed, request.params.n
         self._engine_id = request.request_id
         self.prompt_token_ids: Sequence[int] = request.prompt_token_ids
+        self.lora = request.lora
         self._backend, self._stream, self._left = backend, stream, left
         self._place = place or nowhere()
         self._deltas = aiter(stream)
@@ -197,6 +198,19 @@ def failing(trace: Trace) -> Iterator[None]:
     except ServeError as error:
         trace.failed(error)
         raise
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float | None) -> AsyncIterator[None]:
+    """Raises `ServeError` DEADLINE when ``seconds`` are over."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise expired() from error
 
 
 def gone() -> ServeError:

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from jaxinfer.serve import descriptors
 from jaxinfer.serve.auth import Authoriser
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.core.link import CoreLink
 from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, StartupEvent, Supervisor
 from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
@@ -17,10 +19,11 @@ from jaxinfer.serve.grpc import oip
 from jaxinfer.serve.grpc.server import GrpcServers
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.parsing import model_parsers
 from jaxinfer.serve.request_log import RequestLog
-from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig
+from jaxinfer.serve.settings import REASONING_FIELDS, ServeConfig, is_loopback
 from jaxinfer.serve.tenants import ALL, cache_scope
 from jaxinfer.serve.throughput import Throughput
 from jaxinfer.serve.tracing import Tracing
@@ -59,7 +62,8 @@ class Server:
         self.config = config = descriptors.within(config, descriptors.raise_limit())
         self._opened = opened
         self.frontend: Frontend | None = None
-        self._supervisor = Supervisor(config, command)
+        self._supervisor = Supervisor(config, command, prepare=self._prepare)
+        self._loras = self._adapters()
         metrics = ServerMetrics(self)
         self._requests = RequestLog(config.log_requests)
         self._tracing = Tracing(config.otlp_endpoint, failed=metrics.failed, log=self._requests)
@@ -72,6 +76,7 @@ class Server:
             metrics=metrics,
             requests=self._requests,
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
+            operated=config.api_keys is not None or is_loopback(config.host),
         )
         open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(
@@ -251,6 +256,7 @@ class Server:
             weight=self._authoriser.weight,
             folder=folder,
             parsers=await asyncio.to_thread(model_parsers, config, folder, template, tokenizer),
+            loras=self._loras,
         )
         await frontend.warm()
         if self._opened is not None:
@@ -258,6 +264,17 @@ class Server:
         self.frontend = self._door.frontend = frontend
         _log.info("ready: %s, %s, context of %d tokens", card.name, card.dtype, card.max_model_len)
         _log.info("serving %s", self._addresses)
+
+    def _adapters(self) -> LoRAs | None:
+        config = self.config
+        if not config.engine.enable_lora:
+            return None
+        root = None if config.lora_root is None else pathlib.Path(config.lora_root)
+        return LoRAs(self._supervisor.backend, config.lora_modules, root)
+
+    async def _prepare(self, link: CoreLink, card: ModelCard, get_on: Callable[[], None]) -> None:
+        if self._loras is not None:
+            await self._loras.restore(link, card.name, get_on)
 
     @property
     def _parted(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import json
 import pathlib
 import re
 import reprlib
@@ -19,6 +20,7 @@ from jaxinfer.names import DTYPES, advice, known_dtype
 from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.logs import FORMATS, LEVELS
+from jaxinfer.serve.lora_modules import parse_modules
 from jaxinfer.serve.tenants import SHARING, TENANT
 
 QUEUE: Mapping[str, Any] = {
@@ -48,6 +50,11 @@ class ServeConfigError(ValueError):
 
 def _unless_off(value: Any) -> Any:
     return None if isinstance(value, str | bool) and value in OFF else value
+
+
+def _as_json(value: Any) -> Any:
+    """A mapping of YAML as the flag has it."""
+    return json.dumps(value) if isinstance(value, Mapping) else value
 
 
 def _or_off(value: Any) -> Any:
@@ -143,6 +150,20 @@ class AnswerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRADoorConfig:
+    """Adapters that clients may name; they need enable_lora.
+
+    Attributes:
+        lora_modules: those that are there from the start, each NAME=PATH or {"name": NAME, "path": PATH}
+            (docs/lora.md).
+        lora_root: folder below which operators may load others while the server runs (default: they may load none).
+    """
+
+    lora_modules: tuple[Annotated[str, pydantic.BeforeValidator(_as_json)], ...] = ()
+    lora_root: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PatienceConfig:
     """Time limits, and bounds on what is under way.
 
@@ -214,7 +235,9 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServeConfig(LogConfig, GroupConfig, PatienceConfig, AnswerConfig, AccessConfig, DoorConfig, ServedModelConfig):
+class ServeConfig(
+    LogConfig, GroupConfig, PatienceConfig, LoRADoorConfig, AnswerConfig, AccessConfig, DoorConfig, ServedModelConfig
+):
     """A server: one model behind gRPC and HTTP."""
 
     limits: ServeLimits = dataclasses.field(default_factory=ServeLimits)
@@ -323,8 +346,7 @@ def _check(config: ServeConfig) -> None:
     has_ca = config.tls_client_ca is not None
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
     _check_group(config)
-    no_door = "is for jaxinfer.LLM and jaxinfer generate: no door of a server loads adapters yet"
-    _require(not config.engine.enable_lora, "engine.enable_lora", True, no_door)
+    _check_loras(config)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
     try:
         check(config.engine)
@@ -355,14 +377,27 @@ def _check_group(config: ServeConfig) -> None:
     _require(count == 1 or not config.engine.enable_dp_attention, "engine.enable_dp_attention", True, both)
 
 
+def _check_loras(config: ServeConfig) -> None:
+    for name in ("lora_modules", "lora_root"):
+        value = getattr(config, name)
+        _require(config.engine.enable_lora or not value, name, value, "needs enable_lora")
+    root = config.lora_root
+    _require(root is None or pathlib.Path(root).is_dir(), "lora_root", root, "must be a folder")
+    try:
+        parse_modules(config.lora_modules, config.served_model_name)
+    except ValueError as error:
+        raise ServeConfigError(f"lora_modules: {error}") from error
+
+
 def _check_exposure(config: ServeConfig, guarded: bool) -> None:
     for name in ("host", "metrics_host", "control_host"):
         host = getattr(config, name)
         what = "is not loopback: set api_keys or tls_client_ca, or insecure where the network is trusted"
-        _require(guarded or _is_loopback(host), name, host, what)
+        _require(guarded or is_loopback(host), name, host, what)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach an address."""
     if host == "localhost":
         return True
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.folders import CONFIG_FILE
 from jaxinfer.lora.slots import Part
 from jaxinfer.lora.store import LoRAStore
 
@@ -39,6 +41,18 @@ class Folders:
         if path not in self.contents:
             raise FileNotFoundError(f"{path}: no such folder")
         return make_adapter(self.contents[path])
+
+
+def write_number(folder: pathlib.Path, content: int) -> pathlib.Path:
+    """A folder that `read_number` takes for an adapter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(str(content))
+    return folder
+
+
+def read_number(folder: str) -> Adapter:
+    """An adapter of a real folder. Raises OSError or ValueError: it is none."""
+    return make_adapter(int((pathlib.Path(folder) / CONFIG_FILE).read_text()))
 
 
 class Now:

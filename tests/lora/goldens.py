@@ -27,7 +27,7 @@ def golden(name: str) -> AdapterGolden:
 
 
 def load_base(case: AdapterGolden, folder: pathlib.Path) -> Model:
-    write_base(case, folder)
+    write_base(case, folder, GOLDENS)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(case.config["vocab_size"])))
     return load_model(str(folder), dtype="float32", show_progress=False)
 

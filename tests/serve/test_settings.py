@@ -66,7 +66,7 @@ REFUSED = [
     ({**GROUP, "coordinator_address": "7654"}, "coordinator_address = '7654' must be HOST:PORT"),
     ({**GROUP, "coordinator_address": "host:0"}, "coordinator_address = 'host:0' must be HOST:PORT"),
     ({**GROUP, "group_timeout": 0}, "group_timeout = 0"),
-    ({"model": "demo", "engine": {"enable_lora": True}}, "engine.enable_lora = True is for jaxinfer.LLM"),
+    ({"model": "demo", "lora_root": "/"}, "lora_root = '/' needs enable_lora"),
     ({**GROUP, "engine": {"enable_dp_attention": True}}, "engine.enable_dp_attention = True and num_processes = 2"),
 ]
 

@@ -22,18 +22,24 @@ FINISH_REASON_DEADLINE: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class ToCore(_message.Message):
-    __slots__ = ("submit", "abort", "leave", "ask", "stop")
+    __slots__ = ("submit", "abort", "leave", "ask", "stop", "load_lora", "unload_lora", "release_lora")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    LOAD_LORA_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_LORA_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_LORA_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     leave: Leave
     ask: Ask
     stop: Stop
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    load_lora: LoadLora
+    unload_lora: str
+    release_lora: Lora
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., load_lora: _Optional[_Union[LoadLora, _Mapping]] = ..., unload_lora: _Optional[str] = ..., release_lora: _Optional[_Union[Lora, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("number", "request")
@@ -82,6 +88,16 @@ class Ask(_message.Message):
 class Stop(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class LoadLora(_message.Message):
+    __slots__ = ("number", "name", "path")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    name: str
+    path: str
+    def __init__(self, number: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "params", "stop_token_ids", "bad_words_ids", "priority", "tenant", "cache_scope", "cache_salt", "seconds_left", "weight", "thinking", "lora")
@@ -404,23 +420,37 @@ class Positions(_message.Message):
     def __init__(self, tops: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("number", "stats", "pages", "folder", "done", "refusal")
+    __slots__ = ("number", "stats", "pages", "folder", "done", "refusal", "lora")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
     number: int
     stats: Stats
     pages: int
     folder: str
     done: bool
     refusal: str
-    def __init__(self, number: _Optional[int] = ..., stats: _Optional[_Union[Stats, _Mapping]] = ..., pages: _Optional[int] = ..., folder: _Optional[str] = ..., done: bool = ..., refusal: _Optional[str] = ...) -> None: ...
+    lora: LoadedLora
+    def __init__(self, number: _Optional[int] = ..., stats: _Optional[_Union[Stats, _Mapping]] = ..., pages: _Optional[int] = ..., folder: _Optional[str] = ..., done: bool = ..., refusal: _Optional[str] = ..., lora: _Optional[_Union[LoadedLora, _Mapping]] = ...) -> None: ...
+
+class LoadedLora(_message.Message):
+    __slots__ = ("name", "path", "identity", "rank")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    identity: str
+    rank: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., identity: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("running", "waiting", "kv", "compilations", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps", "time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "drafts", "draft_accepted_at")
+    __slots__ = ("running", "waiting", "kv", "compilations", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps", "time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "drafts", "draft_accepted_at", "loras", "lora_load_time")
     class WaitingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -464,6 +494,8 @@ class Stats(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LORAS_FIELD_NUMBER: _ClassVar[int]
+    LORA_LOAD_TIME_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: _containers.ScalarMap[str, int]
     kv: Usage
@@ -486,7 +518,41 @@ class Stats(_message.Message):
     step_time: Histogram
     drafts: int
     draft_accepted_at: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv: _Optional[_Union[Usage, _Mapping]] = ..., compilations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., replay_mismatches: _Optional[int] = ..., steps: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_latency: _Optional[_Union[Histogram, _Mapping]] = ..., e2e_latency: _Optional[_Union[Histogram, _Mapping]] = ..., queue_time: _Optional[_Union[Histogram, _Mapping]] = ..., step_time: _Optional[_Union[Histogram, _Mapping]] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ...) -> None: ...
+    loras: LoraUsage
+    lora_load_time: Histogram
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv: _Optional[_Union[Usage, _Mapping]] = ..., compilations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., replay_mismatches: _Optional[int] = ..., steps: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_latency: _Optional[_Union[Histogram, _Mapping]] = ..., e2e_latency: _Optional[_Union[Histogram, _Mapping]] = ..., queue_time: _Optional[_Union[Histogram, _Mapping]] = ..., step_time: _Optional[_Union[Histogram, _Mapping]] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., loras: _Optional[_Union[LoraUsage, _Mapping]] = ..., lora_load_time: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+
+class LoraUsage(_message.Message):
+    __slots__ = ("loaded", "slots", "slots_used", "loads", "evictions", "running", "waiting")
+    class RunningEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class WaitingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    loaded: int
+    slots: int
+    slots_used: int
+    loads: int
+    evictions: int
+    running: _containers.ScalarMap[str, int]
+    waiting: _containers.ScalarMap[str, int]
+    def __init__(self, loaded: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ..., waiting: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("total", "free", "cached", "held", "host_total", "host_used")

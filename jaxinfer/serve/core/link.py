@@ -14,13 +14,14 @@ from typing import Any
 import grpc
 
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.lora.store import LoadedLoRA, LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreStub
 from jaxinfer.sampling_params import QueueFullError, RequestError
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.serve.streams import Closed, DeltaStream, EngineDeadError
-from jaxinfer.types import PositionLogprobs, Request, SequenceDelta
+from jaxinfer.types import LoRARef, PositionLogprobs, Request, SequenceDelta
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # a prompt's log probabilities may be large
@@ -158,6 +159,27 @@ class CoreLink:
 
     async def reset_prefix_cache(self) -> int:
         return int((await self._question(pb.Ask.RESET_PREFIX_CACHE)).pages)
+
+    # ---- LoRABackend
+
+    async def load_lora(self, name: str, path: str) -> LoadedLoRA:
+        """See `LoRABackend`."""
+        number = next(self._numbers)
+        message = pb.LoadLora(number=number, name=name, path=path)
+        answer: pb.Answer = await self._ask(number, pb.ToCore(load_lora=message))
+        if answer.WhichOneof("kind") == "refusal":
+            raise LoRAError(answer.refusal)
+        return wire.lora_of(answer.lora)
+
+    def unload_lora(self, name: str) -> None:
+        """See `LoRABackend`."""
+        self._check()
+        self._outbox.put(pb.ToCore(unload_lora=name))
+
+    def release_lora(self, ref: LoRARef) -> None:
+        """See `LoRABackend`."""
+        self._check()
+        self._outbox.put(pb.ToCore(release_lora=pb.Lora(**ref._asdict())))
 
     # ---- further questions
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, override, runtime_checkable
 import grpc
 
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.lora.store import LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
 from jaxinfer.sampling_params import QueueFullError, RequestError
@@ -25,7 +26,7 @@ from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
 from jaxinfer.serve.streams import Closed, EngineDeadError, merged
-from jaxinfer.types import Request, SequenceDelta
+from jaxinfer.types import LoRARef, Request, SequenceDelta
 
 STOPPED, FAULT, FAILED = 0, 1, 2
 """Results of `serve`, and exit codes of a core: asked to, by a fault, or because the start can only fail."""
@@ -211,7 +212,14 @@ class _Core(CoreServicer):
                 case "leave":
                     self._leave(message.leave.number)
                 case "ask":
-                    self._spawn(self._answer(message.ask))
+                    self._answer(message.ask.number, self._answer_to(message.ask.question))
+                case "load_lora":
+                    self._answer(message.load_lora.number, self._load_lora(message.load_lora))
+                case "unload_lora":
+                    self._drop(AsyncEngine.unload_lora, message.unload_lora)
+                case "release_lora":
+                    ref = LoRARef(message.release_lora.name, message.release_lora.identity)
+                    self._drop(AsyncEngine.release_lora, ref)
                 case _:
                     break
         _settle(self._left, None)
@@ -252,13 +260,24 @@ class _Core(CoreServicer):
         with contextlib.suppress(EngineDeadError):
             await self._running().abort(message.request_id, message.index if message.HasField("index") else None)
 
-    async def _answer(self, message: pb.Ask) -> None:
+    def _answer(self, number: int, working: Coroutine[Any, Any, pb.Answer]) -> None:
+        self._spawn(self._answered_by(number, working))
+
+    async def _answered_by(self, number: int, working: Coroutine[Any, Any, pb.Answer]) -> None:
         try:
-            answer = await self._answer_to(message.question)
-        except (EngineDeadError, RuntimeError) as error:
-            answer = pb.Answer(refusal=str(error))
-        answer.number = message.number
+            answer = await working
+        except (EngineDeadError, LoRAError, RuntimeError, MemoryError) as error:
+            answer = pb.Answer(refusal=str(error) or type(error).__name__)
+        answer.number = number
         self._outbox.put(pb.FromCore(answer=answer))
+
+    async def _load_lora(self, message: pb.LoadLora) -> pb.Answer:
+        loaded = await self._running().load_lora(message.name, message.path)
+        return pb.Answer(lora=pb.LoadedLora(**loaded._asdict()))
+
+    def _drop[T](self, how: Callable[[AsyncEngine, T], None], what: T) -> None:
+        with contextlib.suppress(EngineDeadError, LoRAError):  # there is nothing to be dropped, then
+            how(self._running(), what)
 
     async def _answer_to(self, question: int) -> pb.Answer:
         engine = self._running()

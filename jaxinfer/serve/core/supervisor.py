@@ -8,20 +8,19 @@ import dataclasses
 import errno
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.lora.store import LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
-from jaxinfer.serve.backend import Backend, BackendStream
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import folder, wire
 from jaxinfer.serve.core.child import Child
+from jaxinfer.serve.core.current import CurrentCore
 from jaxinfer.serve.core.link import CoreLink, RefusedError
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.settings import ServeConfig
 from jaxinfer.serve.streams import EngineDeadError
-from jaxinfer.types import Request
 
 STARTING, READY, DEAD, STOPPED = "starting", "ready", "dead", "stopped"
 FAILED = "failed"
@@ -38,6 +37,11 @@ _PASSING = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, er
 """Errors of a start that may succeed a second later: the machine, or this process, is short of something."""
 
 _log = logging.getLogger("jaxinfer.serve.supervisor")
+
+
+Prepare = Callable[[CoreLink, ModelCard, Callable[[], None]], Awaitable[None]]
+"""What is to be done with each core that has started, before it is READY; calls its last argument whenever it gets on.
+With `LoRAError` the core is ended; if none was READY before, none will be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +105,7 @@ class Supervisor:
 
     Args:
         command: that starts a core (default: this Python with ``-m jaxinfer.serve.core``).
+        prepare: see `Prepare`.
 
     Attributes:
         state: "starting", "ready", "dead" (until the next start) or "stopped".
@@ -110,19 +115,24 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: ServeConfig, command: Sequence[str] | None = None, patience: Patience = Patience()
+        self,
+        config: ServeConfig,
+        command: Sequence[str] | None = None,
+        patience: Patience = Patience(),
+        prepare: Prepare | None = None,
     ) -> None:
-        self._config, self._patience = config, patience
+        self._config, self._patience, self._prepare = config, patience, prepare
         self._command = [sys.executable, "-m", "jaxinfer.serve.core"] if command is None else list(command)
         self.state, self.restarts = STARTING, 0
         self.failure: str | None = None
-        self.backend: Backend = _Backend(self._link)
+        self.backend = CurrentCore(self._link)
         self._ready: tuple[ModelCard, str] | None = None  # of the last core that was
         self._ready_since: float | None = None
         self._reason = self._public = _STARTING
         self._begun = self._took = 0.0  # when a start begins, or began, and how long the last one took that succeeded
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None  # kept, or it might be collected before it ran
         self._stopping = False
         self._listeners: list[Callable[[str], None]] = []
         self._startup = StartupEvent()
@@ -326,23 +336,50 @@ class Supervisor:
         self._heard += 1
         match message.WhichOneof("kind"):
             case "startup":
-                self._progress += 1
+                self._get_on()
                 self._announce(_startup_event(message.startup))
             case "ready":
-                self._ready = wire.card_of(message.ready.card), message.ready.folder
-                self._ready_since = asyncio.get_running_loop().time()
-                self._took = self._ready_since - self._begun
-                self._progress += 1
-                self._startup = StartupEvent(READY)
-                self._enter(READY, "")
+                self._started(wire.card_of(message.ready.card), message.ready.folder)
             case "beat":
                 self._beat(message.beat)
             case "failed":
-                if self._ready is None:
-                    self.failure = message.failed.message
-                self._died(message.failed.message, "the engine cannot start")
+                self._cannot_start(message.failed.message)
             case "fault":
                 self._died(message.fault.message, "the engine ended by a fault")
+
+    def _started(self, card: ModelCard, folder: str) -> None:
+        if self._prepare is None or self._child is None:
+            self._become_ready(card, folder)
+        else:
+            preparing = self._prepare(self._child.link, card, self._get_on)
+            self._preparing = asyncio.ensure_future(self._prepared(self._child, preparing, card, folder))
+
+    async def _prepared(self, child: Child, preparing: Awaitable[None], card: ModelCard, folder: str) -> None:
+        try:
+            await preparing
+        except LoRAError as error:
+            child.link.stop()
+            self._cannot_start(str(error))
+        except EngineDeadError:
+            return
+        if child is self._child and self.state == STARTING:
+            self._become_ready(card, folder)
+
+    def _become_ready(self, card: ModelCard, folder: str) -> None:
+        self._ready = card, folder
+        self._ready_since = asyncio.get_running_loop().time()
+        self._took = self._ready_since - self._begun
+        self._get_on()
+        self._startup = StartupEvent(READY)
+        self._enter(READY, "")
+
+    def _get_on(self) -> None:
+        self._progress += 1
+
+    def _cannot_start(self, reason: str) -> None:
+        if self._ready is None:
+            self.failure = reason
+        self._died(reason, "the engine cannot start")
 
     def _beat(self, beat: pb.Beat) -> None:
         """Note a beat; before READY it says no more than that the process lives."""
@@ -382,25 +419,6 @@ class Supervisor:
         if self.state != READY or self._child is None:
             raise EngineDeadError(self._reason)
         return self._child.link
-
-
-class _Backend:
-    """Whichever core runs."""
-
-    def __init__(self, link: Callable[[], CoreLink]) -> None:
-        self._link = link
-
-    async def submit(self, request: Request) -> BackendStream:
-        return await self._link().submit(request)
-
-    async def abort(self, request_id: str, index: int | None = None) -> None:
-        await self._link().abort(request_id, index)
-
-    async def stats(self) -> EngineStats:
-        return await self._link().stats()
-
-    async def reset_prefix_cache(self) -> int:
-        return await self._link().reset_prefix_cache()
 
 
 async def _answered[T](question: Callable[[], Coroutine[Any, Any, T]]) -> T:

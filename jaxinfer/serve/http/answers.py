@@ -116,9 +116,11 @@ async def start(frontend: Frontend, calls: Sequence[Call], names: Sequence[Mappi
         return [await one(calls[0], names[0])]
     places, tasks = frontend.reserve(calls), list[asyncio.Task[Generation]]()
     try:
-        async for each in in_turn(zip(calls, names, places, strict=True)):
-            tasks.append(asyncio.ensure_future(one(*each)))
-        return list(await asyncio.gather(*tasks))
+        with frontend.meant(calls[0]) as first:  # one adapter for all of them, whatever is loaded meanwhile
+            async for call, its, place in in_turn(zip(calls, names, places, strict=True)):
+                call = dataclasses.replace(call, lora=first.lora)
+                tasks.append(asyncio.ensure_future(one(call, its, place)))
+            return list(await asyncio.gather(*tasks))
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -15,11 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answered, in_its_words
-from jaxinfer.serve.http import completions, long, requests
+from jaxinfer.serve.http import completions, long, models, requests
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
 from jaxinfer.serve.http.bodies import read_json
@@ -39,6 +38,8 @@ _BODIES: Mapping[str, type[requests.Body]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": requests.TokenizeRequest,
     "/detokenize": requests.DetokenizeRequest,
+    "/v1/load_lora_adapter": models.LoadLoRARequest,
+    "/v1/unload_lora_adapter": models.UnloadLoRARequest,
 }
 """Of the routes that are posted to."""
 _SCHEMAS = "#/components/schemas/"
@@ -90,10 +91,11 @@ def _add_operations(app: FastAPI) -> None:
 def _add_routes(app: FastAPI) -> None:
     add = functools.partial(_add, app)
     add("/version", _version, summary="jaxinfer's version.")
-    add("/v1/models", _models, summary="The models that are served.")
-    add("/v1/models/{model:path}", _model, summary="One of them.")
+    add("/v1/models", models.list_models, summary="The model that is served, and its adapters.")
+    add("/v1/models/{model:path}", models.describe_model, summary="One of them.")
     chats = (completions.complete, completions.chat, respond, create_message, count_tokens)
-    for (path, body), handler in zip(_BODIES.items(), (*chats, _tokenize, _detokenize), strict=True):
+    handlers = (*chats, _tokenize, _detokenize, models.load_lora, models.unload_lora)
+    for (path, body), handler in zip(_BODIES.items(), handlers, strict=True):
         schema = {"schema": {"$ref": _SCHEMAS + body.__name__}}
         described = {"requestBody": {"required": True, "content": {"application/json": schema}}}
         add(path, handler, methods=["POST"], summary=(body.__doc__ or "").partition("\n")[0], openapi_extra=described)
@@ -151,26 +153,6 @@ _PROMETHEUS = "text/plain; version=0.0.4"
 
 async def _version(request: Request) -> Response:
     return _json({"version": _door(request).version})
-
-
-async def _models(request: Request) -> Response:
-    return _json({"object": "list", "data": [_model_json(_door(request).serving().card)]})
-
-
-async def _model(request: Request) -> Response:
-    frontend = _door(request).serving()
-    frontend.check_model(request.path_params["model"])
-    return _json(_model_json(frontend.card))
-
-
-def _model_json(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "jaxinfer",
-        "max_model_len": card.max_model_len,
-    }
 
 
 async def _tokenize(request: Request) -> Response:

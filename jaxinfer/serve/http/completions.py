@@ -26,6 +26,7 @@ from jaxinfer.serve.http.gate import usable_id
 from jaxinfer.serve.http.messages import MessageChoice
 from jaxinfer.serve.http.requests import ChatCompletionRequest, CompletionRequest, Sampling, checked
 from jaxinfer.serve.tracing import HEADERS
+from jaxinfer.types import LoRARef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,12 @@ class Chat:
     @property
     def terms(self) -> ChatTerms:
         return prompts.terms_of(self.body)
+
+    @property
+    def model(self) -> str:
+        """The name of the model, or of the adapter in its place."""
+        lora = self.generation.lora
+        return self.frontend.card.name if lora is None else lora.name
 
 
 async def complete(request: Request) -> Response:
@@ -72,7 +79,7 @@ async def complete(request: Request) -> Response:
         for generation in generations:
             await generation.aclose()
         raise
-    envelope = _envelope(door, frontend, f"cmpl-{name}", "text_completion")
+    envelope = _envelope(door, frontend, f"cmpl-{name}", "text_completion", generations[0].lora)
     return await _answer(request, body, envelope, replies, envelope)
 
 
@@ -83,9 +90,9 @@ async def chat(request: Request) -> Response:
     chat = await begin_chat(request, body)
     reply = Reply(chat.generation, _chat_choices(door, chat))
     extra = {"prompt_token_ids": list(chat.generation.prompt_token_ids)} if body.return_token_ids else {}
-    name, frontend = f"chatcmpl-{chat.name}", chat.frontend
-    envelope = _envelope(door, frontend, name, "chat.completion", extra)
-    chunks = _envelope(door, frontend, name, "chat.completion.chunk", extra)
+    name, frontend, lora = f"chatcmpl-{chat.name}", chat.frontend, chat.generation.lora
+    envelope = _envelope(door, frontend, name, "chat.completion", lora, extra)
+    chunks = _envelope(door, frontend, name, "chat.completion.chunk", lora, extra)
     return await _answer(request, body, envelope, [reply], chunks)
 
 
@@ -168,8 +175,11 @@ def _id(request: Request, body: Sampling) -> str:
     return request.state.request_id if body.request_id is None else body.request_id
 
 
-def _envelope(door: Door, frontend: Frontend, name: str, kind: str, extra: dict[str, Any] | None = None) -> Envelope:
-    return Envelope(name, kind, int(time.time()), frontend.card.name, fingerprint(frontend, door.version), extra or {})
+def _envelope(
+    door: Door, frontend: Frontend, name: str, kind: str, lora: LoRARef | None, extra: dict[str, Any] | None = None
+) -> Envelope:
+    model = frontend.card.name if lora is None else lora.name
+    return Envelope(name, kind, int(time.time()), model, fingerprint(frontend, door.version, lora), extra or {})
 
 
 def _wanted(frontend: Frontend, body: Sampling, *, logprobs: bool) -> Wanted:

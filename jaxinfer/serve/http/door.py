@@ -16,8 +16,9 @@ from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.reading import BodyReader
 from jaxinfer.serve.request_log import RequestLog
+from jaxinfer.types import LoRARef
 
-INFER, OBSERVE = "infer", "observe"
+INFER, OBSERVE, ADMIN = "infer", "observe", "admin"
 OPEN: Mapping[str, None] = {"/health": None, "/ready": None}
 
 SCOPES: Mapping[str, str | None] = {
@@ -36,6 +37,8 @@ SCOPES: Mapping[str, str | None] = {
     "/openapi.json": INFER,
     "/docs/{file}": INFER,
     "/metrics": OBSERVE,
+    "/v1/load_lora_adapter": ADMIN,
+    "/v1/unload_lora_adapter": ADMIN,
 }
 """The scope that each route needs; None: no key at all. What is not listed is refused to those without a key too."""
 
@@ -53,6 +56,7 @@ class Door:
         version: jaxinfer's.
         requests: has a line for what is refused here.
         reasoning_fields: what messages call their reasoning.
+        operated: operators may use their routes here: they are told apart by keys, or nobody else comes here.
         long: reads long bodies.
     """
 
@@ -64,6 +68,7 @@ class Door:
     metrics: ServerMetrics = dataclasses.field(default_factory=ServerMetrics)
     requests: RequestLog = dataclasses.field(default_factory=lambda: RequestLog(enabled=False))
     reasoning_fields: Sequence[str] = ("reasoning", "reasoning_content")
+    operated: bool = True
 
     def __post_init__(self) -> None:
         self.long = BodyReader(self.limits)
@@ -115,8 +120,9 @@ def route_of(path: str) -> str | None:
     return "/v1/models/{model:path}" if path.startswith(_MODEL) else None
 
 
-def fingerprint(frontend: Frontend, version: str) -> str:
-    """The same for servers that give the same answers: of program, model and settings."""
+def fingerprint(frontend: Frontend, version: str, lora: LoRARef | None = None) -> str:
+    """The same for servers that give the same answers: of program, model, adapter and settings."""
     card = frontend.card
     known = [version, card.name, card.architecture, card.dtype, {str(k): str(v) for k, v in card.engine.items()}]
+    known += [] if lora is None else [lora.identity]
     return f"fp_{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:10]}"

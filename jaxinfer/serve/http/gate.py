@@ -13,10 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxinfer.serve.errors import ServeError
+from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answer_to, unavailable
 from jaxinfer.serve.http.anthropic import errors as anthropic
-from jaxinfer.serve.http.door import INFER, OPEN, SCOPES, Door, route_of
+from jaxinfer.serve.http.door import ADMIN, INFER, OPEN, SCOPES, Door, route_of
 from jaxinfer.serve.http.errors import error_body, error_headers
 
 CROWDED = "jaxinfer.crowded"
@@ -72,6 +72,10 @@ class Gate:
             raise unavailable("too many connections: try again later")
         needed = INFER if route is None else SCOPES[route]
         assert needed is not None
+        if needed == ADMIN and not self._door.operated:
+            raise ServeError(
+                Kind.FORBIDDEN, f"{route} is for operators, whom nothing tells apart here without api_keys"
+            )
         key = api_key(Headers(scope=scope))
         caller = self._door.authoriser.authorise(key, needed, lambda: scope.get(CERTIFICATE))
         state["tenant"], scope[ALLOWED] = caller.name, True

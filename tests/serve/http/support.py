@@ -21,7 +21,9 @@ from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.http.app import build_app
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.settings import ServeConfig
+from tests.lora.fakes import Folders, make_store
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
 
 BOUND = 20.0  # seconds: a test that waits longer has failed
@@ -74,15 +76,24 @@ async def serving(
     keys: pathlib.Path | None = None,
     limits: ServeLimits | None = None,
     engine: dict[str, Any] | None = None,
+    folders: Folders | None = None,
+    root: pathlib.Path | None = None,
+    operated: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    """``engine``: fields of `EngineConfig`; ``settings``: of `ServeConfig`."""
+    """``engine``: fields of `EngineConfig`; ``settings``: of `ServeConfig`; ``folders``: of adapters, and the ``root``
+    below which they are loaded."""
     limits = ServeLimits() if limits is None else limits
     config = ServeConfig(model="fake", http_port=0, limits=limits, **settings)
-    fake = FakeEngine(mischief or Mischief(), **(engine or {}))
+    store = None if folders is None else make_store(folders)[0]
+    fake = FakeEngine(mischief or Mischief(), loras=store, enable_lora=store is not None, **(engine or {}))
     async with AsyncEngine(fake) as backend:
-        frontend = Frontend(backend, fake_card(fake.config), fake_tokenizer(), fake_template(), limits)
-        door = Door(version="1.2.3", limits=limits, authoriser=Authoriser(keys), frontend=frontend)
+        card, loras = fake_card(fake.config), None
+        if store is not None:
+            loras = LoRAs(backend, root=root)
+            await loras.restore(backend, card.name)
+        frontend = Frontend(backend, card, fake_tokenizer(), fake_template(), limits, loras=loras)
+        door = Door("1.2.3", limits, Authoriser(keys), frontend, operated=operated)
         async with listening(config, door, frontend, backend) as started:
             yield started
 

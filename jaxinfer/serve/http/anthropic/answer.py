@@ -63,7 +63,7 @@ class MessageWriter:
 
     def _message(self, blocks: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": f"msg_{self._chat.name}", "type": "message", "role": "assistant"}
-        return head | {"model": self._chat.frontend.card.name, "content": blocks}
+        return head | {"model": self._chat.model, "content": blocks}
 
     def _stop(self) -> dict[str, Any]:
         reader = self._reader

@@ -169,7 +169,7 @@ def _head(body: ResponsesRequest, chat: Chat) -> dict[str, Any]:
         **_terms(body, chat.frontend.card.defaults),
         "id": f"resp_{chat.name}",
         "created_at": int(time.time()),
-        "model": chat.frontend.card.name,
+        "model": chat.model,
         "instructions": body.instructions,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -1,0 +1,101 @@
+"""``/v1/models``, and vLLM's routes that load and unload adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from jaxinfer.lora.store import LoadedLoRA
+from jaxinfer.serve.calls import ModelCard
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.http.bodies import read_json
+from jaxinfer.serve.http.door import Door
+from jaxinfer.serve.http.requests import Body, checked
+from jaxinfer.serve.loras import LoRAs, required
+
+
+class LoadLoRARequest(Body):
+    """``POST /v1/load_lora_adapter``: an adapter from a folder below ``lora_root``. For operators."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (None, False)}
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoRARequest(Body):
+    """``POST /v1/unload_lora_adapter``: requests that run end with it. For operators."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {"lora_int_id": (None,)}
+
+    lora_name: str
+
+
+async def list_models(request: Request) -> Response:
+    """Return the model, and the adapters that may be named in its place."""
+    frontend = _door(request).serving()
+    adapters = frontend.loras.list() if frontend.loras is not None else []
+    found = [_model_json(frontend.card), *(_adapter_json(frontend.card, each) for each in adapters)]
+    return _json({"object": "list", "data": found})
+
+
+async def describe_model(request: Request) -> Response:
+    """Return one of them."""
+    frontend, name = _door(request).serving(), request.path_params["model"]
+    frontend.check_model(name)
+    return _json(_model_json(frontend.card) if name == frontend.card.name else _adapter_named(frontend, name))
+
+
+async def load_lora(request: Request) -> Response:
+    """Load an adapter; replace one of its name only where the request says so."""
+    body, loras = await _asked(request, LoadLoRARequest)
+    await loras.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def unload_lora(request: Request) -> Response:
+    """Let no further request name an adapter."""
+    body, loras = await _asked(request, UnloadLoRARequest)
+    await loras.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _asked[B: Body](request: Request, kind: type[B]) -> tuple[B, LoRAs]:
+    door = _door(request)
+    body = checked(kind, await read_json(request, door.limits, door.long.read))
+    return body, required(door.serving().loras)
+
+
+def _adapter_named(frontend: Frontend, name: str) -> dict[str, Any]:
+    loras = required(frontend.loras)
+    return next(_adapter_json(frontend.card, each) for each in loras.list() if each.name == name)
+
+
+def _model_json(card: ModelCard) -> dict[str, Any]:
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "jaxinfer",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.max_model_len,
+    }
+
+
+def _adapter_json(card: ModelCard, adapter: LoadedLoRA) -> dict[str, Any]:
+    """An adapter, as vLLM tells of one: its root is its folder, its parent the model."""
+    return _model_json(card) | {"id": adapter.name, "root": adapter.path, "parent": card.name}
+
+
+def _door(request: Request) -> Door:
+    return request.app.state.door
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value), media_type="application/json")
