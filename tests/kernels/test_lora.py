@@ -128,3 +128,31 @@ def test_operands_that_do_not_fit_are_refused(change):
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
     with pytest.raises(ValueError, match="do not fit"):
         explain(*given)
+
+
+def by_path(path, x, a, b):
+    slots = jnp.asarray([0, 3, -1, 4, 3, 0, 1, 3, 4], jnp.int32)
+    product = low_rank(x, a, b, group(slots, SLOTS, 9, path="mosaic"), path=path)
+    return (jnp.sin(product) * jnp.arange(64).reshape(4, 16)).sum()
+
+
+def test_gradients_and_batches_take_the_xla_path_all_the_way():
+    x, a, b, _ = operands(9)
+    forced = functools.partial(by_path, "mosaic")
+    of_each = ((forced, (x, a, b)), (jax.grad(forced, (0, 1, 2)), (x, a, b)))
+    of_each += ((jax.vmap(forced, (0, None, None)), (x[None], a, b)),)
+    kernel, gradients, batch = (str(jax.make_jaxpr(function)(*given)) for function, given in of_each)
+    assert "name=lora_shrink" in kernel
+    assert "name=lora" not in gradients
+    assert "name=lora" not in batch
+
+
+@pytest.mark.slow
+def test_gradients_and_batches_of_the_kernels_path_are_those_of_the_xla_path():
+    x, a, b, _ = operands(9)
+    kernels, plain = (functools.partial(by_path, path) for path in ("mosaic", "xla"))
+    got, expected = (jax.jit(jax.grad(one, (0, 1, 2)))(x, a, b) for one in (kernels, plain))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+    both = jax.jit(jax.vmap(kernels, (0, None, None)))(jnp.stack([x, -x]), a, b)
+    np.testing.assert_allclose(both, [plain(x, a, b), plain(-x, a, b)], rtol=1e-3)
