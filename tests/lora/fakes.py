@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pathlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -39,6 +40,17 @@ class Folders:
         if path not in self.contents:
             raise FileNotFoundError(f"{path}: no such folder")
         return make_adapter(self.contents[path])
+
+
+def write_adapter(folder: pathlib.Path, content: int) -> pathlib.Path:
+    """A folder that `read_folder` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(str(content))
+    return folder
+
+
+def read_folder(path: str) -> Adapter:
+    return make_adapter(int((pathlib.Path(path) / "adapter_config.json").read_text()))
 
 
 class Now:
