@@ -8,7 +8,8 @@
                                                                 alone, in a full batch and with drafts
     python benchmarks/structured.py hostile                     time between tokens of four sequences of the embedded
                                                                 model beside grammars that take seconds, over that
-                                                                beside other requests
+                                                                beside other requests; --apart: helpers have a core
+                                                                to themselves, and the engine all others
 
 FOLDER of tokenizers: one with a tokenizer.json, such as Llama 2's for `speed` (a vocabulary of 32,000) and Llama 3's
 for `masks` (128,256). FOLDER of schemas: MaskBench's files, objects with a ``schema``. See docs/structured_outputs.md.
@@ -21,6 +22,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 import random
 import statistics
@@ -38,10 +40,12 @@ from benchmarks.peers import machine
 from benchmarks.speculation import error_of_median, serve
 from benchmarks.traces import record
 from jaxinfer.engine.engine import _vocabulary
+from jaxinfer.helper_process import Helper
 from jaxinfer.llm import LLM, RequestOutput
 from jaxinfer.loading import load_model
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.structured import masks as masks_module
 from jaxinfer.structured.grammar import GrammarError, compiled
 from jaxinfer.structured.masks import Held, Masks
 from jaxinfer.text.load import load_tokenizer
@@ -127,6 +131,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=128, help="of an answer (default 128)")
     add("--rounds", type=int, default=8, help="turns (default 8)")
     add("--alone", type=int, default=30, help="schemas that `valid` also runs by themselves (default 30)")
+    add("--apart", action="store_true", help="hostile: a core for the helpers")
     add("--helpers", type=int, default=2, help="structured_output_helpers (default 2)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model of 125M (default float32)")
     add("--out", type=pathlib.Path, help="JSON file (default: none)")
@@ -265,19 +270,39 @@ def _valid(model: Model, asked: Sequence[dict[str, Any]], options: argparse.Name
 def hostile(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Gaps between tokens of neighbours, in turns: beside two plain requests, and beside two hostile grammars."""
     settings = {"max_num_seqs": 8, "max_model_len": 2048, "structured_output_helpers": options.helpers}
+    if options.apart:
+        _part()
     llm = LLM("demo", show_progress=False, **settings)
-    gaps, ratios = dict[str, list[float]](), list[float]()
+    gaps, ratios = collections.defaultdict[str, list[list[float]]](list), list[float]()
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=_BESIDE, ignore_eos=True)
     # Made before: to write a large one's text is the door's work, and no step's.
     asked = [dataclasses.replace(plain, structured_outputs=each) for each in HOSTILE]
     for turn in range(options.rounds + 1):
         ways = [("plain", [plain]), ("hostile", asked)]
         for name, others in ways if turn % 2 else reversed(ways):
-            gaps[name] = _gaps(llm, others, options.max_tokens)
+            gaps[name].append(_gaps(llm, others, options.max_tokens))
         if turn:
-            ratios.append(_p99(gaps["hostile"]) / _p99(gaps["plain"]))
-    times = {f"{name}_p99_ms": 1e3 * _p99(each) for name, each in gaps.items()}
-    return [{"ratio": statistics.median(ratios), "error": error_of_median(ratios)} | times]
+            ratios.append(_p99(gaps["hostile"][-1]) / _p99(gaps["plain"][-1]))
+    times = {name: 1e3 * _p99([gap for turn in each[1:] for gap in turn]) for name, each in gaps.items()}
+    row = {"ratio": statistics.median(ratios), "error": error_of_median(ratios), "apart": options.apart}
+    return [row | {"of_all": times["hostile"] / times["plain"]} | {f"{name}_p99_ms": times[name] for name in times}]
+
+
+def _part() -> None:
+    """Give helpers the last core, and this process the others."""
+    *cores, last = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores)
+
+    class Apart(Helper):
+        def start(self) -> bool:
+            started = super().start()
+            assert self._process is not None
+            for thread in os.listdir(f"/proc/{self._process.pid}/task") if started else ():
+                os.sched_setaffinity(int(thread), {last})
+            return started
+
+    changed: Any = masks_module
+    changed.Helper = Apart
 
 
 _BESIDE = 100  # tokens: about a second, as what is hostile takes, so that as many come and go

@@ -14,7 +14,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from typing import IO
 
 GOOD, BAD = b"+", b"-"
@@ -23,7 +25,6 @@ MAX_FRAME_BYTES = 256 << 20
 
 START_CPU_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
-_BEHIND = 19  # of nice(2)
 
 # ---- within a helper
 
@@ -53,6 +54,34 @@ def allow_cpu(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
+def stand_back(thread: int = 0) -> None:
+    """Let everybody else's claims to the processor go before those of a thread (0: this one), for good (`sched(7)`,
+    SCHED_IDLE): only who is root may take that back. Does nothing where the system is not Linux."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a thread may have ended
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+
+
+def in_threads(serve: Callable[[], bool]) -> None:
+    """Call ``serve`` until it says false, each time in a new thread: what the last one did may have stood back."""
+    going = True
+
+    def run() -> None:
+        nonlocal going
+        going = serve()
+
+    while going:
+        going = False  # where `serve` fails
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+
+def stands_back() -> bool:
+    """Whether this thread does."""
+    return sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_IDLE
+
+
 def read_frame(reader: IO[bytes]) -> bytes | None:
     """Read a frame; None at the end of the input, also within a frame or where one is announced that is too large."""
     head = reader.read(4)
@@ -78,12 +107,10 @@ class Helper:
     Args:
         module: that it runs.
         setup: its first frame.
-        stands_back: while it starts, see `stand_back`.
     """
 
-    def __init__(self, module: str, setup: bytes, *, stands_back: bool = False) -> None:
+    def __init__(self, module: str, setup: bytes) -> None:
         self._command, self._setup = (sys.executable, "-m", module, str(os.getpid())), setup
-        self._stands_back, self._nice = stands_back, 0
         self._process: subprocess.Popen[bytes] | None = None
         self._reap: weakref.finalize[..., Helper] | None = None
         self._killed = False
@@ -98,12 +125,12 @@ class Helper:
             return False
         if self._reap is not None:
             self._reap()
-        # In a session of its own: a Ctrl-C in the terminal is the server's business.
+        # In a group of its own: a Ctrl-C in the terminal is the server's business. Not in a session: Linux shares the
+        # processor among sessions first (sched(7), autogroup), and to stand back means something within one alone.
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), start_new_session=True
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment(), process_group=0
         )
-        self._reap, self._killed, self._nice = weakref.finalize(self, _end, self._process), False, 0
-        self.stand_back(self._stands_back)
+        self._reap, self._killed = weakref.finalize(self, _end, self._process), False
         if self._exchange(self._setup) is None:
             raise RuntimeError(f"{self._command[2]} does not start")
         return True
@@ -114,18 +141,14 @@ class Helper:
         self._killed = self._killed or answer is None
         return answer
 
-    def stand_back(self, behind: bool) -> None:
-        """Let everybody else's claims to the processor go before the helper's, or no more. From any thread.
-
-        Linux shares the processor among sessions, and a helper is one (sched(7), autogroup): unlike a process, a
-        session may come forward again. Elsewhere this does nothing; nor does Linux more than some times a second, where
-        the server is not root.
-        """
-        nice = _BEHIND if behind else 0
-        if nice != self._nice and self._process is not None:
-            with contextlib.suppress(OSError), open(f"/proc/{self._process.pid}/autogroup", "w") as file:
-                file.write(str(nice))
-                self._nice = nice
+    def stand_back(self) -> None:
+        """Let the helper's threads stand back that work now, but for its first one (see `in_threads`). From any
+        thread."""
+        if self._process is not None:
+            folder, first = f"/proc/{self._process.pid}/task", str(self._process.pid)
+            with contextlib.suppress(OSError):  # it has ended, or there is no such folder
+                for thread in set(os.listdir(folder)) - {first}:
+                    stand_back(int(thread))
 
     def kill(self) -> None:
         """Kill the helper, from any thread. Whoever waits for an answer gets none."""

@@ -65,6 +65,7 @@ EXTENDED = (
     "serve/core/test_core.py",
     "serve/core/test_restarts.py",
     "serve/grpc/test_bounds.py",
+    "serve/grpc/test_loras_served.py",
     "serve/http/anthropic/test_client.py",
     "serve/http/responses/test_client.py",
     "serve/test_bad_inputs.py",

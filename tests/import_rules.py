@@ -195,6 +195,7 @@ NO_JAX = (
     "jaxinfer.lora.queue",
     "jaxinfer.lora.slots",
     "jaxinfer.lora.store",
+    "jaxinfer.lora.usage",
     "jaxinfer.engine.scheduling",
 )
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

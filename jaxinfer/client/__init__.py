@@ -10,15 +10,17 @@ with Client("localhost:50051") as client:
             print(delta.text, end="", flush=True)
 ```
 
-`AsyncClient` has the same methods for asyncio. docs/client.md tells of retries and errors.
+`AsyncClient` has the same methods for asyncio, `Control` loads adapters. docs/client.md tells of retries and errors.
 """
 
 from jaxinfer.client.aio import AsyncClient, AsyncStream
 from jaxinfer.client.connect import TLS, RetryPolicy
+from jaxinfer.client.control import AsyncControl, Control, Lora
 from jaxinfer.client.errors import (
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,
+    FailedPrecondition,
     Incompatible,
     InternalError,
     InvalidRequest,
@@ -52,19 +54,23 @@ __all__ = [
     "TLS",
     "AlreadyExists",
     "AsyncClient",
+    "AsyncControl",
     "AsyncStream",
     "BatchItem",
     "Cancelled",
     "ChatMessage",
     "Client",
     "Completion",
+    "Control",
     "DeadlineExceeded",
     "Delta",
+    "FailedPrecondition",
     "GenerateOptions",
     "Health",
     "Incompatible",
     "InternalError",
     "InvalidRequest",
+    "Lora",
     "ModelInfo",
     "NotFound",
     "Output",

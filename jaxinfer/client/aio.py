@@ -147,7 +147,7 @@ class AsyncClient:
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests_async(prompts), **self._settings(timeout))
         try:
-            async with _translated(self._explain):
+            async with translated(self._explain):
                 async for response in call:
                     if (item := batch.take(response)) is not None:
                         yield item
@@ -167,7 +167,7 @@ class AsyncClient:
     ) -> list[int]:
         """The token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
-        async with _translated(self._explain):
+        async with translated(self._explain):
             return list((await self._stub.Tokenize(request, **self._settings(timeout))).token_ids)
 
     async def detokenize(
@@ -180,7 +180,7 @@ class AsyncClient:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        async with _translated(self._explain):
+        async with translated(self._explain):
             return (await self._stub.Detokenize(request, **self._settings(timeout))).text
 
     async def score(
@@ -195,14 +195,14 @@ class AsyncClient:
     ) -> list[Scored]:
         """Log probabilities of each continuation behind the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
-        async with _translated(self._explain):
+        async with translated(self._explain):
             response = await self._stub.Score(request, **self._settings(timeout))
         return [read_scored(item) for item in response.scored]
 
     async def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
         """Describe the served model, with its defaults and limits."""
         request = pb.GetModelInfoRequest(model=model)
-        async with _translated(self._explain):
+        async with translated(self._explain):
             return read_model_info(await self._stub.GetModelInfo(request, **self._settings(timeout)))
 
     async def health(self, service: str = READINESS, *, timeout: float | None = None) -> Health:
@@ -212,7 +212,7 @@ class AsyncClient:
             NotFound: the server does not know the service.
         """
         check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
-        async with _translated(self._explain):
+        async with translated(self._explain):
             return read_health(await check(health_request(service), **self._settings(timeout)))
 
     async def wait_ready(self, timeout: float | None = None) -> None:
@@ -238,7 +238,7 @@ class AsyncClient:
         call = watch(health_request(READINESS), metadata=self._metadata)
         try:
             with contextlib.suppress(Unavailable):
-                async with _translated(self._explain):
+                async with translated(self._explain):
                     async for response in call:
                         if read_health(response) is Health.SERVING:
                             return True
@@ -307,7 +307,7 @@ class AsyncStream:
 
     @property
     def request_id(self) -> str:
-        """Known once the stream is entered, as are ``seed`` and ``prompt_tokens``."""
+        """Known once the stream is entered, as are ``seed``, ``prompt_tokens`` and ``model``."""
         return self._answer.request_id
 
     @property
@@ -317,6 +317,11 @@ class AsyncStream:
     @property
     def prompt_tokens(self) -> int | None:
         return self._answer.prompt_tokens
+
+    @property
+    def model(self) -> str:
+        """What answers: the served model, or an adapter."""
+        return self._answer.model
 
     @property
     def usage(self) -> Usage | None:
@@ -336,7 +341,8 @@ class AsyncStream:
 
 
 @contextlib.asynccontextmanager
-async def _translated(explain: Explain) -> AsyncIterator[None]:
+async def translated(explain: Explain) -> AsyncIterator[None]:
+    """gRPC's errors as the client's own."""
     try:
         yield
     except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:

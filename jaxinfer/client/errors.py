@@ -50,11 +50,15 @@ class PermissionDenied(ServerError):
 
 
 class NotFound(ServerError):
-    """Another model is served."""
+    """Another model is served, or no adapter of this name."""
 
 
 class AlreadyExists(ServerError):
-    """The request id is in use."""
+    """The request id, or the name of an adapter, is in use."""
+
+
+class FailedPrecondition(ServerError):
+    """The server was not started for this: another try would end the same."""
 
 
 class ResourceExhausted(ServerError):
@@ -96,6 +100,7 @@ _CLASSES: dict[grpc.StatusCode, type[ServerError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,

@@ -82,7 +82,14 @@ class SamplingOptions(TypedDict, total=False):
     thinking_token_budget: int | None
 
 
-class GenerateOptions(ModelOption, ChatOptions, AnswerOptions, SamplingOptions, total=False):
+class LoraOption(TypedDict, total=False):
+    """Option of what is computed. ``lora_name``: the LoRA adapter that it is computed with; an unknown one is
+    `NotFound`."""
+
+    lora_name: str | None
+
+
+class GenerateOptions(ModelOption, LoraOption, ChatOptions, AnswerOptions, SamplingOptions, total=False):
     """Keyword arguments of a generation.
 
     ``request_id``: default is one that the server makes. ``priority``: lower is served earlier. ``cache_salt``:
@@ -102,7 +109,7 @@ class TokenizeOptions(ModelOption, ChatOptions, total=False):
     add_special_tokens: bool | None
 
 
-class ScoreOptions(ModelOption, ChatOptions, total=False):
+class ScoreOptions(ModelOption, LoraOption, ChatOptions, total=False):
     """Keyword arguments of `Client.score`."""
 
     add_special_tokens: bool | None

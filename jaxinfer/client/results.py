@@ -126,6 +126,7 @@ class Completion(Brief):
 
     Attributes:
         seed: the one used, drawn by the server if none was given.
+        model: what has answered: the served model, or an adapter.
     """
 
     request_id: str
@@ -133,6 +134,7 @@ class Completion(Brief):
     outputs: Sequence[Output]
     usage: Usage
     prompt_logprobs: Sequence[PositionLogprobs] = ()
+    model: str = ""
 
     @property
     def text(self) -> str:
@@ -239,7 +241,7 @@ class Answer:
     """Puts the responses to one request together."""
 
     def __init__(self) -> None:
-        self.request_id = ""
+        self.request_id = self.model = ""
         self.seed: int | None = None
         self.prompt_tokens: int | None = None
         self.usage: Usage | None = None
@@ -255,6 +257,7 @@ class Answer:
             case "started":
                 self.request_id = response.request_id
                 self.seed, self.prompt_tokens = response.started.seed, response.started.prompt_tokens
+                self.model = response.started.model
             case "finished":
                 usage = response.finished.usage
                 self.usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
@@ -271,7 +274,7 @@ class Answer:
             raise Truncated(f"the stream of request {self.request_id!r} ended before the answer did")
         for output, parts in zip(self.outputs, self._parts, strict=True):
             parts.put_into(output)
-        return Completion(self.request_id, self.seed, self.outputs, self.usage, self._prompt_logprobs)
+        return Completion(self.request_id, self.seed, self.outputs, self.usage, self._prompt_logprobs, self.model)
 
     def _add(self, delta: Delta) -> Delta:
         while len(self.outputs) <= delta.index:

@@ -156,7 +156,7 @@ class Client:
         batch = Batch(dict(options))
         call = self._stub.GenerateBatch(batch.requests(prompts), **self._settings(timeout))
         try:
-            with _translated(self._explain):
+            with translated(self._explain):
                 for response in call:
                     if (item := batch.take(response)) is not None:
                         yield item
@@ -176,7 +176,7 @@ class Client:
     ) -> list[int]:
         """The token ids of a text, or of chat messages under the model's template."""
         request = tokenize_request(text, messages, options)
-        with _translated(self._explain):
+        with translated(self._explain):
             return list(self._stub.Tokenize(request, **self._settings(timeout)).token_ids)
 
     def detokenize(
@@ -189,7 +189,7 @@ class Client:
     ) -> str:
         """The text of token ids."""
         request = detokenize_request(token_ids, skip_special_tokens, model)
-        with _translated(self._explain):
+        with translated(self._explain):
             return self._stub.Detokenize(request, **self._settings(timeout)).text
 
     def score(
@@ -204,12 +204,12 @@ class Client:
     ) -> list[Scored]:
         """Log probabilities of each continuation behind the same prompt."""
         request = score_request(prompt, token_ids, messages, continuations, options)
-        with _translated(self._explain):
+        with translated(self._explain):
             return [read_scored(item) for item in self._stub.Score(request, **self._settings(timeout)).scored]
 
     def model_info(self, *, model: str | None = None, timeout: float | None = None) -> ModelInfo:
         """Describe the served model, with its defaults and limits."""
-        with _translated(self._explain):
+        with translated(self._explain):
             return read_model_info(
                 self._stub.GetModelInfo(pb.GetModelInfoRequest(model=model), **self._settings(timeout))
             )
@@ -221,7 +221,7 @@ class Client:
             NotFound: the server does not know the service.
         """
         check = self._channel.unary_unary(CHECK.path, CHECK.serializer, CHECK.deserializer)
-        with _translated(self._explain):
+        with translated(self._explain):
             return read_health(check(health_request(service), **self._settings(timeout)))
 
     def wait_ready(self, timeout: float | None = None) -> None:
@@ -247,7 +247,7 @@ class Client:
         watch = self._channel.unary_stream(WATCH.path, WATCH.serializer, WATCH.deserializer)
         call = watch(health_request(READINESS), timeout=timeout, metadata=self._metadata)
         try:
-            with _translated(self._explain):
+            with translated(self._explain):
                 return any(read_health(response) is Health.SERVING for response in call)
         finally:
             call.cancel()
@@ -309,7 +309,7 @@ class Stream:
 
     @property
     def request_id(self) -> str:
-        """Known once the stream is entered, as are ``seed`` and ``prompt_tokens``."""
+        """Known once the stream is entered, as are ``seed``, ``prompt_tokens`` and ``model``."""
         return self._answer.request_id
 
     @property
@@ -319,6 +319,11 @@ class Stream:
     @property
     def prompt_tokens(self) -> int | None:
         return self._answer.prompt_tokens
+
+    @property
+    def model(self) -> str:
+        """What answers: the served model, or an adapter."""
+        return self._answer.model
 
     @property
     def usage(self) -> Usage | None:
@@ -337,7 +342,8 @@ class Stream:
 
 
 @contextlib.contextmanager
-def _translated(explain: Explain) -> Iterator[None]:
+def translated(explain: Explain) -> Iterator[None]:
+    """gRPC's errors as the client's own."""
     try:
         yield
     except grpc.RpcError as error:

@@ -200,7 +200,11 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return scheduler.stats.snapshot(
-            running=scheduler.running, waiting=scheduler.waiting, kv=self._kv.usage(), compilations=self._compilations()
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            kv=self._kv.usage(),
+            loras=scheduler.lora_usage(),
+            compilations=self._compilations(),
         )
 
     def _compilations(self) -> int:

@@ -342,6 +342,36 @@ def _experts_problem(rows: int, dtype: Any) -> Problem:
     )
 
 
+def _adapters(quick: bool, *, rows: int, rank: int, dtype: Any) -> Operands:
+    """Some rows have no adapter, and one adapter has no row: its matrices are NaN."""
+    count, channels, inputs = (4, 64, 128) if quick else (8, 4096, 4096)
+    rows = min(rows, 40) if quick else rows
+    rng = np.random.default_rng(0)
+    slots = rng.choice([-1, *range(1, count)], rows).astype(np.int32)
+    x, a, b = (
+        (rng.normal(size=dims) / dims[-1] ** 0.5).astype(dtype)
+        for dims in ((rows, inputs), (count, rank, inputs), (count, channels, rank))
+    )
+    a[0], b[0] = np.nan, np.nan
+    exact = np.zeros((rows, channels))
+    for slot in range(1, count):
+        own = slots == slot
+        exact[own] = x[own].astype(np.float64) @ a[slot].astype(np.float64).T @ b[slot].astype(np.float64).T
+    return Operands({"x": x, "a": a, "b": b, "slots": slots}, {}, (exact, None))
+
+
+def _adapters_problem(rows: int, rank: int, dtype: Any) -> Problem:
+    module = "jaxinfer.gpu_check.adapters"
+    return Problem(
+        "lora",
+        f"{rows} rows, rank {rank}, {jnp.dtype(dtype).name}",
+        {MOSAIC: f"{module}:mosaic", XLA: f"{module}:xla"},
+        functools.partial(_adapters, rows=rows, rank=rank, dtype=dtype),
+        ("x", "slots"),
+        {BF16: 4e-3, FP16: 5e-4}.get(dtype, 1e-6),
+    )
+
+
 # The most telling shape of each op first, then the others: what the time does not suffice for is left out at the end.
 PROBLEMS: tuple[Problem, ...] = (
     _attention_problem(
@@ -353,6 +383,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _copy_problem("move_rows", INT8),
     _product_problem(16, jnp.int4, 128),
     _experts_problem(64, BF16),
+    _adapters_problem(32, 16, BF16),
     _mla_problem("decode", 64, 16, 1, BF16),
     _attention_problem("extend", "4 tokens, page 64, 4 heads of 128, bfloat16", _EXTEND_LENGTHS, page=64, head_dim=128),
     _mla_problem("prefill", 64, 16, 70, BF16),
@@ -384,4 +415,7 @@ PROBLEMS: tuple[Problem, ...] = (
     _attention_problem("ampere.extend", "a tree", _TREE_LENGTHS, page=32, tree=True),
     _experts_problem(1, FP16),
     _experts_problem(600, BF16),
+    _adapters_problem(512, 64, BF16),
+    _adapters_problem(32, 8, FP16),
+    _adapters_problem(32, 24, jnp.float32),
 )

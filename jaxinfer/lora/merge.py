@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.places import input_axis
 from jaxinfer.models.model import Model
+from jaxinfer.parallel.heads import without_copies
 from jaxinfer.quant import dense, is_stored
 from jaxinfer.types import ParamSpec, ParamTree, walk_specs
 
@@ -46,19 +48,29 @@ def declared(model: Model) -> ParamTree:
 
 
 def model_base(model: Model) -> Callable[[Path], np.ndarray]:
-    """What `read_adapter` asks of a model's own weights: float32, dequantised where they are stored quantised."""
+    """What `read_adapter` asks of a model's own weights: float32, dequantised where they are stored quantised, each KV
+    head once. It raises AdapterError for one of which other processes have parts."""
     specs = dict(walk_specs(declared(model)))
 
     def base(path: Path) -> np.ndarray:
         weight: Any = model.params
         for key in path:
             weight = weight[key]
+        _require_whole(path, weight)
         # a stored weight has its outputs first, whatever the parameter's own order
         turned = is_stored(weight) and specs[path].inputs == 0
         values = np.asarray(dense(weight) if is_stored(weight) else weight, np.float32)
-        return np.moveaxis(values, -1, 0) if turned else values
+        return without_copies(np.moveaxis(values, -1, 0) if turned else values, specs[path])
 
     return base
+
+
+def _require_whole(path: Path, weight: Any) -> None:
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(weight)):
+        raise AdapterError(
+            f"use_dora=true: the magnitudes are over norms of {'/'.join(path)}, which lies in several processes; merge "
+            f"the adapter into the model, or train it without DoRA"
+        )
 
 
 def bias_path(path: Path) -> Path:

@@ -17,7 +17,7 @@ from jaxinfer.quant.banks import lora_targets
 def open_store(model: Model, config: EngineConfig) -> LoRAStore:
     """A store that reads PEFT's folders for a model, as an engine of these settings takes them."""
     specs, base = declared(model), model_base(model)
-    targets = lora_targets(model.specs, specs, config.max_lora_rank)
+    targets = lora_targets(specs, specs, config.max_lora_rank)  # without the copies of heads that a mesh may need
 
     def read(path: str) -> Adapter:
         adapter = read_adapter(pathlib.Path(path), specs, max_rank=config.max_lora_rank, base=base)

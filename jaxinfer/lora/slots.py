@@ -69,6 +69,16 @@ class Slots:
         """Whether all of an adapter is in its slot, for the step that is being planned."""
         return (slot := self._by_identity.get(identity)) is not None and not slot.loading
 
+    @property
+    def used(self) -> int:
+        """Slots that hold an adapter, or are being given one."""
+        return len(self._by_identity)
+
+    def whole(self, number: int) -> str | None:
+        """The adapter of a slot, if all of it is there."""
+        slot = self._slots[number]
+        return None if slot.loading else slot.identity
+
     def fresh(self, identity: str) -> bool:
         """Whether nobody has used an adapter since it was placed."""
         return self._by_identity[identity].fresh

@@ -121,6 +121,10 @@ class LoRAStore:
         with self._lock:
             return LoRARef(name, self._known(name))
 
+    def __len__(self) -> int:
+        """Names that requests may give."""
+        return len(self._names)
+
     def list(self) -> list[LoadedLoRA]:
         """Adapters that requests may name, by name."""
         with self._lock:

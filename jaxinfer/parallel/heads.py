@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.config import EngineConfigError
 from jaxinfer.parallel.mesh import REPLICABLE, asked, devices_along
@@ -92,16 +93,39 @@ def _moved(source: Source, reshape: tuple[int, ...], where: tuple[slice | int, .
 
 
 def copied(value: Any, spec: ParamSpec, copies: int) -> Any:
-    """A parameter in the form of `with_copies`, of one in the form of ``spec``; abstract ones stay abstract."""
+    """A parameter in the form of `with_copies`, of one with the axes of ``spec``; abstract ones stay abstract, arrays
+    of the host there."""
     if _KV not in spec.axes or copies == 1:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda x: copied(x, spec, copies), value)
     heads, members = _dimensions(spec)
-    queries, rest = jnp.split(value, [spec.shape[members] - _KEY_AND_VALUE], axis=members)
+    numbers: Any = np if isinstance(value, np.ndarray) else jnp
+    queries, rest = numbers.split(value, [value.shape[members] - _KEY_AND_VALUE], axis=members)
     form = list(queries.shape)
     form[heads : members + 1] = form[heads] * copies, form[members] // copies
-    return jnp.concatenate([queries.reshape(form), jnp.repeat(rest, copies, axis=heads)], axis=members)
+    return numbers.concatenate([queries.reshape(form), numbers.repeat(rest, copies, axis=heads)], axis=members)
+
+
+def as_copied(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
+    """An array of the host without copies of heads as one with as many as ``spec`` has."""
+    if _KV not in spec.axes:
+        return value
+    heads, _ = _dimensions(spec)
+    found: np.ndarray = copied(value, spec, spec.shape[heads] // value.shape[heads])
+    return found
+
+
+def without_copies(value: np.ndarray, spec: ParamSpec) -> np.ndarray:
+    """The array of which `as_copied` gave ``value``; ``spec``: without copies."""
+    if _KV not in spec.axes or value.shape == spec.shape:
+        return value
+    heads, members = _dimensions(spec)
+    queries, rest = np.split(value, [value.shape[members] - _KEY_AND_VALUE], axis=members)
+    form, copies = list(queries.shape), value.shape[heads] // spec.shape[heads]
+    form[heads : members + 1] = spec.shape[heads], form[members] * copies
+    first = (slice(None),) * heads + (slice(None, None, copies),)
+    return np.concatenate([queries.reshape(form), rest[first]], axis=members)
 
 
 def require_even(tree: ParamTree, sizes: Mapping[str, int]) -> None:

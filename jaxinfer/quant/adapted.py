@@ -1,7 +1,7 @@
 """Weights with low-rank adapters (Hu et al. 2021): `Adapted` stands where a weight stood, and holds it.
 
 It has one adapter, for all rows, or a bank of them, of which each row names one (`Rows`). Rows of one adapter lie
-in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.grouped_matmul`): a row's
+in tiles of their own, as tokens of one expert do (Chen et al. 2023, Punica; `pallas_kernels.lora`): a row's
 result depends on no other row, nor on what else lies in the bank.
 """
 
@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.quant.spread import once, partition_of, spread_low_rank
 from pallas_kernels import grouped_matmul as grouped
-from pallas_kernels.grouped_matmul import Groups, group
+from pallas_kernels import lora
+from pallas_kernels.grouped_matmul import Groups
 
 _RUN = 16  # rows of a tile where neighbours share an adapter: the same in all prefill programs
 
@@ -29,10 +32,12 @@ class Rows(NamedTuple):
     Attributes:
         slots: its place in the banks; -1: none.
         groups: the rows in tiles, each of one adapter.
+        by_slot: the same by slot; None: not on this device, or there are too many.
     """
 
     slots: Int[Array, " rows"]
     groups: Groups
+    by_slot: lora.BySlot | None = None
 
 
 def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Rows:
@@ -43,13 +48,14 @@ def rows_of(slots: Int[Array, " rows"], count: int, *, runs: bool = False) -> Ro
         runs: neighbours mostly share an adapter: rows of prompt chunks.
     """
     spread = max(1, 2 * slots.shape[0] // _RUN) if runs else None
-    return Rows(slots, group(slots, count, most=slots.shape[0], spread=spread))
+    groups = lora.group(slots, count, most=slots.shape[0], spread=spread)
+    return Rows(slots, groups, None if runs else lora.by_slot(groups, count))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["base", "a", "b", "magnitude", "bias", "rows"],
-    meta_fields=["table"],
+    meta_fields=["table", "axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Adapted:
@@ -63,6 +69,7 @@ class Adapted:
         rows: None: there is one adapter, which all rows have; or, where ``a`` is None, too, there is none: a product
             ends as it does where other rows have adapters, and has the same bits.
         table: it is read by rows (`take`). A product with it, as of a tied head, has no adapter.
+        axes: logical axes of the weight's outputs and, at last, of its inputs; (): there is no adapter.
     """
 
     base: Any
@@ -72,6 +79,7 @@ class Adapted:
     bias: Any = None
     rows: Rows | None = None
     table: bool = False
+    axes: tuple[str | None, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,24 +102,36 @@ class Adapted:
         """The same with other leaves."""
         return dataclasses.replace(self, **arrays)
 
+    def partition(self, base: Any) -> Adapted:
+        """Replace each array by its `PartitionSpec` on the mesh of the program that is being traced; ``base``: those of
+        the weight."""
+        if self.a is None:
+            return dataclasses.replace(self, base=base)
+        bank, shape = self.rows is not None, (*self.b.shape[self.rows is not None : -1], self.a.shape[-1])
+        found = partition_of(self.axes, shape, bank=bank)
+        own = {name: spec for name, spec in found.items() if getattr(self, name) is not None}
+        return dataclasses.replace(self, base=base, rows=jax.tree.map(lambda _: PartitionSpec(), self.rows), **own)
+
     def added(self, x: Float[Array, "*batch k"], base: Float[Array, "*batch *out"]) -> Float[Array, "*batch *out"]:
         """What the adapters make of ``base``, the weight's own product with ``x``."""
         if self.a is None:
             return lax.optimization_barrier(base)
         if self.rows is None:
-            scale, offset = self.magnitude, self.bias
-            return _combined(base, _dot(_dot(x, self.a), self.b), scale, offset)
+            return _combined(base, _dot(_dot(x, self.a), self.b), self.magnitude, once(self.bias, self.axes))
         out = base.shape[x.ndim - 1 :]
         flat, own = x.reshape(-1, x.shape[-1]), lax.optimization_barrier(base).reshape(-1, *out)
-        return self._chosen(own, _low_rank(flat, self.a, self.b, self.rows.groups)).reshape(base.shape)
+        delta = spread_low_rank(flat, self.a, self.b, (self.rows.groups, self.rows.by_slot), self.axes)
+        return self._chosen(own, delta).reshape(base.shape)
 
     def _chosen(self, base: Float[Array, "rows *out"], delta: Float[Array, "rows *out"]) -> Float[Array, "rows *out"]:
         """The adapted rows, and beside them those without an adapter: the weight's own, bit by bit."""
         assert self.rows is not None
         slots = self.rows.slots
-        scale, offset = (None if one is None else one[slots] for one in (self.magnitude, self.bias))
+        each = (self.magnitude, once(self.bias, self.axes))
+        scale, offset = (None if one is None else one[slots] for one in each)
         has = (slots >= 0).reshape(-1, *[1] * (base.ndim - 1))
-        return jnp.where(has, _combined(base, delta, scale, offset), base)
+        # what is made of it must not hang on how it is chosen: programs without adapters compile that for themselves
+        return lax.optimization_barrier(jnp.where(has, _combined(base, delta, scale, offset), base))
 
     def added_in_tiles(
         self, x: Float[Array, "tiles rows k"], base: Float[Array, "tiles rows *n"], groups: Groups
@@ -121,7 +141,8 @@ class Adapted:
             return lax.optimization_barrier(base)
         if self.rows is None:
             delta = grouped.matmul(grouped.matmul(x, self.a, groups), self.b, groups)
-            each = (None if one is None else groups.of_tiles(one) for one in (self.magnitude, self.bias))
+            bias = once(self.bias, self.axes)
+            each = (None if one is None else groups.of_tiles(one) for one in (self.magnitude, bias))
             return _combined(base, delta, *each)
         (count, experts), tokens = self.a.shape[:2], self.rows.slots.shape[0]
         top_k = groups.places.shape[0] // tokens
@@ -131,7 +152,7 @@ class Adapted:
         names = ("a", "b", "magnitude", "bias")
         flat = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         flat = {name: value.reshape(-1, *value.shape[2:]) for name, value in flat.items()}
-        rows = Rows(pairs, group(pairs, count * experts, most=tokens))
+        rows = Rows(pairs, lora.group(pairs, count * experts, most=tokens))
         of_pairs = dataclasses.replace(self, rows=rows, **flat)
         result = of_pairs.added(x.reshape(-1, x.shape[-1]), base.reshape(-1, *base.shape[2:]))
         return result.reshape(base.shape)
@@ -145,14 +166,6 @@ class Adapted:
 def unadapted(weight: Any) -> Any:
     """The weight itself."""
     return weight.base if isinstance(weight, Adapted) else weight
-
-
-def _low_rank(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-    """Shrink and expand each row by its adapter; zeros for rows without one."""
-    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
-    hidden = grouped.matmul(tiles, a, groups)
-    delta = grouped.matmul(hidden, b, groups)
-    return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

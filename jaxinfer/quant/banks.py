@@ -40,16 +40,19 @@ def lora_targets(specs: ParamTree, declared: ParamTree, rank: int) -> dict[Path,
     """
     found = {}
     for path, node in _weights(specs):
-        spec = node if isinstance(node, ParamSpec) else _at(declared, path)
+        stored = not isinstance(node, ParamSpec)
+        spec = _at(declared, path) if stored else node
         if isinstance(spec, ParamSpec) and spec.inputs is not None and "vocab" not in spec.axes:
-            found[path] = _target(spec, rank)
+            found[path] = _target(spec, rank, tuple(node.shape) if stored else None)
     return found
 
 
-def _target(spec: ParamSpec, rank: int) -> LoRATarget:
+def _target(spec: ParamSpec, rank: int, stored: tuple[int, ...] | None = None) -> LoRATarget:
+    """``stored``: the shape [*out, in] of a storage, where copies of heads count."""
     shape, axes = spec.shape, spec.axes
     if spec.inputs == 0:
         shape, axes = (*shape[1:], shape[0]), (*axes[1:], axes[0])
+    shape = stored or shape
     experts = shape[:1] if axes[0] == "expert" else ()
     tensors = len({source.name for source in spec.sources})
     whole = rank * max(1, tensors // math.prod(experts))
@@ -96,7 +99,7 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
     """The parameters with the adapters of a step's rows."""
     for path, target in targets.items():
         arrays = {name: banks[path[0]][bank_name(path, name)] for name in target.shapes}
-        params = replaced(params, path, Adapted(_at(params, path), **arrays, rows=rows))
+        params = replaced(params, path, Adapted(_at(params, path), **arrays, rows=rows, axes=target.axes))
     return params
 
 
@@ -154,7 +157,8 @@ def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) 
     axes = _axes(target)
     leaves = {each: ParamSpec(value.shape, axes[each], dtype=str(value.dtype)) for each, value in arrays.items()}
     adapted, of_specs = (
-        Adapted(_at(tree, path), **own, table=table) for tree, own in ((params, arrays), (specs, leaves))
+        Adapted(_at(tree, path), **own, table=table, axes=target.axes)
+        for tree, own in ((params, arrays), (specs, leaves))
     )
     return replaced(specs, path, of_specs), replaced(params, path, adapted)
 

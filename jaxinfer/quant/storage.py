@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.parallel.mesh import RULES, spread_over
 from jaxinfer.quant import activations
+from jaxinfer.quant.adapted import Adapted
 from jaxinfer.quant.layouts import Grouped, Layout, Part
+from jaxinfer.quant.spread import is_spread
 from jaxinfer.types import ParamSpec
 from pallas_kernels import quant_matmul
 
@@ -84,7 +86,7 @@ class Quantized:
     def matmul(self, x: Float[Array, "*rows k"]) -> Float[Array, "*rows *out"]:
         """The product with the transposed weight, in the dtype of ``x``."""
         flat, weight = self._in_order(x.reshape(-1, x.shape[-1]))
-        result = weight._spread(flat) if _is_spread() else _product(flat, weight)
+        result = weight._spread(flat) if is_spread() else _product(flat, weight)
         return result.reshape(*x.shape[:-1], *self.shape[:-1])
 
     def _in_order(self, x: Float[Array, "rows k"]) -> tuple[Float[Array, "rows k"], Quantized]:
@@ -180,6 +182,8 @@ class Split:
 
 def partition(weight: Any, plain: PartitionSpec) -> Any:
     """Partition of a weight on the mesh that a program is traced for: ``plain``, or one for each stored array."""
+    if isinstance(weight, Adapted):
+        return weight.partition(partition(weight.base, plain))
     if isinstance(weight, Split):
         return dataclasses.replace(weight, pieces=tuple(partition(piece, plain) for piece in weight.pieces))
     return weight.partition() if isinstance(weight, Quantized) else plain
@@ -269,12 +273,6 @@ def _is_quantized(node: Any) -> bool:
 def dense(weight: Any) -> Float[Array, "*out k"]:
     """A stored weight, or an array, as plain numbers."""
     return weight.dequantize() if is_stored(weight) else weight
-
-
-def _is_spread() -> bool:
-    """Whether the traced program runs on several devices, and is not already one device's part."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
 
 
 def _product(x: Float[Array, "rows k"], weight: Quantized) -> Float[Array, "rows *out"]:

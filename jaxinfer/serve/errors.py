@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     FORBIDDEN = (grpc.StatusCode.PERMISSION_DENIED, 403)
     NOT_FOUND = (grpc.StatusCode.NOT_FOUND, 404)
     EXISTS = (grpc.StatusCode.ALREADY_EXISTS, 409)
+    PRECONDITION = (grpc.StatusCode.FAILED_PRECONDITION, 400)
     TOO_LARGE = (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
     QUEUE_FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, 429)
     CANCELLED = (grpc.StatusCode.CANCELLED, 499)

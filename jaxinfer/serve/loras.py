@@ -29,6 +29,10 @@ _SHOWN = 8  # names in a message
 _log = logging.getLogger("jaxinfer.serve")
 
 
+class NameInUseError(ServeError):
+    """An adapter of this name is loaded: to HTTP's clients a wrong value, as vLLM tells them."""
+
+
 class LoRAs:
     """What the names of adapters mean now, over engines that may die and be started again.
 
@@ -102,7 +106,9 @@ class LoRAs:
 
         Raises:
             ServeError: INVALID: the name cannot be an adapter's, the folder is not to be read, or what is in it cannot
-                be served. UNAVAILABLE: the engine does not run. What the name meant before stays.
+                be served. PRECONDITION: there is no root. UNAVAILABLE: the engine does not run. What the name meant
+                before stays.
+            NameInUseError: the name is in use, and ``replace`` is false.
         """
         with answered():
             self.check_name(name)
@@ -120,7 +126,8 @@ class LoRAs:
 
     async def _folder(self, path: str) -> str:
         if self._root is None:
-            raise invalid("lora_path", path, "is not read: this server was started without lora_root")
+            why = f"lora_path={short(path)} is not read: this server was started without lora_root"
+            raise ServeError(Kind.PRECONDITION, why, "lora_path")
         try:
             return str(await asyncio.to_thread(adapter_folder, self._root, path))
         except AdapterError as error:
@@ -129,8 +136,8 @@ class LoRAs:
     async def _load(self, name: str, folder: str, replace: bool) -> LoadedLoRA:
         async with self._changing:
             if name in self._names and not replace:
-                why = "has already been loaded: set load_inplace to true to replace it"
-                raise invalid("lora_name", name, why)
+                why = f"lora_name={short(name)} has already been loaded: set load_inplace to true to replace it"
+                raise NameInUseError(Kind.INVALID, why, "lora_name")
             try:
                 loaded = await self._backend.load_lora(name, folder)
             except LoRAError as error:
@@ -242,9 +249,9 @@ def meant(call: Call, base: str, loras: LoRAs | None) -> Iterator[Call]:
 
 
 def required(loras: LoRAs | None) -> LoRAs:
-    """Raises `ServeError` INVALID: the engine serves no adapters."""
+    """Raises `ServeError` PRECONDITION: the engine serves no adapters."""
     if loras is None:
-        raise ServeError(Kind.INVALID, "this server serves no adapters: it was started without enable_lora")
+        raise ServeError(Kind.PRECONDITION, "this server serves no adapters: it was started without enable_lora")
     return loras
 
 

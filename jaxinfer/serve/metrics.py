@@ -4,6 +4,7 @@ replacement. No jax."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -16,12 +17,18 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from jaxinfer.engine.scheduling.stats import SECONDS, EngineStats, Histogram
+from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.serve import logs
 from jaxinfer.serve.core.supervisor import DEAD, READY, STARTING, STOPPED
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.event_loop import LONG_HOLD_SECONDS, Loop
 
 PREFIX = "jaxinfer:"
+LORA_REQUESTS = "vllm:lora_requests_info"
+OTHERS = "other"
+"""Value of the label ``lora_name`` for adapters that have no sample of their own."""
+
+_LOADED = "From the first sequence that waits for an adapter until it is on the device."
 
 
 @runtime_checkable
@@ -156,6 +163,10 @@ class EngineCollector(Collector):
         yield from _gauges(stats, model)
         yield from _counters(stats, model)
         yield from _histograms(stats, model)
+        if stats.loras is not None:
+            yield from _loras(stats.loras, model)
+            yield _histogram("lora_load_seconds", stats.lora_load_time, _LOADED, model)
+            yield _lora_requests(stats.loras)
 
     def describe(self) -> list[Metric]:
         """Return nothing: registering must not ask the engine, which may not run yet."""
@@ -223,9 +234,48 @@ def _histograms(stats: EngineStats, model: dict[str, str]) -> Iterator[Metric]:
         ("request_queue_time_seconds", stats.queue_time, "From arrival to the first slot."),
         ("engine_step_seconds", stats.step_time, "Between the results of two steps."),
     ):
-        family = HistogramMetricFamily(PREFIX + name, what, labels=list(model))
-        family.add_metric(list(model.values()), _buckets(histogram), histogram.sum)
-        yield family
+        yield _histogram(name, histogram, what, model)
+
+
+def _loras(usage: LoRAUsage, model: dict[str, str]) -> Iterator[Metric]:
+    yield _gauge("lora_loaded", "Adapters that requests may name.", model, _one(usage.loaded))
+    yield _gauge("lora_slots", "Places for adapters on the device.", model, _one(usage.slots))
+    yield _gauge("lora_slots_used", "Places for adapters that are taken.", model, _one(usage.slots_used))
+    yield _counter("lora_loads", "Adapters that were given a place on the device.", model, _one(usage.loads))
+    yield _counter("lora_evictions", "Adapters that lost their place to another one.", model, _one(usage.evictions))
+    for name, what, counts in (
+        ("lora_requests_running", "Sequences that have a slot, by adapter.", usage.running),
+        ("lora_requests_waiting", "Sequences that wait for a slot, by adapter.", usage.waiting),
+    ):
+        yield _gauge(name, what, model, _by("lora_name", _most(counts, usage.slots)))
+
+
+def _lora_requests(usage: LoRAUsage) -> Metric:
+    """What the Gateway API Inference Extension routes by, under the name and with the labels that it looks for: the
+    newest sample counts, so its value is the time."""
+    labels = {
+        "max_lora": str(usage.slots),
+        "running_lora_adapters": ",".join(sorted(usage.running)),
+        "waiting_lora_adapters": ",".join(sorted(usage.waiting)),
+    }
+    family = GaugeMetricFamily(LORA_REQUESTS, "Adapters of running and waiting requests; the value is the time.")
+    family.add_sample(LORA_REQUESTS, labels, time.time())
+    return family
+
+
+def _most(counts: Mapping[str, int], count: int) -> dict[str, int]:
+    """The ``count`` names that have most, and all others as one: labels are bounded, names are not."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    found = dict(ranked[:count])
+    if rest := sum(number for _, number in ranked[count:]):
+        found[OTHERS] = found.get(OTHERS, 0) + rest
+    return found
+
+
+def _histogram(name: str, histogram: Histogram, what: str, model: dict[str, str]) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, what, labels=list(model))
+    family.add_metric(list(model.values()), _buckets(histogram), histogram.sum)
+    return family
 
 
 def _gauge(name: str, what: str, model: dict[str, str], samples: _Samples) -> Metric:

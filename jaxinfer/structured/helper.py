@@ -16,20 +16,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import IO, TYPE_CHECKING, NamedTuple
 
-import numpy as np
+from jaxinfer.helper_process import (
+    GOOD,
+    allow_cpu,
+    begin,
+    in_threads,
+    read_frame,
+    stand_back,
+    stands_back,
+    write_frame,
+)
 
-from jaxinfer.helper_process import BAD, GOOD, allow_cpu, begin, read_frame, write_frame
-from jaxinfer.structured.grammar import GrammarError, compiled
-from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
+if TYPE_CHECKING:  # a helper imports it in a thread that stands back
+    from jaxinfer.structured.matcher import Vocabulary
 
 MODULE = "jaxinfer.structured.helper"
 STOPPED = "stopped"
 _MAX_MEMORY_BYTES = 4 << 30
-_FEW = 64
-"""Bytes of a mask whose tokens are told as such: a text that must follow has few, and a mask may have kilobytes."""
 
 
 class Answer(NamedTuple):
@@ -39,11 +45,13 @@ class Answer(NamedTuple):
         state: None: it goes on; ``stopped``; or why it cannot.
         tokens: that must follow, as models would say it.
         masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
+        slow: the grammar was known, and the mask took long all the same.
     """
 
     state: str | None
     tokens: list[int]
     masks: list[list[int] | None]
+    slow: bool = False
 
 
 def setup(seconds: float, vocabulary: Vocabulary | None = None, ahead: int = 0) -> bytes:
@@ -74,94 +82,42 @@ def ask(items: Sequence[Item], end: Sequence[int]) -> bytes:
 def main() -> None:
     """Answer questions until the input ends. The argument is the process that starts this one."""
     begin(_MAX_MEMORY_BYTES)
-    reader, writer = sys.stdin.buffer, sys.stdout.buffer
-    head, _, rest = (read_frame(reader) or b"{}").partition(b"\n")
-    first = json.loads(head)
-    seconds = first.get("seconds", 1.0)
-    matching = Matching(Matchers(Vocabulary.unpacked(rest)), seconds, first.get("ahead", 0)) if rest else None
-    write_frame(writer, GOOD)
-    while (frame := read_frame(reader)) is not None:
-        allow_cpu(seconds)
-        head, _, texts = frame.partition(b"\n")
-        question = json.loads(head)
-        if matching is None:
-            write_frame(writer, _checked(question["check"], texts.decode()))
-        else:
-            write_frame(writer, matching.answer(question["ask"], question["end"], texts))
+    in_threads(_Serving(sys.stdin.buffer, sys.stdout.buffer).serve)
 
 
-def _checked(kind: str, text: str) -> bytes:
-    try:
-        compiled(kind, text)
-    except GrammarError as error:
-        return BAD + f"{error.place}\n{error}".encode(errors="replace")
-    return GOOD
+class _Serving:
+    """What a helper does. It stands back while it starts, checks or learns a grammar, or is told to."""
 
+    def __init__(self, reader: IO[bytes], writer: IO[bytes]) -> None:
+        self._reader, self._writer = reader, writer
+        self._seconds = 1.0
+        self._answer: Callable[[bytes, bytes], bytes] | None = None
 
-class Matching:
-    """The matchers of a helper, by number.
-
-    Args:
-        seconds: of the processor, for each of a question.
-        ahead: tokens to look ahead.
-    """
-
-    def __init__(self, matchers: Matchers, seconds: float, ahead: int = 0) -> None:
-        self._matchers, self._seconds, self._ahead = matchers, seconds, ahead
-        self._known: dict[int, Matcher] = {}
-
-    def answer(self, asked: list[Any], end: list[int], texts: bytes) -> bytes:
-        """Answer a question of `ask`."""
-        for number in end:
-            self._known.pop(number, None)
-        answers, whole, at = list[Answer](), list[bytes](), 0
-        for number, grammar, tokens in asked:
+    def serve(self) -> bool:
+        """Answer until the input ends, or this thread stands back; whether there is more to do."""
+        if self._answer is None:
+            stand_back()
+            self._start()
+            write_frame(self._writer, GOOD)
+        while not stands_back():
+            if (frame := read_frame(self._reader)) is None:
+                return False
             allow_cpu(self._seconds)
-            if grammar is not None:
-                kind, size, scope = grammar
-                grammar, at = (kind, texts[at : at + size].decode(), scope), at + size
-            answer, masks = self._tried(number, grammar, tokens)
-            answers.append(answer)
-            whole += masks
-        return json.dumps(answers).encode() + b"\n" + b"".join(whole)
+            head, _, texts = frame.partition(b"\n")
+            assert self._answer is not None
+            write_frame(self._writer, self._answer(head, texts))
+        return True
 
-    def _tried(self, *item: Any) -> tuple[Answer, list[bytes]]:
-        try:
-            return self._next(*item)
-        except GrammarError as error:
-            return _failed(str(error) or "the grammar failed"), []
+    def _start(self) -> None:
+        from jaxinfer.structured.matching import Matching, checked
 
-    def _next(self, number: int, grammar: tuple[str, str, str] | None, tokens: list[int]) -> tuple[Answer, list[bytes]]:
-        """The answer of a matcher, and the masks that are not in it."""
-        if grammar is not None:
-            self._known[number] = self._matchers.new(*grammar)
-        matcher = self._known[number]
-        if tokens:
-            matcher.consume(tokens)
-        mask = matcher.mask()
-        if matcher.stopped:
-            return _failed(STOPPED), []
-        if is_empty(mask):
-            return _failed("the model has no token that the grammar allows here"), []
-        tokens, masks = matcher.ahead(self._ahead) if self._ahead else ([], [])
-        told = [_few(each) for each in (mask, *masks)]
-        return Answer(None, tokens, told), _left(told, (mask, *masks))
-
-
-def _failed(state: str) -> Answer:
-    return Answer(state, [], [])
-
-
-def _few(mask: bytes) -> list[int] | None:
-    """The ids of a mask, if they are few."""
-    if len(mask) - mask.count(0) > _FEW:
-        return None
-    places = np.flatnonzero(np.frombuffer(mask, np.uint8)).tolist()
-    return [8 * place + bit for place in places for bit in range(8) if mask[place] >> bit & 1]
-
-
-def _left(told: Iterable[list[int] | None], masks: Iterable[bytes]) -> list[bytes]:
-    return [mask for ids, mask in zip(told, masks, strict=True) if ids is None]
+        head, _, vocabulary = (read_frame(self._reader) or b"{}").partition(b"\n")
+        first = json.loads(head)
+        self._seconds = first.get("seconds", self._seconds)
+        if vocabulary:
+            self._answer = Matching(vocabulary, self._seconds, first.get("ahead", 0)).answer
+        else:
+            self._answer = checked
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ CPU_SECONDS = 1.0
 """Of the processor, for a grammar and its mask, or a mask."""
 _WALL_SECONDS = 60.0  # for one that waits, and uses no processor
 _LONG_SECONDS = 0.002
-"""For masks of known grammars: ten times what they take. Who takes longer stands back, as all do that learn one: the
-processor is the steps' first."""
+"""For masks of known grammars: ten times what they take. Who takes longer stands back, as helpers do that learn one:
+the processor is the steps' first."""
 _TOO_LONG = "the grammar took too long, or too much memory: its helper was stopped"
 
 
@@ -36,6 +36,7 @@ class Held:
         stopped: the output is whole.
         error: why there will be no mask.
         late: it was waited for, and was not there in time.
+        slow: its last mask took long: to wait for the next is no use.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class Held:
         "number",
         "ready",
         "said",
+        "slow",
         "stopped",
         "told",
     )
@@ -56,7 +58,7 @@ class Held:
     def __init__(self, number: int, grammar: tuple[str, str, str]) -> None:
         self.number, self.grammar = number, grammar
         self.said: list[int] = []
-        self.ready = self.stopped = self.late = False
+        self.ready = self.stopped = self.late = self.slow = False
         self.masks: list[np.ndarray] = []
         self.forced: list[int] = []
         self.error: str | None = None
@@ -85,7 +87,7 @@ class Held:
             return  # it has gone on since, and is asked again
         self.stopped = answer.state == STOPPED
         self.error = None if self.stopped else answer.state
-        self.masks, self.forced, self.ready = found, answer.tokens, True
+        self.masks, self.forced, self.ready, self.slow = found, answer.tokens, True, answer.slow
 
 
 class Masks:
@@ -175,7 +177,8 @@ class _Worker:
         self._ask, self._end = list[Held](), list[int]()
         self._helper: Helper | None = None
         self._thread: threading.Thread | None = None
-        self._generation, self._words, self._since, self._stopped = 0, 0, 0.0, False
+        self._generation, self._words, self._since = 0, 0, 0.0
+        self._hurried = self._stopped = False
 
     def send(self) -> None:
         since = self._since  # once: an answer that comes now sets it to 0
@@ -196,8 +199,9 @@ class _Worker:
         """See to a helper that has been asked ``seconds`` ago."""
         if seconds > _WALL_SECONDS:
             helper.kill()
-        elif seconds > _LONG_SECONDS:
-            helper.stand_back(True)
+        elif seconds > _LONG_SECONDS and not self._hurried:
+            self._hurried = True
+            helper.stand_back()
 
     def stop(self) -> None:
         with self._sent:
@@ -237,7 +241,7 @@ class _Worker:
         except RuntimeError:  # it does not start
             return None
         items = [self._item(held) for held in ask]
-        helper.stand_back(any(grammar is not None for _, grammar, _ in items))
+        self._hurried = any(grammar is not None for _, grammar, _ in items)  # it stands back by itself
         self._since = time.monotonic()
         answer = helper.ask(ask_for(items, end))
         self._since = 0.0
@@ -247,7 +251,7 @@ class _Worker:
         if self._helper is None:
             vocabulary = self._vocabulary()
             self._words = vocabulary.words
-            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead), stands_back=True)
+            self._helper = Helper(MODULE, setup(CPU_SECONDS, vocabulary, self._ahead))
         if self._helper.start():
             self._generation += 1
         return self._helper

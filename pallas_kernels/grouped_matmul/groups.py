@@ -55,6 +55,7 @@ def group(
     *,
     spread: int | None = None,
     path: Literal["mosaic", "xla"] = "xla",
+    kernel_rows: tuple[int, int] = KERNEL_ROWS,
     target: Target | None = None,
 ) -> Groups:
     """Order entries by their expert; entries of one expert stay in order.
@@ -66,10 +67,11 @@ def group(
         spread: experts that the entries are spread over, those of other devices too, from which follows how many one is
             likely to get; None: ``count``.
         path: for which tiles are made; see `explain`.
+        kernel_rows: of a tile for the path "mosaic": the fewest, which divide all, and the most.
         target: what the program is lowered for; None: see `pallas_kernels.choice`.
     """
     entries, target = experts.shape[0], target or lowering_target()
-    rows, dense = _tile(entries, spread or count, most, path, target)
+    rows, dense = _tile(entries, spread or count, most, kernel_rows if path == "mosaic" else None, target)
     used = min(count, entries)
     tiles = count if dense else used + (entries - used) // rows  # each tile but an expert's last one is full
     known = (experts >= 0) & (experts < count)
@@ -137,11 +139,13 @@ def _by_row(places: Int[Array, " entries"], rows: int, *, counted: bool) -> Int[
     return jnp.full(rows, entries, jnp.int32).at[places].set(at, mode="drop")
 
 
-def _tile(entries: int, spread: int, most: int, path: str, target: Target) -> tuple[int, bool]:
+def _tile(
+    entries: int, spread: int, most: int, kernel_rows: tuple[int, int] | None, target: Target
+) -> tuple[int, bool]:
     """Rows of a tile, and whether each expert has one tile for all that it may get."""
     likely = _power_of_two(2 * entries / spread)
-    if path == "mosaic":
-        least, largest = KERNEL_ROWS
+    if kernel_rows is not None:
+        least, largest = kernel_rows
         return max(least, min(likely, largest, _power_of_two(most))), False
     if target.platform == "cpu":
         return min(max(likely, LEAST_ROWS), MOST_ROWS, _power_of_two(most)), False

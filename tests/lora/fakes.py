@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.folders import CONFIG_FILE
 from jaxinfer.lora.slots import Part
 from jaxinfer.lora.store import LoRAStore
 
@@ -42,15 +43,16 @@ class Folders:
         return make_adapter(self.contents[path])
 
 
-def write_adapter(folder: pathlib.Path, content: int) -> pathlib.Path:
-    """A folder that `read_folder` reads."""
+def write_number(folder: pathlib.Path, content: int) -> pathlib.Path:
+    """A folder that `read_number` takes for an adapter."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(str(content))
+    (folder / CONFIG_FILE).write_text(str(content))
     return folder
 
 
-def read_folder(path: str) -> Adapter:
-    return make_adapter(int((pathlib.Path(path) / "adapter_config.json").read_text()))
+def read_number(folder: str) -> Adapter:
+    """An adapter of a real folder. Raises OSError or ValueError: it is none."""
+    return make_adapter(int((pathlib.Path(folder) / CONFIG_FILE).read_text()))
 
 
 class Now:

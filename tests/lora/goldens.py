@@ -29,7 +29,7 @@ def golden(name: str) -> AdapterGolden:
 
 def write_model(case: AdapterGolden, folder: pathlib.Path) -> pathlib.Path:
     """A folder that is served: with a tokenizer and a chat template."""
-    write_base(case, folder)
+    write_base(case, folder, GOLDENS)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(case.config["vocab_size"])))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder

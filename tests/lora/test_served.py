@@ -31,6 +31,10 @@ FAMILIES = {
     "gpt2": ("gpt2-all", "gpt2-dora"),
     "mixtral": ("mixtral-attention", "mixtral-experts"),
     "gemma": ("gemma-all", "gemma-dora-rslora"),
+    "phi3": ("phi3-all", "phi3-dora"),
+    "falcon": ("falcon-all",),
+    "llama-int8": ("llama-int8-all", "llama-int8-dora"),
+    "llama-nf4": ("llama-nf4-all", "llama-nf4-dora"),
 }
 TOLERANCE = 1e-5
 

@@ -126,9 +126,10 @@ def test_experts(stored, banked):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("runs", [False, True])
-def test_a_row_keeps_its_bits_whatever_is_beside_it(dtype, runs):
-    """Other rows, other adapters, another slot of its adapter, another row for it."""
-    rows, slots, inputs, out = 32, 8, 256, (512,)
+@pytest.mark.parametrize(("inputs", "out"), [(256, (512,)), (768, (3, 5, 64)), (2048, (768,)), (96, (4100,))])
+def test_a_row_keeps_its_bits_whatever_is_beside_it(dtype, runs, inputs, out):
+    """Other rows, other adapters, another slot of its adapter, another row for it; many rows of one adapter, or few."""
+    rows, slots = 32, 8
     x, weight = (
         jnp.asarray(numbers(seed, *shape), dtype) for seed, shape in ((1, (rows, inputs)), (2, (*out, inputs)))
     )
@@ -143,9 +144,9 @@ def test_a_row_keeps_its_bits_whatever_is_beside_it(dtype, runs):
 
     rng = np.random.default_rng(3)
     want = np.asarray(run(x, arrays, jnp.full(rows, -1).at[5].set(2)))[5]
-    for _ in range(10):
+    for turn in range(10):
         places, order = rng.permutation(slots), rng.permutation(rows)
-        of_rows = rng.integers(-1, slots, rows)
+        of_rows = rng.integers(-1, slots if turn % 4 else 2, rows)
         at, slot = int(np.flatnonzero(order == 5)[0]), int(np.flatnonzero(places == 2)[0])
         of_rows[at] = slot
         moved = {name: array[places].at[(slot + 1) % slots].multiply(7) for name, array in arrays.items()}

@@ -30,7 +30,7 @@ WRONG, DOUBLED, SILENT = "wrong", "doubled", "silent"
 HANGS = 90.0  # seconds after which a client has waited for nothing
 RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: close by RST
 _NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-_HTTP_STATUS = {kind.http: kind.code.name for kind in Kind}
+_HTTP_STATUS = {kind.http: kind.code.name for kind in reversed(Kind)}  # of two with one status the first
 _CHANNELS, _NARROW_CHANNELS = 6, 20  # those of a connection that do not read use up what all of them may be sent
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),

@@ -22,7 +22,7 @@ from jaxinfer.serve.http.door import OPEN, Door
 from tests.serve import corpus
 from tests.serve.doors import COMPLETIONS, CONTROL, GENERATE, METHODS, Doors, Page, Rpc, doors, request_class
 from tests.serve.fake_engine import expected_text, fake_tokenizer
-from tests.serve.processes import ServerProcess, fake_server, with_adapters
+from tests.serve.processes import ServerProcess, fake_server
 
 pytestmark = pytest.mark.attack
 
@@ -47,9 +47,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, keys):
-    folder = tmp_path_factory.mktemp("server")
-    settings = {"api_keys": str(keys[0]), **with_adapters(folder / "adapters"), **CORPUS["server"]}
-    with fake_server(folder, **settings) as process:
+    with fake_server(tmp_path_factory.mktemp("server"), api_keys=str(keys[0]), **CORPUS["server"]) as process:
         yield process
         _nothing_went_wrong(process)
 

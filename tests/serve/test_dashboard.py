@@ -16,7 +16,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.client import Client, InvalidRequest
+from jaxinfer.serve.metrics import render
 from tests.serve.live import Live, live_fake
+from tests.serve.test_metrics import busy
 
 _NAME = re.compile(r"\b(jaxinfer:\w+|process_\w+)")
 # What a histogram's or a counter's samples have behind the name of the family.
@@ -41,7 +43,8 @@ def samples(server: Live) -> dict[str, set[str]]:
         _post(server, "/v1/completions", {"prompt": "Hi", "max_tokens": -1})
     server.loop.call_soon_threadsafe(server.server._door.metrics.http_cut.labels("head").inc)
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(_scrape(server)):
+    with_adapters = render(busy, "fake").decode()  # an engine that serves some
+    for family in text_string_to_metric_families(f"{_scrape(server)}{with_adapters}"):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

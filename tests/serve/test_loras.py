@@ -241,7 +241,7 @@ def test_without_a_root_none_is_loaded(tmp_path):
     async def run() -> None:
         async with world(tmp_path, "a=/x") as w:
             w.loras._root = None
-            with refusal(Kind.INVALID, "lora_path='one' is not read: this server was started without lora_root"):
+            with refusal(Kind.PRECONDITION, "lora_path='one' is not read: this server was started without lora_root"):
                 await w.loras.load("b", "one")
             await w.loras.unload("a")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import urllib.request
 
 import pytest
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.engine.scheduling.stats import EngineStats, StatsRecorder
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.serve.metrics import EngineCollector, ServerMetrics, render
 from jaxinfer.types import FinishReason
 from tests.engine.scheduling.test_stats import Clock, Fake
@@ -37,6 +39,17 @@ VLLM = {
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
     "request_queue_time_seconds": "histogram",
+}
+LORA = {
+    "jaxinfer:lora_loaded": "gauge",
+    "jaxinfer:lora_slots": "gauge",
+    "jaxinfer:lora_slots_used": "gauge",
+    "jaxinfer:lora_loads": "counter",
+    "jaxinfer:lora_evictions": "counter",
+    "jaxinfer:lora_load_seconds": "histogram",
+    "jaxinfer:lora_requests_running": "gauge",
+    "jaxinfer:lora_requests_waiting": "gauge",
+    "vllm:lora_requests_info": "gauge",
 }
 OWN = {
     "kv_cache_pages": "gauge",
@@ -71,8 +84,12 @@ def busy() -> EngineStats:
     for _ in range(5):
         recorder.preempted("swap")
     recorder.step(0.125)
+    wanted = recorder.lora_wanted()
+    clock.now += 2.5
+    recorder.lora_loaded(wanted)
+    loras = LoRAUsage(21, 2, 1, 25, 24, {"a": 4, "b": 3}, {"b": 1, "c": 5, "d": 2, "e": 2})
     usage = KVUsage(total=16, free=1, cached=3, held=12, host_total=11, host_used=4)
-    return recorder.snapshot(running=7, waiting={"slot": 8, "pages": 5}, kv=usage, compilations=6)
+    return recorder.snapshot(running=7, waiting={"slot": 8, "pages": 5}, kv=usage, loras=loras, compilations=6)
 
 
 def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -80,7 +97,7 @@ def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
-            assert MODEL.items() <= sample.labels.items()
+            assert MODEL.items() <= sample.labels.items() or sample.name.startswith("vllm:")
             key = sample.name.removeprefix("jaxinfer:"), frozenset(sample.labels.items() - MODEL.items())
             assert key not in found
             found[key] = sample.value
@@ -94,7 +111,8 @@ def scraped() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_names_and_kinds() -> None:
     families = {f.name: f for f in text_string_to_metric_families(render(busy, "m").decode())}
-    assert {name: f.type for name, f in families.items()} == {f"jaxinfer:{n}": kind for n, kind in (VLLM | OWN).items()}
+    wanted = {f"jaxinfer:{name}": kind for name, kind in (VLLM | OWN).items()} | LORA
+    assert {name: family.type for name, family in families.items()} == wanted
     assert all(f.documentation.endswith(".") for f in families.values())
 
 
@@ -136,11 +154,47 @@ def test_names_and_kinds() -> None:
         ("e2e_request_latency_seconds_sum", "", 9.75),
         ("request_queue_time_seconds_sum", "", 0.25),
         ("engine_step_seconds_sum", "", 0.125),
+        ("lora_loaded", "", 21),
+        ("lora_slots", "", 2),
+        ("lora_slots_used", "", 1),
+        ("lora_loads_total", "", 25),
+        ("lora_evictions_total", "", 24),
+        ("lora_load_seconds_sum", "", 2.5),
+        ("lora_load_seconds_count", "", 1),
+        ("lora_requests_running", "lora_name=a", 4),
+        ("lora_requests_running", "lora_name=b", 3),
+        ("lora_requests_waiting", "lora_name=c", 5),
+        ("lora_requests_waiting", "lora_name=d", 2),
+        ("lora_requests_waiting", "lora_name=other", 3),
     ],
 )
 def test_values(scraped, name: str, label: str, value: float) -> None:
     labels = frozenset([tuple(label.split("="))] if label else [])
     assert scraped[name, labels] == value
+
+
+def test_names_of_adapters_are_bounded(scraped) -> None:
+    shown = [labels for name, labels in scraped if name == "lora_requests_waiting"]
+    assert len(shown) == 3  # of four, where there are two slots
+
+
+def test_an_adapter_may_be_called_as_the_others_are() -> None:
+    usage = LoRAUsage(3, 1, 1, 1, 0, {"other": 2, "a": 1}, {})
+    found = samples(render(lambda: StatsRecorder().snapshot(loras=usage), MODEL["model_name"]))
+    assert found["lora_requests_running", frozenset({("lora_name", "other")})] == 3
+
+
+def test_gateways_find_the_adapters_that_run_and_wait(scraped) -> None:
+    before = time.time()
+    found = samples(render(busy, MODEL["model_name"]))
+    ((labels, value),) = [(dict(labels), v) for (name, labels), v in found.items() if name.startswith("vllm:")]
+    assert labels == {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b,c,d,e"}
+    assert before <= value <= time.time()
+
+
+def test_an_engine_without_adapters_says_nothing_of_them() -> None:
+    names = {name for name, _ in samples(render(StatsRecorder().snapshot, MODEL["model_name"]))}
+    assert not [name for name in names if "lora" in name]
 
 
 def test_buckets_are_cumulative(scraped) -> None:

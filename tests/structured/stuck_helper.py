@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxinfer.structured import helper
+from jaxinfer.structured import helper, matching
 from jaxinfer.structured.matcher import Matcher, Matchers
 
 MODULE = "tests.structured.stuck_helper"
@@ -17,7 +17,7 @@ class Stuck(Matchers):
 
 
 def main() -> None:
-    changed: Any = helper
+    changed: Any = matching
     changed.Matchers = Stuck
     helper.main()
 

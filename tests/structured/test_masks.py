@@ -1,12 +1,17 @@
 """Masks from helper processes: those that hang or die are replaced, and nobody but the culprit notices."""
 
 import gc
-import pathlib
+import io
+import os
+import sys
+import threading
 import time
 import types
 
 import pytest
 
+from jaxinfer.helper_process import BAD, GOOD, in_threads, read_frame, stands_back, write_frame
+from jaxinfer.structured import helper, matching
 from jaxinfer.structured import masks as masking
 from jaxinfer.structured.helper import Answer
 from jaxinfer.structured.masks import Held, Masks
@@ -16,9 +21,7 @@ from tests.structured.test_grammar import BYTES
 
 PATIENCE = 120.0
 
-has_shares = pytest.mark.skipif(
-    not pathlib.Path("/proc/self/autogroup").exists(), reason="sessions have no shares of the processor here"
-)
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no thread may stand back here")
 
 
 @pytest.fixture
@@ -165,35 +168,76 @@ def test_a_helper_that_hangs_is_stopped_and_the_others_go_on(masks, monkeypatch)
     assert "took too long" in (stuck.error or "")
 
 
-def nice(masks: Masks) -> int:
-    """How far the helper's session stands behind others."""
+def stand_back(masks: Masks) -> bool:
+    """Whether all threads of the helper do but the first, which starts the others."""
     helper = masks._workers[0]._helper
     assert helper is not None
     assert helper._process is not None
-    return int(pathlib.Path(f"/proc/{helper._process.pid}/autogroup").read_text(encoding="ascii").split()[-1])
+    first = helper._process.pid
+    threads = [int(each) for each in os.listdir(f"/proc/{first}/task")]
+    assert os.sched_getscheduler(first) == os.SCHED_OTHER
+    return all(os.sched_getscheduler(each) == os.SCHED_IDLE for each in threads if each != first)
 
 
-@has_shares
-def test_who_learns_a_grammar_stands_back_and_comes_forward_for_masks(masks):
+@on_linux
+def test_who_takes_long_for_a_mask_stands_back_and_comes_forward_for_the_next(masks, monkeypatch):
     held = masks.open("regex", "a*")
     ready(masks, held)
-    assert nice(masks) == 19
-    masks.advance(held, b"a")
-    ready(masks, held)
-    assert nice(masks) == 0
-
-
-@has_shares
-def test_who_takes_long_for_a_mask_stands_back(masks, monkeypatch):
-    held = masks.open("regex", "a*")
-    ready(masks, held)
-    masks.advance(held, b"a")
-    monkeypatch.setattr(masking, "_LONG_SECONDS", 0.0)
-    ready(masks, held)  # its answer may have come before anybody looked
+    wait_until(lambda: not stand_back(masks))  # another thread than that which has learned it
     (worker,) = masks._workers
-    worker._since = time.monotonic() - 1
+    worker._since, worker._hurried = time.monotonic() - masking._LONG_SECONDS - 0.001, False
     masks.send()
-    assert nice(masks) == 19
+    assert stand_back(masks)
+    masks.advance(held, b"a")
+    ready(masks, held)
+    wait_until(lambda: not stand_back(masks))
+
+
+@on_linux
+def test_a_helper_stands_back_while_it_starts_and_while_it_learns(monkeypatch):
+    asked = [helper.ask([(1, ("regex", "a*", ""), [])], []), helper.ask([(1, None, [97])], []), helper.ask([], [1])]
+    reader, stood = io.BytesIO(), list[bool]()
+    for frame in (helper.setup(100.0, BYTES), *asked):
+        write_frame(reader, frame)
+    reader.seek(0)
+    allowed = list[float]()
+    monkeypatch.setattr(helper, "allow_cpu", allowed.append)
+    monkeypatch.setattr(matching, "allow_cpu", allowed.append)
+    answers = io.BytesIO()
+    monkeypatch.setattr(helper, "write_frame", lambda _, frame: (stood.append(stands_back()), answers.write(frame)))
+    in_threads(helper._Serving(reader, answers).serve)
+    assert stood == [True, True, False, False]
+    assert set(allowed) == {100.0}
+    assert answers.getvalue().startswith(GOOD + b"[[null, [], [")
+
+
+@on_linux
+def test_who_checks_a_grammar_stands_back():
+    reader, answers = io.BytesIO(), io.BytesIO()
+    for frame in (helper.setup(100.0), helper.check("regex", "a"), helper.check("regex", "(")):
+        write_frame(reader, frame)
+    reader.seek(0)
+    serving, found = helper._Serving(reader, answers), list[bool]()
+    for _ in range(4):
+        thread = threading.Thread(target=lambda: found.append(serving.serve()))
+        thread.start()
+        thread.join()
+    assert found == [True, True, True, False]
+    answers.seek(0)
+    assert [(read_frame(answers) or b"")[:1] for _ in range(3)] == [GOOD, GOOD, BAD]
+
+
+def test_who_is_slow_is_said_to_be(monkeypatch):
+    found = matching.Matching(BYTES.packed(), 100.0)
+    assert not found._tried(1, ("regex", "a*", ""), [])[0].slow
+    assert not found._tried(1, None, [97])[0].slow
+    monkeypatch.setattr(matching, "_SLOW_SECONDS", 0.0)
+    assert found._tried(1, None, [97])[0].slow
+    assert not found._tried(2, ("regex", "a*", ""), [])[0].slow  # to learn it may take a while
+    held = Held(0, ("regex", "a*", ""))
+    for slow in (True, False):
+        held.hear(Answer(None, [], [[97]], slow), iter([]), 9)
+        assert held.slow is slow
 
 
 def test_what_is_late_is_said_to_be(masks):

@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = dataclasses.replace(
         work, draft_layers=layers, head=arguments.speculative if arguments.speculative in HEADS else ""
     )
+    work = dataclasses.replace(work, adapters=arguments.max_loras)
     return max([_check(dataclasses.replace(work, attention=path), plugins) for path in arguments.attention])
 
 
@@ -118,6 +119,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--multi-step", type=int, default=1, metavar="N", help="as the server's flag")
     parser.add_argument("--speculative", choices=["ngram", "draft_model", *HEADS], help="as the server's flag")
     parser.add_argument("--draft-layers", type=int, default=2, metavar="N", help="of a draft model (default: 2)")
+    parser.add_argument(
+        "--max-loras", type=int, default=0, metavar="N", help="adapters beside the model (default: none)"
+    )
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--layers", type=int, metavar="N", help="so many instead of all")
     depth.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers instead of all")

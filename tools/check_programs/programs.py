@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig, ResolvedEngine
-from jaxinfer.engine.execution.compiled import compile_largest, temporary_bytes
+from jaxinfer.engine.execution.compiled import ADAPTED, compile_largest, temporary_bytes
 from jaxinfer.engine.execution.memory import Needs, stage_needs
 from jaxinfer.engine.execution.placement import StageArrays, abstract_arrays, device_bytes
 from jaxinfer.engine.execution.prepare import prepare
@@ -53,6 +53,8 @@ def settings_of(work: Work) -> EngineConfig:
         pipeline_parallel_size=work.stages,
         sequence_parallel_norms=work.norms,
         multi_step=work.steps,
+        enable_lora=work.adapters > 0,
+        max_loras=max(1, work.adapters),
         speculative=work.head or ("draft_model" if work.draft_layers else "ngram" if work.drafts else None),
     )
 
@@ -150,7 +152,9 @@ def check(work: Work, number: int, dumps: pathlib.Path) -> Part:
     steps = [*_steps(planned, compiled, dumps, work.weights), *_draft_steps(work, dumps)]
     needs = dataclasses.replace(planned.needs, temporaries=max(step.temporaries for step in steps))
     # A decode step's arguments are all that the stage has, but for the samplers of the other microbatches.
-    (decode,) = (step for step in steps if step.name == "decode")
+    decode = max(
+        (step for step in steps if step.name in ("decode", f"decode{ADAPTED}")), key=lambda step: step.arguments
+    )
     peak = decode.arguments + max(step.temporaries for step in steps) + needs.sampler - planned.microbatch
     total = needs.fixed + planned.pool
     return Part(
@@ -188,32 +192,34 @@ def _steps(planned: Planned, compiled: Sequence[Any], dumps: pathlib.Path, weigh
         text, memory = executable.as_text(), executable.memory_analysis()
         name = _name(text)
         dump = next(dumps.glob(f"*.jit_{name}.thunk_sequence_after_thunk_passes.txt")).read_text(encoding="utf-8")
-        (layers, tail), sampler = should.gemms(name), planned.microbatch * name.startswith(("decode", "draft"))
+        program, sampler = name.removesuffix(ADAPTED), planned.microbatch * name.startswith(("decode", "draft"))
+        (layers, tail), adapters = should.gemms(program), needs.adapters * (program != name)
         yield Step(
             name=name,
             module=read_module(text),
             launches=read_launches(dump),
             waits=tuple(read_waits(dump)),
-            repeats=name == "decode_many" or (name == "draft" and bool(should.layers)),
+            repeats=program == "decode_many" or (program == "draft" and bool(should.layers)),
             pool=math.prod(pool),
-            tokens=planned.tokens(name),
+            tokens=planned.tokens(program),
             widest=should.widest,
-            logits=should.logits(name),
+            logits=should.logits(program),
             layers=layers,
             tail=tail,
-            sums=should.sums(name),
-            gathers=should.gathers(name),
-            scatters=should.scatters(name),
-            gathered=should.width if should.scattered(name) else 0,
-            donated=planned.donated(name),
+            sums=should.sums(program),
+            gathers=should.gathers(program),
+            scatters=should.scatters(program),
+            gathered=should.width if should.scattered(program) else 0,
+            donated=planned.donated(program),
             aliased=memory.alias_size_in_bytes,
             temporaries=temporary_bytes(executable),
             arguments=memory.argument_size_in_bytes,
-            planned=needs.weights + planned.pool + sampler,
+            planned=needs.weights + planned.pool + sampler + adapters,
             whole=layers == should.layers and tail == should.head,
             experts=should.experts,
             devices=should.devices,
-            dequantized=dequantized(weights, name),
+            adapters=planned.engine.lora_slots if program != name else 0,
+            dequantized=dequantized(weights, program),
         )
 
 

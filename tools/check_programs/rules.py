@@ -11,12 +11,14 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from pallas_kernels.lora.mosaic import TILE_ROWS
 from pallas_kernels.quant_matmul.xla import GPU_PIECE
 from tools.check_programs.hlo import Instruction, Launch, Module
 from tools.check_programs.work import Finding
 
 KERNELS_PER_LAYER = 16  # of a dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
+OF_ADAPTERS = 4  # of each weight that has them: rows into tiles, two products, rows back
 _WITHIN = 0.02
 # Of an H100's 80 GB, what `EngineConfig.memory_utilization` leaves.
 BUDGET = int(0.9 * 80e9)
@@ -59,6 +61,7 @@ class Step:
         whole: whether it reads all of the stage's weights.
         experts: whether a layer is a mixture of them.
         devices: over which the stage is spread.
+        adapters: on the device, where rows have any.
         dequantised: whether stored weights become plain numbers, some output channels after the others.
     """
 
@@ -85,12 +88,14 @@ class Step:
     whole: bool = True
     experts: bool = False
     devices: int = 1
+    adapters: int = 0
     dequantized: bool = False
 
     @property
     def largest(self) -> int:
         """Numbers of its largest activation."""
-        return self.tokens * max(self.widest, self.logits)
+        in_tiles = self.tokens + self.adapters * TILE_ROWS[1]  # each adapter's last tile may be almost empty
+        return max(in_tiles * self.widest, self.tokens * self.logits)
 
     @property
     def ceiling(self) -> int:
@@ -136,6 +141,7 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
     asked = not step.module.loops(step.repeats) and not step.dequantized
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
+    most += OF_ADAPTERS * bool(step.adapters) * max(step.layers, default=0)
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
     yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)
     sorts = step.module.sorts()

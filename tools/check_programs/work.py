@@ -31,6 +31,7 @@ class Work:
         drafts: whether decode rows may be drafts, which it verifies.
         draft_layers: of a draft model, which is as wide; 0: there is none.
         head: the method of a draft head as wide as the model (`jaxinfer.config.HEADS`); none: there is none.
+        adapters: on the device at once, of rank 16; 0: none. With them, programs come twice.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Work:
     drafts: bool = False
     draft_layers: int = 0
     head: str = ""
+    adapters: int = 0
 
     @property
     def devices(self) -> int:
@@ -59,7 +61,7 @@ class Work:
         weights = f"weights in {self.weights}" if self.weights else ""
         options = {"sequence-parallel norms": self.norms, f"{self.steps} steps": self.steps > 1, "drafts": self.drafts}
         options |= {f"a draft model of {self.draft_layers} layers": self.draft_layers > 0}
-        options |= {f"heads of {self.head}": bool(self.head)}
+        options |= {f"heads of {self.head}": bool(self.head), f"{self.adapters} adapters": self.adapters > 0}
         chosen = [name for name, on in options.items() if on]
         parts = [self.model, spread, f"{self.layers} layers" if self.layers else "", stored, weights, *chosen]
         return ", ".join(filter(None, parts))

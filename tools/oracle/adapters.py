@@ -1,22 +1,29 @@
 """Asks PEFT: it writes adapters of tiny models, and their logits in float64 and in float32.
 
+Bases in int8 and NF4 are what bitsandbytes makes of the weights; PEFT is asked over the dequantised ones, in whose
+dtype it computes: bitsandbytes' own products on a CPU are of bfloat16.
+
 ``python -m tools.oracle.adapters {make,check} FOLDER`` in the oracle's environment, from the repository root.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import peft
 import torch
 import transformers
+from safetensors.numpy import save_file
 
-from tools.oracle.adapters_golden import AdapterGolden, load_adapter_golden
+from tools.oracle.adapters_golden import STORED_FILE, AdapterGolden, load_adapter_golden
 from tools.oracle.cases import Case
 from tools.oracle.cases.adapters import ADAPTERS, AdapterCase
 from tools.oracle.golden import digest, make_tensors, uniform
@@ -25,6 +32,11 @@ from tools.oracle.run import AllDouble, NoFloat32, build, checkpoint_shapes, con
 SEED, TOKENS = 1, 16
 MIN_EFFECT = 0.05  # of the adapter on a logit; float32 errors are ten thousand times smaller
 REPRODUCED = 1e-10
+STORAGES: Mapping[str, dict[str, Any]] = {
+    "int8": {"load_in_8bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
+}
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,14 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _differences(case: AdapterCase, folder: pathlib.Path) -> list[str]:
     with tempfile.TemporaryDirectory() as again:
         stored, fresh = load_adapter_golden(folder), ask(case, pathlib.Path(again))
-        saved = (pathlib.Path(again) / "adapter_model.safetensors").read_bytes()
-    wrong = [] if saved == (folder / "adapter_model.safetensors").read_bytes() else [f"{case.name}: other tensors"]
+        files = [name for name in (ADAPTER_FILE, STORED_FILE) if (folder / name).exists()]
+        same = all((pathlib.Path(again) / name).read_bytes() == (folder / name).read_bytes() for name in files)
+    wrong = [] if same else [f"{case.name}: other tensors"]
     off = float(np.abs(stored.logits - fresh.logits).max())
     return wrong + ([f"{case.name}: logits are off by {off:.1e}"] if off > REPRODUCED else [])
 
 
 def ask(case: AdapterCase, folder: pathlib.Path) -> AdapterGolden:
-    """Has PEFT write the adapter to ``folder``, and answer.
+    """Has PEFT write the adapter to ``folder``, beside the base where that is quantised, and answer.
 
     Raises:
         ValueError: the adapter changes next to nothing.
@@ -66,6 +79,9 @@ def ask(case: AdapterCase, folder: pathlib.Path) -> AdapterGolden:
     shapes = checkpoint_shapes(build(config, torch.float32))
     tensors = make_tensors(SEED, shapes, case.norm_centre)
     state, tokens = read_checkpoint(config, tensors), make_prompt(SEED, TOKENS, case.config["vocab_size"])
+    stored = config if case.storage is None else _stored(case.storage, config, tensors, folder)
+    if case.storage is not None:
+        state = _dequantised(stored, folder)
     single = _randomised(_adapted(case, config, state, torch.float32))
     with AllDouble():
         double = _like(single, _adapted(case, config, state, torch.float64))
@@ -80,7 +96,7 @@ def ask(case: AdapterCase, folder: pathlib.Path) -> AdapterGolden:
         raise ValueError(f"{case.name}: the adapter changes logits by {effect:.1e} only")
     return AdapterGolden(
         name=case.name,
-        config=config,
+        config=stored,
         seed=SEED,
         norm_centre=case.norm_centre,
         shapes=shapes,
@@ -91,6 +107,35 @@ def ask(case: AdapterCase, folder: pathlib.Path) -> AdapterGolden:
         effect=effect,
         versions={module.__name__: module.__version__ for module in (torch, transformers, peft, np)},
     )
+
+
+def _stored(storage: str, config: dict, tensors: Mapping[str, np.ndarray], folder: pathlib.Path) -> dict:
+    """Has bitsandbytes quantise the base, and write it beside the adapter; returns its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = transformers.BitsAndBytesConfig(**STORAGES[storage])
+    with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as made:
+        _write_folder(pathlib.Path(plain), config)
+        save_file(dict(tensors), f"{plain}/model.safetensors", metadata={"format": "pt"})
+        _loaded(plain, quantization_config=wanted).save_pretrained(made)
+        shutil.copy(f"{made}/model.safetensors", folder / STORED_FILE)
+        described = json.loads((pathlib.Path(made) / "config.json").read_text())
+    return config | {"quantization_config": described["quantization_config"]}
+
+
+def _dequantised(config: dict, folder: pathlib.Path) -> dict[str, torch.Tensor]:
+    """The weights that transformers reads out of the quantised base."""
+    with tempfile.TemporaryDirectory() as base:
+        _write_folder(pathlib.Path(base), config)
+        shutil.copy(folder / STORED_FILE, f"{base}/model.safetensors")
+        return _loaded(base).dequantize(dtype=torch.float32).state_dict()
+
+
+def _write_folder(folder: pathlib.Path, config: dict) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _loaded(folder: str, **options: Any) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **options)
 
 
 def _adapted(case: AdapterCase, config: dict, state: dict, dtype: torch.dtype) -> peft.PeftModel:

@@ -1,6 +1,7 @@
 """Golden adapters: what PEFT wrote and answered, as the tests read it. Needs numpy and safetensors only.
 
-The model's weights are not stored (`tools.oracle.golden.make_tensors`); the adapter is the folder that PEFT saved.
+The model's weights are not stored (`tools.oracle.golden.make_tensors`), unless they are quantised: those lie as
+bitsandbytes has written them beside the adapter. The adapter is the folder that PEFT saved.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from tools.oracle.golden import digest, make_tensors, write_json
 
+STORED_FILE = "base.safetensors"
 _KEYS = ("seed", "norm_centre", "weights_sha256", "tokens", "error", "effect", "versions", "shapes")
 
 
@@ -23,7 +26,7 @@ class AdapterGolden:
 
     Attributes:
         name: of the case, and of its folder.
-        config: of the model.
+        config: of the model; with a quantization_config where its weights are stored.
         seed, norm_centre, shapes, weights_sha256: of its weights.
         tokens: T ids.
         logits: [T, V] float64, with the adapter.
@@ -62,8 +65,11 @@ def load_adapter_golden(folder: pathlib.Path) -> AdapterGolden:
     )
 
 
-def write_base(golden: AdapterGolden, folder: pathlib.Path) -> pathlib.Path:
+def write_base(golden: AdapterGolden, folder: pathlib.Path, goldens: pathlib.Path | None = None) -> pathlib.Path:
     """Writes the adapter's model as a Hugging Face folder; returns it.
+
+    Args:
+        goldens: the folder of all cases, which has the weights of those that are quantised.
 
     Raises:
         ValueError: the weights differ from those that the oracle used.
@@ -73,5 +79,9 @@ def write_base(golden: AdapterGolden, folder: pathlib.Path) -> pathlib.Path:
         raise ValueError(f"{golden.name}: the weights derived from seed {golden.seed} are not those of the oracle")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(golden.config, indent=2))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if "quantization_config" in golden.config:
+        assert goldens is not None
+        shutil.copy(goldens / golden.name / STORED_FILE, folder / "model.safetensors")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

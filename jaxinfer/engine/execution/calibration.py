@@ -10,8 +10,9 @@ import jax
 from jaxinfer.engine.execution.commands import Executor
 from jaxinfer.engine.execution.measure import measure_costs
 from jaxinfer.engine.execution.prepare import Prepared
-from jaxinfer.engine.execution.probe import Probe
+from jaxinfer.engine.execution.probe import AdaptedExecutor, Probe, joint
 from jaxinfer.engine.scheduling.preemption import Costs
+from jaxinfer.quant.banks import lora_targets
 
 # Operations that a CPU may spend on finding out which prefill sizes agree: a second or two.
 _CPU_OPERATIONS = 300_000_000_000
@@ -40,15 +41,27 @@ class Calibration:
 def calibrate(executor: Executor, prepared: Prepared, platform: str) -> Calibration:
     """Try an executor's programs out. Its pools hold nothing yet, and mean nothing afterwards."""
     model, engine, limits = prepared
-    spec = model.cache_spec
-    groups, exact = len(spec.windows), engine.exactness == "exact"
-    probe = Probe(executor, engine, model.config.vocab_size, groups, model.dtype.itemsize, spec.exact_per_token)
-    batches = probe.prefill_batches()
+    exact, probes = engine.exactness == "exact", _probes(executor, prepared)
+    found = [probe.prefill_batches() for probe in probes]
+    batches = {size: count for size, count in found[0].items() if all(size in each for each in found)}
     classes, resume = {size: number for number, size in enumerate(engine.prefill_sizes)}, True
-    operations = 2 * probe.size_class_tokens() * sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    tokens = sum(probe.size_class_tokens() for probe in probes)
+    operations = 2 * tokens * sum(leaf.size for leaf in jax.tree.leaves(model.params))
     if exact and engine.enable_prefix_caching and (platform != "cpu" or operations <= _CPU_OPERATIONS):
-        classes = probe.size_classes()
-        resume = probe.exact_resume(classes)
-    several = engine.multi_step > 1 and (not exact or probe.multi_step(limits))
-    costs = measure_costs(executor, engine, groups)
+        classes = joint([probe.size_classes() for probe in probes])
+        resume = all(probe.exact_resume(classes) for probe in probes)
+    several = engine.multi_step > 1 and (not exact or all(probe.multi_step(limits) for probe in probes))
+    costs = measure_costs(executor, engine, len(model.cache_spec.windows))
     return Calibration(batches, classes, resume, engine.multi_step if several else 1, costs)
+
+
+def _probes(executor: Executor, prepared: Prepared) -> list[Probe]:
+    """A probe of the programs, and one of those with adapters, where there are any: what holds must hold of both."""
+    model, engine, _ = prepared
+    executors, spec = [executor], model.cache_spec
+    if engine.lora_slots:
+        declared = model.family.param_specs(model.config)
+        targets = lora_targets(declared, declared, engine.max_lora_rank)
+        executors.append(AdaptedExecutor(executor, targets, engine.lora_slots))
+    of_model = len(spec.windows), model.dtype.itemsize, spec.exact_per_token
+    return [Probe(each, engine, model.config.vocab_size, *of_model) for each in executors]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.commands import DecodeBatch, DraftBatch, HeadBatch, PrefillBatch
 from jaxinfer.engine.execution.draft import HeadPrograms, make_draft_program
-from jaxinfer.engine.execution.placement import StageArrays, mask_words, targets_of
+from jaxinfer.engine.execution.placement import StageArrays, mask_words, of_slot, targets_of
 from jaxinfer.engine.execution.stages import Stage, drafted_width
 from jaxinfer.engine.execution.step import (
     StepState,
@@ -79,7 +79,7 @@ class CompiledStage:
         return own if self.adapted is None else max(own, self.adapted.temporaries())
 
 
-_ADAPTED = "_adapted"  # ends the names of programs with adapters
+ADAPTED = "_adapted"  # ends the names of programs with adapters
 
 
 class _Job(NamedTuple):
@@ -122,7 +122,7 @@ def compile_largest(stage: Stage, arrays: StageArrays, engine: ResolvedEngine, *
     work = _work(stage, arrays, engine)
     size, count = max(work.prefills, key=math.prod, default=(0, 0))
     wanted = ["decode", "draft", "prefill_logprobs", f"prefill_{size}x{count}", *(["decode_many"] if several else [])]
-    wanted += [name + _ADAPTED for name in wanted]
+    wanted += [name + ADAPTED for name in wanted]
     jobs = {name: job for name, job in work.computing().items() if name in wanted}
     return list(_compile([(work.mesh, jobs)])[0].values())
 
@@ -161,7 +161,7 @@ class _Work:
     def named(self, done: dict[str, Any]) -> CompiledStage:
         if self.arrays.banks is None:
             return self._named(done)
-        adapted = {name.removesuffix(_ADAPTED): done.pop(name) for name in list(done) if name.endswith(_ADAPTED)}
+        adapted = {name.removesuffix(ADAPTED): done.pop(name) for name in list(done) if name.endswith(ADAPTED)}
         load = {part: done[f"load_{like}"] for part, like in self._like_parts().items()}
         plain = {name: program for name, program in done.items() if not name.startswith("load_")}
         return dataclasses.replace(self._named(plain), adapted=self._named(adapted), load=load)
@@ -173,13 +173,14 @@ class _Work:
     # ---- programs
 
     def jobs(self) -> dict[str, _Job]:
-        rest = {**self.moving(), **(self.keeping() if self.stage.last else {}), **self._loading()}
-        return {**self.computing(), **{name: _of_ranks(job, self.mesh) for name, job in rest.items()}}
+        rest = {**self.moving(), **(self.keeping() if self.stage.last else {})}
+        ranked = {name: _of_ranks(job, self.mesh) for name, job in rest.items()}
+        return {**self.computing(), **ranked, **self._loading()}
 
     def computing(self) -> dict[str, _Job]:
         jobs = self._whole() if self.stage.last else self._passing()
         if self.arrays.banks is not None:
-            adapted = {name + _ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
+            adapted = {name + ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
             targets = targets_of(self.stage.model, self.engine)
             plain = {name: job._replace(function=without_banks(job.function, targets)) for name, job in jobs.items()}
             jobs = plain | adapted
@@ -229,6 +230,7 @@ class _Work:
             adapted = with_banks(banked.params, banked.banks, rows_of(loras, slots, runs=chunked), targets)
             return job.function(adapted, *operands)
 
+        function.__name__ += ADAPTED
         loras = self._ints((batch.lengths if chunked else batch.positions).shape[0])
         arguments = list(job.arguments)
         arguments[0], arguments[place] = Banked(arguments[0], self.arrays.banks), batch._replace(loras=loras)
@@ -248,19 +250,17 @@ class _Work:
 
     def _like_parts(self) -> dict[str, str]:
         """For each part of the banks the first one with the same shapes: most layers are alike."""
-        firsts = dict[Any, str]()
-        return {
-            part: firsts.setdefault(tuple((name, bank.shape) for name, bank in banks.items()), part)
-            for part, banks in (self.arrays.banks or {}).items()
-        }
+        firsts, all_banks = dict[Any, str](), self.arrays.banks or {}
+        forms = {part: tuple((name, x.shape, x.sharding) for name, x in own.items()) for part, own in all_banks.items()}
+        return {part: firsts.setdefault(form, part) for part, form in forms.items()}
 
     def _loading(self) -> dict[str, _Job]:
         """Programs that write a part of an adapter into a slot."""
         jobs = {}
         for part in set(self._like_parts().values()):
             banks = self.arrays.banks[part]
-            arrays = {name: self._array(bank.shape[1:], np.float32) for name, bank in banks.items()}
-            jobs[f"load_{part}"] = _Job(write, (banks, self._ints(), arrays), 0, _shardings(banks))
+            arguments = banks, self._ints(), jax.tree.map(of_slot, banks)
+            jobs[f"load_{part}"] = _Job(write, arguments, 0, _shardings(banks))
         return jobs
 
     def moving(self) -> dict[str, _Job]:

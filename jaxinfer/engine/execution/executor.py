@@ -25,7 +25,9 @@ from jaxinfer.engine.execution.placement import (
     new_features,
     new_pools_on,
     new_slots,
+    part_specs,
     place_params,
+    put_part,
     targets_of,
 )
 from jaxinfer.engine.execution.stages import Stage, cut, draft_stages, drafted_width, sharing
@@ -52,7 +54,7 @@ class StageRuntime:
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
         self.banks = new_banks(stage, engine, mesh)
-        self._parts = list(dict.fromkeys(path[0] for path in targets_of(model, engine)))
+        self._of_parts = part_specs(stage, engine) if self.banks else {}
         self.pools = new_pools_on(model, engine, mesh)
         pages = page_sharding(mesh, model.cache_spec)
         self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
@@ -71,12 +73,12 @@ class StageRuntime:
         assert self.banks is not None
         return self.run.adapted, Banked(self.params, self.banks), pack(batch)
 
-    def load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a part of an adapter into the banks."""
-        assert self.banks is not None
-        name = self._parts[part]
-        own = {path.removeprefix(f"{name}/"): array for path, array in arrays.items()}
-        self.banks[name] = self.run.load[name](self.banks[name], np.int32(slot), own)
+    def load(self, slot: int, part: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write a part of an adapter into the banks, if it is this stage's."""
+        if self.banks is not None and part in self.banks:
+            own = {path.removeprefix(f"{part}/"): array for path, array in arrays.items()}
+            placed = put_part(own, self._of_parts[part], self.mesh)
+            self.banks[part] = self.run.load[part](self.banks[part], np.int32(slot), placed)
 
     def tokens(self, rows: int) -> Array:
         """Dummy last tokens for the first stage where all tokens come from the host."""
@@ -147,6 +149,7 @@ class LocalExecutor:
         progress: CompileProgress | None = None,
     ) -> None:
         self._engine, meshes = engine, stages(mesh)
+        self._parts = list(dict.fromkeys(path[0] for path in targets_of(model, engine)))
         cuts = cut(model, len(meshes))
         places = [
             StageRuntime(stage, engine, stage_mesh) if own_devices(stage_mesh) else None
@@ -281,7 +284,7 @@ class LocalExecutor:
 
     def _load(self, slot: int, part: int, arrays: Mapping[str, np.ndarray]) -> None:
         for runtime in self.runtimes:
-            runtime.load(slot, part, arrays)
+            runtime.load(slot, self._parts[part], arrays)
 
     def _drop(self, snapshots: Sequence[int]) -> None:
         for number in snapshots:

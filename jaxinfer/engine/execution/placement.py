@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.dtypes import itemsize_bits
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.kv.pool import LayerPool, new_pools
 from jaxinfer.models.model import Model
-from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
+from jaxinfer.parallel.heads import as_copied, copied, kv_copies, require_even, require_experts, with_copies
 from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
 from jaxinfer.parallel.processes import put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
@@ -109,7 +111,13 @@ def targets_of(model: Model, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
 def new_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> dict[str, dict[str, jax.Array]] | None:
     """Banks of a stage that hold no adapter yet; None: it has none."""
     made = abstract_banks(stage, engine, mesh)
-    return None if made is None else jax.tree.map(lambda x: put_whole(jnp.zeros(x.shape, x.dtype), x.sharding), made)
+    return None if made is None else jax.tree.map(_zeros, made)
+
+
+def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros, each part made for its device alone."""
+    part = np.zeros(array.sharding.shard_shape(array.shape), array.dtype)
+    return jax.make_array_from_callback(array.shape, array.sharding, lambda _: part)
 
 
 def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
@@ -122,6 +130,29 @@ def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=param_sharding(mesh, spec))
 
     return jax.tree.map(placed, bank_specs(targets_of(stage.model, engine), engine.lora_slots))
+
+
+def of_slot(bank: Any) -> jax.ShapeDtypeStruct:
+    """What one slot of a bank takes from the host: float32, spread as the bank is."""
+    _, *spread = (*bank.sharding.spec, *(None,) * (len(bank.shape) - len(bank.sharding.spec)))
+    sharding = NamedSharding(bank.sharding.mesh, PartitionSpec(*spread))
+    return jax.ShapeDtypeStruct(bank.shape[1:], np.dtype(np.float32), sharding=sharding)
+
+
+def part_specs(stage: Stage, engine: ResolvedEngine) -> dict[str, dict[str, ParamSpec]]:
+    """For each part of a stage's banks what a slot takes, by name."""
+    banks = bank_specs(targets_of(stage.model, engine), 1)
+    return {part: {name: _of_one(spec) for name, spec in own.items()} for part, own in banks.items()}
+
+
+def _of_one(spec: ParamSpec) -> ParamSpec:
+    return dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+
+
+def put_part(arrays: Mapping[str, np.ndarray], specs: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, jax.Array]:
+    """A part of an adapter (`jaxinfer.lora.parts`) on its way into a bank: each device is given its shards alone, of
+    heads that a mesh has copies of as many."""
+    return {name: put_whole(as_copied(arrays[name], spec), param_sharding(mesh, spec)) for name, spec in specs.items()}
 
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:

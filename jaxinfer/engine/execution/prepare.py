@@ -45,7 +45,6 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         EngineConfigError: a setting cannot be served; see also `with_activations` and `spread_model`.
     """
     mesh = mesh or mesh_for(config)
-    _require_adapters(config)
     draft = _draft_of(model, config, mesh)
     model = spread_model(with_activations(model, config), mesh).replace(draft=draft)
     model = model.for_kernels() if platform == "gpu" else model
@@ -62,17 +61,6 @@ def prepare(model: Model, config: EngineConfig, platform: str, mesh: Mesh | None
         grammars=resolved.grammars and model.tokenizer is not None,
     )
     return Prepared(model, resolved, limits)
-
-
-def _require_adapters(config: EngineConfig) -> None:
-    """Refuse adapters where a replica has several devices: their products are those of one."""
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    for name in sizes if config.enable_lora else ():
-        if getattr(config, name) > 1:
-            raise EngineConfigError(
-                f"enable_lora = True and {name} = {getattr(config, name)} exclude each other: "
-                f"adapters run on one device (data_parallel_size gives several replicas)"
-            )
 
 
 def _draft_of(model: Model, config: EngineConfig, mesh: Mesh) -> Model | None:

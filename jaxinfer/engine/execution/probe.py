@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -17,11 +18,11 @@ from jaxtyping import Int32, UInt8
 
 from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
-from jaxinfer.engine.execution.commands import DecodeBatch, Executor, PrefillBatch
+from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch
 from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import Request
+from jaxinfer.types import LoRATarget, Request
 
 # Rounding to 16 bits hides all but some 2**-16 of the differences of a last bit in float32. So more must be seen: these
 # elements of keys and values are what ten times as many roundings left behind. A model for which this takes too many
@@ -32,6 +33,7 @@ _ROUNDS = 32
 # Probes cut a piece at a third of a size: in general not where a page begins.
 _FIRST = 3
 _SNAPSHOT = -1  # the probe's own number of a snapshot
+_ADAPTERS, _SPREAD = 2, np.float32(0.05)  # adapters that are probed with, and the deviation of their numbers
 
 
 class Probe:
@@ -249,6 +251,63 @@ class Probe:
             some[:, : len(ids[at:])] = ids[at : at + TRANSFER_PAGES]
             parts.append(self._executor.run(commands.ReadPages(some))[: len(ids[at:])])
         return np.concatenate(parts).reshape(len(ids) * self._engine.page_size, -1)
+
+
+class AdaptedExecutor:
+    """An executor all of whose chunks and rows have adapters, random ones: a `Probe` on it tries the programs that run
+    with them.
+
+    Args:
+        targets: of the model, without copies of heads.
+        slots: of the banks; the first ones have other contents afterwards.
+    """
+
+    def __init__(self, executor: Executor, targets: Mapping[tuple[str, ...], LoRATarget], slots: int) -> None:
+        self._executor, self._slots = executor, min(slots, _ADAPTERS)
+        for slot in range(self._slots):
+            for part, arrays in enumerate(_random_parts(targets, slot)):
+                executor.run(commands.LoadLora(slot, part, arrays))
+
+    def run[Result](self, command: Command[Result]) -> Result:
+        return self._executor.run(cast(Command[Result], self._with_adapters(command)))
+
+    def _with_adapters(self, command: Command[Any]) -> Command[Any]:
+        match command:
+            case commands.Prefill(batch):
+                return commands.Prefill(batch._replace(loras=self._loras(batch)))
+            case commands.Decode(microbatch, batch, masks):
+                return commands.Decode(microbatch, batch._replace(loras=self._loras(batch)), masks)
+            case commands.DecodeMany(batch, steps):
+                return commands.DecodeMany(batch._replace(loras=self._loras(batch)), steps)
+        return command
+
+    def _loras(self, batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " rows"]:
+        """By what belongs to a chunk or row alone: it has the same adapter wherever it stands."""
+        return (batch.tables[0, :, 0] % self._slots).astype(np.int32)
+
+    def wait(self) -> None:
+        self._executor.wait()
+
+    def temporaries(self) -> int:
+        return self._executor.temporaries()
+
+
+def _random_parts(targets: Mapping[tuple[str, ...], LoRATarget], seed: int) -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    for _, paths in itertools.groupby(targets, key=lambda path: path[0]):
+        yield {
+            f"{'/'.join(path)}:{name}": rng.standard_normal(shape, np.float32) * _SPREAD + (name == "magnitude")
+            for path in paths
+            for name, shape in targets[path].shapes.items()
+        }
+
+
+def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """A number for each size: equal where those of all ``classes`` are."""
+    firsts = dict[tuple[int, ...], int]()
+    return {
+        size: firsts.setdefault(tuple(each[size] for each in classes), number) for number, size in enumerate(classes[0])
+    }
 
 
 def _chunk_of(batch: PrefillBatch, index: int) -> PrefillBatch:

@@ -188,7 +188,8 @@ class Constraints:
         alone = len(held) == len(members)
         self._blocked = any(each.in_flight and each.scheduled >= len(each.tokens) for each in held)
         missing = [each.held for each in held if each.held is not None and not (each.held.ready or each.held.late)]
-        expected = [each for each in missing if alone or each.said]  # to learn a grammar may take a second
+        # To learn a grammar may take a second, and masks of some take so long that each would hold up everybody.
+        expected = [each for each in missing if (alone or each.said) and not each.slow]
         if expected and not self._blocked:
             self._masks.wait(expected, _PATIENCE_ALONE if alone else _PATIENCE)
 

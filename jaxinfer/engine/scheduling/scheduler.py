@@ -43,7 +43,7 @@ class Scheduler:
         classes: prefill sizes with equal bits, see `buckets.next_chunk`.
         drafter: proposes tokens to verify in idle rows; None: no speculation.
         masks: of what grammars allow; None: requests have none.
-        loras: where adapters come from; None: requests have none.
+        loras: where adapters come from; None: requests have none, and `lora_usage` returns None.
         costs: what decides between swapping and recomputing a preempted sequence.
     """
 
@@ -64,9 +64,10 @@ class Scheduler:
         self._costs = costs or Costs()
         self._pages = SequencePages(engine, kv, classes)
         queue = make_queue(engine.scheduling_policy, engine.max_num_seqs)
-        self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras)
-        self._deadlines = Deadlines()
         self.stats = stats or StatsRecorder(clock)
+        self._loras, self._queue = with_adapters(queue, engine.lora_slots, loras, self.stats)
+        self.lora_usage = self._loras.usage
+        self._deadlines = Deadlines()
         self._prefill = PrefillPlanner(engine, self._pages, self._charge_prompt)
         self._drafts = None if drafter is None else DraftPlanner(engine, self._pages, drafter, self.stats, clock)
         self._constraints = Constraints(masks or Masks(None, 0))
@@ -89,9 +90,11 @@ class Scheduler:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """Sequences without a slot: new ones, ones that gave theirs up, and samples whose prompt is being computed."""
-        queued, preempted = len(self._queue), len(self._preempted)
-        return {"capacity": queued - preempted, "preempted": preempted, "sibling": self._siblings.waiting}
+        """Sequences without a slot: new ones, ones that gave theirs up, those of either kind whose adapter is not on
+        the device, and samples whose prompt is being computed."""
+        adapter, preempted = len(self._loras.held), len(self._preempted - self._loras.held)
+        counts = {"capacity": len(self._queue) - adapter - preempted, "preempted": preempted, "adapter": adapter}
+        return counts | {"sibling": self._siblings.waiting}
 
     @property
     def running(self) -> int:

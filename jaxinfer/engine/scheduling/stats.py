@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.lora.usage import LoRAUsage, merged_usage
 from jaxinfer.types import FinishReason, Request
 
 # A 1-2-5 series from 100 microseconds to 500 seconds: the small models decode a token in less than a millisecond.
@@ -101,6 +102,7 @@ class EngineStats:
         running: sequences in slots.
         waiting: sequences without one, by reason.
         kv: pages in use, None where the caller gave none.
+        loras: adapters, None where none are served.
         compilations: programs compiled since the engine was ready; anything but 0 is a bug.
         prompt_tokens: of the prompts that were given a slot, each request's once.
         generated_tokens: all tokens handed out.
@@ -111,12 +113,14 @@ class EngineStats:
         draft_accepted_at: those confirmed by their place in the draft, the first ones first.
         replayed_tokens, replay_mismatches: tokens computed again after a preemption, and those that came out different.
         steps: plans that were run.
-        time_to_first_token, inter_token_latency, e2e_latency, queue_time, step_time: in seconds, see `StatsRecorder`.
+        time_to_first_token, inter_token_latency, e2e_latency, queue_time, step_time, lora_load_time: in seconds, see
+            `StatsRecorder`.
     """
 
     running: int = 0
     waiting: Mapping[str, int] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
     kv: KVUsage | None = None
+    loras: LoRAUsage | None = None
     compilations: int = 0
     prompt_tokens: int
     generated_tokens: int
@@ -136,6 +140,7 @@ class EngineStats:
     e2e_latency: Histogram
     queue_time: Histogram
     step_time: Histogram
+    lora_load_time: Histogram
 
 
 def merged(stats: Sequence[EngineStats], compilations: int) -> EngineStats:
@@ -155,6 +160,8 @@ def _merged(values: Sequence[Any]) -> Any:
         case Histogram() as first:
             counts = tuple(map(sum, zip(*(each.counts for each in values), strict=True)))
             return Histogram(first.bounds, counts, sum(each.sum for each in values))
+        case LoRAUsage():
+            return merged_usage(values)
         case KVUsage():
             return KVUsage(*map(sum, zip(*map(dataclasses.astuple, values), strict=True)))
         case _:
@@ -192,7 +199,7 @@ class StatsRecorder:
         self._preemptions = dict.fromkeys(PREEMPTIONS, 0)
         self._draft_positions: list[int] = []
         self._first, self._gaps, self._whole = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
-        self._queued, self._steps = HistogramRecorder(), HistogramRecorder()
+        self._queued, self._steps, self._loads = HistogramRecorder(), HistogramRecorder(), HistogramRecorder()
 
     def queued(self, sequence: Timed) -> None:
         """Note that a sequence arrived. Times are taken from the first call."""
@@ -272,6 +279,15 @@ class StatsRecorder:
         self._counters.replayed_tokens += 1
         self._counters.replay_mismatches += not same
 
+    def lora_wanted(self) -> float:
+        """The time at which an adapter is missing, for `lora_loaded`."""
+        return self._clock()
+
+    def lora_loaded(self, wanted: float) -> None:
+        """Note that an adapter is on the device that sequences have waited for since ``wanted``: it was read, got a
+        slot, and was written there."""
+        self._loads.observe(self._clock() - wanted)
+
     def step(self, seconds: float) -> None:
         """Note that a plan's results were taken, ``seconds`` after those of the plan before."""
         self._counters.steps += 1
@@ -283,6 +299,7 @@ class StatsRecorder:
         running: int = 0,
         waiting: Mapping[str, int] | None = None,
         kv: KVUsage | None = None,
+        loras: LoRAUsage | None = None,
         compilations: int = 0,
     ) -> EngineStats:
         """The figures so far; what only the engine knows is handed in, see `EngineStats`."""
@@ -290,6 +307,7 @@ class StatsRecorder:
             running=running,
             waiting=MappingProxyType(dict(waiting or {})),
             kv=kv,
+            loras=loras,
             compilations=compilations,
             **dataclasses.asdict(self._counters),
             draft_accepted_at=tuple(self._draft_positions),
@@ -300,4 +318,5 @@ class StatsRecorder:
             e2e_latency=self._whole.snapshot(),
             queue_time=self._queued.snapshot(),
             step_time=self._steps.snapshot(),
+            lora_load_time=self._loads.snapshot(),
         )

@@ -450,7 +450,7 @@ class LoadedLora(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., identity: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("running", "waiting", "kv", "compilations", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps", "time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "drafts", "draft_accepted_at")
+    __slots__ = ("running", "waiting", "kv", "compilations", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps", "time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "drafts", "draft_accepted_at", "loras", "lora_load_time")
     class WaitingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -494,6 +494,8 @@ class Stats(_message.Message):
     STEP_TIME_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LORAS_FIELD_NUMBER: _ClassVar[int]
+    LORA_LOAD_TIME_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: _containers.ScalarMap[str, int]
     kv: Usage
@@ -516,7 +518,41 @@ class Stats(_message.Message):
     step_time: Histogram
     drafts: int
     draft_accepted_at: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv: _Optional[_Union[Usage, _Mapping]] = ..., compilations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., replay_mismatches: _Optional[int] = ..., steps: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_latency: _Optional[_Union[Histogram, _Mapping]] = ..., e2e_latency: _Optional[_Union[Histogram, _Mapping]] = ..., queue_time: _Optional[_Union[Histogram, _Mapping]] = ..., step_time: _Optional[_Union[Histogram, _Mapping]] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ...) -> None: ...
+    loras: LoraUsage
+    lora_load_time: Histogram
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv: _Optional[_Union[Usage, _Mapping]] = ..., compilations: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., replay_mismatches: _Optional[int] = ..., steps: _Optional[int] = ..., time_to_first_token: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_latency: _Optional[_Union[Histogram, _Mapping]] = ..., e2e_latency: _Optional[_Union[Histogram, _Mapping]] = ..., queue_time: _Optional[_Union[Histogram, _Mapping]] = ..., step_time: _Optional[_Union[Histogram, _Mapping]] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., loras: _Optional[_Union[LoraUsage, _Mapping]] = ..., lora_load_time: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+
+class LoraUsage(_message.Message):
+    __slots__ = ("loaded", "slots", "slots_used", "loads", "evictions", "running", "waiting")
+    class RunningEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class WaitingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    loaded: int
+    slots: int
+    slots_used: int
+    loads: int
+    evictions: int
+    running: _containers.ScalarMap[str, int]
+    waiting: _containers.ScalarMap[str, int]
+    def __init__(self, loaded: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ..., waiting: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("total", "free", "cached", "held", "host_total", "host_used")

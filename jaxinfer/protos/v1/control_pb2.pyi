@@ -26,7 +26,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts", "drafts", "draft_accepted_at")
+    __slots__ = ("state", "running", "waiting", "kv_pages", "prompt_tokens", "generated_tokens", "finished", "preemptions", "prefix_queries", "prefix_hits", "draft_tokens", "draft_accepted", "steps", "compilations", "restarts", "drafts", "draft_accepted_at", "lora_usage")
     class WaitingEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Stats(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    LORA_USAGE_FIELD_NUMBER: _ClassVar[int]
     state: str
     running: int
     waiting: _containers.ScalarMap[str, int]
@@ -89,7 +90,40 @@ class Stats(_message.Message):
     restarts: int
     drafts: int
     draft_accepted_at: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ...) -> None: ...
+    lora_usage: LoraUsage
+    def __init__(self, state: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[_Mapping[str, int]] = ..., kv_pages: _Optional[_Mapping[str, int]] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ..., steps: _Optional[int] = ..., compilations: _Optional[int] = ..., restarts: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_accepted_at: _Optional[_Iterable[int]] = ..., lora_usage: _Optional[_Union[LoraUsage, _Mapping]] = ...) -> None: ...
+
+class LoraUsage(_message.Message):
+    __slots__ = ("loaded", "slots", "slots_used", "loads", "evictions", "running", "waiting")
+    class RunningEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class WaitingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    loaded: int
+    slots: int
+    slots_used: int
+    loads: int
+    evictions: int
+    running: _containers.ScalarMap[str, int]
+    waiting: _containers.ScalarMap[str, int]
+    def __init__(self, loaded: _Optional[int] = ..., slots: _Optional[int] = ..., slots_used: _Optional[int] = ..., loads: _Optional[int] = ..., evictions: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ..., waiting: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WatchStartupRequest(_message.Message):
     __slots__ = ()
@@ -166,3 +200,53 @@ class StopProfileResponse(_message.Message):
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     folder: str
     def __init__(self, folder: _Optional[str] = ...) -> None: ...
+
+class LoadLoraRequest(_message.Message):
+    __slots__ = ("lora_name", "lora_path", "load_inplace")
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_INPLACE_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    lora_path: str
+    load_inplace: bool
+    def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., load_inplace: bool = ...) -> None: ...
+
+class LoadLoraResponse(_message.Message):
+    __slots__ = ("lora",)
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    lora: Lora
+    def __init__(self, lora: _Optional[_Union[Lora, _Mapping]] = ...) -> None: ...
+
+class Lora(_message.Message):
+    __slots__ = ("name", "path", "identity", "rank", "parent")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    identity: str
+    rank: int
+    parent: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., identity: _Optional[str] = ..., rank: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
+
+class UnloadLoraRequest(_message.Message):
+    __slots__ = ("lora_name",)
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    def __init__(self, lora_name: _Optional[str] = ...) -> None: ...
+
+class UnloadLoraResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasResponse(_message.Message):
+    __slots__ = ("loras",)
+    LORAS_FIELD_NUMBER: _ClassVar[int]
+    loras: _containers.RepeatedCompositeFieldContainer[Lora]
+    def __init__(self, loras: _Optional[_Iterable[_Union[Lora, _Mapping]]] = ...) -> None: ...

@@ -69,6 +69,21 @@ class ControlStub(object):
                 request_serializer=jaxinfer_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=jaxinfer_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/jaxinfer.v1.Control/LoadLora',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/jaxinfer.v1.Control/UnloadLora',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/jaxinfer.v1.Control/ListLoras',
+                request_serializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -120,6 +135,27 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Reads a LoRA adapter, in PEFT's format, and lets requests name it. It is FAILED_PRECONDITION where the server was
+        started without enable_lora or without lora_root, INVALID_ARGUMENT where the folder cannot be served.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Lets no further request name an adapter; those that run end with it. An unknown name is NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -157,6 +193,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=jaxinfer_dot_v1_dot_control__pb2.StopProfileRequest.FromString,
                     response_serializer=jaxinfer_dot_v1_dot_control__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.LoadLoraRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasRequest.FromString,
+                    response_serializer=jaxinfer_dot_v1_dot_control__pb2.ListLorasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -348,6 +399,87 @@ class Control(object):
             '/jaxinfer.v1.Control/StopProfile',
             jaxinfer_dot_v1_dot_control__pb2.StopProfileRequest.SerializeToString,
             jaxinfer_dot_v1_dot_control__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/LoadLora',
+            jaxinfer_dot_v1_dot_control__pb2.LoadLoraRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/UnloadLora',
+            jaxinfer_dot_v1_dot_control__pb2.UnloadLoraRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/ListLoras',
+            jaxinfer_dot_v1_dot_control__pb2.ListLorasRequest.SerializeToString,
+            jaxinfer_dot_v1_dot_control__pb2.ListLorasResponse.FromString,
             options,
             channel_credentials,
             insecure,

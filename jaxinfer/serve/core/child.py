@@ -22,7 +22,9 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], config: ServeConfig, observe: Callable[[pb.FromCore], None]) -> Child:
-        """Start the process, in a session of its own, so that a terminal's Ctrl-C does not reach it.
+        """Start the process, in a group of its own, so that a terminal's Ctrl-C does not reach it.
+
+        In our session: who stands back in one of ours (`jaxinfer.helper_process`) does so for the engine, too.
 
         Its stdin stays open as long as this process lives; its logs go where ours go.
 
@@ -35,9 +37,7 @@ class Child:
         require_descriptors()
         folder = SocketFolder.make()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
-            )
+            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, process_group=0)
         except BaseException:
             folder.remove()
             raise

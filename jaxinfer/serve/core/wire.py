@@ -10,6 +10,7 @@ from typing import Any
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.lora.store import LoadedLoRA
+from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.calls import ModelCard
@@ -61,7 +62,7 @@ _COUNTERS = (
     "replay_mismatches",
     "steps",
 )
-_HISTOGRAMS = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time")
+_HISTOGRAMS = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "lora_load_time")
 
 # ---- requests
 
@@ -310,6 +311,7 @@ def stats_message(stats: EngineStats) -> pb.Stats:
         preemptions=stats.preemptions,
         draft_accepted_at=stats.draft_accepted_at,
         kv=None if stats.kv is None else pb.Usage(**dataclasses.asdict(stats.kv)),
+        loras=None if stats.loras is None else pb.LoraUsage(**dataclasses.asdict(stats.loras)),
     )
 
 
@@ -326,7 +328,13 @@ def stats_of(message: pb.Stats) -> EngineStats:
         kv=KVUsage(**{field.name: getattr(kv, field.name) for field in dataclasses.fields(KVUsage)})
         if message.HasField("kv")
         else None,
+        loras=_lora_usage_of(message.loras) if message.HasField("loras") else None,
     )
+
+
+def _lora_usage_of(message: pb.LoraUsage) -> LoRAUsage:
+    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(LoRAUsage)}
+    return LoRAUsage(**{**fields, "running": dict(message.running), "waiting": dict(message.waiting)})
 
 
 def _histogram_message(histogram: Histogram) -> pb.Histogram:

@@ -15,6 +15,7 @@ from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.grpc import chat, convert
+from jaxinfer.serve.grpc.loras import model_of
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.text.output import OutputDelta
 
@@ -24,16 +25,18 @@ class Answer:
     """Responses to a request that was accepted.
 
     Attributes:
+        model: the name of what answers.
         outputs: by index, those that a parser reads; None: its text is all that the model says.
     """
 
     frontend: Frontend
     generation: Generation
+    model: str
     outputs: Sequence[ParsedOutput | None]
 
     def started(self) -> pb.GenerateResponse:
         made = self.generation
-        return convert.started(made.request_id, made.seed, len(made.prompt_token_ids))
+        return convert.started(made.request_id, made.seed, len(made.prompt_token_ids), self.model)
 
     def responses(self, delta: OutputDelta) -> Iterator[pb.GenerateResponse]:
         """Those that a delta makes, see `convert.deltas`."""
@@ -56,6 +59,7 @@ async def answering(frontend: Frontend, request: pb.GenerateRequest, rpc: Rpc) -
     call = await convert.converted(
         convert.call_of, request, frontend.limits, timeout=left, tenant=rpc.caller.name, trace=trace
     )
+    call = dataclasses.replace(call, model=model_of(frontend, request))
     terms, parsers = ChatTerms(), Parsers()
     with in_its_words(convert.names_of(request, "input")):
         if isinstance(call.prompt, Conversation):
@@ -64,4 +68,5 @@ async def answering(frontend: Frontend, request: pb.GenerateRequest, rpc: Rpc) -
             call = dataclasses.replace(call, sampling=terms.held(call.sampling, parsers))
         accepted = await frontend.generate(dataclasses.replace(call, shown=parsers.markers))
     async with accepted as generation:
-        yield Answer(frontend, generation, outputs_of(generation, terms, parsers, frontend.tokenizer))
+        model = frontend.card.name if call.model is None else call.model
+        yield Answer(frontend, generation, model, outputs_of(generation, terms, parsers, frontend.tokenizer))

@@ -49,8 +49,11 @@ SCOPES: Mapping[str, str | None] = MappingProxyType(
     | _methods(
         "jaxinfer.v1.Control",
         {
-            "admin": ("Abort", "Drain", "FlushPrefixCache", "StartProfile", "StopProfile"),
-            "observe": ("GetStats", "WatchStartup"),
+            "admin": (
+                *("Abort", "Drain", "FlushPrefixCache", "StartProfile", "StopProfile"),
+                *("LoadLora", "UnloadLora"),
+            ),
+            "observe": ("GetStats", "WatchStartup", "ListLoras"),
         },
     )
     # The two that say no more than health does are as free as it is: probes of this protocol have no keys.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, override, runtime_checkable
 
@@ -10,7 +11,9 @@ from jaxinfer.protos.v1 import control_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlServicer
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.loras import lora_message
 from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.loras import NameInUseError, required
 
 _MAX_DRAIN_SECONDS = 24 * 3600.0
 
@@ -128,6 +131,27 @@ class Control(ControlServicer):
         self._check_profiling()
         return pb.StopProfileResponse(folder=await self._engine.stop_profile())
 
+    @override
+    async def LoadLora(self, request: pb.LoadLoraRequest, rpc: Rpc) -> pb.LoadLoraResponse:
+        frontend = self._frontend()
+        loras, replace = required(frontend.loras), request.load_inplace
+        try:
+            loaded = await loras.load(request.lora_name, request.lora_path, replace=replace)
+        except NameInUseError as error:
+            raise ServeError(Kind.EXISTS, error.message, error.field) from None
+        return pb.LoadLoraResponse(lora=lora_message(loaded, frontend.card.name))
+
+    @override
+    async def UnloadLora(self, request: pb.UnloadLoraRequest, rpc: Rpc) -> pb.UnloadLoraResponse:
+        await required(self._frontend().loras).unload(request.lora_name)
+        return pb.UnloadLoraResponse()
+
+    @override
+    async def ListLoras(self, request: pb.ListLorasRequest, rpc: Rpc) -> pb.ListLorasResponse:
+        frontend = self._frontend()
+        loras, parent = required(frontend.loras).list(), frontend.card.name
+        return pb.ListLorasResponse(loras=[lora_message(loaded, parent) for loaded in loras])
+
     def _check_profiling(self) -> None:
         if not self._profiling:
             raise ServeError(Kind.INVALID, "profiling is off: the server was started without profile_dir")
@@ -147,6 +171,8 @@ def _fill(message: pb.Stats, stats: EngineStats) -> None:
     message.finished.update({reason.value: count for reason, count in stats.finished.items()})
     message.preemptions.update(stats.preemptions)
     message.draft_accepted_at.extend(stats.draft_accepted_at)
+    if stats.loras is not None:
+        message.lora_usage.CopyFrom(pb.LoraUsage(**dataclasses.asdict(stats.loras)))
     for name in _SAME:
         setattr(message, name, getattr(stats, name))
 

@@ -163,10 +163,11 @@ def parsed(delta: OutputDelta, output: ParsedOutput) -> ParsedDelta:
     return ParsedDelta(**fields, reasoning=found.reasoning, calls=call_deltas(events))
 
 
-def started(request_id: str, seed: int, prompt_tokens: int) -> pb.GenerateResponse:
+def started(request_id: str, seed: int, prompt_tokens: int, model: str) -> pb.GenerateResponse:
     """A seed of the upper half of 64 bits is told as the negative number that means the same."""
     signed = seed - 2**64 if seed >= 2**63 else seed
-    return pb.GenerateResponse(request_id=request_id, started=pb.Started(seed=signed, prompt_tokens=prompt_tokens))
+    told = pb.Started(seed=signed, prompt_tokens=prompt_tokens, model=model)
+    return pb.GenerateResponse(request_id=request_id, started=told)
 
 
 def finished(request_id: str, usage: Usage) -> pb.GenerateResponse:

@@ -15,6 +15,7 @@ from jaxinfer.serve.grpc import convert
 from jaxinfer.serve.grpc.answers import answering
 from jaxinfer.serve.grpc.batch import Batch
 from jaxinfer.serve.grpc.chat import optional
+from jaxinfer.serve.grpc.loras import model_of
 from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.text.output import OutputDelta
@@ -78,7 +79,7 @@ class Inference(InferenceServicer):
             results = await frontend.score(
                 await convert.converted(convert.input_of, request, frontend.limits, "context"),
                 convert.continuations_of(request, frontend.limits),
-                model=optional(request, "model"),
+                model=model_of(frontend, request),
                 add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else True,
                 timeout=rpc.time_remaining(),
                 tenant=rpc.caller.name,

@@ -1,6 +1,7 @@
 """The Open Inference Protocol over a `Frontend`: what KServe's and Triton's clients speak.
 
-The model has the inputs and outputs of Triton's LLM backends, see `jaxinfer.serve.grpc.oip_request`.
+The model, and each of its adapters under a name of its own, has the inputs and outputs of Triton's LLM backends, see
+`jaxinfer.serve.grpc.oip_request`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class OpenInference(GRPCInferenceServiceServicer):
 
     @override
     async def ModelReady(self, request: pb.ModelReadyRequest, rpc: Rpc) -> pb.ModelReadyResponse:
-        ready = self._is_ready() and request.name == self._frontend().card.name and request.version in ("", _VERSION)
-        return pb.ModelReadyResponse(ready=ready)
+        known = self._is_ready() and _is_known(self._frontend(), request.name)
+        return pb.ModelReadyResponse(ready=known and request.version in ("", _VERSION))
 
     @override
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, rpc: Rpc) -> pb.ServerMetadataResponse:
@@ -66,7 +67,7 @@ class OpenInference(GRPCInferenceServiceServicer):
         frontend = self._frontend()
         _check_model(frontend, request.name, request.version)
         return pb.ModelMetadataResponse(
-            name=frontend.card.name,
+            name=request.name,
             versions=[_VERSION],
             platform="jaxinfer",
             inputs=[_TENSOR(name=name, datatype=datatype, shape=[1]) for name, datatype in INPUTS.items()],
@@ -159,6 +160,10 @@ def _check_model(frontend: Frontend, name: str, version: str) -> None:
         raise ServeError(
             Kind.NOT_FOUND, f"model_version={version[:100]!r} is not served, only {_VERSION!r}", field="model_version"
         )
+
+
+def _is_known(frontend: Frontend, name: str) -> bool:
+    return name == frontend.card.name or (frontend.loras is not None and name in frontend.loras)
 
 
 def _response(request: pb.ModelInferRequest, ask: Ask, outputs: _Outputs) -> pb.ModelInferResponse:

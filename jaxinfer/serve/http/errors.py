@@ -18,6 +18,7 @@ _NAMES: Mapping[Kind, tuple[str, str | None]] = {
     Kind.FORBIDDEN: ("permission_error", "insufficient_permissions"),
     Kind.NOT_FOUND: ("invalid_request_error", "model_not_found"),
     Kind.EXISTS: ("invalid_request_error", "duplicate_request_id"),
+    Kind.PRECONDITION: ("invalid_request_error", "not_enabled"),
     Kind.TOO_LARGE: ("invalid_request_error", "request_too_large"),
     Kind.QUEUE_FULL: ("rate_limit_error", "rate_limit_exceeded"),
     Kind.CANCELLED: ("server_error", "cancelled"),

@@ -12,6 +12,7 @@ from jaxinfer.engine.execution.prepare import Prepared
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.stats import StatsRecorder, merged
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.parallel.mesh import make_mesh
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from jaxinfer.types import FinishReason, Request, SequenceDelta
@@ -178,12 +179,16 @@ def test_figures_are_sums():
     second.preempted("swap")
     first.step(0.01)
     second.step(3.0)
-    one = first.snapshot(running=2, waiting={"capacity": 1}, kv=KVUsage(10, 5, 2, 3, 8, 1), compilations=9)
-    two = second.snapshot(running=1, waiting={"capacity": 4}, kv=KVUsage(10, 10, 0, 0, 8, 0), compilations=9)
+    loras = LoRAUsage(3, 2, 1, 5, 4, {"a": 1}, {})
+    one = first.snapshot(running=2, waiting={"capacity": 1}, kv=KVUsage(10, 5, 2, 3, 8, 1), loras=loras, compilations=9)
+    two = second.snapshot(
+        running=1, waiting={"capacity": 4}, kv=KVUsage(10, 10, 0, 0, 8, 0), loras=loras, compilations=9
+    )
     both = merged([one, two], 0)
     assert (both.running, both.waiting, both.compilations) == (3, {"capacity": 5}, 0)
     assert (both.prefix_queries, both.prefix_hits, both.preemptions["swap"], both.steps) == (15, 9, 1, 2)
     assert both.kv == KVUsage(20, 15, 2, 3, 16, 1)
+    assert both.loras == LoRAUsage(3, 4, 2, 10, 8, {"a": 2}, {})
     assert both.step_time.count == 2
     assert both.step_time.sum == pytest.approx(3.01)
     assert dataclasses.replace(one, compilations=0) == merged([one], 0)

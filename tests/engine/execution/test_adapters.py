@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.config import EngineConfig, EngineConfigError
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
 from jaxinfer.engine.execution.compilations import count_compilations
@@ -200,12 +200,6 @@ def test_banks_count_in_the_memory_plan():
 
 def changed(**changes):
     return {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__} | changes
-
-
-@pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"])
-def test_what_adapters_cannot_be_spread_over_is_refused(setting):
-    with pytest.raises(EngineConfigError, match=f"enable_lora = True and {setting} = 2 exclude each other"):
-        prepare(random_model(), EngineConfig(**changed(**{setting: 2})), "cpu", mesh_for(CONFIG))
 
 
 def test_a_load_crosses_to_another_process_as_it_is():

@@ -10,12 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.calibration import calibrate
 from jaxinfer.engine.execution.commands import DecodeBatch, PrefillBatch
-from jaxinfer.engine.execution.probe import Probe
+from jaxinfer.engine.execution.executor import LocalExecutor
+from jaxinfer.engine.execution.prepare import prepare
+from jaxinfer.engine.execution.probe import Probe, joint
 from jaxinfer.engine.execution.step import unpack
 from jaxinfer.kv.pool import LayerPool
 from jaxinfer.llm import LLM
+from jaxinfer.parallel.mesh import mesh_for
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_invariance import bits, prompts_of
 from tests.fakes import random_model
@@ -174,3 +179,47 @@ def test_several_steps_are_used_where_they_give_the_bits_of_one(dtype):
     for change in ("nothing", "pages", "logprobs", "tokens"):
         with probe_with(engine, decode_many=several(engine, change)) as probe:
             assert probe.multi_step(engine.limits) is (change == "nothing"), change
+
+
+# ---- programs with adapters
+
+
+def test_programs_with_adapters_must_have_equal_bits_as_well():
+    config = EngineConfig(
+        max_num_seqs=3,
+        max_model_len=64,
+        page_size=16,
+        prefill_sizes=(16, 32),
+        max_prefill_rows=1,
+        multi_step=3,
+        structured_output_helpers=0,
+        enable_lora=True,
+        max_lora_rank=4,
+    )
+    prepared = prepare(random_model(), config, "cpu")
+    executor = LocalExecutor(*prepared, mesh_for(config))
+    found = calibrate(executor, prepared, "cpu")
+    assert (found.size_classes, found.multi_step) == ({16: 0, 32: 0}, 3)
+    (part,) = executor.runtimes
+    whole, adapted = part.run, part.run.adapted
+    assert adapted is not None
+
+    def prefill(*operands):
+        return nudged(adapted.prefill[32, 1](*operands), 0)
+
+    def decode_many(*operands):
+        state, *rest = adapted.decode_many(*operands)
+        return state._replace(pools=nudged(state.pools, 0, 15)), *rest
+
+    part.run = dataclasses.replace(
+        whole,
+        adapted=dataclasses.replace(adapted, prefill={**adapted.prefill, (32, 1): prefill}, decode_many=decode_many),
+    )
+    found = calibrate(executor, prepared, "cpu")
+    assert (found.size_classes, found.multi_step) == ({16: 0, 32: 1}, 1)
+
+
+def test_sizes_are_equal_where_they_are_in_all_classes():
+    assert joint([{8: 0, 16: 0, 32: 2}]) == {8: 0, 16: 0, 32: 2}
+    assert joint([{8: 0, 16: 0, 32: 0}, {8: 0, 16: 1, 32: 1}]) == {8: 0, 16: 1, 32: 1}
+    assert joint([{8: 0, 16: 0, 32: 2}, {8: 0, 16: 1, 32: 1}]) == {8: 0, 16: 1, 32: 2}

@@ -61,13 +61,38 @@ def run_schedule(seed: int) -> None:
                 name = rng.choice([*(each.name for each in store.list()), None])
                 own = {"n": rng.choice((1, 1, 2)), "priority": rng.randrange(3), "tenant": rng.choice("xy")}
                 loop.add(ask(store, str(came), name, rng.randrange(1, 40), rng.randrange(1, 20), seed=came, **own))
+        check_usage(loop, store)
         for _ in range(rng.randrange(4)):
             loop.step()
+            check_usage(loop, store)
     now.late = False
     now.run()
     loop.drain()
     loop.check_empty()
     check_nothing_left(loop, store)
+
+
+def check_usage(loop: Loop, store: LoRAStore) -> None:
+    """What is told of adapters is what a look at each sequence finds."""
+    scheduler = loop.scheduler
+    queue = scheduler._loras
+    assert isinstance(queue, AdapterQueue)
+    usage, waiting = scheduler.lora_usage(), list(queue)
+    assert usage is not None
+    names = [
+        {each.request.lora.name for each in some if each.request.lora}
+        for some in (scheduler._running.values(), waiting)
+    ]
+    assert [set(usage.running), set(usage.waiting)] == names
+    assert sum(usage.running.values()) == sum(bool(each.request.lora) for each in scheduler._running.values())
+    assert sum(usage.waiting.values()) == sum(bool(each.request.lora) for each in waiting)
+    held = {each for wanted in queue._held.values() for each in wanted.sequences.values()}
+    reasons = scheduler.waiting
+    assert (held, reasons["adapter"]) == (queue.held, len(held))
+    assert reasons["preempted"] == len(scheduler._preempted - held)
+    assert reasons["capacity"] == len(waiting) - len(scheduler._preempted | held)
+    assert usage.loaded == len(store.list())
+    assert usage.slots_used == usage.loads - usage.evictions <= usage.slots
 
 
 def check_nothing_left(loop: Loop, store: LoRAStore) -> None:

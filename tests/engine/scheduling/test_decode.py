@@ -108,6 +108,30 @@ def test_a_late_mask_leaves_out_its_own_row_alone():
     assert stage.masks.waited == [[0]], "it is waited for once"
 
 
+def test_nobody_waits_for_who_was_slow_until_it_is_fast_again():
+    stage = Stage()
+    for name in ("fast", "slow"):
+        stage.add(name, True)
+    stage.step()
+    slow = stage.masks.held[1]
+    stage.give(0)
+    stage.give(1)
+    slow.slow = True
+    assert stage.step() == ["fast", "slow"]
+    stage.step()
+    stage.masks.waited.clear()
+    stage.step()
+    assert stage.masks.waited == [[0]], "also where all have grammars"
+    stage.give(0)
+    stage.give(1)
+    slow.slow = False
+    assert stage.step() == ["fast", "slow"]
+    stage.masks.waited.clear()
+    stage.step()
+    stage.step()
+    assert stage.masks.waited == [[0, 1]]
+
+
 def test_those_with_grammars_run_together():
     """Else each step would have half of them."""
     stage = Stage()

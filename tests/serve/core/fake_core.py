@@ -19,7 +19,7 @@ from jaxinfer.serve.core import process
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig
-from tests.lora.fakes import parts_of, read_folder
+from tests.lora.fakes import parts_of, read_number
 from tests.serve import fake_engine as fake
 
 REPO = pathlib.Path(__file__).resolve().parents[3]
@@ -91,7 +91,7 @@ def main() -> None:
         adapters = settings.engine
         engine = fake.FakeEngine(
             mischief,
-            loras=LoRAStore(read_folder, parts_of, adapters.host_loras) if adapters.enable_lora else None,
+            loras=LoRAStore(read_number, parts_of, adapters.host_loras) if adapters.enable_lora else None,
             enable_lora=adapters.enable_lora,
             max_loras=adapters.max_loras,
             max_waiting_requests=settings.engine.max_waiting_requests,

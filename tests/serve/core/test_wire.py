@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduling.stats import EngineStats, Histogram
 from jaxinfer.kv.manager import KVUsage
+from jaxinfer.lora.usage import LoRAUsage
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import RequestError, SamplingParams, Speculation, StructuredOutputs
 from jaxinfer.serve.calls import ModelCard
@@ -105,13 +106,15 @@ histograms = st.builds(
 )
 plain = ("running", "compilations", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits")
 plain += ("drafts", "draft_tokens", "draft_accepted", "replayed_tokens", "replay_mismatches", "steps")
-times = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time")
+times = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time", "step_time", "lora_load_time")
+by_name = st.dictionaries(text, counts, max_size=3)
 stats = st.builds(
     EngineStats,
     **dict.fromkeys(plain, counts),
     **dict.fromkeys(times, histograms),
     waiting=st.dictionaries(text, counts, max_size=2),
     kv=st.none() | st.builds(KVUsage, *[counts] * 6),
+    loras=st.none() | st.builds(LoRAUsage, *[counts] * 5, by_name, by_name),
     finished=st.dictionaries(st.sampled_from(FinishReason), counts),
     preemptions=st.dictionaries(text, counts, max_size=2),
     draft_accepted_at=st.lists(counts, max_size=4).map(tuple),

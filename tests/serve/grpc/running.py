@@ -12,6 +12,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.control_pb2_grpc import ControlStub
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
@@ -20,7 +21,9 @@ from jaxinfer.serve.auth import Authoriser
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.server import GrpcServers
+from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.settings import ServeConfig
+from tests.lora.fakes import parts_of, read_number
 from tests.serve.fake_engine import FakeEngine, Mischief, fake_card, fake_template, fake_tokenizer
 
 WELL = Mischief()
@@ -126,6 +129,7 @@ async def running(
     frontend: Callable[[Frontend], Callable[[], Frontend]] = lambda made: lambda: made,
     settings: dict[str, Any] | None = None,
     more: Callable[[Callable[[], Frontend]], list[Any]] = lambda frontend: [],
+    loras: Callable[[AsyncEngine], LoRAs] | None = None,
     **config: Any,
 ) -> AsyncIterator[Running]:
     """A server and a client of it.
@@ -135,15 +139,20 @@ async def running(
         target: makes the client's channel from the port.
         frontend: what the server gets in place of the real one.
         settings: of the engine.
+        loras: makes its adapters, whose folders are `tests.lora.fakes.write_number`'s; None: it serves none.
         config: fields of `ServeConfig`.
     """
-    engine = FakeEngine(mischief, **(settings or {}))
+    store = None if loras is None else LoRAStore(read_number, parts_of, 8)
+    engine = FakeEngine(mischief, loras=store, enable_lora=store is not None, **(settings or {}))
     chosen = ServeConfig(**{"model": "fake", "grpc_port": 0, "control_port": 0, "drain_seconds": 5.0, **config})
     async with contextlib.AsyncExitStack() as stack:
         served = AsyncEngine(engine)
         served.start()
         stack.push_async_callback(served.stop, drain=False)
-        made = Frontend(served, fake_card(engine.config), fake_tokenizer(), fake_template(), chosen.limits)
+        card, adapters = fake_card(engine.config), loras and loras(served)
+        if adapters is not None:
+            await adapters.restore(served, card.name)
+        made = Frontend(served, card, fake_tokenizer(), fake_template(), chosen.limits, loras=adapters)
         stack.push_async_callback(made.aclose)
         supervisor = FakeSupervisor()
         given = frontend(made)

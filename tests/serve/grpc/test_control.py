@@ -84,6 +84,15 @@ def test_every_figure_of_the_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         assert (type(value)(heard) if isinstance(value, dict | tuple) else heard) == value, name
     kv = {"total": 16, "free": 1, "cached": 3, "held": 12, "host_total": 11, "host_used": 4}
     assert (dict(told.kv_pages), dict(told.waiting)) == (kv, {"slot": 8, "pages": 5})
+    assert told.lora_usage == pb.LoraUsage(
+        loaded=21,
+        slots=2,
+        slots_used=1,
+        loads=25,
+        evictions=24,
+        running={"a": 4, "b": 3},
+        waiting={"b": 1, "c": 5, "d": 2, "e": 2},
+    )
 
 
 def test_stats_before_there_is_a_front_end() -> None:

@@ -160,8 +160,8 @@ def test_log_probabilities_come_in_messages_that_every_client_takes(tokens: int,
 def test_an_empty_delta_is_a_delta_and_an_upper_seed_keeps_its_bits() -> None:
     (message,) = convert.deltas("id", OutputDelta(0, "", []), str)
     assert pb.GenerateResponse.FromString(message.SerializeToString()).WhichOneof("event") == "delta"
-    assert convert.started("id", 2**64 - 1, 1).started.seed == -1
-    assert convert.started("id", 2**63 - 1, 1).started.seed == 2**63 - 1
+    assert convert.started("id", 2**64 - 1, 1, "m").started.seed == -1
+    assert convert.started("id", 2**63 - 1, 1, "m").started.seed == 2**63 - 1
     for token in (0, 7):
         (message,) = convert.deltas("id", OutputDelta(0, "", [token], (), "stop", token), str)
         assert (message.delta.WhichOneof("stop_reason"), message.delta.stop_token_id) == ("stop_token_id", token)

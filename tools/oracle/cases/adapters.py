@@ -17,12 +17,14 @@ class AdapterCase:
         config: the model's config.json.
         lora: what PEFT's LoraConfig is told.
         norm_centre: see `Case`.
+        storage: of the model's products: int8 or nf4, as bitsandbytes stores them; None: float32.
     """
 
     name: str
     config: dict
     lora: dict[str, Any]
     norm_centre: float = 1.0
+    storage: str | None = None
 
     @property
     def model_type(self) -> str:
@@ -34,7 +36,14 @@ _QWEN2 = sizes(24, 36, 2, 4, 2)
 _GPT2 = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 3, "tie_word_embeddings": False}
 _MIXTRAL = sizes(24, 20, 2, 4, 2, num_local_experts=3, num_experts_per_tok=2)
 _GEMMA = sizes(24, 40, 2, 3, 1, head_dim=8)
+_PHI3 = sizes(32, 48, 2, 4, 2, pad_token_id=0)
+_FALCON = sizes(
+    32, 96, 2, 4, None, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=80, tie_word_embeddings=False
+)
+# bitsandbytes 0.50.2 reads NF4 on a CPU wrongly where rows of 32 share a block of 64.
+_LLAMA_64, _QWEN2_64 = (sizes(64, 128, layers, 4, 2) for layers in (2, 1))
 _QV, _MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
+_ALL = [*_QV, "k_proj", "o_proj", *_MLP]
 
 ADAPTERS = (
     AdapterCase("llama-qv", _LLAMA, {"r": 4, "lora_alpha": 8, "target_modules": _QV}),
@@ -110,5 +119,35 @@ ADAPTERS = (
         _GEMMA,
         {"r": 2, "lora_alpha": 1, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", *_MLP]},
         norm_centre=0.0,
+    ),
+    AdapterCase(
+        "phi3-all",
+        _PHI3,
+        {"r": 3, "lora_alpha": 4, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    ),
+    AdapterCase("phi3-dora", _PHI3, {"r": 2, "use_dora": True, "target_modules": ["qkv_proj", "gate_up_proj"]}),
+    AdapterCase(
+        "falcon-all",
+        _FALCON,
+        {"r": 2, "target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    ),
+    AdapterCase("llama-int8-all", _LLAMA, {"r": 2, "lora_alpha": 3, "target_modules": _ALL}, storage="int8"),
+    AdapterCase("llama-int8-dora", _LLAMA, {"r": 2, "use_dora": True, "target_modules": [*_QV, *_MLP]}, storage="int8"),
+    AdapterCase("llama-nf4-all", _LLAMA_64, {"r": 2, "lora_alpha": 3, "target_modules": _ALL}, storage="nf4"),
+    AdapterCase(
+        "llama-nf4-dora", _LLAMA_64, {"r": 2, "use_dora": True, "target_modules": [*_QV, *_MLP]}, storage="nf4"
+    ),
+    AdapterCase(
+        "qwen2-nf4-dora",
+        _QWEN2_64,
+        {"r": 2, "bias": "lora_only", "use_dora": True, "target_modules": [*_QV, "down_proj"]},
+        storage="nf4",
+    ),
+    AdapterCase(
+        "gemma-int8-rslora",
+        _GEMMA,
+        {"r": 4, "lora_alpha": 3, "use_rslora": True, "target_modules": _ALL},
+        norm_centre=0.0,
+        storage="int8",
     ),
 )

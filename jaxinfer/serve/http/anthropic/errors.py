@@ -16,6 +16,7 @@ _TYPES: Mapping[Kind, str] = {
     Kind.FORBIDDEN: "permission_error",
     Kind.NOT_FOUND: "not_found_error",
     Kind.EXISTS: "invalid_request_error",
+    Kind.PRECONDITION: "invalid_request_error",
     Kind.TOO_LARGE: "request_too_large",
     Kind.QUEUE_FULL: "rate_limit_error",
     Kind.CANCELLED: "api_error",

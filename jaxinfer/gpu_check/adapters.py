@@ -1,0 +1,27 @@
+"""Products of low rank from rows to rows, each with its adapter: dealt out to tiles, multiplied, and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.lora import group
+from pallas_kernels.lora import mosaic as kernel
+from pallas_kernels.lora import xla as plain
+
+__all__ = ["mosaic", "xla"]
+
+
+def mosaic(x: jax.Array, a: jax.Array, b: jax.Array, slots: jax.Array, **options: Any) -> jax.Array:
+    """``x[i]`` times ``a`` and ``b`` of ``slots[i]``.
+
+    Args:
+        options: of the kernel.
+    """
+    return kernel.low_rank(x, a, b, group(slots, a.shape[0], x.shape[0], path="mosaic"), **options)
+
+
+def xla(x: jax.Array, a: jax.Array, b: jax.Array, slots: jax.Array) -> jax.Array:
+    """The same by XLA."""
+    return plain.low_rank(x, a, b, group(slots, a.shape[0], x.shape[0], path="xla"))

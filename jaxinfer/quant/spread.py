@@ -1,0 +1,88 @@
+"""Low-rank products over a mesh: each device has the parts of an adapter that go with its part of the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxinfer.parallel.mesh import RULES, devices_along, spread_over
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels import lora
+from pallas_kernels.grouped_matmul import Groups
+
+Axes = Sequence[str | None]
+Dealt = tuple[Groups, lora.BySlot | None]
+"""Rows in tiles, and by slot, see `pallas_kernels.lora`."""
+
+
+def is_spread() -> bool:
+    """Whether the traced program runs on several devices, and is not already one device's part."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.size > 1 and AxisType.Manual not in mesh.axis_types
+
+
+def spread_low_rank(
+    x: Float[Array, "rows k"],
+    a: Float[Array, "slots rank k"],
+    b: Float[Array, "slots *out rank"],
+    dealt: Dealt,
+    axes: Axes,
+) -> Float[Array, "rows *out"]:
+    """Shrink and expand each row by its adapter, on the mesh that a program is traced for.
+
+    Where the inputs are spread, each device shrinks its part of them: the sums, numbers of one rank a row, are added up
+    before they are expanded. So what is expanded is the same on every device.
+
+    Args:
+        axes: logical axes of the weight's outputs and, at last, of its inputs.
+    """
+    if not is_spread():
+        return lora.low_rank(x, a, b, *dealt)
+    *outs, along = spread_over(axes, (*b.shape[1:-1], x.shape[-1]))
+    summed = devices_along(jax.sharding.get_abstract_mesh().shape, axes[-1]) > 1
+
+    def own(x: jax.Array, a: jax.Array, b: jax.Array, dealt: Dealt) -> jax.Array:
+        return _summed(x, a, b, dealt[0], along) if summed else lora.low_rank(x, a, b, *dealt)
+
+    parts = PartitionSpec(None, along), PartitionSpec(None, None, along), PartitionSpec(None, *outs)
+    run = jax.shard_map(own, in_specs=(*parts, PartitionSpec()), out_specs=PartitionSpec(None, *outs), check_vma=False)
+    result: jax.Array = run(x, a, b, dealt)
+    return result
+
+
+def _summed(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, along: tuple[str, ...] | None) -> jax.Array:
+    """By rows, not by tiles: which rows lie in a tile must not move a row among the numbers that are added up."""
+    return _by_rows(lax.psum(_by_rows(x, a, groups), along), b, groups)
+
+
+def _by_rows(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:
+    """Multiply each row by its adapter's matrix; zeros for rows without one."""
+    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
+    result = grouped.matmul(tiles, weights, groups)
+    return result.reshape(-1, *weights.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+
+
+def once(bias: Float[Array, "*out"] | None, axes: Axes) -> Float[Array, "*out"] | None:
+    """A bias as one device adds it, whose product of its part of the inputs is a part of a sum: the first one alone."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if bias is None or not axes or AxisType.Manual not in mesh.axis_types or devices_along(mesh.shape, axes[-1]) == 1:
+        return bias
+    return jnp.where(lax.axis_index(RULES[axes[-1] or ""]) == 0, bias, 0)
+
+
+def partition_of(axes: Axes, shape: Sequence[int], *, bank: bool) -> dict[str, PartitionSpec]:
+    """Where the arrays of adapters lie on the mesh that a program is traced for, by name.
+
+    Args:
+        shape: of the weight, ``[*out, in]``.
+        bank: the arrays have a place for each of some adapters.
+    """
+    *outs, along = spread_over(axes, shape)
+    slots, experts = (None,) if bank else (), outs[: axes[0] == "expert"]
+    of_outs = PartitionSpec(*slots, *outs)
+    return {"a": PartitionSpec(*slots, *experts, None, along), "b": of_outs, "magnitude": of_outs, "bias": of_outs}

@@ -1,0 +1,36 @@
+"""Adapters in the messages of `jaxinfer.v1`."""
+
+from __future__ import annotations
+
+from jaxinfer.lora.store import LoadedLoRA
+from jaxinfer.protos.v1 import control_pb2
+from jaxinfer.protos.v1 import inference_pb2 as pb
+from jaxinfer.serve.errors import Kind, ServeError, invalid, short
+from jaxinfer.serve.faults import in_its_words
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.chat import optional
+
+
+def model_of(frontend: Frontend, request: pb.GenerateRequest | pb.ScoreRequest) -> str | None:
+    """The name of what is asked, as the front end takes it: of the adapter, where the request names one.
+
+    Raises:
+        ServeError: NOT_FOUND: there is no such adapter; PRECONDITION: none are served; INVALID: ``model`` is another.
+    """
+    model, name = optional(request, "model"), optional(request, "lora_name")
+    if name is None:
+        return model
+    if frontend.loras is None:
+        reason = f"lora_name={short(name)} is not served: this server was started without enable_lora"
+        raise ServeError(Kind.PRECONDITION, reason, "lora_name")
+    with in_its_words({"model": "lora_name"}):
+        frontend.loras.resolve(name)
+    if model not in (None, name, frontend.card.name):
+        frontend.check_model(model)
+        raise invalid("lora_name", name, f"is another adapter than model={short(model)}")
+    return str(name)
+
+
+def lora_message(loaded: LoadedLoRA, parent: str) -> control_pb2.Lora:
+    """``parent``: the name of the served model."""
+    return control_pb2.Lora(**loaded._asdict(), parent=parent)

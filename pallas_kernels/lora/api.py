@@ -1,0 +1,119 @@
+"""The door of lora: Mosaic kernels for Ampere, Ada and Hopper GPUs, plain XLA everywhere else.
+
+Rows are dealt out to tiles once for all weights of a step (`group`), before it is known which of these the kernels do.
+XLA takes tiles of either kind.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.choice import AMPERE, HOPPER, Choice, Target, Wish, choose, lowering_target
+from pallas_kernels.grouped_matmul import Groups
+from pallas_kernels.lora import cpu, mosaic, xla
+from pallas_kernels.lora.reference import check
+
+
+def group(
+    slots: Int[Array, " rows"],
+    count: int,
+    most: int,
+    *,
+    spread: int | None = None,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Groups:
+    """Deal out rows to tiles of one adapter each; see `pallas_kernels.grouped_matmul.group`.
+
+    Args:
+        slots: the adapter of each row, 0 to ``count`` - 1; a row with any other has none, and is in no tile.
+        count: of adapters.
+        most: the rows that one adapter may have at most.
+        spread: adapters that the rows are likely to be spread over; None: ``count``.
+        path: "mosaic" and "xla" force one.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+    """
+    chosen = _choose(None, path, target).path
+    return grouped.group(slots, count, most, spread=spread, path=chosen, kernel_rows=mosaic.TILE_ROWS, target=target)
+
+
+def by_slot(groups: Groups, count: int, *, target: Target | None = None) -> cpu.BySlot | None:
+    """Few rows by slot, too, as `low_rank` likes them on a CPU.
+
+    Args:
+        groups: `group`'s.
+        count: of adapters.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+    """
+    return cpu.by_slot(groups, count) if (target or lowering_target()).platform == "cpu" else None
+
+
+def explain(
+    x: Any, a: Any, b: Any, groups: Groups | None = None, *, path: Wish = "auto", target: Target | None = None
+) -> Choice:
+    """The path that `low_rank` takes for operands of these shapes and dtypes, and why.
+
+    Args:
+        x: [..., k], of which rows do not count here.
+        groups: None: tiles as the path wants them, see `group`.
+        path: "mosaic" and "xla" force one.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+
+    Raises:
+        ValueError: the Mosaic kernels are forced and cannot do these operands; or they do not fit each other.
+    """
+    check(x, a, b)
+    return _choose(mosaic.refusal(x, a, _flat(b), groups), path, target)
+
+
+def low_rank(
+    x: Float[Array, "rows k"],
+    a: Float[Array, "slots rank k"],
+    b: Float[Array, "slots *n rank"],
+    groups: Groups,
+    slots: cpu.BySlot | None = None,
+    *,
+    path: Wish = "auto",
+    target: Target | None = None,
+) -> Float[Array, "rows *n"]:
+    """Each row times the transposed ``a``, and then ``b``, of its adapter, in the dtype of ``x``; zeros for rows
+    without one.
+
+    A row's result depends on no other row, nor on what else lies in the banks. float32 means float32: no TF32.
+
+    Args:
+        groups: `group`'s.
+        slots: `by_slot`'s.
+        path: "mosaic" and "xla" force one.
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or a forced path that cannot do them.
+    """
+    if explain(x, a, b, groups, path=path, target=target).path == "xla":
+        return xla.low_rank(x, a, b, groups, slots, target=target)
+    result = mosaic.low_rank(x, a, b.reshape(_flat(b).shape), groups)
+    return result.reshape(-1, *b.shape[1:-1])
+
+
+def _choose(refusal: str | None, path: Wish, target: Target | None) -> Choice:
+    if _spread():
+        refusal = "The weights are spread over devices: the Mosaic kernels know of one."
+    return choose(path, refusal, least=AMPERE, most=HOPPER, target=target)
+
+
+def _spread() -> bool:
+    """Whether XLA divides the traced program between devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(size > 1 for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
+
+
+def _flat(b: Any) -> jax.ShapeDtypeStruct:
+    """Flatten the outputs of ``b`` to one dimension."""
+    slots, *outputs, rank = b.shape
+    return jax.ShapeDtypeStruct((slots, math.prod(outputs), rank), b.dtype)

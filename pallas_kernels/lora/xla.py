@@ -1,0 +1,35 @@
+"""A product of low rank in plain XLA: two grouped products, over tiles of one adapter each, but on a CPU."""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float
+
+from pallas_kernels import grouped_matmul as grouped
+from pallas_kernels.choice import Target, lowering_target
+from pallas_kernels.grouped_matmul import Groups
+from pallas_kernels.lora import cpu
+
+
+def low_rank(
+    x: Float[Array, "rows k"],
+    a: Float[Array, "slots rank k"],
+    b: Float[Array, "slots *n rank"],
+    groups: Groups,
+    slots: cpu.BySlot | None = None,
+    *,
+    target: Target | None = None,
+) -> Float[Array, "rows *n"]:
+    """See `api.low_rank`.
+
+    Args:
+        target: what the program is lowered for; None: see `pallas_kernels.choice`.
+    """
+    if (target or lowering_target()).platform == "cpu":
+        flat = b.reshape(b.shape[0], -1, b.shape[-1])
+        result = cpu.low_rank(x, a.astype(x.dtype), flat.astype(x.dtype), groups, slots)
+        return result.reshape(-1, *b.shape[1:-1])
+    tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
+    hidden = grouped.matmul(tiles, a, groups, path="xla", target=target)
+    delta: jax.Array = grouped.matmul(hidden, b, groups, path="xla", target=target)
+    return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)

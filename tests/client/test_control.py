@@ -1,0 +1,80 @@
+"""The clients of the control port, against a real server over the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from jaxinfer import client as c
+from jaxinfer.serve.loras import LoRAs
+from tests.client.serving import Served, served
+from tests.lora.fakes import write_number
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    root = tmp_path_factory.mktemp("adapters")
+    for content, name in enumerate(("pirate", "poet"), 1):
+        write_number(root / name, content)
+    with served(loras=lambda engine: LoRAs(engine, root=root)) as run:
+        yield run
+
+
+def target(server: Served) -> str:
+    return f"127.0.0.1:{server.run.servers.control_port}"
+
+
+def test_adapters_come_and_go(server: Served) -> None:
+    with c.Control(target(server), timeout=20) as control, c.Client(server.target, timeout=20) as client:
+        lora = control.load_lora("a", "pirate")
+        assert (lora.name, pathlib.Path(lora.path).name, lora.identity, lora.rank, lora.parent) == (
+            *("a", "pirate", "1", 1),
+            "fake",
+        )
+        assert control.list_loras() == [lora]
+        answer = client.generate("Hi", max_tokens=4, lora_name="a")
+        with client.stream("Hi", max_tokens=4) as stream:
+            assert (answer.model, stream.model) == ("a", "fake")
+        with pytest.raises(c.AlreadyExists):
+            control.load_lora("a", "poet")
+        assert control.load_lora("a", "poet", load_inplace=True).identity == "2"
+        control.unload_lora("a")
+        with pytest.raises(c.NotFound):
+            client.generate("Hi", lora_name="a")
+        with pytest.raises(c.NotFound):
+            control.unload_lora("a")
+
+
+def test_the_same_for_asyncio(server: Served) -> None:
+    async def story() -> None:
+        async with c.AsyncControl(target(server), timeout=20) as control, c.AsyncClient(server.target) as client:
+            lora = await control.load_lora("b", "poet")
+            assert await control.list_loras() == [lora]
+            assert (await client.generate("Hi", max_tokens=4, lora_name="b")).model == "b"
+            with pytest.raises(c.InvalidRequest, match="lora_path"):
+                await control.load_lora("c", "nowhere")
+            await control.unload_lora("b")
+            with pytest.raises(c.NotFound):
+                await control.unload_lora("b")
+
+    asyncio.run(story())
+
+
+def test_a_server_without_adapters() -> None:
+    refused = pytest.raises(c.FailedPrecondition, match="enable_lora")
+    with served() as run, c.Control(target(run), timeout=20) as control, refused:
+        control.list_loras()
+
+
+def test_what_cannot_be_sent_is_no_call(server: Served) -> None:
+    with c.Control(target(server)) as control:
+        with pytest.raises(ValueError, match="lora_name=1 cannot be sent"):
+            control.load_lora(1, "poet")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="lora_path=None cannot be sent"):
+            control.load_lora("a", None)  # type: ignore[arg-type]
+        assert repr(control) == f"<Control {target(server)}>"
+    with pytest.raises(ValueError, match="http://"):
+        c.Control("http://localhost:1")

@@ -1,0 +1,170 @@
+"""Adapters over meshes: as `apply` says, neighbours' and the model's own bits untouched, nothing compiled for them."""
+
+import functools
+import pathlib
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.engine.execution.compilations import count_compilations
+from jaxinfer.llm import LLM
+from jaxinfer.lora.adapter import Adapter, Delta
+from jaxinfer.lora.door import LoRARequest
+from jaxinfer.lora.merge import declared
+from jaxinfer.models.model import Model
+from jaxinfer.quant.banks import lora_targets
+from jaxinfer.quant.layouts import Grouped
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.types import ParamTree
+from tests.engine.test_invariance import bits
+from tests.lora.goldens import GOLDENS, golden, load_base, read
+from tests.lora.test_served import asked, check_is_apply
+from tests.parallel.devices.test_quantised import stored
+from tests.parallel.devices.test_tensor import COLLECTIVES, model_of
+
+SETTINGS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_model_len": 64,
+    "page_size": 4,
+    "prefill_sizes": (16,),
+    "max_prefill_rows": 1,
+    "num_pages": 80,
+    "show_progress": False,
+    "structured_output_helpers": 0,
+}
+RANK = 4
+LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+NAMES = ("pirate", None, "poet", "pirate", "clerk", None, "poet", "clerk")
+
+
+def drawn(specs: ParamTree, name: str) -> Adapter:
+    """An adapter of every weight that can have one, with magnitudes and biases, from its name."""
+    rng, deltas = np.random.default_rng(zlib.crc32(name.encode())), {}
+    for path, target in lora_targets(specs, specs, RANK).items():
+        arrays = {kind: rng.normal(0, 0.1, shape).astype(np.float32) for kind, shape in target.shapes.items()}
+        arrays["magnitude"] += 1.0
+        deltas[path] = Delta(**arrays)
+    return Adapter(name, RANK, deltas)
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders are names: what would be read there is `drawn`."""
+    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name))
+
+
+def request(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, name)
+
+
+@functools.cache
+def model(kind: str) -> Model:
+    return model_of(kind, intermediate_size=32, hidden_size=32, num_attention_heads=8, num_hidden_layers=2)
+
+
+def of_two_lengths(base: Model) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of one chunk and of two: each length costs `apply` a program."""
+    prompts, params = asked(base, len(NAMES))
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, base.config.vocab_size, 11 + 12 * (at % 2)).tolist() for at in range(len(prompts))], params
+
+
+def check(base: Model, **sizes: Any) -> None:
+    """Eight requests with three adapters, of which two have room, against `apply`, alone, and without any."""
+    prompts, params = of_two_lengths(base)
+    plain = LLM(base, **SETTINGS, **sizes).generate(prompts, params)
+    llm = LLM(base, **LORAS, **SETTINGS, **sizes)
+    with count_compilations() as compilations:
+        mixed = llm.generate(prompts, params, lora=[request(name) for name in NAMES])
+        llm.engine.reset_prefix_cache()
+        alone = [llm.generate([prompts[at]], [params[at]], lora=request(NAMES[at]))[0] for at in (0, 3)]
+    assert compilations.count == 0
+    llm.engine.check()
+    for name, prompt, output in zip(NAMES, prompts, mixed, strict=True):
+        check_is_apply(base if name is None else adapted(base, name), prompt, output)
+    assert [bits(each) for each in alone] == [bits(mixed[at]) for at in (0, 3)]
+    assert [bits(mixed[at]) for at in (1, 5)] == [bits(plain[at]) for at in (1, 5)]
+    assert bits(mixed[0]) != bits(plain[0])
+    check_reload(llm, base, prompts[0], params[0])
+    if "data_parallel_size" not in sizes:
+        check_banks(llm.engine)
+
+
+def check_banks(engine: Any) -> None:
+    """A device has the part of a bank that goes with its part of the weight, and a load moves nothing between them."""
+    for runtime in engine._executor.runtimes:
+        assert not any(re.search(COLLECTIVES, program.as_text()) for program in runtime.run.load.values())
+        for part, banks in runtime.banks.items():
+            for name, bank in banks.items():
+                weight = runtime.params[part]
+                for key in name.split(":")[0].split("/"):
+                    weight = weight[key]
+                over = {axes for axes in jax.tree.leaves(weight)[0].sharding.spec if axes is not None}
+                assert {axes for axes in bank.sharding.spec if axes is not None} <= over
+            kinds = {name.rpartition(":")[2] for name, bank in banks.items() if not bank.sharding.is_fully_replicated}
+            assert kinds == ({"a", "b", "magnitude", "bias"} if runtime.mesh.size > 1 else set())
+
+
+def adapted(base: Model, name: str) -> Model:
+    return base.with_lora(drawn(declared(base), name))
+
+
+def check_reload(llm: LLM, base: Model, prompt: list[int], params: SamplingParams) -> None:
+    """A name that is loaded again means the new content, while requests run with the old one; then it means nothing."""
+    llm.load_lora("actor", "first")
+    with count_compilations() as compilations:
+        run = llm.generate([prompt], [params], lora="actor")
+        llm.load_lora("actor", "second")
+        again = llm.generate([prompt], [params], lora="actor")
+        llm.unload_lora("actor")
+    assert compilations.count == 0
+    check_is_apply(adapted(base, "first"), prompt, run[0])
+    check_is_apply(adapted(base, "second"), prompt, again[0])
+
+
+MESHES: Mapping[str, tuple[str, dict[str, int]]] = {
+    "tp2": ("biases", {"tensor_parallel_size": 2}),
+    "tp4, few KV heads": ("few KV heads", {"tensor_parallel_size": 4}),
+    "pp2": ("groups", {"pipeline_parallel_size": 2}),
+    "tp2 x pp2": ("groups", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "ep2": ("experts", {"expert_parallel_size": 2}),
+    "ep2 x tp2": ("experts", {"expert_parallel_size": 2, "tensor_parallel_size": 2}),
+    "dp2": ("groups", {"data_parallel_size": 2}),
+}
+FAST = ("tp4, few KV heads", "pp2", "ep2 x tp2")
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MESHES]
+)
+@pytest.mark.usefixtures("folders")
+def test_each_says_what_apply_says(mesh: str) -> None:
+    kind, sizes = MESHES[mesh]
+    check(model(kind), **sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folders")
+def test_beside_quantised_weights_of_which_heads_are_copied(tmp_path: pathlib.Path) -> None:
+    check(stored(tmp_path, Grouped("int4", 8, zeros=True), "few KV heads"), tensor_parallel_size=4)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folders")
+def test_where_tokens_are_spread_between_layers() -> None:
+    check(model("groups"), tensor_parallel_size=2, sequence_parallel_norms=True)
+
+
+@pytest.mark.slow
+def test_norms_of_heads_that_are_copied(tmp_path: pathlib.Path) -> None:
+    """DoRA's magnitudes are over norms of the weights, which a folder that is loaded onto a mesh has with copies."""
+    base, prompt = load_base(golden("llama-dora"), tmp_path), list(range(3, 14))
+    llm = LLM(str(tmp_path), "float32", **{**LORAS, "max_lora_rank": 8}, **SETTINGS, tensor_parallel_size=4)
+    params = SamplingParams(max_tokens=9, logprobs=1, prompt_logprobs=1, ignore_eos=True, temperature=0)
+    (output,) = llm.generate([prompt], [params], lora=LoRARequest("dora", str(GOLDENS / "llama-dora")))
+    check_is_apply(base.with_lora(read(GOLDENS / "llama-dora", base)), prompt, output)
