@@ -47,7 +47,7 @@ def _on_cpu(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, slots: cpu
 
 def _forward(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, slots: cpu.BySlot | None) -> tuple[Any, Any]:
     """A loop whose length is data has no gradient of its own."""
-    return jax.vjp(lambda *arrays: _in_two(*arrays, groups, Target("cpu")), x, a, b)
+    return jax.vjp(lambda x, a, b: _in_two(x, a, b, groups, Target("cpu")), x, a, b)
 
 
 def _backward(pullback: Any, change: jax.Array) -> tuple[Any, ...]:
