@@ -223,8 +223,7 @@ class LLM(LoRADoor):
         """`generate`. ``answers``: the prompts are conversations."""
         listed = as_prompts(prompts)
         made = self._requests("prompts", listed, self._params_for(listed, sampling_params), answers)
-        loras = self._refs(lora, len(listed))
-        requests = [dataclasses.replace(each, lora=ref) for each, ref in zip(made, loras, strict=True)]
+        requests = self._adapted(made, lora)
         show = False if asked is None and on_delta is not None else asked
         with prompts_bar(len(listed), show) as count:
 
@@ -249,13 +248,17 @@ class LLM(LoRADoor):
             run.abort()
         return run.outputs
 
-    def score(self, prompt: Prompt, continuations: Sequence[Prompt]) -> list[Score]:
+    def score(self, prompt: Prompt, continuations: Sequence[Prompt], *, lora: LoRAChoice = None) -> list[Score]:
         """Log-probabilities of each continuation (text, or token ids) behind the same prompt, under the raw logits.
 
         Texts are tokenised one by one: a continuation keeps its leading space.
 
+        Args:
+            lora: the adapter of the model that scores; a text names one that is loaded.
+
         Raises:
             RequestError: prompt or continuations are refused, naming field and value.
+            LoRAError: the adapter cannot be read.
         """
         if isinstance(continuations, str):
             raise RequestError("continuations", "is a text, and must be a list of them")
@@ -263,7 +266,8 @@ class LLM(LoRADoor):
         listed = [self._token_ids(f"continuations[{rank}]", each) for rank, each in enumerate(continuations)]
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         whole = [[*context, *ids] for ids in listed]
-        outputs = self._run(whole, self._requests("continuations", whole, [params] * len(whole)))
+        made = self._requests("continuations", whole, [params] * len(whole))
+        outputs = self._run(whole, self._adapted(made, lora))
         return [_score(ids, output) for ids, output in zip(listed, outputs, strict=True)]
 
     def _token_ids(self, field: str, prompt: Prompt, add_special_tokens: bool = False) -> list[int]:

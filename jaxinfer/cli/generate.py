@@ -29,8 +29,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--prompt and --prompt-file exclude each other")
     if args.system is not None and not args.chat:
         parser.error("--system is the first message of a conversation: it needs --chat")
-    if args.chat and args.lora:
-        parser.error("--chat and --lora exclude each other: an adapter continues texts")
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
     if args.lora:
         args.settings = {"enable_lora": True, "max_loras": len(set(args.lora)), **args.settings}

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxinfer.lora.store import LoadedLoRA, LoRAStore
 from jaxinfer.sampling_params import RequestError
-from jaxinfer.types import LoRARef
+from jaxinfer.types import LoRARef, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +75,11 @@ class LoRADoor:
         if self.engine.loras is None:
             raise RequestError("lora", "is not served by this engine: it needs enable_lora")
         return self.engine.loras
+
+    def _adapted(self, requests: Sequence[Request], lora: LoRAChoice | Sequence[LoRAChoice]) -> list[Request]:
+        """The requests with their adapters."""
+        refs = self._refs(lora, len(requests))
+        return [dataclasses.replace(each, lora=ref) for each, ref in zip(requests, refs, strict=True)]
 
     def _refs(self, lora: LoRAChoice | Sequence[LoRAChoice], prompts: int) -> list[LoRARef | None]:
         """The adapter of each prompt; folders that are not loaded are."""

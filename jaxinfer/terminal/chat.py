@@ -52,10 +52,16 @@ class Answer:
 
 
 class Conversation:
-    """What was said so far; it begins with the system's message, if there is one."""
+    """What was said so far; it begins with the system's message, if there is one.
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool) -> None:
-        self._llm, self._params, self._stats = llm, params, stats
+    Args:
+        lora: the name of the adapter that answers.
+    """
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, stats: bool, lora: str | None = None
+    ) -> None:
+        self._llm, self._params, self._stats, self._lora = llm, params, stats, lora
         self._begin(system)
 
     def _begin(self, system: str | None) -> None:
@@ -93,7 +99,7 @@ class Conversation:
         with stopping() as stop:
             answer = Answer(stop)
             with contextlib.suppress(StoppedError):
-                seed = self._llm.chat(asked, self._params, on_delta=answer.take)[0].seed
+                seed = self._llm.chat(asked, self._params, lora=self._lora, on_delta=answer.take)[0].seed
         print()
         self._messages = [*asked, {"role": "assistant", "content": answer.text}]
         if self._stats:
@@ -110,13 +116,15 @@ def converse(args: argparse.Namespace) -> None:
     """Talk with a model that is loaded for it.
 
     Raises:
+        LoRAError: its adapter cannot be read.
         RequestError: it knows no conversations; or a line of a pipe cannot be answered. At a terminal that is said, and
             the conversation goes on.
     """
     if load_template(model_folder(args.model)) is None:
         raise RequestError(None, f"the model {args.model!r} has no chat template: jaxinfer generate continues texts")
     llm, params = start(args, 1)
-    conversation, typed = Conversation(llm, params, args.system, args.stats), sys.stdin.isatty()
+    conversation = Conversation(llm, params, args.system, args.stats, _adapter(llm, args))
+    typed = sys.stdin.isatty()
     if typed:
         print("Type a message; /help lists commands, Ctrl-D ends the conversation.", file=sys.stderr)
     going = True
@@ -127,6 +135,17 @@ def converse(args: argparse.Namespace) -> None:
             if not typed:
                 raise
             print(f"error: {error}", file=sys.stderr)
+
+
+def _adapter(llm: LLM, args: argparse.Namespace) -> str | None:
+    """Load the adapter that `jaxinfer generate` was given; its name."""
+    given: list[tuple[str, str]] = getattr(args, "lora", [])
+    if len(given) > 1:
+        raise RequestError("lora", f": {len(given)} given for one conversation")
+    for name, path in given:
+        llm.load_lora(name, path)
+        return name
+    return None
 
 
 def _read_line(typed: bool) -> str | None:

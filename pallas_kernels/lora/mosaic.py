@@ -257,7 +257,12 @@ def _kernel(
     length: int,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> Callable[..., Any]:
-    """A launch with a thread block for each tile and part, of which none is without work as far as its cost says."""
+    """A launch with a thread block for each tile and part. Its cost is as if no tile were empty.
+
+    Args:
+        parts: of each tile, by the name of the grid's axis.
+        length: what all parts of a tile together go through: inputs, or channels.
+    """
     work = shape.tiles * length
     moved = work * (shape.rank + shape.rows) * shape.dtype.itemsize
     return compat.kernel(

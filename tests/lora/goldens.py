@@ -20,15 +20,23 @@ from tools.oracle.adapters_golden import AdapterGolden, load_adapter_golden, wri
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "goldens" / "adapters"
 MAX_RANK = 8
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def golden(name: str) -> AdapterGolden:
     return load_adapter_golden(GOLDENS / name)
 
 
-def load_base(case: AdapterGolden, folder: pathlib.Path) -> Model:
+def write_model(case: AdapterGolden, folder: pathlib.Path) -> pathlib.Path:
+    """A folder that is served: with a tokenizer and a chat template."""
     write_base(case, folder, GOLDENS)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(case.config["vocab_size"])))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def load_base(case: AdapterGolden, folder: pathlib.Path) -> Model:
+    write_model(case, folder)
     return load_model(str(folder), dtype="float32", show_progress=False)
 
 

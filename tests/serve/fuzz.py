@@ -112,7 +112,7 @@ _FLOATS = (0.0, -0.0, 0.5, 1.0, 1.0000001, -1.0, 2.0, 1e-320, 1e308, -1e308, flo
 _TEXTS = (
     "", " ", "Hi", "\0", "\n\r\n", "é", "狐" * 9, "🦊👩‍🚀", "\u202e\u200b", "\ufeff", "\uffff", "\U0010ffff",
     "a" * 129, "x" * 1025, "</s>", "<s>", "{{ 1 }}", "{% for", "null", "true", "NaN", "-1", "1e999", "../etc/passwd",
-    "%n%s", "fake", "x" * 5000, "user", "system", "assistant", "́" * 300, "a\x7f\x80b",
+    "%n%s", "fake", "pirate", "../pirate", "/etc", "x" * 5000, "user", "system", "assistant", "́" * 300, "a\x7f\x80b",
 )  # fmt: skip
 _CHARACTERS = (*range(32, 127), *range(1, 0xD7FF, 500))
 _SURROGATES = ("\ud800", "a\udfff", "\udc00\ud800")
@@ -217,9 +217,11 @@ _BODIES = {
     "/v1/messages/count_tokens": _COUNTED,
     "/tokenize": {"prompt": "Hi", "add_special_tokens": True, "return_token_strs": True, "model": "fake"},
     "/detokenize": {"tokens": [5, 6, 7], "skip_special_tokens": True, "model": "fake"},
+    "/v1/load_lora_adapter": {"lora_name": "pirate", "lora_path": "pirate", "load_inplace": True},
+    "/v1/unload_lora_adapter": {"lora_name": "pirate", "lora_int_id": None},
 }
 # Fields whose values may stay as they are in a request that is damaged further in.
-_NEEDED = ("prompt", "messages", "tokens", "input", "max_tokens")
+_NEEDED = ("prompt", "messages", "tokens", "input", "max_tokens", "lora_name", "lora_path")
 _PATHS = ("/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake", "/v1/models/%00", "/docs", "/x")
 _METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "FOO")
 _HEADERS = ("X-Request-Id", "X-Request-Timeout", "Content-Type", "Accept-Encoding", "traceparent", "Expect", "Cookie")

@@ -22,6 +22,7 @@ from jaxinfer.serve import event_loop, heap, logs
 from jaxinfer.serve.__main__ import serve
 from jaxinfer.serve.server import Server
 from jaxinfer.serve.settings import make_config
+from tests.lora.fakes import write_number
 from tests.serve.core.fake_core import REPO, command
 from tests.serve.fake_engine import write_fake_folder
 
@@ -182,6 +183,12 @@ def fake_server(
     with started(arguments, folder, files) as server:
         server.until_logged("ready: ")
         yield server
+
+
+def with_adapters(folder: pathlib.Path) -> dict[str, object]:
+    """Settings of a `fake_server` that serves adapters: one is in ``folder``, below which more may be loaded."""
+    write_number(folder / "pirate", 1)
+    return {"engine": {"enable_lora": True}, "lora_root": str(folder)}
 
 
 def main() -> int:

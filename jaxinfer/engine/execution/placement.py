@@ -134,8 +134,7 @@ def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
 
 def of_slot(bank: Any) -> jax.ShapeDtypeStruct:
     """What one slot of a bank takes from the host: float32, spread as the bank is."""
-    _, *spread = (*bank.sharding.spec, *(None,) * (len(bank.shape) - len(bank.sharding.spec)))
-    sharding = NamedSharding(bank.sharding.mesh, PartitionSpec(*spread))
+    sharding = NamedSharding(bank.sharding.mesh, PartitionSpec(*tuple(bank.sharding.spec)[1:]))
     return jax.ShapeDtypeStruct(bank.shape[1:], np.dtype(np.float32), sharding=sharding)
 
 

@@ -17,7 +17,7 @@ from tests.serve.attack import answers
 from tests.serve.attack.corpus import Corpus, to_line
 from tests.serve.attack.lines import Lines
 from tests.serve.doors import Doors, doors
-from tests.serve.processes import ServerProcess, fake_server
+from tests.serve.processes import ServerProcess, fake_server, with_adapters
 from tests.serve.test_bad_inputs import check_normal
 
 AT_ONCE = 16
@@ -86,7 +86,8 @@ def fuzzed_server(folder: pathlib.Path) -> Iterator[tuple[ServerProcess, Lines]]
     """One that counts its lines, and that nothing may have gone wrong in."""
     lines = Lines(folder / "lines")
     run = ("-m", "tests.serve.attack.lines", str(folder / "lines"))
-    with fake_server(folder, "--context", _CONTEXT, run=run, header_seconds=1.0, limits=_LIMITS) as server:
+    settings = {"header_seconds": 1.0, "limits": _LIMITS, **with_adapters(folder / "adapters")}
+    with fake_server(folder, "--context", _CONTEXT, run=run, **settings) as server:
         yield server, lines
         assert server.process.poll() is None
         for word in ("internal error", "Traceback"):

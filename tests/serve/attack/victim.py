@@ -14,7 +14,7 @@ from typing import Any
 from jaxinfer.bench.http1 import HttpError, Pool
 from tests.serve.attack.disk import Disk, small_disk
 from tests.serve.fake_engine import write_fake_folder
-from tests.serve.processes import BOUND, ServerProcess, is_alive
+from tests.serve.processes import BOUND, ServerProcess, is_alive, with_adapters
 
 PATIENCE = 2.0
 """Seconds with readers that do not read."""
@@ -109,6 +109,7 @@ class Victim:
         given = {**_SETTINGS, **{setting: getattr(self, setting) for setting in _DOORS}}
         if self._model == "fake":
             model = str(self._folder / "model")
+            given |= with_adapters(self._folder / "adapters")
             return ["-m", "tests.serve.processes", json.dumps({"model": "fake", **given}), "--folder", model,
                     "--seconds", "0.002"]  # fmt: skip
         flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]

@@ -13,11 +13,13 @@ import pathlib
 import sys
 import time
 
+from jaxinfer.lora.store import LoRAStore
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core import process
 from jaxinfer.serve.core.service import Built, Report
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig
+from tests.lora.fakes import parts_of, read_number
 from tests.serve import fake_engine as fake
 
 REPO = pathlib.Path(__file__).resolve().parents[3]
@@ -86,8 +88,12 @@ def main() -> None:
             fault_at=options.fault_at if first else None,
             hang_at=options.hang_at if first else None,
         )
+        adapters = settings.engine
         engine = fake.FakeEngine(
             mischief,
+            loras=LoRAStore(read_number, parts_of, adapters.host_loras) if adapters.enable_lora else None,
+            enable_lora=adapters.enable_lora,
+            max_loras=adapters.max_loras,
             max_waiting_requests=settings.engine.max_waiting_requests,
             max_model_len=options.context,
             max_num_seqs=options.slots,
