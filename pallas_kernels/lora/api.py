@@ -128,7 +128,7 @@ def _by_kernels(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax
 
 
 def _forward(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
-    return jax.vjp(lambda *arrays: xla.low_rank(*arrays, groups, target=_GPU), x, a, b)
+    return jax.vjp(lambda x, a, b: xla.low_rank(x, a, b, groups, target=_GPU), x, a, b)
 
 
 def _backward(pullback: Any, change: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
