@@ -272,11 +272,11 @@ class AdaptedExecutor:
     def run[Result](self, command: Command[Result]) -> Result:
         return self._executor.run(cast(Command[Result], self._with_adapters(command)))
 
-    def _with_adapters(self, command: Command[Any]) -> Command[Any]:
+    def _with_adapters(self, command: Any) -> Command[Any]:
         if isinstance(command, commands.Prefill | commands.Decode | commands.DecodeMany):
-            batch = command.batch._replace(loras=self._loras(command.batch))
-            return dataclasses.replace(command, batch=batch)
-        return command
+            given: Any = command
+            return dataclasses.replace(given, batch=given.batch._replace(loras=self._loras(given.batch)))
+        return cast(Command[Any], command)
 
     def _loras(self, batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " rows"]:
         """By what belongs to a chunk or row alone: it has the same adapter wherever it stands."""
