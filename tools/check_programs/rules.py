@@ -18,7 +18,10 @@ from tools.check_programs.work import Finding
 
 KERNELS_PER_LAYER = 16  # of a dense layer; with
 OF_SUMS, OF_EXPERTS = 3, 26  # sums over devices; with experts: choosing them and gathering
-OF_ADAPTERS = 4  # of each weight that has them: rows into tiles, two products, rows back
+OF_ADAPTERS = (
+    4  # of each weight that has them: rows into tiles, two products, rows back; those of experts are dealt out
+)
+OF_ADAPTED_EXPERTS = 10  # anew for each layer
 _WITHIN = 0.02
 # Of an H100's 80 GB, what `EngineConfig.memory_utilization` leaves.
 BUDGET = int(0.9 * 80e9)
@@ -141,7 +144,8 @@ def _of_launches(step: Step) -> Iterator[Finding]:
     many = step.devices > 1
     asked = not step.module.loops(step.repeats) and not step.dequantized
     count, most = kernels_per_layer(step), KERNELS_PER_LAYER + OF_SUMS * many + OF_EXPERTS * step.experts
-    most += OF_ADAPTERS * bool(step.adapters) * max(step.layers, default=0)
+    if step.adapters:
+        most += OF_ADAPTERS * max(step.layers, default=0) + OF_ADAPTED_EXPERTS * step.experts
     yield Finding("kernels a layer", f"{count:.1f}", str(most), count <= most, asked)
     yield Finding("waits of the host", ", ".join(step.waits) or "none", "none", not step.waits, asked)
     sorts = step.module.sorts()
