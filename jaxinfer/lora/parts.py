@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from jaxtyping import Float32
@@ -11,6 +12,7 @@ from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.types import LoRATarget
 
 Path = tuple[str, ...]
+_SPREAD = np.float32(0.05)  # deviation of random numbers
 
 
 def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str, Float32[np.ndarray, "..."]]]:
@@ -28,6 +30,18 @@ def parts(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> list[dict[str
         arrays, name = _arrays(path, adapter.deltas.get(path), target), "/".join(path)
         found.setdefault(path[0], {}).update({f"{name}:{kind}": array for kind, array in arrays.items()})
     return list(found.values())
+
+
+def random_parts(targets: Mapping[Path, LoRATarget], seed: int) -> Iterator[dict[str, Float32[np.ndarray, "..."]]]:
+    """The parts of an adapter that nobody trained, of every weight that can have one."""
+    rng = np.random.default_rng(seed)
+    for _, paths in itertools.groupby(targets, key=lambda path: path[0]):
+        yield {
+            f"{'/'.join(path)}:{name}": rng.standard_normal(shape, np.float32) * _SPREAD
+            + np.float32(name == "magnitude")
+            for path in paths
+            for name, shape in targets[path].shapes.items()
+        }
 
 
 def require_fit(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> None:

@@ -107,10 +107,11 @@ class Adapted:
         the weight."""
         if self.a is None:
             return dataclasses.replace(self, base=base)
-        bank, shape = self.rows is not None, (*self.b.shape[self.rows is not None : -1], self.a.shape[-1])
-        found = partition_of(self.axes, shape, bank=bank)
+        bank = self.rows is not None
+        found = partition_of(self.axes, (*self.b.shape[bank:-1], self.a.shape[-1]), bank=bank)
+        rows = jax.tree.map(lambda _: PartitionSpec(), self.rows)
         own = {name: spec for name, spec in found.items() if getattr(self, name) is not None}
-        return dataclasses.replace(self, base=base, rows=jax.tree.map(lambda _: PartitionSpec(), self.rows), **own)
+        return dataclasses.replace(self, base=base, rows=rows).rebuilt(own)
 
     def added(self, x: Float[Array, "*batch k"], base: Float[Array, "*batch *out"]) -> Float[Array, "*batch *out"]:
         """What the adapters make of ``base``, the weight's own product with ``x``."""

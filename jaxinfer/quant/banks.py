@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,16 @@ def bank_specs(targets: Targets, slots: int) -> dict[str, dict[str, ParamSpec]]:
             dtype = None if name in ("a", "b") else "float32"
             own[bank_name(path, name)] = ParamSpec((slots, *shape), (None, *axes[name]), init="zeros", dtype=dtype)
     return banks
+
+
+def slot_specs(targets: Targets) -> dict[str, dict[str, ParamSpec]]:
+    """What one slot of the banks takes, by part and by name."""
+    banks = bank_specs(targets, 1)
+    return {part: {name: _of_slot(spec) for name, spec in own.items()} for part, own in banks.items()}
+
+
+def _of_slot(spec: ParamSpec) -> ParamSpec:
+    return dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
 
 
 def _axes(target: LoRATarget) -> dict[str, tuple[str | None, ...]]:

@@ -6,6 +6,7 @@ XLA takes tiles of either kind.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -84,7 +85,8 @@ def low_rank(
     """Each row times the transposed ``a``, and then ``b``, of its adapter, in the dtype of ``x``; zeros for rows
     without one.
 
-    A row's result depends on no other row, nor on what else lies in the banks. float32 means float32: no TF32.
+    A row's result depends on no other row, nor on what else lies in the banks. float32 means float32: no TF32. It can
+    be differentiated in reverse, and batched by `jax.vmap`: both take the XLA path all the way.
 
     Args:
         groups: `group`'s.
@@ -97,8 +99,7 @@ def low_rank(
     """
     if explain(x, a, b, groups, path=path, target=target).path == "xla":
         return xla.low_rank(x, a, b, groups, slots, target=target)
-    result = mosaic.low_rank(x, a, b.reshape(_flat(b).shape), groups)
-    return result.reshape(-1, *b.shape[1:-1])
+    return _by_kernels(x, a, b.reshape(_flat(b).shape), groups).reshape(-1, *b.shape[1:-1])
 
 
 def _choose(refusal: str | None, path: Wish, target: Target | None) -> Choice:
@@ -117,3 +118,35 @@ def _flat(b: Any) -> jax.ShapeDtypeStruct:
     """Flatten the outputs of ``b`` to one dimension."""
     slots, *outputs, rank = b.shape
     return jax.ShapeDtypeStruct((slots, math.prod(outputs), rank), b.dtype)
+
+
+_GPU = Target("gpu", HOPPER)
+
+
+@jax.custom_batching.custom_vmap
+def _kernels(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
+    return mosaic.low_rank(x, a, b, groups)
+
+
+@_kernels.def_vmap
+def _batched(_: int, batched: Any, *operands: Any) -> tuple[jax.Array, bool]:
+    axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched))
+    return jax.vmap(functools.partial(xla.low_rank, target=_GPU), in_axes=axes)(*operands), True
+
+
+@jax.custom_vjp
+def _by_kernels(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
+    result: jax.Array = _kernels(x, a, b, groups)
+    return result
+
+
+def _forward(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups) -> tuple[jax.Array, Any]:
+    return jax.vjp(lambda x, a, b: xla.low_rank(x, a, b, groups, target=_GPU), x, a, b)
+
+
+def _backward(pullback: Any, change: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    of_x, of_a, of_b = pullback(change)
+    return of_x, of_a, of_b, None
+
+
+_by_kernels.defvjp(_forward, _backward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float
 
@@ -27,9 +29,29 @@ def low_rank(
     """
     if (target or lowering_target()).platform == "cpu":
         flat = b.reshape(b.shape[0], -1, b.shape[-1])
-        result = cpu.low_rank(x, a.astype(x.dtype), flat.astype(x.dtype), groups, slots)
-        return result.reshape(-1, *b.shape[1:-1])
+        return _on_cpu(x, a.astype(x.dtype), flat.astype(x.dtype), groups, slots).reshape(-1, *b.shape[1:-1])
+    return _in_two(x, a, b, groups, target)
+
+
+def _in_two(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, target: Target | None) -> jax.Array:
     tiles = x.at[groups.entries].get(mode="fill", fill_value=0)
     hidden = grouped.matmul(tiles, a, groups, path="xla", target=target)
     delta: jax.Array = grouped.matmul(hidden, b, groups, path="xla", target=target)
     return delta.reshape(-1, *b.shape[1:-1]).at[groups.places].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _on_cpu(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, slots: cpu.BySlot | None) -> jax.Array:
+    return cpu.low_rank(x, a, b, groups, slots)
+
+
+def _forward(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, slots: cpu.BySlot | None) -> tuple[Any, Any]:
+    """A loop whose length is data has no gradient of its own."""
+    return jax.vjp(lambda x, a, b: _in_two(x, a, b, groups, Target("cpu")), x, a, b)
+
+
+def _backward(pullback: Any, change: jax.Array) -> tuple[Any, ...]:
+    return *pullback(change), None, None
+
+
+_on_cpu.defvjp(_forward, _backward)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer import load_model
 from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.merge import merge_lora, model_base
 from jaxinfer.models.model import Model
 from jaxinfer.quantize import Recipe, quantize
@@ -86,3 +87,17 @@ def test_the_models_own_weights_are_dequantised(stored: Model, model: Model):
         own = plain(path)
         assert dequantised(path).shape == own.shape
         assert 0 < np.abs(dequantised(path) - own).max() < np.abs(own).max() / 64
+
+
+def test_weights_of_several_processes_are_no_base(model: Model):
+    """DoRA needs norms of whole weights: refused by its key."""
+
+    class Elsewhere:
+        is_fully_addressable = False
+
+    params = {**model.params, "layers_0": {"attention": {"qkv": Elsewhere()}}}
+    base = model_base(dataclasses.replace(model, params=params))
+    with pytest.raises(
+        AdapterError, match=r"use_dora=true: .* layers_0/attention/qkv, which lies in several processes"
+    ):
+        base(("layers_0", "attention", "qkv"))

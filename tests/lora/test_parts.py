@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.lora.adapter import Adapter, Delta
-from jaxinfer.lora.parts import parts
+from jaxinfer.lora.parts import parts, random_parts
 from jaxinfer.types import LoRATarget
 
 TARGETS = {
@@ -56,3 +56,13 @@ def test_experts_are_padded_one_by_one():
 def test_what_does_not_fit_is_refused(path, delta, sentence):
     with pytest.raises(ValueError, match=sentence):
         parts(Adapter("x", 1, {path: delta}), TARGETS)
+
+
+def test_random_parts_have_the_form_of_an_adapters():
+    drawn, again, other = (list(random_parts(TARGETS, seed)) for seed in (1, 1, 2))
+    for made, known in zip(drawn, parts(Adapter("x", 1, {}), TARGETS), strict=True):
+        assert {name: array.shape for name, array in made.items()} == {name: x.shape for name, x in known.items()}
+        assert all(array.dtype == np.float32 for array in made.values())
+        assert all(abs(array - name.endswith("magnitude")).max() < 0.5 for name, array in made.items())
+    assert all((drawn[0][name] == again[0][name]).all() for name in drawn[0])
+    assert all((drawn[0][name] != other[0][name]).any() for name in drawn[0])

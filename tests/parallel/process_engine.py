@@ -6,10 +6,12 @@ Process 0 prints what `run` found, as one line of JSON.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.core import EngineCore
@@ -19,6 +21,7 @@ from jaxinfer.parallel.group import Group, Membership, join, lead
 from jaxinfer.parallel.processes import join_processes
 from jaxinfer.types import Request
 from tests.fakes import mixed_params
+from tests.lora.drawn import drawn
 
 TIGHT: dict[str, Any] = {
     "max_model_len": 128,
@@ -33,9 +36,13 @@ TIGHT: dict[str, Any] = {
 }
 
 
+_AMID = 6  # steps
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """``settings`` of the engine, over `TIGHT`; ``greedy``: nothing but tokens is asked for, and none is drawn."""
+    """``settings`` of the engine, over `TIGHT`; ``greedy``: nothing but tokens is asked for, and none is drawn;
+    ``loras``: names of adapters, the last of which is loaded amid the requests."""
 
     number: int
     processes: int
@@ -44,6 +51,7 @@ class Work:
     requests: int
     greedy: bool
     settings: dict[str, Any]
+    loras: list[str] = dataclasses.field(default_factory=list)
 
 
 def request(number: int, vocab: int, greedy: bool) -> Request:
@@ -57,12 +65,23 @@ def request(number: int, vocab: int, greedy: bool) -> Request:
     return Request(f"r{number}", tuple(prompt), params)
 
 
+def add(engine: EngineCore, vocab: int, work: Work, numbers: range, loras: list[str]) -> None:
+    """Add requests, one after another without an adapter and with each of these."""
+    refs = [None, *(engine.loras.load(name, name) for name in loras)] if engine.loras else [None]
+    for number in numbers:
+        engine.add(dataclasses.replace(request(number, vocab, work.greedy), lora=refs[number % len(refs)]))
+
+
 def run(engine: EngineCore, vocab: int, work: Work) -> dict[str, Any]:
     """All that was given of each sample, and what had to happen for that."""
     found: dict[str, list[Any]] = {}
-    for number in range(work.requests):
-        engine.add(request(number, vocab, work.greedy))
-    while engine.has_work:
+    half = work.requests // 2 if work.loras else work.requests
+    add(engine, vocab, work, range(half), work.loras[:-1])
+    for step in itertools.count():
+        if not engine.has_work:
+            break
+        if step == _AMID and work.loras:
+            add(engine, vocab, work, range(half, work.requests), work.loras)
         for delta in engine.step():
             logprobs = [repr(each) for each in (*delta.logprobs, *(delta.prompt_logprobs or ()))]
             found.setdefault(f"{delta.request_id}.{delta.index}", []).extend([*delta.token_ids, *logprobs])
@@ -83,6 +102,7 @@ def ended(reason: str, hangs: bool) -> None:
 
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
+    mock.patch("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name)).start()
     group: Group | None = None
     if work.processes > 1:
         meet = lead if work.number == 0 else join

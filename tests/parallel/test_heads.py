@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfigError
-from jaxinfer.parallel.heads import copied, kv_copies, require_even, require_experts, with_copies
-from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source
+from jaxinfer.parallel.heads import (
+    as_copied,
+    copied,
+    kv_copies,
+    require_even,
+    require_experts,
+    with_copies,
+    without_copies,
+)
+from jaxinfer.types import CacheSpec, LayerSpec, ParamSpec, Source, walk_specs
 from jaxinfer.weights import load_params, save_params
 from tests.fakes import llama_json, random_model
 
@@ -48,6 +56,21 @@ def test_abstract_parameters_stay_abstract():
     spec = ParamSpec((2, 4 + 2, 8), ("kv_heads", "group", "head_dim"))
     shape = copied(jax.ShapeDtypeStruct((2, 6, 8), jnp.bfloat16), spec, 2)
     assert (shape.shape, shape.dtype) == ((4, 4, 8), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize("axes", [("kv_heads", "group", "head_dim", None), (None, "kv_heads", "group", "head_dim")])
+def test_arrays_of_the_host_are_copied_and_back(axes: tuple[str | None, ...], copies: int):
+    shape = [3] * 4
+    shape[axes.index("kv_heads")], shape[axes.index("group")] = 2, 4 + 2
+    value, plain = np.random.default_rng(0).random(shape, np.float32), ParamSpec(tuple(shape), axes)
+    ((_, spec),) = walk_specs(with_copies({"w": plain}, copies))
+    spread = as_copied(value, spec)
+    assert isinstance(spread, np.ndarray)
+    np.testing.assert_array_equal(spread, np.asarray(copied(jnp.asarray(value), plain, copies)))
+    np.testing.assert_array_equal(without_copies(spread, plain), value)
+    other = ParamSpec((4,), ("mlp",))
+    assert as_copied(value, other) is without_copies(value, other) is value
 
 
 def test_how_many_copies():

@@ -81,3 +81,13 @@ def test_greedy_tokens_are_those_of_one_device(repo, modes):
 def test_several_steps_at_once_by_a_replica_elsewhere(repo):
     sizes = {"data_parallel_size": 2, "multi_step": 4}
     assert given(repo, 2, 1, sizes)["found"] == given(repo, 1, 2, sizes)["found"]
+
+
+@pytest.mark.slow
+def test_adapters_that_are_loaded_amid_requests_are_in_every_process(repo):
+    """One weight's devices are in two processes: each is told of a load, and has its own part of it."""
+    settings = {"tensor_parallel_size": 2, "enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+    loras = ["pirate", "poet", "clerk"]
+    want, got = (given(repo, count, 2 // count, settings, loras=loras) for count in (1, 2))
+    assert got["found"] == want["found"]
+    assert got["compiled"] == 0

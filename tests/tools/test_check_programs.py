@@ -178,6 +178,19 @@ def test_rules_hold_or_are_broken():
     assert rule(dataclasses.replace(step, waits=("kWhile 152",)), "waits").broken
 
 
+def test_adapters_may_have_kernels_and_rows_of_their_own():
+    many = "".join(
+        f"    {number:03}: kCustomKernel [a] fusion_{number} grid: [1, 1, 1]\n" for number in range(200, 214)
+    )
+    launches = read_launches(THUNKS.replace("    002:", many + "    002:"))
+    assert kernels_per_layer(make_step(launches=launches)) == 17
+    assert rule(make_step(launches=launches), "kernels").broken
+    adapted = make_step(launches=launches, adapters=5)
+    assert not rule(adapted, "kernels").broken
+    assert adapted.largest == (2 + 5 * 32) * 8
+    assert make_step(logits=1000, adapters=5).largest == 2 * 1000
+
+
 ONE_BUFFER = THUNKS[: THUNKS.index("152:")]
 
 
@@ -419,4 +432,16 @@ def test_the_steps_of_a_draft_head_keep_the_rules():
     assert {"decode", "draft"} < set(part.programs)
     assert part.broken == []
     asked = {one.rule for one in part.programs["draft"].findings if one.asked}
+    assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _have_plugins(), reason="needs JAX's CUDA plugin: make check-kernels installs it")
+def test_the_steps_of_adapters_keep_the_rules():
+    """Every adapted weight by the kernels, in one command buffer, and no bank moved."""
+    (part,) = door.run(Work("Llama-3.1-8B", door.PAGES, layers=door.QUICK_LAYERS, adapters=5), default_folder())
+    plain = {"decode", "prefill", "prefill_logprobs"}
+    assert set(part.programs) == plain | {f"{name}_adapted" for name in plain}
+    assert part.broken == []
+    asked = {one.rule for one in part.programs["decode_adapted"].findings if one.asked}
     assert {"waits of the host", "command buffers", "sorts", "kernels a layer"} <= asked

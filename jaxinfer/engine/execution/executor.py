@@ -25,7 +25,6 @@ from jaxinfer.engine.execution.placement import (
     new_features,
     new_pools_on,
     new_slots,
-    part_specs,
     place_params,
     put_part,
     targets_of,
@@ -38,7 +37,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.parallel.links import Link
 from jaxinfer.parallel.mesh import page_sharding, replicated, stages
 from jaxinfer.parallel.processes import own_devices, own_part, processes_of, put_whole
-from jaxinfer.quant.banks import Banked
+from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotParams, SlotState
 
 _NONE: Any = None
@@ -54,7 +53,7 @@ class StageRuntime:
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
         self.banks = new_banks(stage, engine, mesh)
-        self._of_parts = part_specs(stage, engine) if self.banks else {}
+        self._of_parts = slot_specs(targets_of(model, engine)) if self.banks else {}
         self.pools = new_pools_on(model, engine, mesh)
         pages = page_sharding(mesh, model.cache_spec)
         self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
@@ -76,8 +75,7 @@ class StageRuntime:
     def load(self, slot: int, part: str, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part of an adapter into the banks, if it is this stage's."""
         if self.banks is not None and part in self.banks:
-            own = {path.removeprefix(f"{part}/"): array for path, array in arrays.items()}
-            placed = put_part(own, self._of_parts[part], self.mesh)
+            placed = put_part(part, arrays, self._of_parts[part], self.mesh)
             self.banks[part] = self.run.load[part](self.banks[part], np.int32(slot), placed)
 
     def tokens(self, rows: int) -> Array:

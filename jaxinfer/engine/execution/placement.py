@@ -134,25 +134,15 @@ def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
 
 def of_slot(bank: Any) -> jax.ShapeDtypeStruct:
     """What one slot of a bank takes from the host: float32, spread as the bank is."""
-    _, *spread = (*bank.sharding.spec, *(None,) * (len(bank.shape) - len(bank.sharding.spec)))
-    sharding = NamedSharding(bank.sharding.mesh, PartitionSpec(*spread))
+    sharding = NamedSharding(bank.sharding.mesh, PartitionSpec(*tuple(bank.sharding.spec)[1:]))
     return jax.ShapeDtypeStruct(bank.shape[1:], np.dtype(np.float32), sharding=sharding)
 
 
-def part_specs(stage: Stage, engine: ResolvedEngine) -> dict[str, dict[str, ParamSpec]]:
-    """For each part of a stage's banks what a slot takes, by name."""
-    banks = bank_specs(targets_of(stage.model, engine), 1)
-    return {part: {name: _of_one(spec) for name, spec in own.items()} for part, own in banks.items()}
-
-
-def _of_one(spec: ParamSpec) -> ParamSpec:
-    return dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-
-
-def put_part(arrays: Mapping[str, np.ndarray], specs: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, jax.Array]:
+def put_part(part: str, arrays: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh: Mesh) -> dict[str, jax.Array]:
     """A part of an adapter (`jaxinfer.lora.parts`) on its way into a bank: each device is given its shards alone, of
     heads that a mesh has copies of as many."""
-    return {name: put_whole(as_copied(arrays[name], spec), param_sharding(mesh, spec)) for name, spec in specs.items()}
+    whole = {name: as_copied(arrays[f"{part}/{name}"], spec) for name, spec in specs.items()}
+    return {name: put_whole(whole[name], param_sharding(mesh, spec)) for name, spec in specs.items()}
 
 
 def new_pools_on(model: Model, engine: ResolvedEngine, mesh: Mesh) -> list[LayerPool]:

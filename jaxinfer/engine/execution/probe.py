@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -20,6 +20,7 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, Executor, PrefillBatch
 from jaxinfer.kv.transfer import TRANSFER_PAGES
+from jaxinfer.lora.parts import random_parts
 from jaxinfer.sampling import HostSlots, SamplingLimits, SlotParams
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import LoRATarget, Request
@@ -33,7 +34,7 @@ _ROUNDS = 32
 # Probes cut a piece at a third of a size: in general not where a page begins.
 _FIRST = 3
 _SNAPSHOT = -1  # the probe's own number of a snapshot
-_ADAPTERS, _SPREAD = 2, np.float32(0.05)  # adapters that are probed with, and the deviation of their numbers
+_ADAPTERS = 2  # that are probed with
 
 
 class Probe:
@@ -265,21 +266,17 @@ class AdaptedExecutor:
     def __init__(self, executor: Executor, targets: Mapping[tuple[str, ...], LoRATarget], slots: int) -> None:
         self._executor, self._slots = executor, min(slots, _ADAPTERS)
         for slot in range(self._slots):
-            for part, arrays in enumerate(_random_parts(targets, slot)):
+            for part, arrays in enumerate(random_parts(targets, slot)):
                 executor.run(commands.LoadLora(slot, part, arrays))
 
     def run[Result](self, command: Command[Result]) -> Result:
         return self._executor.run(cast(Command[Result], self._with_adapters(command)))
 
-    def _with_adapters(self, command: Command[Any]) -> Command[Any]:
-        match command:
-            case commands.Prefill(batch):
-                return commands.Prefill(batch._replace(loras=self._loras(batch)))
-            case commands.Decode(microbatch, batch, masks):
-                return commands.Decode(microbatch, batch._replace(loras=self._loras(batch)), masks)
-            case commands.DecodeMany(batch, steps):
-                return commands.DecodeMany(batch._replace(loras=self._loras(batch)), steps)
-        return command
+    def _with_adapters(self, command: Any) -> Command[Any]:
+        if isinstance(command, commands.Prefill | commands.Decode | commands.DecodeMany):
+            given: Any = command
+            return dataclasses.replace(given, batch=given.batch._replace(loras=self._loras(given.batch)))
+        return cast(Command[Any], command)
 
     def _loras(self, batch: DecodeBatch | PrefillBatch) -> Int32[np.ndarray, " rows"]:
         """By what belongs to a chunk or row alone: it has the same adapter wherever it stands."""
@@ -290,16 +287,6 @@ class AdaptedExecutor:
 
     def temporaries(self) -> int:
         return self._executor.temporaries()
-
-
-def _random_parts(targets: Mapping[tuple[str, ...], LoRATarget], seed: int) -> Iterator[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    for _, paths in itertools.groupby(targets, key=lambda path: path[0]):
-        yield {
-            f"{'/'.join(path)}:{name}": rng.standard_normal(shape, np.float32) * _SPREAD + (name == "magnitude")
-            for path in paths
-            for name, shape in targets[path].shapes.items()
-        }
 
 
 def joint(classes: Sequence[Mapping[int, int]]) -> dict[int, int]:

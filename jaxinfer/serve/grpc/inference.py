@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import override
 
@@ -89,9 +90,9 @@ class Inference(InferenceServicer):
     @override
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, rpc: Rpc) -> pb.ModelInfo:
         frontend = self._frontend()
-        frontend.check_model(optional(request, "model"))
+        name = frontend.check_model(optional(request, "model"))
         return convert.model_info(
-            frontend.card,
+            dataclasses.replace(frontend.card, name=name),
             frontend.limits,
             has_tokenizer=frontend.tokenizer is not None,
             has_chat_template=frontend.template is not None,

@@ -3,7 +3,6 @@
 import functools
 import pathlib
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,15 +12,13 @@ import pytest
 
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM
-from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.lora.merge import declared
 from jaxinfer.models.model import Model
-from jaxinfer.quant.banks import lora_targets
 from jaxinfer.quant.layouts import Grouped
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import ParamTree
 from tests.engine.test_invariance import bits
+from tests.lora.drawn import drawn
 from tests.lora.goldens import GOLDENS, golden, load_base, read
 from tests.lora.test_served import asked, check_is_apply
 from tests.parallel.devices.test_quantised import stored
@@ -42,20 +39,10 @@ LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": R
 NAMES = ("pirate", None, "poet", "pirate", "clerk", None, "poet", "clerk")
 
 
-def drawn(specs: ParamTree, name: str) -> Adapter:
-    """An adapter of every weight that can have one, with magnitudes and biases, from its name."""
-    rng, deltas = np.random.default_rng(zlib.crc32(name.encode())), {}
-    for path, target in lora_targets(specs, specs, RANK).items():
-        arrays = {kind: rng.normal(0, 0.1, shape).astype(np.float32) for kind, shape in target.shapes.items()}
-        arrays["magnitude"] += 1.0
-        deltas[path] = Delta(**arrays)
-    return Adapter(name, RANK, deltas)
-
-
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are names: what would be read there is `drawn`."""
-    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name))
+    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name, RANK))
 
 
 def request(name: str | None) -> LoRARequest | None:
@@ -111,7 +98,7 @@ def check_banks(engine: Any) -> None:
 
 
 def adapted(base: Model, name: str) -> Model:
-    return base.with_lora(drawn(declared(base), name))
+    return base.with_lora(drawn(declared(base), name, RANK))
 
 
 def check_reload(llm: LLM, base: Model, prompt: list[int], params: SamplingParams) -> None:

@@ -70,6 +70,9 @@ def test_what_is_loaded_is_listed_until_it_is_unloaded(tmp_path: pathlib.Path) -
             path = str((tmp_path / "poet").resolve())
             assert loaded == control.Lora(name="b", path=path, identity="2", rank=1, parent=BASE)
             await server.control.LoadLora(load("a", str(tmp_path / "pirate")))
+            for model in ("a", BASE):
+                info = await server.inference.GetModelInfo(pb.GetModelInfoRequest(model=model))
+                assert (info.name, info.architecture) == (model, "FakeForCausalLM")
             listed = (await server.control.ListLoras(control.ListLorasRequest())).loras
             assert [(each.name, each.identity) for each in listed] == [("a", "1"), ("b", "2")]
             await server.control.UnloadLora(control.UnloadLoraRequest(lora_name="b"))
