@@ -68,6 +68,7 @@ EXTENDED = (
     "serve/grpc/test_loras_served.py",
     "serve/http/anthropic/test_client.py",
     "serve/http/responses/test_client.py",
+    "serve/test_adapters.py",
     "serve/test_bad_inputs.py",
     "serve/test_faults.py",
     "serve/test_frontend_identity.py",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-
-from jaxtyping import Float32
-from numpy import ndarray
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,6 +15,8 @@ class Delta:
     and values; gate and up) has the rows of each one's A below one another, and zeros in ``b`` where one's rank meets
     another's outputs. Outputs have the parameter's dimensions but for its inputs', in their order.
 
+    Arrays are numpy's, in float32, where an adapter was read. Where it is trained they are whatever JAX puts there.
+
     Attributes:
         a: [rank, in]; of experts [experts, rank, in]. Of an embedding: [rank, vocab].
         b: [*out, rank]; of experts [experts, *out, rank].
@@ -24,10 +24,10 @@ class Delta:
         bias: added behind that; None: nothing.
     """
 
-    a: Float32[ndarray, "*experts rank in"]
-    b: Float32[ndarray, "*experts_out rank"]
-    magnitude: Float32[ndarray, "*out"] | None = None
-    bias: Float32[ndarray, "*out"] | None = None
+    a: Any
+    b: Any
+    magnitude: Any = None
+    bias: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +35,8 @@ class Adapter:
     """A LoRA adapter for one model.
 
     Attributes:
-        identity: SHA-256 of its weights and of all of its configuration that changes a result, hexadecimal.
+        identity: SHA-256 of its weights and of all of its configuration that changes a result, hexadecimal; empty where
+            it was not read from files.
         rank: the largest of its modules'.
         deltas: by the path of the parameter in the model's tree, such as ``("layers_0", "attention", "qkv")``.
     """

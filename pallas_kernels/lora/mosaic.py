@@ -145,8 +145,9 @@ def of_tiles(
 ) -> Float[Array, "tiles rows n"]:
     """Multiply rows that lie in their tiles, which `refusal` has not refused; tiles of nothing have any numbers."""
     assert groups.experts is not None
-    shape = _Shape(*x.shape[:2], *a.shape[1:], b.shape[1], jnp.dtype(x.dtype), interpret is not None)
-    owners = jnp.clip(groups.experts, 0, a.shape[0] - 1).astype(jnp.int32)
+    (tiles, rows, inputs), (slots, rank, _) = x.shape, a.shape
+    shape = _Shape(tiles, rows, rank, inputs, b.shape[1], jnp.dtype(x.dtype), interpret is not None)
+    owners = jnp.clip(groups.experts, 0, slots - 1).astype(jnp.int32)
     return _launch(x, a, b, owners, groups.occupied.reshape(1).astype(jnp.int32), shape, interpret)
 
 
@@ -393,4 +394,5 @@ def _clear(ref: Any, shape: _Shape) -> None:
 
 
 def _layout(dims: tuple[int, ...], dtype: Any) -> Any:
-    return row_layout(*dims, 16 // jnp.dtype(dtype).itemsize)[0]
+    rows, columns = dims
+    return row_layout(rows, columns, 16 // jnp.dtype(dtype).itemsize)[0]

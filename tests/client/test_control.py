@@ -38,12 +38,16 @@ def test_adapters_come_and_go(server: Served) -> None:
         answer = client.generate("Hi", max_tokens=4, lora_name="a")
         with client.stream("Hi", max_tokens=4) as stream:
             assert (answer.model, stream.model) == ("a", "fake")
+        assert len(client.score("Hi", ["a"], lora_name="a")) == 1
+        assert [item.result().model for item in client.generate_batch(["Hi"], max_tokens=2, lora_name="a")] == ["a"]
         with pytest.raises(c.AlreadyExists):
             control.load_lora("a", "poet")
         assert control.load_lora("a", "poet", load_inplace=True).identity == "2"
         control.unload_lora("a")
         with pytest.raises(c.NotFound):
             client.generate("Hi", lora_name="a")
+        with pytest.raises(c.NotFound):
+            client.score("Hi", ["a"], lora_name="a")
         with pytest.raises(c.NotFound):
             control.unload_lora("a")
 

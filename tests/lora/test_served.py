@@ -109,3 +109,16 @@ def test_pages_of_one_are_no_others(tmp_path: pathlib.Path) -> None:
         hits.append(llm.engine.stats().prefix_hits)
     assert hits[:3] == [0, 0, 0]
     assert 0 < hits[3] < hits[4] < hits[5]
+
+
+def test_scores_are_the_adapters(tmp_path: pathlib.Path) -> None:
+    base = load_base(golden("llama-qv"), tmp_path / "base")
+    llm, prompt, continuations = LLM(base, **LORAS, **SETTINGS), [5, 6, 7], [[8, 9], [10], [11, 12, 13]]
+    for name in ("llama-qv", "llama-dora", None):
+        adapted = base if name is None else base.with_lora(read(GOLDENS / name, base))
+        scores = llm.score(prompt, continuations, lora=request(name))
+        for tokens, score in zip(continuations, scores, strict=True):
+            known = jax.nn.log_softmax(adapted(jnp.asarray([[*prompt, *tokens]]))[0])[len(prompt) - 1 : -1]
+            expected = np.asarray(known)[np.arange(len(tokens)), tokens]
+            np.testing.assert_allclose(score.logprob, expected.sum(), atol=TOLERANCE * len(tokens))
+    llm.engine.check()

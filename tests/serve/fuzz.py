@@ -354,6 +354,8 @@ _VALID: dict[str, dict[str, Any]] = {
     f"{_OPEN}ModelStreamInfer": _INFER,
     f"{_OPEN}ModelMetadata": {"name": "fake", "version": "1"},
     f"{_OPEN}ModelReady": {"name": "fake"},
+    "jaxinfer.v1.Control/LoadLora": {"loraName": "a", "loraPath": "pirate", "loadInplace": True},
+    "jaxinfer.v1.Control/UnloadLora": {"loraName": "a"},
     "jaxinfer.v1.Control/Abort": {"requestId": "x", "outputIndex": 1, "tenant": "t"},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"listServices": ""},
 }

@@ -110,6 +110,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(server, root, texts)
 
 
+def test_a_module_that_cannot_be_loaded_ends_the_start(tmp_path: pathlib.Path) -> None:
+    model = write_model(golden(ADAPTERS[0]), tmp_path / "base")
+    command = ["-m", "jaxinfer.serve", "--model", str(model), "--grpc-port", "0", "--http-port", "0", *FLAGS]
+    with started([*command, "--lora-modules", f"a={tmp_path / 'nowhere'}"], tmp_path) as server:
+        assert server.wait() != 0
+        assert "adapter 'a': " in server.log()
+        assert "nowhere" in server.log()
+        assert "Traceback" not in server.log()
+
+
 def test_clients_get_what_llm_gives(world: World) -> None:
     """Two adapters and the model in one batch, whole and streamed, by the client of OpenAI."""
 
@@ -206,13 +216,3 @@ def test_a_core_that_is_killed_takes_no_adapter_with_it(world: World) -> None:
     assert "adapter 'gone': " in world.server.log()
     for name in ("same", "changed", "gone"):
         assert world.post(UNLOAD, lora_name=name).status_code == 200
-
-
-def test_a_module_that_cannot_be_loaded_ends_the_start(tmp_path: pathlib.Path) -> None:
-    model = write_model(golden(ADAPTERS[0]), tmp_path / "base")
-    command = ["-m", "jaxinfer.serve", "--model", str(model), "--grpc-port", "0", "--http-port", "0", *FLAGS]
-    with started([*command, "--lora-modules", f"a={tmp_path / 'nowhere'}"], tmp_path) as server:
-        assert server.wait() != 0
-        assert "adapter 'a': " in server.log()
-        assert "nowhere" in server.log()
-        assert "Traceback" not in server.log()

@@ -67,6 +67,8 @@ REFUSED = [
     ({**GROUP, "coordinator_address": "host:0"}, "coordinator_address = 'host:0' must be HOST:PORT"),
     ({**GROUP, "group_timeout": 0}, "group_timeout = 0"),
     ({"model": "demo", "lora_root": "/"}, "lora_root = '/' needs enable_lora"),
+    ({"model": "demo", "lora_modules": ["a=b"]}, "lora_modules = ('a=b',) needs enable_lora"),
+    ({"model": "demo", "lora_root": "/no", "engine": {"enable_lora": True}}, "lora_root = '/no' must be a folder"),
     ({**GROUP, "engine": {"enable_dp_attention": True}}, "engine.enable_dp_attention = True and num_processes = 2"),
 ]
 

@@ -4,7 +4,11 @@ import io
 
 import pytest
 
+from jaxinfer import load_model
 from jaxinfer.cli.app import main
+from jaxinfer.llm import LLM
+from jaxinfer.sampling_params import SamplingParams
+from tests.lora.goldens import GOLDENS, golden, read, write_model
 from tests.terminal.pseudo import CTRL_C, CTRL_D, terminal
 
 CHAT = ["chat", "demo", "--max-model-len", "1024", "--temperature", "0"]
@@ -71,3 +75,27 @@ def test_a_model_without_a_template_is_one_sentence_before_it_is_loaded(capsys, 
     (tmp_path / "config.json").write_text("{}")
     assert main(["chat", str(tmp_path)]) == 2
     assert "has no chat template: jaxinfer generate continues texts" in capsys.readouterr().err
+
+
+def test_an_adapter_answers(tmp_path, capsys, monkeypatch):
+    model = str(write_model(golden("llama-dora"), tmp_path / "base"))
+    flags = ["generate", model, "--chat", "--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+    flags += ["--max-model-len", "64", "--max-lora-rank", "8", "--prefill-sizes", "8", "16", "--page-size", "4"]
+    said = []
+    for adapter in ([], ["--lora", f"pirate={GOLDENS / 'llama-dora'}"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6 w7\n"))
+        assert main([*flags, *adapter]) == 0
+        said.append(capsys.readouterr().out.strip())
+    merged = load_model(model, show_progress=False).with_lora(read(GOLDENS / "llama-dora", load_model(model)))
+    llm = LLM(merged, max_num_seqs=1, max_model_len=64, prefill_sizes=(8, 16), page_size=4, show_progress=False)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    assert said[1] == llm.chat([{"role": "user", "content": "w5 w6 w7"}], params)[0].outputs[0].text.strip()
+    assert said[0] != said[1]
+
+
+def test_a_conversation_has_one_adapter(tmp_path, capsys, monkeypatch):
+    model = str(write_model(golden("llama-dora"), tmp_path / "base"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5\n"))
+    two = ["--lora", "a=/x", "--lora", "b=/y"]
+    assert main(["generate", model, "--chat", "--max-model-len", "64", *two]) == 2
+    assert "lora: 2 given for one conversation" in capsys.readouterr().err

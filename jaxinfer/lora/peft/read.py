@@ -54,7 +54,7 @@ def identity(files: AdapterFiles, config: PeftConfig) -> str:
     state = hashlib.sha256(json.dumps(config.canonical).encode())
     for name, info in sorted(files.tensors.items()):
         state.update(json.dumps([name, info.dtype, info.shape]).encode())
-        state.update(np.ascontiguousarray(files.raw(name)).data if info.nbytes else b"")
+        state.update(np.ascontiguousarray(files.raw(name)).reshape(-1).view(np.uint8).data)
     return state.hexdigest()
 
 

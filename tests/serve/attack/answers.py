@@ -10,7 +10,7 @@ from jaxinfer.protos.v1 import inference_pb2 as pb
 from tests.serve import fuzz
 from tests.serve.doors import Doors
 
-REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"}
+REFUSALS = {"INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"}
 STATUSES = {200, 400, 404, 405, 408, 409, 413, 417, 429, 431, 504, 505}
 OPAQUE = re.compile(rb"internal error [0-9a-f]{32}")
 WHOLE = re.compile(rb'data: (\[DONE\]|\{"type":"(message_stop|response\.(completed|incomplete|failed))"[^\n]*)\n\n\Z')
