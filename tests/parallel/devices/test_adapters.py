@@ -1,5 +1,6 @@
 """Adapters over meshes: as `apply` says, neighbours' and the model's own bits untouched, nothing compiled for them."""
 
+import collections
 import functools
 import pathlib
 import re
@@ -61,7 +62,7 @@ def of_two_lengths(base: Model) -> tuple[list[list[int]], list[SamplingParams]]:
     return [rng.integers(0, base.config.vocab_size, 11 + 12 * (at % 2)).tolist() for at in range(len(prompts))], params
 
 
-def check(base: Model, **sizes: Any) -> None:
+def check(base: Model, **sizes: Any) -> LLM:
     """Eight requests with three adapters, of which two have room, against `apply`, alone, and without any."""
     prompts, params = of_two_lengths(base)
     plain = LLM(base, **SETTINGS, **sizes).generate(prompts, params)
@@ -80,6 +81,7 @@ def check(base: Model, **sizes: Any) -> None:
     check_reload(llm, base, prompts[0], params[0])
     if "data_parallel_size" not in sizes:
         check_banks(llm.engine)
+    return llm
 
 
 def check_banks(engine: Any) -> None:
@@ -132,7 +134,18 @@ FAST = ("tp4, few KV heads", "pp2", "ep2 x tp2")
 @pytest.mark.usefixtures("folders")
 def test_each_says_what_apply_says(mesh: str) -> None:
     kind, sizes = MESHES[mesh]
-    check(model(kind), **sizes)
+    llm = check(model(kind), **sizes)
+    if mesh.startswith("tp4"):
+        check_collectives(llm.engine)
+
+
+def check_collectives(engine: Any) -> None:
+    """What adapters add up travels with what the weights do."""
+    run = engine._executor.runtimes[-1].run
+    plain, adapted = (
+        collections.Counter(re.findall(COLLECTIVES, each.decode.as_text())) for each in (run, run.adapted)
+    )
+    assert adapted == plain == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
 
 
 @pytest.mark.slow
