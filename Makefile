@@ -32,7 +32,7 @@ DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-heads bench check-kernels check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ wheel: $(DEV) ## build dist/jaxinfer-*.whl, and the client's alone
 
 train-demo: $(TRAIN) ## train the embedded models again (docs/demo_model.md)
 	@$(RUN) -m tools.train_demo $(ARGS)
+
+train-adapters: $(TRAIN) ## train the embedded adapters again (docs/demo_model.md)
+	@$(RUN) -m tools.train_demo.adapters $(ARGS)
 
 train-heads: $(TRAIN) ## train the embedded draft heads again (docs/demo_model.md)
 	@$(RUN) -m tools.train_heads $(ARGS)

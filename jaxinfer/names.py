@@ -57,6 +57,11 @@ HINTS: Mapping[str, str] = MappingProxyType(
 )
 """By names of others that have no counterpart here: what there is in their place."""
 
+DEMO_ADAPTERS: Mapping[str, str] = MappingProxyType(
+    {"austen": "prose after Jane Austen", "melville": "prose after Herman Melville"}
+)
+"""Adapters for the demo model that ship with the package, and what each writes."""
+
 DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft", "demo-medusa": "medusa", "demo-eagle3": "eagle3"}
 _DRAFTS = {"draft_model": "demo-draft", "medusa": "demo-medusa", "eagle3": "demo-eagle3"}
 """What drafts for the demo model, by the method."""
@@ -77,6 +82,11 @@ def known_dtype(name: str) -> str | None:
 def demo_folder(model: str) -> pathlib.Path | None:
     """The folder of a model that ships with the package; None for any other name."""
     return _DEMOS / DEMO_FOLDERS[model] if model in DEMO_FOLDERS else None
+
+
+def demo_adapter(model: str, name: str) -> pathlib.Path | None:
+    """The folder of an adapter that ships with the package for a model; None where there is none of this name."""
+    return _DEMOS / "adapters" / name if model == "demo" and name in DEMO_ADAPTERS else None
 
 
 def draft_of(model: str, method: str | None) -> str | None:

@@ -8,10 +8,23 @@ from collections.abc import Sequence
 from jaxinfer.cli import chat
 from jaxinfer.cli.engine import add_engine, add_sampling, engine_settings, sampling_settings
 from jaxinfer.cli.parser import Parser
+from jaxinfer.names import DEMO_ADAPTERS, demo_adapter
 
-_COMMON = ("prompt", "prompt_file", "max_tokens", "temperature", "seed", "n", "json", "stats", "tensor_parallel_size")
+_COMMON = (
+    "prompt",
+    "prompt_file",
+    "max_tokens",
+    "temperature",
+    "seed",
+    "n",
+    "lora",
+    "json",
+    "stats",
+    "tensor_parallel_size",
+)
 _EXAMPLES = (
     'jaxinfer generate demo --prompt "ROMEO:" --temperature 0.8',
+    'jaxinfer generate demo --prompt "The sea" --temperature 0.8 --lora melville',
     "echo -n 'To be, or not to be' | jaxinfer generate demo --max-tokens 40",
     "jaxinfer generate path/to/folder --prompt-file letter.txt --json --logprobs 5",
 )
@@ -31,6 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--system is the first message of a conversation: it needs --chat")
     if args.chat and args.lora:
         parser.error("--chat and --lora exclude each other: an adapter continues texts")
+    args.lora = [(name, path or _folder(parser, args.model, name)) for name, path in args.lora]
     args.settings, args.sampling = engine_settings(parser, args), sampling_settings(args)
     if args.lora:
         args.settings = {"enable_lora": True, "max_loras": len(set(args.lora)), **args.settings}
@@ -45,8 +59,10 @@ def make_parser() -> Parser:
     what.add_argument("--prompt-file", metavar="FILE", help="a file whose whole text is the prompt (- is stdin)")
     what.add_argument("--chat", action="store_true", help="a conversation, as jaxinfer chat")
     chat.add_system(what)
-    adapter = "an adapter's folder, whose text it is; one for all prompts, or one for each in their order"
-    what.add_argument("--lora", action="append", type=_adapter, default=[], metavar="NAME=PATH", help=adapter)
+    shipped = ", ".join(f"{name} ({what})" for name, what in DEMO_ADAPTERS.items())
+    adapter = f"an adapter's folder, whose text it is; of demo also by name alone: {shipped}. "
+    adapter += "One for all prompts, or one for each in their order"
+    what.add_argument("--lora", action="append", type=_adapter, default=[], metavar="NAME[=PATH]", help=adapter)
     out = parser.add_argument_group("output")
     streaming = "print as it generates (default: on, where there is one output)"
     out.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help=streaming)
@@ -58,7 +74,16 @@ def make_parser() -> Parser:
 
 
 def _adapter(text: str) -> tuple[str, str]:
+    """Name and path; no path where the name stands alone."""
     name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PATH")
+    if not name or (equals and not path):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PATH, or the name of an adapter of demo")
     return name, path
+
+
+def _folder(parser: Parser, model: str, name: str) -> str:
+    folder = demo_adapter(model, name)
+    if folder is None:
+        known = f"{', '.join(DEMO_ADAPTERS)} are adapters of demo"
+        parser.error(f"--lora {name} is no adapter that ships for {model}: {known}, others are NAME=PATH")
+    return str(folder)

@@ -11,6 +11,7 @@ from jaxinfer import LoRARequest
 from jaxinfer.cli.generate import parse
 from jaxinfer.llm import LLM
 from jaxinfer.lora.store import LoRAError
+from jaxinfer.names import demo_adapter
 from jaxinfer.sampling_params import RequestError, SamplingParams
 from jaxinfer.terminal import complete
 from jaxinfer.types import LoRARef, Request
@@ -138,11 +139,25 @@ def test_the_flag_enables_what_it_needs() -> None:
     assert parse(["demo", "--prompt", "a"]).settings == {}
 
 
-@pytest.mark.parametrize("flags", [["--lora", "poet"], ["--lora", "=p"], ["--lora", "poet="]])
-def test_a_flag_that_names_nothing_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["demo", "--lora", "=p"], "'=p' must be NAME=PATH, or the name of an adapter of demo"),
+        (["demo", "--lora", "poet="], "'poet=' must be NAME=PATH"),
+        (["demo", "--lora", "poet"], "poet is no adapter that ships for demo: austen, melville are adapters of demo"),
+        (["path/to/model", "--lora", "austen"], "austen is no adapter that ships for path/to/model"),
+    ],
+)
+def test_a_flag_that_names_nothing_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["demo", *flags])
-    assert "must be NAME=PATH" in capsys.readouterr().err
+        parse(flags)
+    assert said in capsys.readouterr().err
+
+
+def test_an_adapter_that_ships_is_named_without_its_folder() -> None:
+    (found,) = parse(["--model", "demo", "--lora", "austen"]).lora
+    assert found == ("austen", str(demo_adapter("demo", "austen")))
+    assert parse(["demo", "--lora", "austen=p"]).lora == [("austen", "p")]
 
 
 def test_a_conversation_has_no_adapter(capsys: pytest.CaptureFixture[str]) -> None:
