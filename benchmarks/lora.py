@@ -108,7 +108,8 @@ def decoding(llm: LLM, loras: Sequence[LoRARef | None], count: int, length: int)
     """Seconds of each step in which all sequences decode."""
     core = llm.engine
     core.reset_prefix_cache()
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=2 * length, ignore_eos=True)
+    # Adapters come to the device one layer a step: those who have theirs go on until the last one has, too.
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=length + 400, ignore_eos=True)
     for number, lora in zip(range(count), itertools.cycle(loras), strict=False):
         core.add(Request(f"{number}", tuple(range(10 + number, 26 + number)), params, lora=lora))
     begun, last, left = set[str](), 0.0, length
@@ -158,17 +159,19 @@ def _while_loading(llm: LLM, loras: Sequence[LoRARef], options: argparse.Namespa
     count = options.sequences - 1
     for number in range(count):
         core.add(Request(f"long{number}", (10 + number, 9), long))
-    beside, last, steps = False, 0.0, 0
+    begun, beside, last, steps = set[str](), False, 0.0, 0
     while steps < 4 * options.max_tokens:
-        if not beside:
+        if len(begun) == count and not beside:
             core.add(Request(f"short{next(numbers)}", (9,), short, lora=next(cycle)))
             beside = True
         deltas = core.step()
         now = time.perf_counter()
         beside = beside and not any(d.finish_reason and d.request_id.startswith("short") for d in deltas)
-        if last:
-            yield now - last
-        last, steps = now, steps + 1
+        if len(begun) == count:
+            if last:
+                yield now - last
+            last, steps = now, steps + 1
+        begun |= {delta.request_id for delta in deltas if delta.request_id.startswith("long")}
     for number in range(count):
         core.abort(f"long{number}")
     while core.has_work:
