@@ -24,6 +24,7 @@ EXTENDED = (
     "engine/scheduling/test_adapter_schedules.py",
     "engine/scheduling/test_fair.py",
     "engine/scheduling/test_tenants.py",
+    "engine/test_adapter_identity.py",
     "engine/test_draft_model.py",
     "engine/test_grammars.py",
     "engine/test_heads.py",
