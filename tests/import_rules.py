@@ -95,8 +95,8 @@ COMPUTES_NAMES = {
     "jaxinfer.gpu_check.problems",
     "pallas_kernels.check.ops",
 }
-# Imports inside of functions: what is installed beside JAX decides what it can.
-IMPORTS_LATE = {"jaxinfer.gpu_check.greedy"}
+# Imports inside of functions: what is installed beside JAX decides what it can; a thread that stands back imports.
+IMPORTS_LATE = {"jaxinfer.gpu_check.greedy", "jaxinfer.structured.helper"}
 
 # Imports tests, as nobody else does: the picture of the rooms is drawn from the table above.
 IMPORTS_TESTS = "tools.draw_rooms"

@@ -5,8 +5,9 @@ and the processor's time for each frame, are bounded, and whoever started it kil
 
 The first frame is JSON, the ``seconds`` of the processor that each matcher or check of a frame may take, how many
 tokens to look ``ahead`` where one text alone can follow and, behind a line, a `Vocabulary` (nothing: grammars are only
-checked). A question of `ask` is answered by a line of JSON, an `Answer` for each matcher, and behind it the masks that
-are not in it; one of `check` by `GOOD`, or by `BAD`, the place that it is about and, behind a line, a sentence.
+checked). A question of `ask` is answered by a line of JSON, an `answers.Answer` for each matcher, and behind it the
+masks that are not in it; one of `check` by `GOOD`, or by `BAD`, the place that it is about and, behind a line, a
+sentence.
 
 Texts of grammars stand behind the JSON as they are: to quote a long one would hold the interpreter of whoever asks for
 some hundredths of a second.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING
 
 from jaxinfer.helper_process import (
     GOOD,
@@ -34,24 +35,7 @@ if TYPE_CHECKING:  # a helper imports it in a thread that stands back
     from jaxinfer.structured.matcher import Vocabulary
 
 MODULE = "jaxinfer.structured.helper"
-STOPPED = "stopped"
 _MAX_MEMORY_BYTES = 4 << 30
-
-
-class Answer(NamedTuple):
-    """What a matcher says.
-
-    Attributes:
-        state: None: it goes on; ``stopped``; or why it cannot.
-        tokens: that must follow, as models would say it.
-        masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
-        slow: the grammar was known, and the mask took long all the same.
-    """
-
-    state: str | None
-    tokens: list[int]
-    masks: list[list[int] | None]
-    slow: bool = False
 
 
 def setup(seconds: float, vocabulary: Vocabulary | None = None, ahead: int = 0) -> bytes:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jaxinfer.helper_process import Helper
-from jaxinfer.structured.helper import MODULE, STOPPED, Answer, Item, setup
+from jaxinfer.structured.answers import STOPPED, Answer
+from jaxinfer.structured.helper import MODULE, Item, setup
 from jaxinfer.structured.helper import ask as ask_for
 from jaxinfer.structured.matcher import Vocabulary
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxinfer.helper_process import BAD, GOOD, allow_cpu, stand_back
+from jaxinfer.structured.answers import STOPPED, Answer
 from jaxinfer.structured.grammar import GrammarError, compiled
-from jaxinfer.structured.helper import STOPPED, Answer
 from jaxinfer.structured.matcher import Matcher, Matchers, Vocabulary, is_empty
 
 _FEW = 64

@@ -7,6 +7,7 @@ well; 1, a kernel failed or spills, or nothing matched; 2, a wrong argument; 3, 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import pathlib
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("check: no configuration matches", file=sys.stderr)
         return 1
     launcher = compiling(environment(folder), disassembler(folder), arguments.jobs, arguments.keep)
-    outcomes = launcher.run(work[:: arguments.every])
+    outcomes = launcher.run(_sample(work, arguments.every))
     if arguments.json:
         arguments.json.write_text(json.dumps([one.as_json() for one in outcomes], indent=1) + "\n", encoding="utf-8")
     print(as_markdown(outcomes) if arguments.markdown else as_table(outcomes))
@@ -52,6 +53,17 @@ def _matching(
             print(f"{target}: no configuration ships for it", file=sys.stderr)
         work += its
     return work
+
+
+def _sample(work: Sequence[tuple[Configuration, str]], every: int) -> list[tuple[Configuration, str]]:
+    """One of so many, of each op and target at least one."""
+    seen = collections.Counter[tuple[str, str]]()
+    chosen = []
+    for one, target in work:
+        if seen[one.op, target] % every == 0:
+            chosen.append((one, target))
+        seen[one.op, target] += 1
+    return chosen
 
 
 def _verdict(outcomes: Sequence[Outcome], without: Sequence[str]) -> int:

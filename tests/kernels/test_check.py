@@ -194,7 +194,8 @@ def test_a_sample_is_some_of_each(monkeypatch):
     whole = list(compiled)
     compiled.clear()
     door.main(["--every", "4"])
-    assert compiled == whole[::4]
+    assert len(compiled) < 0.4 * len(whole)
+    assert [each for each in whole if each in compiled] == compiled
     assert {(one.op, target) for one, target in compiled} == {(one.op, target) for one, target in whole}
 
 

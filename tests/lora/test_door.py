@@ -160,12 +160,6 @@ def test_an_adapter_that_ships_is_named_without_its_folder() -> None:
     assert parse(["demo", "--lora", "austen=p"]).lora == [("austen", "p")]
 
 
-def test_a_conversation_has_no_adapter(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["demo", "--chat", "--lora", "poet=p"])
-    assert "--chat and --lora exclude each other" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [

@@ -13,7 +13,7 @@ import pytest
 from jaxinfer.helper_process import BAD, GOOD, in_threads, read_frame, stands_back, write_frame
 from jaxinfer.structured import helper, matching
 from jaxinfer.structured import masks as masking
-from jaxinfer.structured.helper import Answer
+from jaxinfer.structured.answers import Answer
 from jaxinfer.structured.masks import Held, Masks
 from tests.serve.processes import wait_until
 from tests.structured import stuck_helper

@@ -1,0 +1,23 @@
+"""What a helper says of a matcher. No jax."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+STOPPED = "stopped"
+
+
+class Answer(NamedTuple):
+    """What a matcher says.
+
+    Attributes:
+        state: None: it goes on; ``stopped``; or why it cannot.
+        tokens: that must follow, as models would say it.
+        masks: the next one and those behind each of the tokens: their ids, or None for one that is behind the line.
+        slow: the grammar was known, and the mask took long all the same.
+    """
+
+    state: str | None
+    tokens: list[int]
+    masks: list[list[int] | None]
+    slow: bool = False
