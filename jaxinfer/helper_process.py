@@ -25,6 +25,7 @@ MAX_FRAME_BYTES = 256 << 20
 
 START_CPU_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
+_M_ARENA_MAX = -8
 
 # ---- within a helper
 
@@ -63,7 +64,12 @@ def stand_back(thread: int = 0) -> None:
 
 
 def in_threads(serve: Callable[[], bool]) -> None:
-    """Call ``serve`` until it says false, each time in a new thread: what the last one did may have stood back."""
+    """Call ``serve`` until it says false, each time in a new thread: what the last one did may have stood back.
+
+    All have one heap: glibc would give many threads many, and keep what is free in each.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
     going = True
 
     def run() -> None:
