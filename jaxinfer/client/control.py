@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -38,6 +38,8 @@ class Lora:
 class _Connected:
     """What both clients are made of. A call is made once: loading is no question that could be asked again."""
 
+    _grpc: ClassVar[Any] = grpc
+
     def __init__(
         self,
         target: str,
@@ -51,7 +53,10 @@ class _Connected:
         "admin" and "observe"."""
         target = checked_target(target)
         link = connection(api_key, tls, None, keepalive)
-        self._channel = self._opened(target, link.credentials, link.options)
+        if link.credentials is None:
+            self._channel = self._grpc.insecure_channel(target, link.options)
+        else:
+            self._channel = self._grpc.secure_channel(target, link.credentials, link.options)
         self._stub = ControlStub(self._channel)
         self._metadata, self._timeout = link.metadata, timeout
         self._shown = f"<{type(self).__name__} {target}{'' if link.credentials is None else ', TLS'}>"
@@ -59,9 +64,6 @@ class _Connected:
 
     def __repr__(self) -> str:
         return self._shown
-
-    def _opened(self, target: str, credentials: grpc.ChannelCredentials | None, options: Any) -> Any:
-        raise NotImplementedError
 
     def _settings(self, timeout: float | None) -> dict[str, Any]:
         return {"timeout": self._timeout if timeout is None else timeout, "metadata": self._metadata}
@@ -78,11 +80,6 @@ class Control(_Connected):
     All calls raise `ServerError`: its subclasses say what went wrong. ``timeout`` is in seconds; None is the client's
     own.
     """
-
-    def _opened(self, target: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.Channel:
-        if credentials is None:
-            return grpc.insecure_channel(target, options)
-        return grpc.secure_channel(target, credentials, options)
 
     def close(self) -> None:
         """Ends the connection, and every call that is still open."""
@@ -128,10 +125,7 @@ class Control(_Connected):
 class AsyncControl(_Connected):
     """`Control` for asyncio. Make it where the loop runs."""
 
-    def _opened(self, target: str, credentials: grpc.ChannelCredentials | None, options: Any) -> grpc.aio.Channel:
-        if credentials is None:
-            return grpc.aio.insecure_channel(target, options)
-        return grpc.aio.secure_channel(target, credentials, options)
+    _grpc = grpc.aio
 
     async def close(self) -> None:
         """Ends the connection, and every call that is still open."""
