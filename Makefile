@@ -25,6 +25,7 @@ FAST_TESTS := tests/kv tests/engine/scheduling tests/text tests/spec tests/clien
 SLOW_SLICE := tests/serve/test_multi_host.py tests/serve/attack tests/tools/test_check_programs.py tests/test_functional.py \
     -k 'two_processes_serve or under_load and 12 or fuzzed_requests or keep_the_rules or page_runs'
 PROTOC := build/protos/.installed
+FLEET := build/fleet/.installed
 GENERATOR := grpcio-tools==1.71.2 setuptools<81
 
 GPU_PLUGINS := build/gpu_plugins
@@ -32,7 +33,7 @@ DISASSEMBLER := nvidia-cuda-nvdisasm>=13,<14
 
 export PYTHON MODEL PROMPT # through the environment, so that quotes in them survive
 
-.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-programs check-gpu clean
+.PHONY: help demo serve bench-serve test test-fast test-extended test-devices test-interpreted test-slow test-slice test-fleet test-all attack fuzz chaos test-parity lint format types wheel protos protos-check train-demo train-adapters train-heads bench check-kernels check-programs check-gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -78,6 +79,17 @@ test-slow: $(DEV) ## the tests that take minutes (ARGS="tests/serve")
 
 test-slice: $(DEV) ## of these, those that CI runs
 	@tools/test.sh slow $(RUN) $(SLOW_SLICE)
+
+# Routers, proxies and Ray: other people's programs, in an environment of their own behind which .venv lies.
+$(FLEET): $(DEV) tests/fleet/requirements.txt
+	@$(RUN) -m venv --clear build/fleet
+	@$(RUN) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+	    >"$$(build/fleet/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
+	@build/fleet/bin/python -m pip install --quiet --disable-pip-version-check -r tests/fleet/requirements.txt
+	@touch $@
+
+test-fleet: $(FLEET) ## other people's routers and proxies in front of replicas (docs/deploying.md; FLEET_TESTS="-k ...")
+	@build/fleet/bin/python -m pytest -m fleet tests/fleet $(FLEET_TESTS)
 
 test-all: test test-extended test-devices test-interpreted test-slice ## all of that; with slices of test-parity and more: .ci/run
 

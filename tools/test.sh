@@ -20,10 +20,10 @@ run=("$python" -m pytest -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-lo
 
 case $stage in
 host)
-    [ "$asked" -gt 0 ] || set -- -m "not extended and not slow and not parity"
+    [ "$asked" -gt 0 ] || set -- -m "not extended and not slow and not parity and not fleet"
     exec "${run[@]}" "$@"
     ;;
-extended) exec "${run[@]}" -m "extended and not slow and not parity" "$@" ;;
+extended) exec "${run[@]}" -m "extended and not slow and not parity and not fleet" "$@" ;;
 slow) exec "${run[@]}" -m slow "$@" ;;
 devices)
     [ "$asked" -gt 0 ] || set -- tests/parallel/devices
@@ -31,7 +31,7 @@ devices)
     ;;
 interpreted)
     [ "$asked" -gt 0 ] || set -- tests/kernels tests/gpu_check/test_gpu_check*.py
-    exec env NPROC=8 "${run[@]}" -m "interpreted and not slow and not parity" "$@"
+    exec env NPROC=8 "${run[@]}" -m "interpreted and not slow and not parity and not fleet" "$@"
     ;;
 *)
     echo "tools/test.sh: there is no stage $stage" >&2

