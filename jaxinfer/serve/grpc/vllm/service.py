@@ -1,0 +1,112 @@
+"""`vllm.grpc.engine.VllmEngine` over a `Frontend`: what SMG and llm-d's picker speak to an engine.
+
+What is mapped, and what is refused by name: docs/routing.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.auth import SCOPES
+from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.grpc.vllm import messages
+from jaxinfer.serve.grpc.vllm.info import Activity, model_info, model_type, server_info
+
+NAME = "vllm.grpc.engine.VllmEngine"
+
+
+class Service(NamedTuple):
+    """The part of a ServiceDescriptor that serving needs: methods that a newer package may have are left out."""
+
+    full_name: str
+    file: Any
+    methods: list[Any]
+
+
+def service() -> Service:
+    """Raises `ServeConfigError`: its messages are not there."""
+    found = messages.pb.DESCRIPTOR.services_by_name["VllmEngine"]
+    return Service(NAME, found.file, [method for method in found.methods if f"{NAME}/{method.name}" in SCOPES])
+
+
+@runtime_checkable
+class Condition(Protocol):
+    """Health as everybody may know it; see `jaxinfer.serve.core.supervisor.Condition`."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What the service needs to know of the server besides its front end.
+
+    Attributes:
+        condition: as /ready says it; "ready" is the only state in which a generation would be accepted.
+        folder: of the tokenizer; asked once there is a front end.
+        model: as the setting names it.
+    """
+
+    condition: Callable[[], Condition]
+    folder: Callable[[], pathlib.Path]
+    model: str
+
+
+class VllmEngine:
+    """Every RPC of the service.
+
+    Args:
+        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+    """
+
+    def __init__(self, frontend: Callable[[], Frontend], served: Served) -> None:
+        self._frontend, self._served = frontend, served
+        self._activity = Activity()
+
+    async def Generate(self, request: Any, rpc: Rpc) -> None:
+        raise ServeError(Kind.UNIMPLEMENTED, "Generate is not served yet")
+
+    async def Embed(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "Embed is not served: jaxinfer has no embeddings")
+
+    async def HealthCheck(self, request: Any, rpc: Rpc) -> Any:
+        found = self._served.condition()
+        healthy = found.state == "ready"
+        return messages.pb.HealthCheckResponse(healthy=healthy, message="" if healthy else found.reason or found.state)
+
+    async def Abort(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "Abort is not served yet")
+
+    async def GetModelInfo(self, request: Any, rpc: Rpc) -> Any:
+        frontend = self._frontend()
+        kind = await asyncio.to_thread(model_type, self._served.folder())
+        return model_info(frontend, self._served.model, kind)
+
+    async def GetServerInfo(self, request: Any, rpc: Rpc) -> Any:
+        return server_info(self._frontend(), self._activity)
+
+    async def GetLoads(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "GetLoads is not served yet")
+
+    async def GetTokenizer(self, request: Any, rpc: Rpc) -> None:
+        raise ServeError(Kind.UNIMPLEMENTED, "GetTokenizer is not served yet")
+
+    async def FlushCache(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "FlushCache is not served: call Control/FlushPrefixCache")
+
+    async def StartProfile(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "StartProfile is not served: call Control/StartProfile")
+
+    async def StopProfile(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "StopProfile is not served: call Control/StopProfile")
+
+    async def SubscribeKvEvents(self, request: Any, rpc: Rpc) -> None:
+        raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
