@@ -7,7 +7,10 @@ them puts names as general as ``common.proto`` into protobuf's pool for all.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxinfer.serve.settings import ROUTING_PACKAGE, ServeConfigError
 
@@ -35,3 +38,8 @@ def __getattr__(name: str) -> Any:
         raise ServeConfigError(f"vllm_grpc: {ROUTING_PACKAGE} cannot be loaded: {error}") from error
     globals().update(common=common_pb2, pb=vllm_engine_pb2)
     return globals()[name]
+
+
+def unknown_fields(message: Any) -> Iterable[Any]:
+    """Fields of a message that the installed package does not know, each with its ``field_number``."""
+    return UnknownFieldSet(message)

@@ -8,17 +8,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from jaxinfer.serve.calls import Call, Conversation
 from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import in_its_words
 from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import Generation
 from jaxinfer.serve.grpc.auth import SCOPES
+from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
-from jaxinfer.serve.grpc.vllm import messages
+from jaxinfer.serve.grpc.vllm import convert, messages
+from jaxinfer.serve.grpc.vllm.answers import Answer
 from jaxinfer.serve.grpc.vllm.info import Activity, model_info, model_type, server_info
+from jaxinfer.text.output import OutputDelta
 
 NAME = "vllm.grpc.engine.VllmEngine"
+MAX_IDS = 1024
+"""Requests that one Abort may name."""
 
 
 class Service(NamedTuple):
@@ -72,7 +80,32 @@ class VllmEngine:
         self._activity = Activity()
 
     async def Generate(self, request: Any, rpc: Rpc) -> None:
-        raise ServeError(Kind.UNIMPLEMENTED, "Generate is not served yet")
+        self._activity.receive()
+        async with await self._begin(self._frontend(), request, rpc) as generation:
+            answer = Answer(generation, stream=request.stream)
+
+            async def write(delta: OutputDelta) -> None:
+                for response in answer.responses(delta):
+                    await rpc.write(response)
+
+            await Pump(generation, write).run()
+            for response in answer.rest():
+                await rpc.write(response)
+
+    async def _begin(self, frontend: Frontend, request: Any, rpc: Rpc) -> Generation:
+        card = frontend.card
+        call = convert.call_of(
+            request,
+            replicas=card.engine.get("data_parallel_size", 1),
+            timeout=rpc.time_remaining(),
+            tenant=rpc.caller.name,
+            trace=rpc.trace(),
+        )
+        kept = convert.truncation_of(request.sampling_params, card.max_model_len)
+        with in_its_words(convert.names_of(request)):
+            if kept is not None:
+                call = dataclasses.replace(call, prompt=(await _tokens(frontend, call))[-kept:])
+            return await frontend.generate(call)
 
     async def Embed(self, request: Any, rpc: Rpc) -> Any:
         raise ServeError(Kind.UNIMPLEMENTED, "Embed is not served: jaxinfer has no embeddings")
@@ -83,7 +116,12 @@ class VllmEngine:
         return messages.pb.HealthCheckResponse(healthy=healthy, message="" if healthy else found.reason or found.state)
 
     async def Abort(self, request: Any, rpc: Rpc) -> Any:
-        raise ServeError(Kind.UNIMPLEMENTED, "Abort is not served yet")
+        if len(request.request_ids) > MAX_IDS:
+            reason = f"request_ids must hold at most {MAX_IDS} ids, not {len(request.request_ids)}"
+            raise ServeError(Kind.INVALID, reason, "request_ids")
+        for request_id in request.request_ids:
+            await self._frontend().abort(request_id, tenant=rpc.caller.name)
+        return messages.pb.AbortResponse()
 
     async def GetModelInfo(self, request: Any, rpc: Rpc) -> Any:
         frontend = self._frontend()
@@ -110,3 +148,10 @@ class VllmEngine:
 
     async def SubscribeKvEvents(self, request: Any, rpc: Rpc) -> None:
         raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
+
+
+async def _tokens(frontend: Frontend, call: Call) -> Sequence[int]:
+    prompt = call.prompt
+    if isinstance(prompt, str | Conversation):
+        return await frontend.tokenize(prompt, add_special_tokens=call.add_special_tokens, tenant=call.tenant)
+    return prompt
