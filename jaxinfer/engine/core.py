@@ -77,7 +77,7 @@ class EngineCore(Protocol):
         ...
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page that no sequence uses; how many those were."""
+        """Forget every cached page; how many those were. Sequences that run keep theirs, which no other will find."""
         ...
 
     def check(self) -> None:

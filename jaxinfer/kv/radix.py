@@ -144,6 +144,11 @@ class RadixTree:
             node.parent = None
             node = parent
 
+    def clear(self) -> None:
+        """Remove every node; none may have pages or pins."""
+        self.changes += 1
+        self._roots.clear()
+
     def closest(
         self, parent: Node, code: int, tokens: bytes, usable: Callable[[Node], bool]
     ) -> tuple[Node | None, int]:

@@ -194,20 +194,20 @@ class PageStore:
         return known
 
     def clear(self) -> int:
-        """Evict every cached page, on the device and on the host, and return the number of nodes that lost one."""
-        lost: set[Node] = set()
-        for group, pool in enumerate(self.pools):
-            while pool.cached:
-                node = self._owner(pool, pool.oldest())
+        """Take every page out of the tree, on the device and on the host; return the number of nodes that had one.
+
+        A page that somebody holds stays theirs, and is free when they let go. No node may be pinned.
+        """
+        nodes = list(self.tree.nodes())
+        found = sum(not node.empty for node in nodes)
+        for node in nodes:
+            for group in range(len(self.pools)):
                 self._unload(node, group)
-                lost.add(node)
-        while self.host.cached:
-            node = self._owner(self.host, self.host.oldest())
-            self._forget(node)
-            lost.add(node)
-        for node in lost:
-            self.tree.prune(node)
-        return len(lost)
+            if node.host >= 0:
+                self.host.disown(node.host)
+                node.host = -1
+        self.tree.clear()
+        return found
 
 
 def check_tree(store: PageStore) -> None:

@@ -207,7 +207,7 @@ class AsyncEngine:
         return self._post(self._engine.stats).result(timeout)
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached page that no sequence uses; how many those were."""
+        """See `Backend.reset_prefix_cache`."""
         return await self._ask(self._engine.reset_prefix_cache)
 
     async def check(self) -> None:

@@ -86,6 +86,11 @@ class Room:
         self.running = 0
 
     @property
+    def waiting(self) -> Load:
+        """What waits, of all tenants."""
+        return self._all
+
+    @property
     def empty(self) -> bool:
         """Whether nothing waits, and nothing runs."""
         return not (any(self._all) or self._tenants or self.running)

@@ -99,7 +99,11 @@ class Server:
         found: list[Service] = [(oip.SERVICE, oip.OpenInference(self._serving, lambda: self.is_ready))]
         if self.config.vllm_grpc:
             served = Served(
-                lambda: self._door.condition, lambda: pathlib.Path(self._supervisor.folder), self.config.model
+                condition=lambda: self._door.condition,
+                folder=lambda: pathlib.Path(self._supervisor.folder),
+                model=self.config.model,
+                profiler=self,
+                profiling=self.config.profile_dir is not None,
             )
             found.append((service(), VllmEngine(self._serving, served)))
         return found

@@ -22,6 +22,8 @@ from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.grpc.vllm import convert, messages
 from jaxinfer.serve.grpc.vllm.answers import Answer
 from jaxinfer.serve.grpc.vllm.info import Activity, model_info, model_type, server_info
+from jaxinfer.serve.grpc.vllm.loads import Loads
+from jaxinfer.serve.grpc.vllm.tokenizer import Bundles, chunks
 from jaxinfer.text.output import OutputDelta
 
 NAME = "vllm.grpc.engine.VllmEngine"
@@ -53,6 +55,14 @@ class Condition(Protocol):
     def reason(self) -> str: ...
 
 
+@runtime_checkable
+class Profiler(Protocol):
+    """Makes traces; see `jaxinfer.serve.grpc.control.Engine`."""
+
+    async def start_profile(self) -> None: ...
+    async def stop_profile(self) -> str: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Served:
     """What the service needs to know of the server besides its front end.
@@ -61,11 +71,14 @@ class Served:
         condition: as /ready says it; "ready" is the only state in which a generation would be accepted.
         folder: of the tokenizer; asked once there is a front end.
         model: as the setting names it.
+        profiling: whether there is a folder for traces.
     """
 
     condition: Callable[[], Condition]
     folder: Callable[[], pathlib.Path]
     model: str
+    profiler: Profiler
+    profiling: bool = False
 
 
 class VllmEngine:
@@ -77,7 +90,7 @@ class VllmEngine:
 
     def __init__(self, frontend: Callable[[], Frontend], served: Served) -> None:
         self._frontend, self._served = frontend, served
-        self._activity = Activity()
+        self._activity, self._loads, self._bundles = Activity(), Loads(), Bundles()
 
     async def Generate(self, request: Any, rpc: Rpc) -> None:
         self._activity.receive()
@@ -111,6 +124,7 @@ class VllmEngine:
         raise ServeError(Kind.UNIMPLEMENTED, "Embed is not served: jaxinfer has no embeddings")
 
     async def HealthCheck(self, request: Any, rpc: Rpc) -> Any:
+        self._frontend()  # while it loads: a router takes any answer for a server that can be asked what it serves
         found = self._served.condition()
         healthy = found.state == "ready"
         return messages.pb.HealthCheckResponse(healthy=healthy, message="" if healthy else found.reason or found.state)
@@ -132,22 +146,37 @@ class VllmEngine:
         return server_info(self._frontend(), self._activity)
 
     async def GetLoads(self, request: Any, rpc: Rpc) -> Any:
-        raise ServeError(Kind.UNIMPLEMENTED, "GetLoads is not served yet")
+        return await self._loads.of(self._frontend(), request.dp_rank)
 
     async def GetTokenizer(self, request: Any, rpc: Rpc) -> None:
-        raise ServeError(Kind.UNIMPLEMENTED, "GetTokenizer is not served yet")
+        self._frontend()
+        bundle = await self._bundles.of(self._served.folder())
+        for chunk in chunks(bundle):
+            await rpc.write(chunk)
 
     async def FlushCache(self, request: Any, rpc: Rpc) -> Any:
-        raise ServeError(Kind.UNIMPLEMENTED, "FlushCache is not served: call Control/FlushPrefixCache")
+        pages = await self._frontend().flush_prefix_cache()
+        return messages.common.FlushCacheResponse(success=True, message=f"{pages} pages forgotten")
 
     async def StartProfile(self, request: Any, rpc: Rpc) -> Any:
-        raise ServeError(Kind.UNIMPLEMENTED, "StartProfile is not served: call Control/StartProfile")
+        self._check_profiling(request)
+        await self._served.profiler.start_profile()
+        return messages.common.ProfileResponse(success=True)
 
     async def StopProfile(self, request: Any, rpc: Rpc) -> Any:
-        raise ServeError(Kind.UNIMPLEMENTED, "StopProfile is not served: call Control/StopProfile")
+        self._check_profiling(request)
+        folder = await self._served.profiler.stop_profile()
+        return messages.common.ProfileResponse(success=True, message=folder)
 
     async def SubscribeKvEvents(self, request: Any, rpc: Rpc) -> None:
         raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
+
+    def _check_profiling(self, request: Any) -> None:
+        """How to profile is the server's to say."""
+        if not self._served.profiling:
+            raise ServeError(Kind.UNIMPLEMENTED, "profiling is off: the server was started without profile_dir")
+        for field, _ in request.ListFields():
+            raise ServeError(Kind.INVALID, f"{field.name} is not served: leave it out", field.name)
 
 
 async def _tokens(frontend: Frontend, call: Call) -> Sequence[int]:

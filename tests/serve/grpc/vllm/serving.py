@@ -16,7 +16,7 @@ from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc.vllm.messages import pb
 from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
 from tests.serve.fake_engine import FIRST_BYTE, Mischief, write_fake_folder
-from tests.serve.grpc.running import Running, running
+from tests.serve.grpc.running import FakeSupervisor, Running, running
 
 WELL = Mischief()
 PROMPT = "Hi ö"
@@ -29,10 +29,12 @@ class State:
 
     condition: Condition = dataclasses.field(default_factory=lambda: Condition(READY))
     folder: pathlib.Path = pathlib.Path("/nowhere")
+    supervisor: FakeSupervisor = dataclasses.field(default_factory=FakeSupervisor)
+    profiling: bool = False
 
     @property
     def served(self) -> Served:
-        return Served(lambda: self.condition, lambda: self.folder, "fake")
+        return Served(lambda: self.condition, lambda: self.folder, "fake", self.supervisor, self.profiling)
 
 
 def vllm_service(frontend: Callable[[], Frontend], state: State | None = None) -> list[Any]:
@@ -41,10 +43,12 @@ def vllm_service(frontend: Callable[[], Frontend], state: State | None = None) -
 
 
 @contextlib.asynccontextmanager
-async def serving(mischief: Mischief = WELL, **how: Any) -> AsyncIterator[tuple[Running, Any, State]]:
+async def serving(
+    mischief: Mischief = WELL, profiling: bool = False, **how: Any
+) -> AsyncIterator[tuple[Running, Any, State]]:
     """A server, a stub of the service, and what may be changed."""
     with tempfile.TemporaryDirectory() as folder:
-        state = State(folder=write_fake_folder(pathlib.Path(folder) / "model"))
+        state = State(folder=write_fake_folder(pathlib.Path(folder) / "model"), profiling=profiling)
         async with running(mischief, more=lambda frontend: vllm_service(frontend, state), **how) as run:
             yield run, vllm_engine_pb2_grpc.VllmEngineStub(run.channel), state
 

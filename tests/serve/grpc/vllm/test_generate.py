@@ -247,6 +247,7 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_dies_ends_streams_with_a_status() -> None:
     async def story() -> None:
         async with serving(Mischief(seconds=0.01, fault_at=9)) as (_, stub, _state):

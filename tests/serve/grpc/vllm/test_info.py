@@ -8,7 +8,9 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxinfer.serve.core.supervisor import READY, Condition
-from jaxinfer.serve.grpc.vllm.messages import pb
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.grpc.vllm.messages import common, pb
 from jaxinfer.serve.grpc.vllm.service import NAME
 from tests.serve.fake_engine import BOS, EOS, PAD, VOCAB
 from tests.serve.grpc.running import failure
@@ -31,6 +33,19 @@ def test_it_is_healthy_when_a_generation_would_be_accepted(condition: Condition,
             assert await stub.HealthCheck(pb.HealthCheckRequest()) == pb.HealthCheckResponse(
                 healthy=healthy, message=message
             )
+
+    asyncio.run(story())
+
+
+def test_while_the_model_is_loading_there_is_no_answer_at_all() -> None:
+    def loading() -> Frontend:
+        raise ServeError(Kind.UNAVAILABLE, "the model is loading")
+
+    async def story() -> None:
+        async with serving(frontend=lambda _: loading) as (_, stub, _state):
+            for call in (stub.HealthCheck(pb.HealthCheckRequest()), stub.GetModelInfo(pb.GetModelInfoRequest())):
+                found = await failure(call)
+                assert (found.code, found.message) == (grpc.StatusCode.UNAVAILABLE, "the model is loading")
 
     asyncio.run(story())
 
@@ -65,12 +80,12 @@ def test_the_server_is_what_its_settings_say() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("method", ["Embed", "StartProfile", "StopProfile"])
+@pytest.mark.parametrize("method", ["Embed", "SubscribeKvEvents"])
 def test_what_is_not_served_says_so(method: str) -> None:
     async def story() -> None:
         async with serving() as (_, stub, _state):
-            kind = pb.DESCRIPTOR.services_by_name["VllmEngine"].methods_by_name[method].input_type._concrete_class
-            found = await failure(getattr(stub, method)(kind()))
+            kinds = {"Embed": pb.EmbedRequest, "SubscribeKvEvents": common.SubscribeKvEventsRequest}
+            found = await failure(getattr(stub, method)(kinds[method]()))
             assert (found.code, method in found.message) == (grpc.StatusCode.UNIMPLEMENTED, True)
 
     asyncio.run(story())
