@@ -19,13 +19,12 @@ def test_a_busy_engine_tells_what_runs_and_what_waits() -> None:
         async with serving(Mischief(seconds=0.05), settings=settings) as (run, stub, _):
             calls = [stub.Generate(request(stream=True, sampling={"max_tokens": 1000})) for _ in range(3)]
             async with asyncio.timeout(60):
-                load = None
-                while load is None or (load.num_running_reqs, load.num_waiting_reqs) != (2, 1):
-                    (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
-                while not load.token_usage:
+                load = pb.SchedulerLoad()
+                while not load.token_usage or (
+                    (load.num_running_reqs, load.num_waiting_reqs, load.num_waiting_uncached_tokens) != (2, 1, len(IDS))
+                ):
                     (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
             assert (load.dp_rank, load.num_total_reqs, load.max_running_requests, load.utilization) == (0, 3, 2, 1.0)
-            assert load.num_waiting_uncached_tokens == len(IDS)
             assert 0 < load.num_used_tokens < load.max_total_num_tokens <= 256 * 16
             assert load.token_usage == pytest.approx(load.num_used_tokens / load.max_total_num_tokens)
             for call in calls:
