@@ -104,6 +104,7 @@ class Server:
                 model=self.config.model,
                 profiler=self,
                 profiling=self.config.profile_dir is not None,
+                operated=self._door.operated,
             )
             found.append((service(), VllmEngine(self._serving, served)))
         return found
