@@ -16,7 +16,8 @@ from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Sta
 from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import oip
-from jaxinfer.serve.grpc.server import GrpcServers
+from jaxinfer.serve.grpc.server import GrpcServers, Service
+from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
 from jaxinfer.serve.kv_events.door import KvEventsDoor
@@ -81,13 +82,12 @@ class Server:
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
             operated=config.api_keys is not None or is_loopback(config.host),
         )
-        open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(
             config,
             self._serving,
             self,
             authoriser,
-            more=[(oip.SERVICE, open_inference)],
+            more=self._other_services(),
             observer=metrics.called,
             refused=self._requests.refused,
             cut=metrics.grpc_cut.inc,
@@ -96,6 +96,20 @@ class Server:
         self._metrics = HttpServer(config, self._door, metrics=True) if config.metrics_port is not None else None
         self._throughput = Throughput()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _other_services(self) -> list[Service]:
+        """Those of protocols that are not ours."""
+        found: list[Service] = [(oip.SERVICE, oip.OpenInference(self._serving, lambda: self.is_ready))]
+        if self.config.vllm_grpc:
+            served = Served(
+                condition=lambda: self._door.condition,
+                folder=lambda: pathlib.Path(self._supervisor.folder),
+                model=self.config.model,
+                profiler=self,
+                profiling=self.config.profile_dir is not None,
+            )
+            found.append((service(), VllmEngine(self._serving, served)))
+        return found
 
     # ---- what is known
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import ipaddress
 import json
 import pathlib
@@ -37,6 +38,8 @@ _MISSING = {"model": 'name one ("demo", a folder, a .gguf file, or a hub id): ja
 _PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OFF: tuple[str, bool] = ("off", False)  # YAML reads ``off`` as false
+ROUTING_PACKAGE = "smg_grpc_proto"
+"""The package with the messages of vLLM's gRPC service."""
 REASONING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "both": ("reasoning", "reasoning_content"),
     "reasoning": ("reasoning",),
@@ -97,6 +100,7 @@ class DoorConfig:
         metrics_host: address of these.
         control_port: of Control (default: none); 0: any free one.
         control_host: address of Control.
+        vllm_grpc: serve vLLM's gRPC service on grpc_port, too, for routers (docs/routing.md); needs the extra routing.
     """
 
     host: str = "127.0.0.1"
@@ -106,6 +110,7 @@ class DoorConfig:
     metrics_host: str = "127.0.0.1"
     control_port: int | None = None
     control_host: str = "127.0.0.1"
+    vllm_grpc: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,6 +377,8 @@ def _check_doors(config: ServeConfig) -> None:
         if port := getattr(config, name):
             other = taken.setdefault((hosts.get(name, config.host), port), name)
             _require(other == name, name, port, f"is {other} already: each door has a port of its own")
+    there = not config.vllm_grpc or importlib.util.find_spec(ROUTING_PACKAGE) is not None
+    _require(there, "vllm_grpc", True, f"needs {ROUTING_PACKAGE}: pip install 'jaxinfer[routing]'")
 
 
 def _check_group(config: ServeConfig) -> None:
