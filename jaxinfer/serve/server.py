@@ -65,7 +65,8 @@ class Server:
         self.config = config = descriptors.within(config, descriptors.raise_limit())
         self._opened = opened
         self.frontend: Frontend | None = None
-        self.kv_events = KvEventsDoor(config, lambda: self._supervisor.card.name)
+        replicas = config.engine.data_parallel_size * config.engine.dp_ranks
+        self.kv_events = KvEventsDoor(config, replicas, lambda: self._supervisor.card.name)
         self._supervisor = Supervisor(config, command, prepare=self._prepare, kv_events=self.kv_events.take)
         self._loras = self._adapters()
         metrics = ServerMetrics(self)
@@ -107,6 +108,7 @@ class Server:
                 model=self.config.model,
                 profiler=self,
                 profiling=self.config.profile_dir is not None,
+                kv_events=self.kv_events.hub,
             )
             found.append((service(), VllmEngine(self._serving, served)))
         return found

@@ -25,15 +25,16 @@ class KvEventsDoor:
     """What the engine tells of its cache, for all who subscribe.
 
     Args:
+        ranks: replicas of the engine.
         model: the name of what is served; asked when there is something to tell.
 
     Attributes:
         hub: None where the settings ask for no events.
     """
 
-    def __init__(self, config: KvEventsConfig, model: Callable[[], str]) -> None:
+    def __init__(self, config: KvEventsConfig, ranks: int, model: Callable[[], str]) -> None:
         self._config, self._model = config, model
-        self.hub = Hub() if config.kv_events else None
+        self.hub = Hub(ranks) if config.kv_events else None
         self._publisher: Publisher | None = None
 
     @property

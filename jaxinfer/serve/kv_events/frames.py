@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.kv_events.hub import Batch
-from jaxinfer.serve.kv_events.mirror import TOKEN_BYTES
+from jaxinfer.serve.kv_events.tokens import lora_id, token_ids
 
 END = (-1).to_bytes(8, signed=True)
 """The number behind the last batch of a replay."""
@@ -109,18 +108,6 @@ def stored_fields(run: pb.KvStored) -> dict[str, Any]:
         "lora_name": run.lora.name if run.HasField("lora") else None,
         "extra_keys": [(run.extra,)] * len(hashes) if run.extra else None,
     }
-
-
-def token_ids(tokens: bytes) -> list[int]:
-    """int32 of this machine's byte order, as a list."""
-    found = array.array("i", tokens)
-    assert found.itemsize == TOKEN_BYTES
-    return found.tolist()
-
-
-def lora_id(identity: str) -> int:
-    """A number for an adapter, from 1 to 2^31 - 1, which its content decides."""
-    return 1 + int.from_bytes(identity.encode()[-8:]) % (2**31 - 1)
 
 
 def number_bytes(number: int) -> bytes:

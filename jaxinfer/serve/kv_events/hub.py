@@ -102,25 +102,29 @@ class Subscription:
 
 
 class Hub:
-    """Belongs to one event loop.
+    """Numbers batches, keeps the latest, and knows what is cached. Belongs to one event loop.
 
     Numbers begin with the time in microseconds at which the doors were opened: so those of a later life are larger, and
     whoever comes back with a number of an earlier one is told from the beginning.
+
+    Args:
+        ranks: replicas of the engine.
+        clock: in seconds since 1970.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, ranks: int = 1, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self.epoch = secrets.token_hex(8)
         self._number = int(clock() * 1_000_000)
         self._kept: collections.deque[Batch] = collections.deque()
         self._bytes = 0
-        self._mirrors: dict[int, Mirror] = {0: Mirror()}
+        self._mirrors = {rank: Mirror() for rank in range(ranks)}
         self._subscriptions: dict[Subscription, None] = {}
         self._listeners: list[Callable[[Batch], object]] = []
 
     @property
     def ranks(self) -> int:
-        """Replicas that were heard of."""
+        """Replicas of the engine."""
         return len(self._mirrors)
 
     @property
@@ -143,7 +147,7 @@ class Hub:
 
     def take(self, events: pb.KvEvents) -> None:
         """Number what the engine has told, and tell it on."""
-        self._mirrors.setdefault(events.rank, Mirror()).apply(events)
+        self._mirrors[events.rank].apply(events)
         self._number += 1
         batch = Batch(self._number, self._clock(), self.epoch, events)
         self._keep(batch)
