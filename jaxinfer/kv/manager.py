@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
+from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.prefix import Match, find_prefix
 from jaxinfer.kv.radix import Node, PageKeys
@@ -263,6 +264,10 @@ class KVManager:
             self._move_cursor(entry, node)
         else:
             self._store.tree.prune(node)
+
+    def start_journal(self) -> Journal:
+        """Begin to tell of cached pages; to be called before any sequence is admitted."""
+        return Journal(self._store)
 
     def stop_caching(self) -> None:
         """Turn the prefix cache off; to be called before any sequence is admitted."""

@@ -72,6 +72,7 @@ class PageStore:
         if node.pages[group] >= 0:
             self.pools[group].disown(node.pages[group])
             node.pages[group] = -1
+            self.tree.touch(node)
 
     @staticmethod
     def _owner(pool: BlockPool[Node], page: int) -> Node:
@@ -104,6 +105,7 @@ class PageStore:
             return
         (node.host,), node.stored = taken, present
         self.host.assign(node.host, node)
+        self.tree.touch(node)
         self.moves.export_page(tuple(node.pages), node.host)
         self.host.drop(node.host)
 
@@ -111,6 +113,7 @@ class PageStore:
         """Free the host copy of a node."""
         self.host.disown(node.host)
         node.host = -1
+        self.tree.touch(node)
         self.tree.prune(node)
 
     # ---- hits
@@ -158,6 +161,7 @@ class PageStore:
         for group in groups:
             page = target[group] = node.pages[group] = self.take(group)
             self.pools[group].assign(page, node)
+        self.tree.touch(node)
         self.moves.import_page(node.host, tuple(target), self.pools)
 
     def donor_source(self, node: Node) -> Pages | int | None:
@@ -178,6 +182,7 @@ class PageStore:
             if owner is not None and owner is not node:
                 return None
         node = self.tree.add(parent, key) if node is None else node
+        self.tree.touch(node)
         for group, page in enumerate(pages):
             if page >= 0 and page != node.pages[group]:
                 pages[group] = self._merge(node, group, page)

@@ -20,6 +20,7 @@ from jaxinfer.serve.grpc.server import GrpcServers, Service
 from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.kv_events.door import KvEventsDoor
 from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.parsing import model_parsers
@@ -51,6 +52,7 @@ class Server:
 
     Attributes:
         frontend: None until the engine was READY for the first time.
+        kv_events: what the engine tells of its cached pages.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Server:
         self.config = config = descriptors.within(config, descriptors.raise_limit())
         self._opened = opened
         self.frontend: Frontend | None = None
-        self._supervisor = Supervisor(config, command, prepare=self._prepare)
+        replicas = config.engine.data_parallel_size * config.engine.dp_ranks
+        self.kv_events = KvEventsDoor(config, replicas, lambda: self._supervisor.card.name)
+        self._supervisor = Supervisor(config, command, prepare=self._prepare, kv_events=self.kv_events.take)
         self._loras = self._adapters()
         metrics = ServerMetrics(self)
         self._requests = RequestLog(config.log_requests)
@@ -105,6 +109,7 @@ class Server:
                 profiler=self,
                 profiling=self.config.profile_dir is not None,
                 operated=self._door.operated,
+                kv_events=self.kv_events.hub,
             )
             found.append((service(), VllmEngine(self._serving, served)))
         return found
@@ -197,7 +202,9 @@ class Server:
         for door, port in self._doors.items():
             if port is not None:
                 _log.info("%s listens on port %d", door, port)
+        self.kv_events.start()
         self._supervisor.subscribe(self._log_state)
+        self._supervisor.subscribe(self.kv_events.changed)
         await self._supervisor.start()
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
         self._tasks.append(asyncio.create_task(self._authoriser.run()))
@@ -240,6 +247,7 @@ class Server:
         await self._supervisor.stop()
         if self.frontend is not None:
             await self.frontend.aclose()
+        await self.kv_events.stop()
         self._door.long.close()
         await asyncio.to_thread(self._tracing.close)
 
@@ -298,8 +306,8 @@ class Server:
         return config.prefix_cache_sharing != ALL and (config.api_keys or config.tls_client_ca) is not None
 
     def _scope(self, tenant: str) -> str:
-        """The scope of those who share cached prefixes with ``tenant``."""
-        if self.config.prefix_cache_sharing == ALL:
+        """The scope of those who share cached prefixes with ``tenant``; where there are no tenants there is none."""
+        if not self._parted:
             return ""
         return cache_scope(tenant, self._authoriser.cache_group(tenant))
 

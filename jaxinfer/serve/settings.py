@@ -20,6 +20,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.names import DTYPES, advice, known_dtype
 from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.kv_events.settings import KvEventsConfig, refusal
 from jaxinfer.serve.logs import FORMATS, LEVELS
 from jaxinfer.serve.lora_modules import parse_modules
 from jaxinfer.serve.tenants import SHARING, TENANT
@@ -241,7 +242,15 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    LogConfig, GroupConfig, PatienceConfig, LoRADoorConfig, AnswerConfig, AccessConfig, DoorConfig, ServedModelConfig
+    LogConfig,
+    GroupConfig,
+    PatienceConfig,
+    KvEventsConfig,
+    LoRADoorConfig,
+    AnswerConfig,
+    AccessConfig,
+    DoorConfig,
+    ServedModelConfig,
 ):
     """A server: one model behind gRPC and HTTP."""
 
@@ -352,6 +361,8 @@ def _check(config: ServeConfig) -> None:
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
     _check_group(config)
     _check_loras(config)
+    if (refused := refusal(config, config.engine.enable_prefix_caching)) is not None:
+        _require(False, *refused)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
     try:
         check(config.engine)

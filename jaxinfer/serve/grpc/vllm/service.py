@@ -21,9 +21,11 @@ from jaxinfer.serve.grpc.pump import Pump
 from jaxinfer.serve.grpc.rpc import Rpc
 from jaxinfer.serve.grpc.vllm import convert, messages
 from jaxinfer.serve.grpc.vllm.answers import Answer
+from jaxinfer.serve.grpc.vllm.events import send_events
 from jaxinfer.serve.grpc.vllm.info import Activity, model_info, model_type, server_info
 from jaxinfer.serve.grpc.vllm.loads import Loads
 from jaxinfer.serve.grpc.vllm.tokenizer import Bundles, chunks
+from jaxinfer.serve.kv_events.hub import Hub
 from jaxinfer.text.output import OutputDelta
 
 NAME = "vllm.grpc.engine.VllmEngine"
@@ -73,6 +75,7 @@ class Served:
         model: as the setting names it.
         profiling: whether there is a folder for traces.
         operated: operators may use their RPCs here: they are told apart by keys, or nobody else comes here.
+        kv_events: what the engine tells of its cached pages; None: nobody wants to know.
     """
 
     condition: Callable[[], Condition]
@@ -81,6 +84,7 @@ class Served:
     profiler: Profiler
     profiling: bool = False
     operated: bool = True
+    kv_events: Hub | None = None
 
 
 class VllmEngine:
@@ -172,7 +176,10 @@ class VllmEngine:
         return messages.common.ProfileResponse(success=True, message=folder)
 
     async def SubscribeKvEvents(self, request: Any, rpc: Rpc) -> None:
-        raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
+        hub, frontend = self._served.kv_events, self._frontend()
+        if hub is None:
+            raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
+        await send_events(hub, request, lambda: self._loads.load(frontend), rpc.write)
 
     def _check_operated(self, name: str) -> None:
         if not self._served.operated:
