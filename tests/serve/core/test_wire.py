@@ -97,6 +97,8 @@ deltas = st.builds(
     stop_reason=st.none() | ids | text,
     prompt_logprobs=st.none() | st.lists(st.none() | positions, max_size=3),
     cached_tokens=st.none() | counts,
+    draft_tokens=st.just(0) | counts,
+    draft_accepted=st.just(0) | counts,
 )
 histograms = st.builds(
     Histogram,
