@@ -179,6 +179,12 @@ def test_deltas(numbered):
     assert sorted(got, key=key) == sorted(numbered, key=key)
 
 
+def test_a_plain_token_that_drafts_are_told_with_keeps_them():
+    delta = SequenceDelta("a", 0, [5], draft_tokens=3, draft_accepted=2)
+    (other,) = through(wire.deltas_message([(7, delta)])).others
+    assert wire.delta_of(other, "a") == delta
+
+
 def test_a_plain_delta_is_small():
     message = wire.deltas_message([(number, SequenceDelta("a", 0, [5])) for number in range(100, 200)])
     assert not message.others
