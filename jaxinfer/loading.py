@@ -28,6 +28,7 @@ from jaxinfer.engine.execution.prepare import with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.families import find_families
 from jaxinfer.heads import describe_head, load_head
+from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import HEADS, Family, family_for
@@ -116,7 +117,19 @@ def start_engine(
     loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
+    _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _warn_of_long_texts(model: Model, length: int) -> None:
+    """Say that short texts are computed as parts of long ones are, where a checkpoint tells these apart."""
+    ropes = [value for value in vars(model.config).values() if isinstance(value, RopeConfig)]
+    original = min((rope.original_max_position for rope in ropes if rope.kind == "longrope"), default=length)
+    if length > original:
+        _log.warning(
+            f"max_model_len = {length}: texts of up to {original} tokens, too, are computed with the long factors of "
+            f"longrope; max_model_len = {original} serves those with the short ones (docs/rope.md)"
+        )
 
 
 def start_follower(

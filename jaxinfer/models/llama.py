@@ -60,17 +60,27 @@ class LlamaConfig(DecoderConfig):
         """
         model_type = ConfigReader(config).text("model_type", "llama")
         read = ConfigReader(config, _DEFAULTS.get(model_type, {}))
-        fields, attention_bias = decoder_fields(read), read.flag("attention_bias", False)
+        # transformers' Mistral takes no notice of it
+        attention_bias = read.flag("attention_bias", False) and model_type != "mistral"
+        fields = decoder_fields(read)
         out_bias = attention_bias and model_type not in ("qwen2", "mimo")
         return LlamaConfig(
             **fields,
             layers=tuple(LayerSpec(window) for window in _windows(read, model_type)),
-            rope=rope_config(read, fields["max_position"], fields["head_dim"]),
+            rope=_rope(read, fields["max_position"], fields["head_dim"]),
             qkv_bias=attention_bias or model_type in ("qwen2", "mimo"),
             out_bias=read.flag("attention_out_bias", False) if model_type == "seed_oss" else out_bias,
             mlp_bias=read.flag("mlp_bias", False),
             qk_norm=model_type == "qwen3",
         )
+
+
+def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
+    """Read the rotary embedding. transformers' default one turns whole heads, whatever ``partial_rotary_factor`` says."""
+    rope = rope_config(read, max_position, head_dim, partial=True)
+    known = rope.kind == "default" or rope.partial == 1.0
+    read.require(known, "partial_rotary_factor", f"is not supported for rope_type {rope.kind}")
+    return dataclasses.replace(rope, partial=1.0)
 
 
 def _windows(read: ConfigReader, model_type: str) -> list[int | None]:

@@ -52,7 +52,7 @@ class MinistralConfig(LlamaConfig):
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or _ROPE
         fields = {**_DEFAULTS, **config, "rope_parameters": scaling}
         # Without a model type: there is a window only if there is a number.
-        plain = LlamaConfig.from_json({**fields, "model_type": "llama"})
+        plain = LlamaConfig.from_json({**fields, "model_type": "llama", "attention_bias": False})
         read, inner = ConfigReader(fields), ConfigReader(scaling if isinstance(scaling, dict) else {})
         window = None if read.get("sliding_window") is None else read.positive("sliding_window")
         layers = tuple(LayerSpec(window) for _ in plain.layers)

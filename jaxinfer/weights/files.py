@@ -11,7 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.types import ParamTree
+from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.formats import quantized_weights
+from jaxinfer.weights.formats.modelopt import quantization_config
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
@@ -112,7 +114,20 @@ def open_files(path: pathlib.Path) -> ModelFiles:
     """Reads config.json; weights are opened when they are asked for.
 
     Raises:
-        CheckpointError: see `read_json_object`.
+        CheckpointError: see `read_json_object`; or the folder is of a kind whose weights are not read.
     """
     config = read_json_object(path / "config.json")
+    _refuse_mlx(path, config)
+    beside = path / "hf_quant_config.json"
+    if "quantization_config" not in config and beside.exists():
+        config = {**config, "quantization_config": quantization_config(read_json_object(beside))}
     return ModelFiles(path, text_model(config), wrapped=is_wrapper(config))
+
+
+def _refuse_mlx(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    found = config.get("quantization")
+    if isinstance(found, dict) and {"bits", "group_size"} <= found.keys():
+        what = f"{found['bits']!r:.8} bits in groups of {found['group_size']!r:.8}"
+        raise CheckpointError(
+            f"{path} is a folder of MLX, whose weights of {what} are not read: take the original model"
+        )
