@@ -119,8 +119,8 @@ class Attention(Layer):
     ) -> tuple[jax.Array, Any]:
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         rest = (cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
-        fusible = rope is not None and self.qk_norm_eps is None and temperature is None
-        if fusible and isinstance(attend, FusedAttend):
+        plain = self.qk_norm_eps is None and temperature is None
+        if rope is not None and plain and isinstance(attend, FusedAttend):
             done = attend.fused(qkv, rope, self.interleaved, *rest)
             if done is not None:
                 return done

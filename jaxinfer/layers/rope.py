@@ -57,7 +57,7 @@ class RopeConfig(Brief):
             stretched = dataclasses.replace(self, long=True).inverse_frequencies(head_dim)
             inverse = jnp.where(jnp.max(positions) >= self.original_max_position, stretched, inverse)
         elif self.kind == "dynamic":
-            inverse = self._dynamic(inverse, jnp.max(positions) + 1, int(head_dim * self.partial))
+            inverse = inverse * self._shrink(jnp.max(positions) + 1, int(head_dim * self.partial))
         return rope_angles(positions, inverse, self.attention_factor)
 
     def up_to(self, length: int) -> RopeConfig:
@@ -84,13 +84,13 @@ class RopeConfig(Brief):
                 inverse = inverse / np.asarray(self.long_factor if self.long else self.short_factor, np.float64)
         return inverse.astype(np.float32)
 
-    def _dynamic(self, inverse: np.ndarray, tokens: Array, dim: int) -> Array:
-        """NTK-aware: the base grows with a text beyond the model's context, so that its longest wave is stretched by as
-        much. 1 within it, exactly."""
+    def _shrink(self, tokens: Array, dim: int) -> Array:
+        """What dynamic multiplies frequencies by (NTK-aware): the base grows with a text beyond the model's context, so
+        that its longest wave is stretched as it is. 1 within the context, exactly."""
         beyond = jnp.maximum(tokens - self.original_max_position, 0).astype(jnp.float32)
         growth = jnp.log1p(beyond * (self.factor / self.original_max_position))
         exponents = (np.arange(0, dim, 2, dtype=np.float64) / max(dim - 2, 1)).astype(np.float32)
-        return inverse * jnp.exp(-growth * exponents)
+        return jnp.exp(-growth * exponents)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
         """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""

@@ -76,7 +76,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
-    """Read the rotary embedding. transformers' default one turns whole heads, whatever ``partial_rotary_factor`` says."""
+    """Read the rotary embedding: transformers' default one turns whole heads, whatever is said of a part of them."""
     rope = rope_config(read, max_position, head_dim, partial=True)
     known = rope.kind == "default" or rope.partial == 1.0
     read.require(known, "partial_rotary_factor", f"is not supported for rope_type {rope.kind}")
