@@ -108,6 +108,7 @@ class Server:
                 model=self.config.model,
                 profiler=self,
                 profiling=self.config.profile_dir is not None,
+                operated=self._door.operated,
                 kv_events=self.kv_events.hub,
             )
             found.append((service(), VllmEngine(self._serving, served)))

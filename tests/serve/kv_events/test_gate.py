@@ -174,7 +174,9 @@ class World:
 
     def check(self) -> None:
         self.look()
-        assert {hubs_low(digest): block for digest, block in self.hub.mirror().blocks.items()}.keys() == self.told.keys()
+        assert {
+            hubs_low(digest): block for digest, block in self.hub.mirror().blocks.items()
+        }.keys() == self.told.keys()
         for subscriber in [*self.grpc, *self.zmq]:
             subscriber.check()
 
