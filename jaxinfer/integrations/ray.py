@@ -42,6 +42,7 @@ from jaxinfer.serve.preview import refuse_early
 from jaxinfer.serve.settings import ServeConfig, is_loopback
 
 _KEY_BYTES = 32
+_ID = b"x-request-id"
 
 
 def build_app(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> serve.Application:
@@ -169,7 +170,8 @@ class Replica:
 
 
 class Door:
-    """ASGI, around the application of a replica.
+    """ASGI, around the application of a replica. To that it lies at the root, wherever Ray has it, and the id of a
+    request, which Ray's proxy has chosen, is in an answer once.
 
     Args:
         guarded: callers beyond this machine are let in, for they show keys, or the network is trusted.
@@ -179,11 +181,20 @@ class Door:
         self._inner, self._guarded = inner, guarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (self._guarded or is_loopback((scope.get("client") or [""])[0])):
-            body = json.dumps(error_body(ServeError(Kind.FORBIDDEN, STRANGER)))
-            await Response(body, 403, media_type="application/json")(scope, receive, send)
+        if scope["type"] != "http":
+            return
+
+        async def answer(message: Event) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [pair for pair in message["headers"] if pair[0] != _ID]
+            await send(message)
+
+        if self._guarded or is_loopback((scope.get("client") or [""])[0]):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            await self._inner({**scope, "path": path, "root_path": ""}, receive, answer)
         else:
-            await self._inner(scope, receive, send)
+            body = json.dumps(error_body(ServeError(Kind.FORBIDDEN, STRANGER)))
+            await Response(body, 403, media_type="application/json")(scope, receive, answer)
 
 
 # ---- replicas of several processes

@@ -43,6 +43,9 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """Settings of `jaxinfer serve` that mean nothing here, and why."""
 
+_TOLD_LATER: Mapping[str, Any] = {"coordinator_address": "nowhere:1", "group_key_file": "nowhere"}
+"""In place of what a group needs and each replica makes for its own."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
@@ -117,8 +120,9 @@ def parse(arguments: Mapping[str, Any]) -> tuple[ServeConfig, ReplicaConfig]:
     for name, value in {**file, **flags}.items():
         if name in ELSEWHERE:
             raise ServeConfigError(f"{name} = {reprlib.repr(value)}: {ELSEWHERE[name]}")
-    config = make_config(file, flags)
-    return dataclasses.replace(config, http_port=None), _own(own)
+    config = make_config(_TOLD_LATER, file, flags)
+    key = flags.get("group_key_file", file.get("group_key_file"))
+    return dataclasses.replace(config, http_port=None, coordinator_address=None, group_key_file=key), _own(own)
 
 
 def deployment_options(config: ServeConfig, replicas: ReplicaConfig) -> dict[str, Any]:
