@@ -47,11 +47,19 @@ class Cluster:
         """The folder of an application's fake model."""
         return self.folder / "models" / name
 
-    def run(self, name: str, core: list[str] | None, **settings: Any) -> Application:
-        """Deploy replicas, or other settings of those that there are; ``core``: options of the fake core."""
+    def run(
+        self, name: str, core: list[str] | None, closed: pathlib.Path | None = None, **settings: Any
+    ) -> Application:
+        """Deploy replicas, or other settings of those that there are.
+
+        Args:
+            core: options of the fake core; None: the real one.
+            closed: while there is such a file, no core gets on that is started.
+        """
         folder = write_fake_folder(self.model(name))
         given = {"num_cpus": 0.1, **({} if core is None else {"model": str(folder)}), **settings}
-        made = build_app(given, None if core is None else command("--folder", str(folder), *core))
+        words = None if core is None else [*_unless(closed), *command("--folder", str(folder), *core)]
+        made = build_app(given, words)
         serve.run(made, name=name, route_prefix=f"/{name}")
         return Application(self, name)
 
@@ -90,6 +98,9 @@ class Application:
     def cores(self) -> list[int]:
         """The processes of the fake cores."""
         return [pid for pid in _processes() if self._is_core(pid)]
+
+    def delete(self) -> None:
+        serve.delete(self.name)
 
     def _is_core(self, pid: int) -> bool:
         words = _command(pid)
@@ -135,6 +146,15 @@ def wait_until(condition: Callable[[], object], seconds: float = BOUND) -> None:
         time.sleep(0.05)
 
 
+def _unless(closed: pathlib.Path | None) -> list[str]:
+    return [] if closed is None else ["sh", "-c", f'test -e {closed} && exec sleep 600; exec "$@"', "sh"]
+
+
+def members() -> list[int]:
+    """The processes of actors that follow process 0 of a group."""
+    return [pid for pid in _processes() if _command(pid)[0].startswith("ray::Member")]
+
+
 def _processes() -> list[int]:
     return [int(path.name) for path in pathlib.Path("/proc").iterdir() if path.name.isdigit()]
 
@@ -143,4 +163,4 @@ def _command(pid: int) -> list[str]:
     try:
         return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     except OSError:  # it has just ended
-        return []
+        return [""]

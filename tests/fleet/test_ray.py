@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -16,11 +18,12 @@ import grpc
 import httpx
 import pytest
 
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.protos.v1 import inference_pb2 as pb
 from jaxinfer.protos.v1.inference_pb2_grpc import InferenceStub
 from jaxinfer.serve.auth import key_entry, new_key
 from jaxinfer.serve.settings import ServeConfigError
-from tests.fleet.raying import BOUND, Application, Cluster, cluster, wait_until
+from tests.fleet.raying import BOUND, Application, Cluster, cluster, members, wait_until
 from tests.serve.fake_engine import expected_text, expected_tokens, fake_tokenizer
 from tests.serve.grpc.running import request
 
@@ -214,14 +217,17 @@ def test_an_engine_that_dies_is_started_again_by_its_replica(running: Cluster) -
 
 @pytest.mark.slow
 def test_a_replica_whose_engine_does_not_come_back_is_replaced(running: Cluster, tmp_path: pathlib.Path) -> None:
-    once = tmp_path / "once"
-    core = ["--once", str(once), "--hang-at", "5"]
-    timing = {"startup_timeout": 2, "step_timeout": 0.5, "health_check_period_s": 0.5}
-    app = running.run("hanging", core, served_model_name=MODEL, **timing)
+    """No core starts any more, until there is another replica."""
+    closed = tmp_path / "closed"
+    timing = {"startup_timeout": 2, "health_check_period_s": 0.5}
+    app = running.run("lost", [], closed, served_model_name=MODEL, **timing)
     (replica,) = app.replicas()
-    os.kill(app.cores()[0], signal.SIGSTOP)
+    closed.touch()
+    os.kill(app.cores()[0], signal.SIGKILL)
+    wait_until(lambda: replica not in app.replicas())
+    closed.unlink()
     wait_until(lambda: app.replicas() not in ([], [replica]))
-    wait_until(lambda: app.post("/v1/completions", body()).status_code == 200)
+    assert app.post("/v1/completions", body()).status_code == 200
 
 
 # ---- load, and upgrades
@@ -259,7 +265,7 @@ def test_replicas_follow_what_waits_and_runs(running: Cluster) -> None:
 
 
 def test_an_upgrade_under_load_loses_nothing(running: Cluster) -> None:
-    settings = {"served_model_name": MODEL, "num_replicas": 2, "drain_seconds": 30}
+    settings = {"served_model_name": MODEL, "num_replicas": 2, "drain_delay": 0.5}
     app = running.run("rolled", ["--seconds", "0.02"], **settings)
     before, done, ended = set(app.replicas()), threading.Event(), Counter[str]()
 
@@ -297,3 +303,56 @@ def _over_grpc(app: Application, channel: grpc.Channel) -> str:
         return "whole" if events[-1].HasField("finished") else "grpc: cut"
     except grpc.RpcError as error:
         return f"grpc: {error.code()} {error.details()[-200:]}"
+
+
+# ---- the real engine
+
+
+@pytest.mark.slow
+def test_a_real_model_says_what_it_says_in_a_program(running: Cluster, channel: grpc.Channel) -> None:
+    settings = {"max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64]}
+    app = running.run("demo", None, model="demo", **settings)
+    want = _in_a_program(SamplingParams(temperature=0.8, seed=7, max_tokens=24), settings)
+    given = {"temperature": 0.8, "seed": 7, "max_tokens": 24}
+    answer = app.post("/v1/completions", {"model": "demo", "prompt": "ROMEO:", **given, "logprobs": 1})
+    assert answer.json()["choices"][0]["text"] == want[0]
+    events = stub(channel).Generate(request(prompt="ROMEO:", sampling=given), metadata=app.metadata, timeout=BOUND)
+    assert [i for event in events for i in event.delta.token_ids] == want[1]
+
+
+def _in_a_program(params: SamplingParams, settings: dict[str, Any]) -> tuple[str, list[int]]:
+    llm = LLM(model="demo", **{**settings, "prefill_sizes": (64,)})
+    (output,) = llm.generate(["ROMEO:"], params)[0].outputs
+    return output.text, list(output.token_ids)
+
+
+@pytest.mark.slow
+def test_a_replica_of_two_processes_says_what_one_says(running: Cluster, channel: grpc.Channel) -> None:
+    """Each in a bundle of its placement group, with one of two devices; and when one ends, the replica is replaced."""
+    shape = {"max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64], "tensor_parallel_size": 2}
+    want = _asked_of_one_process(shape)
+    app = running.run("pair", None, model="demo", num_processes=2, **shape, health_check_period_s=0.5)
+    given = {"temperature": 0.8, "seed": 7, "max_tokens": 24}
+    events = stub(channel).Generate(request(prompt="ROMEO:", sampling=given), metadata=app.metadata, timeout=BOUND)
+    assert [i for event in events for i in event.delta.token_ids] == want
+    (replica,) = app.replicas()
+    (member,) = members()
+    os.kill(member, signal.SIGKILL)
+    wait_until(lambda: app.replicas() not in ([], [replica]))
+    events = stub(channel).Generate(request(prompt="ROMEO:", sampling=given), metadata=app.metadata, timeout=BOUND)
+    assert [i for event in events for i in event.delta.token_ids] == want
+    app.delete()
+    wait_until(lambda: not members())
+
+
+def _asked_of_one_process(shape: dict[str, Any]) -> list[int]:
+    """The tokens of a program with two devices."""
+    code = f"""
+from jaxinfer import LLM, SamplingParams
+llm = LLM(model="demo", **{ {**shape, "prefill_sizes": (64,)} })
+print(list(llm.generate(["ROMEO:"], SamplingParams(temperature=0.8, seed=7, max_tokens=24))[0].outputs[0].token_ids))
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **flags}, capture_output=True, check=True)
+    tokens: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return tokens
