@@ -181,7 +181,7 @@ class _Work:
         jobs = self._whole() if self.stage.last else self._passing()
         if self.arrays.banks is not None:
             adapted = {name + ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
-            targets = targets_of(self.stage.model, self.engine)
+            targets = targets_of(self.stage, self.engine)
             plain = {name: job._replace(function=without_banks(job.function, targets)) for name, job in jobs.items()}
             jobs = plain | adapted
         return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
@@ -218,7 +218,7 @@ class _Work:
 
     def _with_adapters(self, job: _Job) -> _Job:
         """The job whose first argument is `Banked`, and whose batch says which adapter each row has."""
-        place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage.model, self.engine)
+        place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage, self.engine)
         assert place is not None
         batch = job.arguments[place]
         chunked = isinstance(batch, PrefillBatch)
