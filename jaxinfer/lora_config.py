@@ -14,8 +14,8 @@ class LoRAConfig:
         max_loras: adapters that lie on the device at once, and may be mixed in a batch.
         max_lora_rank: the largest rank of an adapter; every slot on the device has room for it.
         lora_target_modules: modules that adapters may change, as the checkpoint calls them (q_proj); "all-linear": all
-            products of the layers. "embed_tokens" and "lm_head" are the table of embeddings and the head, of which every
-            slot has as many numbers for each token of the vocabulary as ``max_lora_rank``.
+            products of the layers. "embed_tokens" and "lm_head" are the table of embeddings and the head: for those a
+            slot has ``max_lora_rank`` numbers for each token of the vocabulary.
         max_cpu_loras: adapters that are kept in the host's memory; others are read from their folders again (default:
             twice ``max_loras``).
     """

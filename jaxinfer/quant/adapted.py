@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quant.spread import once, partition_of, spread_low_rank, spread_lookup
+from jaxinfer.quant.spread import once, partition_of, spread_lookup, spread_low_rank
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels import lora
 from pallas_kernels.grouped_matmul import Groups
