@@ -366,8 +366,6 @@ def _require_dp_attention(config: EngineConfig) -> None:
     for name, why in _NOT_WITH_DP_ATTENTION.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
-    both = "and enable_lora = True exclude each other: a token's experts, whose adapters it needs, lie with other ranks"
-    _require(not config.enable_lora, "enable_dp_attention", True, both)
 
 
 def _require_even_tokens(config: EngineConfig) -> None:

@@ -171,6 +171,18 @@ class Adapted:
         return _combined(base, _dot(hidden, self.b), self.magnitude, self.bias)
 
 
+def slots_of(weight: Any) -> Int[Array, " rows"] | None:
+    """The place of each row's adapter in the banks; None: the weight has no bank."""
+    return weight.rows.slots if isinstance(weight, Adapted) and weight.rows is not None else None
+
+
+def for_rows(weight: Any, slots: Int[Array, " rows"]) -> Any:
+    """Experts' weights for other rows than those of the step, which they deal out to tiles for themselves."""
+    if slots_of(weight) is None:
+        return weight
+    return dataclasses.replace(weight, rows=weight.rows._replace(slots=slots))
+
+
 def unadapted(weight: Any) -> Any:
     """The weight itself."""
     return weight.base if isinstance(weight, Adapted) else weight

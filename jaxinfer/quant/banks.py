@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -119,14 +120,21 @@ def _at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def bank_specs(targets: Targets, slots: int) -> dict[str, dict[str, ParamSpec]]:
-    """The banks, spread over devices as the weights are that they adapt."""
+def bank_specs(targets: Targets, slots: int, ranks: int = 1) -> dict[str, dict[str, ParamSpec]]:
+    """The banks, spread over devices as the weights are that they adapt.
+
+    Args:
+        ranks: of data-parallel attention, with so many slots each, one rank's behind another's. Each has its own alone;
+            of the experts that it has, it has the slots of all, whose tokens come to them.
+    """
     banks = dict[str, dict[str, ParamSpec]]()
     for path, target in targets.items():
         axes, own = _axes(target), banks.setdefault(path[0], {})
+        first = "ranks" if ranks > 1 and target.axes[0] != "expert" else None
         for name, shape in target.shapes.items():
             dtype = None if name in ("a", "b") else "float32"
-            own[bank_name(path, name)] = ParamSpec((slots, *shape), (None, *axes[name]), init="zeros", dtype=dtype)
+            whole, along = (ranks * slots, *shape), (first, *axes[name])
+            own[bank_name(path, name)] = ParamSpec(whole, along, init="zeros", dtype=dtype)
     return banks
 
 
@@ -190,6 +198,36 @@ def write(
         name: lax.dynamic_update_index_in_dim(bank, arrays[name].astype(bank.dtype), slot, 0)
         for name, bank in banks.items()
     }
+
+
+def writing_over_ranks(arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """`write` where the ranks of data-parallel attention have slots each, one rank's behind another's; the slot that is
+    given is among those of all. For the mesh that it is traced for.
+
+    Args:
+        arguments: of `write`, as `jax.ShapeDtypeStruct` with shardings.
+    """
+    specs = jax.tree.map(lambda x: x.sharding.spec, arguments)
+    own = [name for name, spec in specs[0].items() if spec[0] is not None]
+    function = functools.partial(_write_of_rank, own=own)
+    return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+
+def _write_of_rank(
+    banks: Mapping[str, Float[Array, "slots *shape"]],
+    slot: Int[Array, ""],
+    arrays: Mapping[str, Float[Array, "*shape"]],
+    own: Collection[str],
+) -> dict[str, Float[Array, "slots *shape"]]:
+    """``own``: the banks of which this rank has its own slots alone."""
+    written = {}
+    for name, bank in banks.items():
+        place = slot - lax.axis_index("dp_attn") * bank.shape[0] if name in own else slot
+        is_here = (place >= 0) & (place < bank.shape[0])
+        kept = lax.dynamic_index_in_dim(bank, place, keepdims=False)
+        array = jnp.where(is_here, arrays[name].astype(bank.dtype), kept)
+        written[name] = lax.dynamic_update_index_in_dim(bank, array, jnp.clip(place, 0, bank.shape[0] - 1), 0)
+    return written
 
 
 def adapt(specs: Any, params: Any, declared: ParamTree, path: Path, delta: Any) -> tuple[Any, Any]:

@@ -31,7 +31,7 @@ from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.quant.adapted import rows_of
-from jaxinfer.quant.banks import Banked, with_banks, without_banks, write
+from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
@@ -260,7 +260,8 @@ class _Work:
         for part in set(self._like_parts().values()):
             banks = self.arrays.banks[part]
             arguments = banks, self._ints(), jax.tree.map(of_slot, banks)
-            jobs[f"load_{part}"] = _Job(write, arguments, 0, _shardings(banks))
+            function = write if self.mesh.shape["dp_attn"] == 1 else writing_over_ranks(arguments)
+            jobs[f"load_{part}"] = _Job(function, arguments, 0, _shardings(banks))
         return jobs
 
     def moving(self) -> dict[str, _Job]:

@@ -133,7 +133,7 @@ def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
         dtype = jnp.dtype(spec.dtype or stage.model.dtype)
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=param_sharding(mesh, spec))
 
-    return jax.tree.map(placed, bank_specs(targets_of(stage, engine), engine.lora_slots))
+    return jax.tree.map(placed, bank_specs(targets_of(stage, engine), engine.lora_slots, mesh.shape["dp_attn"]))
 
 
 def of_slot(bank: Any) -> jax.ShapeDtypeStruct:

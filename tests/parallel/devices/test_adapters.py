@@ -93,7 +93,7 @@ def check(base: Model, names: Sequence[str | None] = NAMES, **sizes: Any) -> LLM
     assert [bits(mixed[at]) for at in (1, 5)] == [bits(plain[at]) for at in (1, 5)]
     assert bits(mixed[0]) != bits(plain[0])
     check_reload(llm, base, prompts[0], params[0])
-    if "data_parallel_size" not in sizes:
+    if not sizes.keys() & {"data_parallel_size", "enable_dp_attention"}:
         check_banks(llm.engine)
     return llm
 
@@ -154,14 +154,33 @@ def test_each_says_what_apply_says(mesh: str) -> None:
         check_collectives(llm.engine)
 
 
-def check_collectives(engine: Any, lookups: int = 0) -> None:
-    """What adapters add up travels with what the weights do; of a table that is spread, it goes by itself."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("folders")
+def test_ranks_with_slots_of_their_own(ranks: int) -> None:
+    sizes = {"expert_parallel_size": ranks, "enable_dp_attention": True}
+    lockstep = check(model("experts"), WORDS, **sizes).engine._lockstep
+    assert not any(re.search(COLLECTIVES, program.as_text()) for program in lockstep.programs.load.values())
+    plain, adapted = (
+        collections.Counter(re.findall(COLLECTIVES, each.decode.as_text()))
+        for each in (lockstep.programs, lockstep.programs.adapted)
+    )
+    assert adapted == plain == {"all-to-all": 2 * 2}
+    for part, banks in lockstep.banks.items():
+        for name, bank in banks.items():
+            is_expert = name.split(":")[0] in ("mlp/gate_up", "mlp/down")
+            shape = bank.sharding.shard_shape(bank.shape)
+            assert bank.shape[0] == ranks * LORAS["max_loras"], (part, name)
+            assert shape[0] == (bank.shape[0] if is_expert else LORAS["max_loras"])
+            assert not is_expert or shape[1] == bank.shape[1] // ranks
+
+
+def check_collectives(engine: Any) -> None:
+    """What adapters add up travels with what the weights do."""
     run = engine._executor.runtimes[-1].run
     plain, adapted = (
         collections.Counter(re.findall(COLLECTIVES, each.decode.as_text())) for each in (run, run.adapted)
     )
-    assert plain == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
-    assert adapted == plain + collections.Counter({"all-reduce": lookups})
+    assert adapted == plain == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
 
 
 OF_WORDS: Mapping[str, tuple[str, dict[str, int]]] = {
@@ -180,7 +199,7 @@ def test_embeddings_and_heads(mesh: str) -> None:
     kind, sizes = OF_WORDS[mesh]
     llm = check(model(kind), WORDS, **sizes)
     if mesh.startswith("tp2, tied"):
-        check_collectives(llm.engine, lookups=1)
+        check_collectives(llm.engine)
 
 
 @pytest.mark.slow
