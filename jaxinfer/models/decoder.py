@@ -18,7 +18,7 @@ from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
 from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul_transposed, take
+from jaxinfer.quant import matmul_transposed, plus_bias, take
 
 
 class Decoder(Layer):
@@ -131,7 +131,7 @@ class Decoder(Layer):
         table = self.weight("embed" if self.config.tied else "head")["table"]
         logits = matmul_transposed(hidden, table)
         if self.head_bias:
-            logits = logits + self.weight("head")["bias"].astype(hidden.dtype)
+            logits = plus_bias(logits, self.weight("head")["bias"])
         return logits.astype(jnp.float32)
 
 
