@@ -68,9 +68,7 @@ class Heard:
 async def subscribed(server: ServerProcess, number: int = 0) -> AsyncIterator[Heard]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        request = common.SubscribeKvEventsRequest(
-            start_sequence_number=number, load_records_before_first_batch=True
-        )
+        request = common.SubscribeKvEventsRequest(start_sequence_number=number, load_records_before_first_batch=True)
         call = stub.SubscribeKvEvents(request)
         yield Heard(call)
         call.cancel()
