@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import math
 import pathlib
+import re
+import shlex
 
+import helm_python
 import pytest
 import yaml
 
 from jaxinfer.cli.serve import parse
 from jaxinfer.serve.auth import read_keys
 from tests.fleet.chart import (
+    CHART,
     REPO,
     Object,
     Rendered,
+    check,
     container,
     expanded,
     found_by,
@@ -272,3 +277,26 @@ def test_the_image_is_that_of_the_dockerfile(plain: Rendered) -> None:
     assert written == {"/var/cache/jaxinfer", "/home/jaxinfer", "/tmp", "/dev/shm"}
     assert "\nVOLUME /var/cache/jaxinfer\n" in text
     assert "\nWORKDIR /home/jaxinfer\n" in text
+
+
+def test_the_commands_of_the_pages_install_what_they_say(repo: pathlib.Path) -> None:
+    """But for helm itself: their values are read as it reads them, and rendered."""
+    text = "".join((repo / "docs" / page).read_text() for page in ("kubernetes.md", "deploying.md"))
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.startswith("helm ")]
+    assert len(lines) >= 4
+    for line in lines:
+        words = shlex.split(line)
+        assert (repo / words[5]) == CHART
+        given = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+        check(Rendered(merged(*map(helm_python.parse_set_string, given))))
+
+
+def test_the_first_look_needs_neither_a_checkpoint_nor_a_gpu(repo: pathlib.Path) -> None:
+    page = (repo / "docs/kubernetes.md").read_text()
+    told = [shlex.split(each)[1] for each in re.findall(r"`(--set [^`]*)`", page)]
+    rendered = Rendered(merged(*map(helm_python.parse_set_string, told)))
+    check(rendered)
+    pod = rendered.pods["server"]
+    assert "models" not in {each["name"] for each in pod["spec"]["volumes"]}
+    assert container(pod)["image"] == "jaxinfer:latest"
+    assert "nvidia.com/gpu" not in container(pod)["resources"]["limits"]
