@@ -204,7 +204,7 @@ def test_selectors_find_the_pods_that_they_mean(rendered: Rendered) -> None:
         assert found_by(rendered, budget["spec"]["selector"]["matchLabels"]) == dict.fromkeys(doors, True)
 
 
-def test_ports_are_those_of_thesettings_of(rendered: Rendered) -> None:
+def test_ports_are_those_of_the_settings(rendered: Rendered) -> None:
     settings = settings_of(rendered)
     wanted = {"grpc": settings.grpc_port, "metrics": settings.metrics_port}
     wanted |= {"http": settings.http_port} if settings.http_port is not None else {}
