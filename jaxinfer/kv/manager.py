@@ -197,7 +197,8 @@ class KVManager:
 
         Returns:
             False, and nothing changed, if there is no room, if the parent has released pages that the child's windows
-            see, or if the partial page is not computed before the next step (the parent was filled in this batch).
+            see, or if the partial page is not there before the next step: the parent was filled in this batch, or has
+            taken over an equal page that was.
         """
         self._require_empty(child)
         source = self._slots[parent]
@@ -205,7 +206,7 @@ class KVManager:
         firsts = [min(self._store.first_visible(group, length), full) for group in self._groups]
         if any(have > need for have, need in zip(source.firsts, firsts, strict=True)):
             return False
-        if rest and (source.born == self._store.moves.batch or not self._store.has_room([1] * len(self._groups))):
+        if rest and not self._may_copy(source, full):
             return False
         cursor, published = self._cursor_at(source, full)
         source.sealed = max(source.sealed, full)
@@ -219,6 +220,12 @@ class KVManager:
         if rest:
             self._copy(tuple(pages[full] for pages in source.pages), entry, full)
         return True
+
+    def _may_copy(self, source: _SlotPages, index: int) -> bool:
+        """Whether a page can be copied in this batch, which moves what it moves after its copies."""
+        moves, pages = self._store.moves, [pages[index] for pages in source.pages]
+        comes = source.born == moves.batch or any(moves.arrives(*place) for place in enumerate(pages))
+        return not comes and self._store.has_room([1] * len(pages))
 
     def adopt(self, slot: int, other: int) -> None:
         """Exchange the pages of two slots that are in use: ``slot`` goes on with what a fork of it has computed."""

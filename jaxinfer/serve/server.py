@@ -108,6 +108,7 @@ class Server:
                 model=self.config.model,
                 profiler=self,
                 profiling=self.config.profile_dir is not None,
+                operated=self._door.operated,
                 kv_events=self.kv_events.hub,
             )
             found.append((service(), VllmEngine(self._serving, served)))
@@ -195,12 +196,7 @@ class Server:
         Raises:
             ServeConfigError: a port cannot be had.
         """
-        await self._grpc.start()
-        for server in self._https:
-            await server.start()
-        for door, port in self._doors.items():
-            if port is not None:
-                _log.info("%s listens on port %d", door, port)
+        await self._open_doors()
         self.kv_events.start()
         self._supervisor.subscribe(self._log_state)
         self._supervisor.subscribe(self.kv_events.changed)
@@ -208,6 +204,14 @@ class Server:
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
         self._tasks.append(asyncio.create_task(self._authoriser.run()))
         self._tasks.append(asyncio.create_task(self._throughput.run(lambda: self.frontend)))
+
+    async def _open_doors(self) -> None:
+        await self._grpc.start()
+        for server in self._https:
+            await server.start()
+        for door, port in self._doors.items():
+            if port is not None:
+                _log.info("%s listens on port %d", door, port)
 
     async def until_ready(self) -> None:
         """Raises:

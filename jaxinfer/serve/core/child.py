@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 from collections.abc import Callable, Sequence
 
 from jaxinfer.protos.internal import core_pb2 as pb
@@ -12,6 +13,8 @@ from jaxinfer.serve.core.folder import SocketFolder
 from jaxinfer.serve.core.link import CoreLink, require_descriptors
 from jaxinfer.serve.core.settings import CoreSettings
 from jaxinfer.serve.settings import ServeConfig
+
+_GROUPED = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 class Child:
@@ -37,7 +40,8 @@ class Child:
         require_descriptors()
         folder = SocketFolder.make()
         try:
-            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, process_group=0)
+            words, options = _grouped(command)
+            process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.PIPE, **options)
         except BaseException:
             folder.remove()
             raise
@@ -66,3 +70,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             if self.process.returncode is None:
                 self.process.send_signal(number)
+
+
+def _grouped(command: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """A command, and the options that start it in a group of its own. uvloop, which others' programs run us on, has no
+    such option: there the process becomes the command when it has moved."""
+    if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
+        return [*command], {"process_group": 0}
+    return [sys.executable, "-IS", "-c", _GROUPED, *command], {}

@@ -239,9 +239,20 @@ class Registrar:
             KeyError: a method of it is not in `SCOPES`.
         """
         name = name or service.full_name
-        handlers = {method.name: self._handler(method, servicer, f"{name}/{method.name}") for method in service.methods}
+        handlers = self.handlers(service, servicer, name)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         server.add_registered_method_handlers(name, handlers)
+
+    def handlers(
+        self, service: ServiceDescriptor, servicer: object, name: str | None = None
+    ) -> dict[str, grpc.RpcMethodHandler]:
+        """Handlers of all methods of a service, by their names.
+
+        Raises:
+            KeyError: a method of it is not in `SCOPES`.
+        """
+        name = name or service.full_name
+        return {method.name: self._handler(method, servicer, f"{name}/{method.name}") for method in service.methods}
 
     def _handler(self, method: MethodDescriptor, servicer: object, path: str) -> grpc.RpcMethodHandler:
         scope, implementation = SCOPES[path], getattr(servicer, method.name)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from grpc import aio
@@ -92,6 +93,12 @@ class GrpcServers:
     def is_ready(self) -> bool:
         """Whether requests are served now."""
         return self._engine.state == "ready" and self._frontend().is_open
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """Handlers of Inference's RPCs by name, for a port of somebody else's. They take and give bytes, and every
+        call has a stream of requests: see `jaxinfer.serve.grpc.rpc`."""
+        service, servicer = self._inference[0]
+        return self._registrar.handlers(service, servicer)
 
     async def start(self) -> None:
         """Listen.

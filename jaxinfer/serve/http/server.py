@@ -48,7 +48,7 @@ class HttpServer:
         self._tls = ReloadingContext(config) if config.tls_cert is not None else None
         self._metrics = metrics
         own = (build_metrics_app if metrics else build_app)(door) if app is None else app
-        self._server = _Server(self._settings(own if metrics else _shared(own, config.allowed_origins)))
+        self._server = _Server(self._settings(own if metrics else shared(own, config.allowed_origins)))
         self._tasks: list[asyncio.Task[None]] = []
         self._port: int | None = None
 
@@ -133,7 +133,7 @@ class HttpServer:
                 self._tls.reload()
 
 
-def _shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Let pages of these origins use ``app`` from a browser (CORS). It stands before the keys are looked at: a browser
     asks first, without the page's key. Keys come in a header, never in a cookie: no page can use another's."""
     if not origins:

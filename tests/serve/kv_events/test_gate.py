@@ -97,6 +97,8 @@ class ZmqSubscriber:
 
     def _take(self, number: int, payload: bytes) -> None:
         decoded = DECODERS[self.form].decode(payload)
+        if not self.router.cursor and type(decoded.events[0]).__name__ not in ("AllBlocksCleared", "LegacyCleared"):
+            return
         if not self.router.take_events(number, decoded.events):
             self._ask()
 
@@ -172,7 +174,9 @@ class World:
 
     def check(self) -> None:
         self.look()
-        assert {hubs_low(digest): block for digest, block in self.hub.mirror().blocks.items()}.keys() == self.told.keys()
+        assert {
+            hubs_low(digest): block for digest, block in self.hub.mirror().blocks.items()
+        }.keys() == self.told.keys()
         for subscriber in [*self.grpc, *self.zmq]:
             subscriber.check()
 

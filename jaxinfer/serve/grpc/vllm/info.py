@@ -15,6 +15,7 @@ from jaxinfer.serve.room import slots_of
 from jaxinfer.text.files import read_object
 from jaxinfer.text.pieces import TokenizerError
 
+AUTO = "auto"
 AFTER_REASONING, FIRST_TOKEN = "after_reasoning", "first_token"
 """Where the grammar of a request begins whose prompt has begun a thought."""
 
@@ -82,7 +83,7 @@ def server_info(frontend: Frontend, activity: Activity) -> messages.pb.GetServer
         data_parallel_size=engine.get("data_parallel_size", 1),
         kv_cache_dtype=engine.get("kv_cache_dtype", ""),
         block_size=engine.get("page_size", 0),
-        attention_backend=str(engine.get("attention_backend", "")),
+        attention_backend=str(engine.get("attention_backend", AUTO)).removeprefix(AUTO),
         model_dtype=card.dtype,
         max_num_seqs=slots_of(engine),
         engine_reasoning_parser=reasoning,

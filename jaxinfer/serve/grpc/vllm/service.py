@@ -74,6 +74,7 @@ class Served:
         folder: of the tokenizer; asked once there is a front end.
         model: as the setting names it.
         profiling: whether there is a folder for traces.
+        operated: operators may use their RPCs here: they are told apart by keys, or nobody else comes here.
         kv_events: what the engine tells of its cached pages; None: nobody wants to know.
     """
 
@@ -82,6 +83,7 @@ class Served:
     model: str
     profiler: Profiler
     profiling: bool = False
+    operated: bool = True
     kv_events: Hub | None = None
 
 
@@ -159,6 +161,7 @@ class VllmEngine:
             await rpc.write(chunk)
 
     async def FlushCache(self, request: Any, rpc: Rpc) -> Any:
+        self._check_operated("FlushCache")
         pages = await self._frontend().flush_prefix_cache()
         return messages.common.FlushCacheResponse(success=True, message=f"{pages} pages forgotten")
 
@@ -178,8 +181,14 @@ class VllmEngine:
             raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
         await send_events(hub, request, lambda: self._loads.load(frontend), rpc.write)
 
+    def _check_operated(self, name: str) -> None:
+        if not self._served.operated:
+            reason = f"{name} is for operators, whom nothing tells apart here without api_keys"
+            raise ServeError(Kind.FORBIDDEN, reason)
+
     def _check_profiling(self, request: Any) -> None:
         """How to profile is the server's to say."""
+        self._check_operated(type(request).__name__.removesuffix("Request"))
         if not self._served.profiling:
             raise ServeError(Kind.UNIMPLEMENTED, "profiling is off: the server was started without profile_dir")
         for field, _ in request.ListFields():

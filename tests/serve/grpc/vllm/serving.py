@@ -31,10 +31,13 @@ class State:
     folder: pathlib.Path = pathlib.Path("/nowhere")
     supervisor: FakeSupervisor = dataclasses.field(default_factory=FakeSupervisor)
     profiling: bool = False
+    operated: bool = True
 
     @property
     def served(self) -> Served:
-        return Served(lambda: self.condition, lambda: self.folder, "fake", self.supervisor, self.profiling)
+        return Served(
+            lambda: self.condition, lambda: self.folder, "fake", self.supervisor, self.profiling, self.operated
+        )
 
 
 def vllm_service(frontend: Callable[[], Frontend], state: State | None = None) -> list[Any]:
@@ -44,11 +47,11 @@ def vllm_service(frontend: Callable[[], Frontend], state: State | None = None) -
 
 @contextlib.asynccontextmanager
 async def serving(
-    mischief: Mischief = WELL, profiling: bool = False, **how: Any
+    mischief: Mischief = WELL, profiling: bool = False, operated: bool = True, **how: Any
 ) -> AsyncIterator[tuple[Running, Any, State]]:
     """A server, a stub of the service, and what may be changed."""
     with tempfile.TemporaryDirectory() as folder:
-        state = State(folder=write_fake_folder(pathlib.Path(folder) / "model"), profiling=profiling)
+        state = State(folder=write_fake_folder(pathlib.Path(folder) / "model"), profiling=profiling, operated=operated)
         async with running(mischief, more=lambda frontend: vllm_service(frontend, state), **how) as run:
             yield run, vllm_engine_pb2_grpc.VllmEngineStub(run.channel), state
 

@@ -72,7 +72,7 @@ def test_the_server_is_what_its_settings_say() -> None:
             info = await stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.server_type, info.is_paused, info.active_requests) == ("vllm-grpc", False, 0)
         assert (info.block_size, info.max_num_seqs, info.data_parallel_size) == (16, 9, 1)
-        assert (info.model_dtype, info.kv_cache_dtype) == ("float32", "auto")
+        assert (info.model_dtype, info.kv_cache_dtype, info.attention_backend) == ("float32", "auto", "")
         assert (info.engine_reasoning_parser, info.constrained_decoding_start) == ("", "first_token")
         assert (info.kv_connector, info.kv_role, info.mm_processor) == ("", "", "")
         assert 0 <= info.uptime_seconds < 600

@@ -94,6 +94,18 @@ def test_the_cache_is_flushed() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("name", ["FlushCache", "StartProfile", "StopProfile"])
+def test_operators_are_not_served_where_nothing_tells_them_apart(name: str) -> None:
+    async def story() -> None:
+        async with serving(profiling=True, operated=False) as (_, stub, state):
+            found = await failure(getattr(stub, name)(getattr(common, f"{name}Request")()))
+            assert found.code is grpc.StatusCode.PERMISSION_DENIED
+            assert found.message.startswith(f"{name} is for operators")
+            assert state.supervisor.profiles == []
+
+    asyncio.run(story())
+
+
 def test_profiles_need_a_folder_and_take_no_orders() -> None:
     async def story() -> None:
         async with serving() as (_, stub, _state):

@@ -1,0 +1,1 @@
+"""Programs of others that run and scale servers: a module for each, which alone imports it."""
