@@ -36,7 +36,8 @@ def _write(root: pathlib.Path, files: dict[str, str]) -> None:
 
 def _declared(repo: pathlib.Path) -> set[str]:
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
-    lines = project["dependencies"] + project["optional-dependencies"]["bench"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + extras["bench"] + extras["ray"]
     packages = {re.split(r"[<>=\[; ]", line)[0] for line in lines}
     return {IMPORTED_AS.get(package, package) for package in packages}
 

@@ -155,4 +155,3 @@ def is_near(peer: str) -> bool:
 
 async def _one(request: Message) -> AsyncIterator[Message]:
     yield request
-
