@@ -214,6 +214,7 @@ def test_keys_are_asked_for_over_both(running: Cluster, channel: grpc.Channel, t
 # ---- engines that end
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_started_again_by_its_replica(running: Cluster) -> None:
     app = running.run("dying", ["--seconds", "0.02"], served_model_name=MODEL)
     (core,) = app.cores()
