@@ -320,6 +320,8 @@ def _require_simple(config: EngineConfig) -> None:
     _require(0 < share <= 1, "memory_utilization", share, "must be above 0 and at most 1")
     held = config.max_cpu_loras
     _require(held is None or held >= config.max_loras, "max_cpu_loras", held, f"must be at least {config.max_loras}")
+    modules = config.lora_target_modules
+    _require(bool(modules) and all(modules), "lora_target_modules", modules, "must name modules, or all-linear")
     for name in ("max_logprobs", "structured_output_helpers"):
         _require(getattr(config, name) >= 0, name, getattr(config, name), "must not be negative")
 
@@ -364,8 +366,6 @@ def _require_dp_attention(config: EngineConfig) -> None:
     for name, why in _NOT_WITH_DP_ATTENTION.items():
         both = f"and {name} = {getattr(config, name)} exclude each other: {why}"
         _require(getattr(config, name) == 1, "enable_dp_attention", True, both)
-    both = "and enable_lora = True exclude each other: a token's experts, whose adapters it needs, lie with other ranks"
-    _require(not config.enable_lora, "enable_dp_attention", True, both)
 
 
 def _require_even_tokens(config: EngineConfig) -> None:

@@ -248,6 +248,10 @@ class LLM(LoRADoor):
             run.abort()
         return run.outputs
 
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached page; returns how many those were."""
+        return self.engine.reset_prefix_cache()
+
     def score(self, prompt: Prompt, continuations: Sequence[Prompt], *, lora: LoRAChoice = None) -> list[Score]:
         """Log-probabilities of each continuation (text, or token ids) behind the same prompt, under the raw logits.
 

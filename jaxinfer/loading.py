@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from jaxinfer.engine.execution.prepare import with_activations
 from jaxinfer.engine.execution.stages import cut
 from jaxinfer.families import find_families
 from jaxinfer.heads import describe_head, load_head
+from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.models.config import ConfigError
 from jaxinfer.models.model import Model, describe
 from jaxinfer.models.registry import HEADS, Family, family_for
@@ -35,7 +37,7 @@ from jaxinfer.parallel.group import Group
 from jaxinfer.parallel.mesh import make_mesh, mesh_for, param_sharding, require_mesh, stages
 from jaxinfer.parallel.processes import own_devices, require_processes
 from jaxinfer.quant import with_values
-from jaxinfer.text import TemplateError, TokenizerError, gguf_files, load_template, load_tokenizer
+from jaxinfer.text import TemplateError, TokenizerError, find_tokenizer, gguf_files, load_template
 from jaxinfer.types import ParamSpec
 from jaxinfer.weights import CheckpointError, load_params, on_devices, save_params
 from jaxinfer.weights.files import ModelFiles
@@ -47,6 +49,8 @@ from jaxinfer.weights.safetensors.checkpoint import read_json_object
 from jaxinfer.weights.sidecar import copy_companions
 from jaxinfer.weights.source import locate
 from jaxinfer.weights.tree import Fill, Place
+
+_log = logging.getLogger("jaxinfer")
 
 # What a bad model folder raises: each carries one sentence for a person.
 LOADING_ERRORS = (CheckpointError, ConfigError, TokenizerError, TemplateError)
@@ -113,7 +117,19 @@ def start_engine(
     loaded = with_draft(loaded, config, _loaded_draft(config, functools.partial(load, dtype=dtype), mesh))
     engine = make_engine(loaded, sized, platform, progress.compiled, mesh, group)
     plan.require(engine.temporaries)
+    _warn_of_long_texts(loaded, engine.config.max_model_len)
     return loaded, engine
+
+
+def _warn_of_long_texts(model: Model, length: int) -> None:
+    """Say that short texts are computed as parts of long ones are, where a checkpoint tells these apart."""
+    ropes = [value for value in vars(model.config).values() if isinstance(value, RopeConfig)]
+    original = min((rope.original_max_position for rope in ropes if rope.kind == "longrope"), default=length)
+    if length > original:
+        _log.warning(
+            f"max_model_len = {length}: texts of up to {original} tokens, too, are computed with the long factors of "
+            f"longrope; max_model_len = {original} serves those with the short ones (docs/rope.md)"
+        )
 
 
 def start_follower(
@@ -180,6 +196,8 @@ def load_model(
 ) -> Model:
     """Load config, tokenizer and weights; weights go tensor by tensor straight to the device.
 
+    A folder without a tokenizer is a model that speaks token ids.
+
     Args:
         name: see `model_folder`.
         dtype: of the parameters: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own.
@@ -199,7 +217,10 @@ def load_model(
     mesh = require_mesh(mesh or make_mesh())
     files, model = _describe(name, dtype, family, families)
     model = spread_model(model, mesh)
-    tokenizer, template = load_tokenizer(files.path), load_template(files.path)
+    tokenizer, template = find_tokenizer(files.path), load_template(files.path)
+    if others := files.left_out:
+        what = ", ".join(f"{name}: {count}" for name, count in others.items())
+        _log.warning(f"{name} is served as a text model, without images: tensors that are not read ({what})")
     bar = loading_bar() if show_progress and progress is None else contextlib.nullcontext(progress)
     with bar as on_tensor:
         params = _load(files, model, on_tensor, check_finite, mesh)
@@ -341,6 +362,6 @@ def _filled(
     files: ModelFiles, model: Model, place: Place, progress: Progress | None, check_finite: bool
 ) -> dict[str, Any]:
     tied = ("lm_head.weight",) if model.config.tied else ()
-    ignore = (*model.family.ignore, *getattr(model.config, "ignored", ()), *tied)
+    ignore = files.ignored((*model.family.ignore, *getattr(model.config, "ignored", ()), *tied))
     specs = model.specs if files.quantized else files.named(model.specs, model.family.prefix)
     return load_params(files.checkpoint(specs), specs, str(model.dtype), place, progress, check_finite, ignore)

@@ -13,6 +13,9 @@ class LoRAConfig:
         enable_lora: requests may name adapters.
         max_loras: adapters that lie on the device at once, and may be mixed in a batch.
         max_lora_rank: the largest rank of an adapter; every slot on the device has room for it.
+        lora_target_modules: modules that adapters may change, as the checkpoint calls them (q_proj); "all-linear": all
+            products of the layers. "embed_tokens" and "lm_head" are the table of embeddings and the head: for those a
+            slot has ``max_lora_rank`` numbers for each token of the vocabulary.
         max_cpu_loras: adapters that are kept in the host's memory; others are read from their folders again (default:
             twice ``max_loras``).
     """
@@ -20,6 +23,7 @@ class LoRAConfig:
     enable_lora: bool = False
     max_loras: int = 8
     max_lora_rank: int = 16
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
     max_cpu_loras: int | None = None
 
     @property

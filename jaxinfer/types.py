@@ -63,18 +63,26 @@ class LoRARef(NamedTuple):
     identity: str
 
 
+EMBEDDING = ("embed", "table")
+"""Path of the table that a decoder reads by tokens."""
+HEAD = ("head", "table")
+"""Path of the table that gives logits; where a model has none, it is the other one: they are tied."""
+
+
 class LoRATarget(NamedTuple):
     """The shapes that an adapter's arrays have for one parameter, as `jaxinfer.lora.adapter.Delta` has them.
 
     Attributes:
-        a: [rank, in]; of experts [experts, rank, in].
+        a: [rank, in]; of experts [experts, rank, in]; of a table [rank, table's rows].
         b: [*out, rank]; of experts [experts, *out, rank].
         axes: logical axes of the outputs and, at last, of the inputs.
+        table: a row of the parameter is looked up for each token: rows are its inputs.
     """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
     axes: tuple[str | None, ...]
+    table: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -28,6 +28,7 @@ STOREY = {
     "protos": 0,  # generated from protos/
     "parsers": 0,
     "gguf": 0,
+    "wrapped": 0,
     "client": 1,
     "v1": 1,  # the public name of protos/v1
     "config": 1,

@@ -56,6 +56,7 @@ EVERY = {
     "enable_lora": (["--enable-lora"], True),
     "max_loras": (["--max-loras", "3"], 3),
     "max_lora_rank": (["--max-lora-rank", "64"], 64),
+    "lora_target_modules": (["--lora-target-modules", "all-linear", "lm_head"], ("all-linear", "lm_head")),
     "max_cpu_loras": (["--max-cpu-loras", "40"], 40),
     "exactness": (["--exactness", "relaxed"], "relaxed"),
     "attention_backend": (["--attention-backend", "xla"], "xla"),

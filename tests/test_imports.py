@@ -21,6 +21,8 @@ IMPORTED_AS = {
     "pyyaml": "yaml",
     "fastapi-swagger": "fastapi_swagger",
     "orbax-checkpoint": "orbax",
+    "smg-grpc-proto": "smg_grpc_proto",
+    "pyzmq": "zmq",
 }
 DECLARED = {"jax", "flax", "jaxtyping", "numpy", "safetensors", "tokenizers", "rich"}
 
@@ -36,8 +38,9 @@ def _write(root: pathlib.Path, files: dict[str, str]) -> None:
 
 def _declared(repo: pathlib.Path) -> set[str]:
     project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    lines = project["dependencies"] + extras["bench"] + extras["ray"]
+    lines = project["dependencies"] + [
+        line for extra in ("bench", "ray", "routing") for line in project["optional-dependencies"][extra]
+    ]
     packages = {re.split(r"[<>=\[; ]", line)[0] for line in lines}
     return {IMPORTED_AS.get(package, package) for package in packages}
 

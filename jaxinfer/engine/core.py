@@ -17,6 +17,7 @@ from jaxinfer.engine.scheduling.preemption import Costs
 from jaxinfer.engine.scheduling.queues import Queued
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.stats import EngineStats
+from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.manager import KVConfig, KVManager
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.spec import Bounded, make_drafter
@@ -77,7 +78,11 @@ class EngineCore(Protocol):
         ...
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page that no sequence uses; how many those were."""
+        """Forget every cached page; how many those were. Sequences that run keep theirs, which no other will find."""
+        ...
+
+    def journals(self) -> list[Journal]:
+        """Begin to tell of cached pages, those of each replica by itself; before any request."""
         ...
 
     def check(self) -> None:
@@ -216,6 +221,9 @@ class EngineLoop:
 
     def reset_prefix_cache(self) -> int:
         return self._scheduler.reset_prefix_cache()
+
+    def journals(self) -> list[Journal]:
+        return [self._kv.start_journal()]
 
     def check(self) -> None:
         self._scheduler.check()

@@ -27,3 +27,14 @@ def cache_identity(request: Request) -> bytes:
     adapter = "" if request.lora is None else request.lora.identity
     parts = (request.cache_scope.encode(), request.cache_salt.encode(), adapter.encode())
     return b"".join(len(part).to_bytes(_LENGTH_BYTES) + part for part in parts)
+
+
+def parts_of(identity: bytes) -> tuple[str, str, str]:
+    """Scope, salt and adapter of a namespace; all are "" of what `cache_identity` has not made."""
+    parts, at = list[str](), 0
+    while at < len(identity):
+        begin = at + _LENGTH_BYTES
+        at = begin + int.from_bytes(identity[at:begin])
+        parts.append(identity[begin:at].decode(errors="replace"))
+    scope, salt, lora = parts if len(parts) == 3 else ("", "", "")
+    return scope, salt, lora

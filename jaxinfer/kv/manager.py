@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
+from jaxinfer.kv.journal import Journal
 from jaxinfer.kv.moves import Copy, Export, Import, Pages
 from jaxinfer.kv.prefix import Match, find_prefix
 from jaxinfer.kv.radix import Node, PageKeys
@@ -54,10 +55,12 @@ class KVUsage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Swapped:
-    """Pages of a sequence in host memory, in order. Group g has none before page ``firsts[g]``."""
+    """Pages of a sequence in host memory, in order. Group g has none before page ``firsts[g]``; ``era``: see
+    `_SlotPages`."""
 
     hosts: tuple[int, ...]
     firsts: tuple[int, ...]
+    era: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +68,8 @@ class _SlotPages:
     """Pages of a slot: ``pages[group][page]``, -1 before ``firsts[group]``.
 
     The first ``published`` pages are known to the tree, down to ``cursor``. The first ``sealed`` ones are full and may
-    be shared: they are not written any more. ``born`` is the batch in which the slot was filled.
+    be shared: they are not written any more. ``born`` is the batch in which the slot was filled, ``era`` counts the
+    resets before its first token was computed: pages of an earlier era are nobody else's any more.
     """
 
     pages: list[list[int]]
@@ -74,6 +78,7 @@ class _SlotPages:
     published: int
     sealed: int
     born: int
+    era: int
 
     @property
     def count(self) -> int:
@@ -99,6 +104,7 @@ class KVManager:
         self._counts = np.zeros(config.slots, np.int32)
         self._slots: dict[int, _SlotPages] = {}
         self._swapped: set[Swapped] = set()
+        self._era = 0
         self._groups = range(len(config.windows))
         self._windowed = [group for group in self._groups if config.windows[group] is not None]
 
@@ -191,7 +197,8 @@ class KVManager:
 
         Returns:
             False, and nothing changed, if there is no room, if the parent has released pages that the child's windows
-            see, or if the partial page is not computed before the next step (the parent was filled in this batch).
+            see, or if the partial page is not there before the next step: the parent was filled in this batch, or has
+            taken over an equal page that was.
         """
         self._require_empty(child)
         source = self._slots[parent]
@@ -199,11 +206,11 @@ class KVManager:
         firsts = [min(self._store.first_visible(group, length), full) for group in self._groups]
         if any(have > need for have, need in zip(source.firsts, firsts, strict=True)):
             return False
-        if rest and (source.born == self._store.moves.batch or not self._store.has_room([1] * len(self._groups))):
+        if rest and not self._may_copy(source, full):
             return False
         cursor, published = self._cursor_at(source, full)
         source.sealed = max(source.sealed, full)
-        entry = self._new(firsts, cursor, published)
+        entry = self._new(firsts, cursor, published, source.era)
         entry.sealed = full
         entry.pages = [[-1] * first + pages[first:full] for first, pages in zip(firsts, source.pages, strict=True)]
         for group in self._groups:
@@ -213,6 +220,12 @@ class KVManager:
         if rest:
             self._copy(tuple(pages[full] for pages in source.pages), entry, full)
         return True
+
+    def _may_copy(self, source: _SlotPages, index: int) -> bool:
+        """Whether a page can be copied in this batch, which moves what it moves after its copies."""
+        moves, pages = self._store.moves, [pages[index] for pages in source.pages]
+        comes = source.born == moves.batch or any(moves.arrives(*place) for place in enumerate(pages))
+        return not comes and self._store.has_room([1] * len(pages))
 
     def adopt(self, slot: int, other: int) -> None:
         """Exchange the pages of two slots that are in use: ``slot`` goes on with what a fork of it has computed."""
@@ -236,11 +249,12 @@ class KVManager:
         """Enter the full pages of the first ``length`` tokens into the tree. What was entered before costs nothing.
 
         Where the tree knows an equal page, the slot's table takes that one over and its own is freed. A slot that was
-        filled in this batch has computed nothing yet: nothing happens.
+        filled in this batch has computed nothing yet: nothing happens. Neither does it after `reset_prefix_cache`.
         """
         entry = self._slots[slot]
         end = min(length // self.config.page_size, entry.count)
-        if not self.config.prefix_caching or entry.published >= end or entry.born == self._store.moves.batch:
+        barred = not self.config.prefix_caching or entry.era != self._era
+        if barred or entry.published >= end or entry.born == self._store.moves.batch:
             return
         node = entry.cursor or self._store.tree.plant(keys.namespace)
         while entry.published < end:
@@ -258,12 +272,23 @@ class KVManager:
         else:
             self._store.tree.prune(node)
 
+    def start_journal(self) -> Journal:
+        """Begin to tell of cached pages; to be called before any sequence is admitted."""
+        return Journal(self._store)
+
     def stop_caching(self) -> None:
         """Turn the prefix cache off; to be called before any sequence is admitted."""
         self.config = dataclasses.replace(self.config, prefix_caching=False)
 
     def reset_prefix_cache(self) -> int:
-        """Evict every cached page, on the device and on the host; return the number of tree nodes that lost one."""
+        """Forget every cached page, on the device and on the host; return how many there were.
+
+        Sequences that run, or are swapped out, keep what they hold, but nobody else will find it: neither what they
+        have published nor what they compute from it later. What nobody holds is free at once.
+        """
+        self._era += 1
+        for entry in self._slots.values():
+            entry.cursor, entry.published = None, 0
         return self._store.clear()
 
     # ---- swapping
@@ -284,7 +309,7 @@ class KVManager:
             return None
         for source, host in zip(pages, hosts, strict=True):
             moves.export_page(source, host)
-        swapped = Swapped(tuple(hosts), tuple(min(first, count) for first in entry.firsts))
+        swapped = Swapped(tuple(hosts), tuple(min(first, count) for first in entry.firsts), entry.era)
         self._swapped.add(swapped)
         self.release(slot)
         return swapped
@@ -295,7 +320,7 @@ class KVManager:
         count, store = len(swapped.hosts), self._store
         if not store.has_room([count - first for first in swapped.firsts]):
             return False
-        entry = self._new(list(swapped.firsts), None, 0)
+        entry = self._new(list(swapped.firsts), None, 0, swapped.era)
         self._grow(slot, entry, count)
         for index, host in enumerate(swapped.hosts):
             store.moves.pin(store.host, host)
@@ -366,9 +391,10 @@ class KVManager:
             raise ValueError(f"{length} tokens need {count} pages, a sequence can have {self.config.width}")
         return count
 
-    def _new(self, firsts: list[int], cursor: Node | None, published: int) -> _SlotPages:
+    def _new(self, firsts: list[int], cursor: Node | None, published: int, era: int | None = None) -> _SlotPages:
         pages: list[list[int]] = [[] for _ in self._groups]
-        entry = _SlotPages(pages, firsts, None, published, published, self._store.moves.batch)
+        era = self._era if era is None else era
+        entry = _SlotPages(pages, firsts, None, published, published, self._store.moves.batch, era)
         self._move_cursor(entry, cursor)
         return entry
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -76,9 +77,10 @@ class Node:
         pages: the device page in each group, -1: none.
         host: the host page with a copy of the groups in ``stored``, -1: none.
         pins: sequences whose last published page this is; the node stays while there are any.
+        digest, label: the journal's, see `jaxinfer.kv.journal`.
     """
 
-    __slots__ = ("_order", "children", "host", "key", "pages", "parent", "pins", "stored")
+    __slots__ = ("_order", "children", "digest", "host", "key", "label", "pages", "parent", "pins", "stored")
 
     def __init__(self, parent: Node | None, key: PageKey, groups: int) -> None:
         self.parent = parent
@@ -88,6 +90,8 @@ class Node:
         self.host = -1
         self.stored = (False,) * groups
         self.pins = 0
+        self.digest: bytes | None = None
+        self.label: Any = None
         self._order: list[Rank] | None = None  # of the children, sorted; None: there never were several
 
     def has(self, group: int) -> bool:
@@ -102,7 +106,8 @@ class Node:
 class RadixTree:
     """Nodes by their path from the root of a namespace; free and used pages are the pools' business.
 
-    ``changes`` counts the times that pages which could have been matched were lost.
+    ``changes`` counts the times that pages which could have been matched were lost. Where there is a journal,
+    ``touched`` has the nodes whose pages have changed since its last look, unless all were ``cleared`` since.
     """
 
     def __init__(self, groups: int, page_size: int) -> None:
@@ -110,6 +115,8 @@ class RadixTree:
         self._codes = page_size + 1  # codes of one class
         self._roots: dict[bytes, Node] = {}
         self.changes = 0
+        self.touched: dict[Node, None] | None = None
+        self.cleared = False
 
     def root(self, namespace: bytes) -> Node | None:
         return self._roots.get(namespace)
@@ -133,6 +140,7 @@ class RadixTree:
         """Remove a node without pages, children and pins, and then each parent of which that is true."""
         self.changes += 1
         while node.empty and not node.children and not node.pins:
+            self.touch(node)
             parent, (code, tokens) = node.parent, node.key
             if parent is None:
                 if self._roots.get(tokens) is node:  # else it was removed before
@@ -143,6 +151,18 @@ class RadixTree:
                 del parent._order[bisect.bisect_left(parent._order, self._rank((code, tokens)))]
             node.parent = None
             node = parent
+
+    def clear(self) -> None:
+        """Remove every node; none may have pages or pins."""
+        self.changes += 1
+        self._roots.clear()
+        if self.touched is not None:
+            self.touched, self.cleared = {}, True
+
+    def touch(self, node: Node) -> None:
+        """Note for the journal, if there is one, that a node's pages have changed."""
+        if self.touched is not None:
+            self.touched[node] = None
 
     def closest(
         self, parent: Node, code: int, tokens: bytes, usable: Callable[[Node], bool]

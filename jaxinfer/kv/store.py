@@ -72,6 +72,7 @@ class PageStore:
         if node.pages[group] >= 0:
             self.pools[group].disown(node.pages[group])
             node.pages[group] = -1
+            self.tree.touch(node)
 
     @staticmethod
     def _owner(pool: BlockPool[Node], page: int) -> Node:
@@ -104,6 +105,7 @@ class PageStore:
             return
         (node.host,), node.stored = taken, present
         self.host.assign(node.host, node)
+        self.tree.touch(node)
         self.moves.export_page(tuple(node.pages), node.host)
         self.host.drop(node.host)
 
@@ -111,6 +113,7 @@ class PageStore:
         """Free the host copy of a node."""
         self.host.disown(node.host)
         node.host = -1
+        self.tree.touch(node)
         self.tree.prune(node)
 
     # ---- hits
@@ -158,6 +161,7 @@ class PageStore:
         for group in groups:
             page = target[group] = node.pages[group] = self.take(group)
             self.pools[group].assign(page, node)
+        self.tree.touch(node)
         self.moves.import_page(node.host, tuple(target), self.pools)
 
     def donor_source(self, node: Node) -> Pages | int | None:
@@ -178,6 +182,7 @@ class PageStore:
             if owner is not None and owner is not node:
                 return None
         node = self.tree.add(parent, key) if node is None else node
+        self.tree.touch(node)
         for group, page in enumerate(pages):
             if page >= 0 and page != node.pages[group]:
                 pages[group] = self._merge(node, group, page)
@@ -194,20 +199,20 @@ class PageStore:
         return known
 
     def clear(self) -> int:
-        """Evict every cached page, on the device and on the host, and return the number of nodes that lost one."""
-        lost: set[Node] = set()
-        for group, pool in enumerate(self.pools):
-            while pool.cached:
-                node = self._owner(pool, pool.oldest())
+        """Take every page out of the tree, on the device and on the host; return the number of nodes that had one.
+
+        A page that somebody holds stays theirs, and is free when they let go. No node may be pinned.
+        """
+        nodes = list(self.tree.nodes())
+        found = sum(not node.empty for node in nodes)
+        for node in nodes:
+            for group in range(len(self.pools)):
                 self._unload(node, group)
-                lost.add(node)
-        while self.host.cached:
-            node = self._owner(self.host, self.host.oldest())
-            self._forget(node)
-            lost.add(node)
-        for node in lost:
-            self.tree.prune(node)
-        return len(lost)
+            if node.host >= 0:
+                self.host.disown(node.host)
+                node.host = -1
+        self.tree.clear()
+        return found
 
 
 def check_tree(store: PageStore) -> None:

@@ -90,21 +90,37 @@ class Attention(Layer):
             self.q_norm, self.k_norm = self._norm(self.qk_norm_eps), self._norm(self.qk_norm_eps)
 
     def __call__(
-        self, x: Float[Array, "*batch d"], rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+        self,
+        x: Float[Array, "*batch d"],
+        rope: tuple[jax.Array, jax.Array] | None,
+        attend: Attend,
+        cache: Any,
+        temperature: Float[Array, "*batch"] | None = None,
     ) -> tuple[Float[Array, "*batch out"], Any]:
-        """``rope``: cosines and sines of `rope_angles`; None where positions are encoded otherwise."""
-        mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache)
+        """Attend.
+
+        Args:
+            rope: cosines and sines of `rope_angles`; None where positions are encoded otherwise.
+            temperature: queries are multiplied by it, after their rotation.
+        """
+        mixed, cache = self._attended(self._project(all_tokens(x)), rope, attend, cache, temperature)
         out = own_tokens(matmul(mixed.reshape(*x.shape[:-1], -1), self.weight("out")))
         if self.out_bias:
             out = plus_bias(out, self.weight("out_bias"))
         return out, cache
 
     def _attended(
-        self, qkv: jax.Array, rope: tuple[jax.Array, jax.Array] | None, attend: Attend, cache: Any
+        self,
+        qkv: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+        attend: Attend,
+        cache: Any,
+        temperature: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
         scale = 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         rest = (cache, self.layer, scale, self.weight("sinks") if self.sinks else None)
-        if rope is not None and self.qk_norm_eps is None and isinstance(attend, FusedAttend):
+        plain = self.qk_norm_eps is None and temperature is None
+        if rope is not None and plain and isinstance(attend, FusedAttend):
             done = attend.fused(qkv, rope, self.interleaved, *rest)
             if done is not None:
                 return done
@@ -113,6 +129,8 @@ class Attention(Layer):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (rotate(heads, *rope, interleaved=self.interleaved) for heads in (q, k))
+        if temperature is not None:
+            q = (q * temperature[..., None, None]).astype(q.dtype)
         return attend(q, k, v, *rest)
 
     def _norm(self, eps: float) -> Layer:

@@ -23,6 +23,7 @@ from jaxinfer.layers.top_k import top_k
 from jaxinfer.parallel.mesh import RULES, traced_dp_ranks, traced_size
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
 from jaxinfer.quant import grouped_matmul, grouped_path, matmul_transposed, partition, plus_bias
+from jaxinfer.quant.adapted import for_rows, slots_of
 from pallas_kernels.grouped_matmul import group
 
 
@@ -206,25 +207,49 @@ def run_experts_over_ranks(
     local = routing.experts - count * jnp.arange(ranks).reshape(-1, 1, 1)
     chosen = jnp.where((local >= 0) & (local < count), local, count)
     each, weights = (jnp.broadcast_to(part, (ranks, *part.shape)) for part in (x, routing.weights))
-    received = lax.all_to_all(packed(each, weights, chosen), "dp_attn", 0, 0)
-    rows, weights, chosen = unpacked(received.reshape(ranks * tokens, -1), x.dtype, (d, top_k, top_k))
+    slots = _slots_among_ranks(experts, tokens)
+    numbers = jnp.concatenate([chosen, jnp.broadcast_to(slots, (ranks, *slots.shape))], axis=-1)
+    received = lax.all_to_all(packed(each, weights, numbers), "dp_attn", 0, 0)
+    widths = (d, top_k, top_k + slots.shape[-1])
+    rows, weights, numbers = unpacked(received.reshape(ranks * tokens, -1), x.dtype, widths)
+    chosen, experts = numbers[:, :top_k], _of_rows(experts, numbers[:, top_k:])
     parts = run_experts(rows, Routing(chosen, weights), experts, glu, spread=ranks * count).astype(x.dtype)
     returned = lax.all_to_all(parts.reshape(ranks, tokens, d), "dp_attn", 0, 0)
     return functools.reduce(jnp.add, returned.astype(jnp.float32)).astype(x.dtype)
 
 
+def _slots_among_ranks(experts: Experts, tokens: int) -> Int[Array, "tokens n"]:
+    """The place of each token's adapter among those of all ranks, which the tokens take with them; n = 0: none is."""
+    for weight in (experts.gate_up, experts.down):
+        if (slots := slots_of(weight)) is not None:
+            own = weight.a.shape[0] // traced_dp_ranks()
+            return jnp.where(slots >= 0, slots + own * lax.axis_index("dp_attn"), -1)[:, None]
+    return jnp.zeros((tokens, 0), jnp.int32)
+
+
+def _of_rows(experts: Experts, slots: Int[Array, "rows n"]) -> Experts:
+    if not slots.shape[-1]:
+        return experts
+    gate_up, down = (for_rows(weight, slots[:, 0]) for weight in (experts.gate_up, experts.down))
+    return experts._replace(gate_up=gate_up, down=down)
+
+
 def packed(
-    x: Float[Array, "*batch d"], weights: Float[Array, "*batch top_k"], experts: Int[Array, "*batch top_k"]
+    x: Float[Array, "*batch d"], weights: Float[Array, "*batch top_k"], numbers: Int[Array, "*batch n"]
 ) -> Shaped[Array, "*batch words"]:
-    """Pack tokens with their routing as integers of the width of the tokens' numbers, for one exchange of all."""
+    """Pack tokens with their routing as integers of the width of the tokens' numbers, for one exchange of all.
+
+    Args:
+        numbers: the tokens' experts, and where their adapters lie.
+    """
     word = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    parts = (lax.bitcast_convert_type(part, word) for part in (x, weights, experts.astype(jnp.int32)))
+    parts = (lax.bitcast_convert_type(part, word) for part in (x, weights, numbers.astype(jnp.int32)))
     return jnp.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], -1)
 
 
 def unpacked(
     words: Shaped[Array, "tokens words"], dtype: jnp.dtype, widths: tuple[int, int, int]
-) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens top_k"], Int[Array, "tokens top_k"]]:
+) -> tuple[Float[Array, "tokens d"], Float[Array, "tokens top_k"], Int[Array, "tokens n"]]:
     """Unpack the arguments of `packed`: tokens of ``dtype``, and the ``widths`` of the three in numbers."""
     kinds, found, at = (dtype, jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)), [], 0
     for kind, width in zip(kinds, widths, strict=True):
@@ -233,8 +258,8 @@ def unpacked(
         part = part if each == 1 else part.reshape(-1, width, each)
         found.append(lax.bitcast_convert_type(part, kind))
         at += width * each
-    x, weights, experts = found
-    return x, weights, experts
+    x, weights, numbers = found
+    return x, weights, numbers
 
 
 def run_spread_experts(

@@ -29,6 +29,7 @@ class RopeConfig(Brief):
         beta_fast, beta_slow, truncate: of yarn: between so many turns over the original context a frequency is
             interpolated; ``truncate`` rounds the two ends outwards.
         short_factor, long_factor: of longrope: one number a frequency.
+        original_max_position: the context that a checkpoint was trained with; of dynamic the model's own.
         long: of longrope: which factors hold; None: the long ones where a position is beyond the original context.
     """
 
@@ -55,11 +56,17 @@ class RopeConfig(Brief):
         if self.kind == "longrope" and self.long is None:
             stretched = dataclasses.replace(self, long=True).inverse_frequencies(head_dim)
             inverse = jnp.where(jnp.max(positions) >= self.original_max_position, stretched, inverse)
+        elif self.kind == "dynamic":
+            inverse = inverse * self._shrink(jnp.max(positions) + 1, int(head_dim * self.partial))
         return rope_angles(positions, inverse, self.attention_factor)
 
     def up_to(self, length: int) -> RopeConfig:
-        """The config for sequences of at most ``length`` tokens: longrope takes one set of factors for all."""
-        return dataclasses.replace(self, long=length > self.original_max_position) if self.kind == "longrope" else self
+        """The config for sequences of at most ``length`` tokens, all computed alike: longrope takes one set of factors,
+        dynamic is plain within the model's context."""
+        if self.kind == "longrope":
+            return dataclasses.replace(self, long=length > self.original_max_position)
+        plain = self.kind == "dynamic" and length <= self.original_max_position
+        return dataclasses.replace(self, kind="default") if plain else self
 
     def inverse_frequencies(self, head_dim: int) -> np.ndarray:
         """[rotated numbers / 2] float32 radians per position; the short ones of longrope while ``long`` is None."""
@@ -76,6 +83,14 @@ class RopeConfig(Brief):
             case "longrope":
                 inverse = inverse / np.asarray(self.long_factor if self.long else self.short_factor, np.float64)
         return inverse.astype(np.float32)
+
+    def _shrink(self, tokens: Array, dim: int) -> Array:
+        """What dynamic multiplies frequencies by (NTK-aware): the base grows with a text beyond the model's context, so
+        that its longest wave is stretched as it is. 1 within the context, exactly."""
+        beyond = jnp.maximum(tokens - self.original_max_position, 0).astype(jnp.float32)
+        growth = jnp.log1p(beyond * (self.factor / self.original_max_position))
+        exponents = (np.arange(0, dim, 2, dtype=np.float64) / max(dim - 2, 1)).astype(np.float32)
+        return jnp.exp(-growth * exponents)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
         """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""

@@ -12,11 +12,12 @@ import numpy as np
 
 from jaxinfer.lora.adapter import Adapter, Delta
 from jaxinfer.lora.errors import AdapterError
-from jaxinfer.lora.peft.places import input_axis
+from jaxinfer.lora.peft.places import input_axis, with_tied_head
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.heads import without_copies
 from jaxinfer.quant import dense, is_stored
-from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+from jaxinfer.quant.banks import weight_path
+from jaxinfer.types import EMBEDDING, HEAD, ParamSpec, ParamTree, walk_specs
 
 Path = tuple[str, ...]
 
@@ -28,12 +29,14 @@ def merge_lora(model: Model, adapter: Adapter) -> Model:
     adapter beside the model.
 
     Raises:
-        ValueError: the adapter is not for this model, one of its weights is stored quantised, or it adds a bias where
-            the model has none.
+        ValueError: the adapter is not for this model, one of its weights is stored quantised, or a table of embeddings
+            that is the head, too, or it adds a bias where the model has none.
     """
     specs = dict(walk_specs(declared(model)))
     params = dict(model.params)
     for path, delta in adapter.deltas.items():
+        if path in (EMBEDDING, HEAD) and HEAD not in specs:
+            raise ValueError(f"adapter: {'/'.join(path)} is tied: the table of embeddings and the head are one array")
         if path not in specs:
             raise ValueError(f"adapter: the model {model.name} has no parameter {'/'.join(path)}")
         _update(params, path, functools.partial(_merged, path, specs[path], delta))
@@ -50,11 +53,11 @@ def declared(model: Model) -> ParamTree:
 def model_base(model: Model) -> Callable[[Path], np.ndarray]:
     """What `read_adapter` asks of a model's own weights: float32, dequantised where they are stored quantised, each KV
     head once. It raises AdapterError for one of which other processes have parts."""
-    specs = dict(walk_specs(declared(model)))
+    specs = with_tied_head(declared(model))
 
     def base(path: Path) -> np.ndarray:
         weight: Any = model.params
-        for key in path:
+        for key in weight_path(model.params, path):
             weight = weight[key]
         _require_whole(path, weight)
         # a stored weight has its outputs first, whatever the parameter's own order

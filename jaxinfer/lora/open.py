@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Collection, Mapping
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, EngineConfigError
 from jaxinfer.lora.adapter import Adapter
+from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.merge import declared, model_base
 from jaxinfer.lora.parts import parts, require_fit
 from jaxinfer.lora.peft.read import read_adapter
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
-from jaxinfer.quant.banks import lora_targets
+from jaxinfer.quant.banks import Path, known_modules, lora_targets, module_names, spec_at
+from jaxinfer.types import LoRATarget, ParamTree
 
 
 def open_store(model: Model, config: EngineConfig) -> LoRAStore:
     """A store that reads PEFT's folders for a model, as an engine of these settings takes them."""
     specs, base = declared(model), model_base(model)
-    targets = lora_targets(specs, specs, config.max_lora_rank)  # without the copies of heads that a mesh may need
+    targets = lora_targets(specs, specs, config.max_lora_rank, _modules(specs, config))  # without copies of heads
 
     def read(path: str) -> Adapter:
         adapter = read_adapter(pathlib.Path(path), specs, max_rank=config.max_lora_rank, base=base)
+        _require_banks(adapter, specs, targets)
         require_fit(adapter, targets)
         return adapter
 
     return LoRAStore(read, lambda adapter: parts(adapter, targets), config.host_loras)
+
+
+def _modules(specs: ParamTree, config: EngineConfig) -> Collection[str]:
+    """The modules that the settings name.
+
+    Raises:
+        EngineConfigError: the model has no such module.
+    """
+    known = known_modules(specs)
+    if unknown := [name for name in config.lora_target_modules if name not in known]:
+        have = ", ".join(sorted(known))
+        raise EngineConfigError(f"lora_target_modules = {unknown[0]!r} is no module of the model; it has {have}")
+    return config.lora_target_modules
+
+
+def _require_banks(adapter: Adapter, specs: ParamTree, targets: Mapping[Path, LoRATarget]) -> None:
+    for path in adapter.deltas:
+        if path not in targets:
+            names = " or ".join(sorted(module_names(path, spec_at(specs, path))))
+            raise AdapterError(f"the adapter changes {'.'.join(path)}: lora_target_modules does not name {names}")

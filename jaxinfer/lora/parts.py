@@ -48,8 +48,7 @@ def require_fit(adapter: Adapter, targets: Mapping[Path, LoRATarget]) -> None:
     """Raises ValueError where a parameter of the adapter has no bank, or its arrays do not fit there."""
     for path, delta in adapter.deltas.items():
         if path not in targets:
-            why = "an adapter of it cannot be served beside others; merge it into the model"
-            raise ValueError(f"{'.'.join(path)}: {why}")
+            raise ValueError(f"{'.'.join(path)}: there is no bank for an adapter of it")
         _require_fit(path, delta, targets[path])
 
 

@@ -224,7 +224,7 @@ def layer_rope(
     if kind == "default":
         return rope
     if kind in ("linear", "dynamic"):
-        return dataclasses.replace(rope, factor=_factor(inner, None))
+        return dataclasses.replace(rope, factor=_factor(inner, None), original_max_position=max_position)
     original_max = inner.positive("original_max_position_embeddings", max_position)
     rope = dataclasses.replace(rope, original_max_position=original_max)
     if kind == "llama3":

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.layers.attention import Attend
 from jaxinfer.layers.base import Layer
 from jaxinfer.layers.norm import LayerNorm, RMSNorm
+from jaxinfer.layers.rope import RopeConfig
 from jaxinfer.parallel.tokens import all_tokens, own_tokens
-from jaxinfer.quant import matmul_transposed, take
+from jaxinfer.quant import matmul_transposed, plus_bias, take
 
 
 class Decoder(Layer):
@@ -58,8 +59,9 @@ class Decoder(Layer):
 
         Differs where a checkpoint has other rotary embeddings for long texts than for short ones (docs/rope.md).
         """
-        del length
-        return self
+        ropes = {name: value for name, value in vars(self.config).items() if isinstance(value, RopeConfig)}
+        changed = {name: rope.up_to(length) for name, rope in ropes.items()}
+        return self if changed == ropes else self.clone(config=dataclasses.replace(self.config, **changed))
 
     def final_norm(self) -> Layer:
         """Make the final norm, unbound like `block`. Its parameters are ``final_norm``."""
@@ -129,7 +131,7 @@ class Decoder(Layer):
         table = self.weight("embed" if self.config.tied else "head")["table"]
         logits = matmul_transposed(hidden, table)
         if self.head_bias:
-            logits = logits + self.weight("head")["bias"].astype(hidden.dtype)
+            logits = plus_bias(logits, self.weight("head")["bias"])
         return logits.astype(jnp.float32)
 
 

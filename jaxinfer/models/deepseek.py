@@ -21,9 +21,6 @@ from jaxinfer.models.sparse import SparseContext
 from jaxinfer.models.specs import decoder, gated_experts, gated_mlp, linear, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamSpec, ParamTree, Source
 
-# V3's checkpoint has a layer behind the last one, which predicts a second token. It is for drafts.
-IGNORE = ("model.layers.61.*",)
-
 _ROPES = ("default", "linear", "yarn", "llama3")
 # The defaults in which transformers' two configurations differ.
 _V2 = {"first_k_dense_replace": 0, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
@@ -34,6 +31,22 @@ _V3 = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
 }
+_GLM = {
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1536,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
+_NULLABLE = ("q_lora_rank",)
+_YOUTU = {"max_position_embeddings": 131072, "tie_word_embeddings": True}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,8 +81,11 @@ class DeepseekConfig(DecoderConfig):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns of tensors that the model itself has no place for."""
-        return tuple(f"model.layers.{len(self.layers) + index}.*" for index in range(self.predictors))
+        """Patterns of tensors that the model itself has no place for.
+
+        V3's checkpoint has a layer behind the last one, whether its config.json says so or not. It is for drafts.
+        """
+        return tuple(f"model.layers.{len(self.layers) + index}.*" for index in range(max(1, self.predictors)))
 
     @property
     def rank(self) -> int:
@@ -111,6 +127,25 @@ class DeepseekConfig(DecoderConfig):
             group_score="top2",
         )
         return _common(read, rule, corrected=True, interleaved=read.flag("rope_interleave", True))
+
+    @staticmethod
+    def from_glm(config: Mapping[str, Any]) -> DeepseekConfig:
+        """Read the config.json of a Glm4MoeLiteForCausalLM (GLM-4.7-Flash); errors as in `from_v2`."""
+        fields = {**_GLM, **{name: value for name, value in config.items() if value is not None or name in _NULLABLE}}
+        read = ConfigReader(fields)
+        kinds, count = read.get("mlp_layer_types"), read.positive("num_hidden_layers")
+        if kinds is not None:
+            dense = kinds.count("dense") if isinstance(kinds, list) else 0
+            expected = ["dense"] * dense + ["sparse"] * (count - dense)
+            read.require(kinds == expected, "mlp_layer_types", f"must be dense layers and then sparse ones, {count}")
+            fields["first_k_dense_replace"] = dense
+        return DeepseekConfig.from_v3(fields)
+
+    @staticmethod
+    def from_youtu(config: Mapping[str, Any]) -> DeepseekConfig:
+        """Read the config.json of a YoutuForCausalLM, which has no experts; errors as in `from_v2`."""
+        layers = ConfigReader(config).positive("num_hidden_layers")
+        return DeepseekConfig.from_v3({**_YOUTU, **config, "first_k_dense_replace": layers})
 
 
 def _common(read: ConfigReader, rule: RoutingRule, *, corrected: bool, interleaved: bool) -> DeepseekConfig:

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2/3/3.1, Mistral, Qwen2/2.5, Qwen3 and all that share their shape.
+"""The Llama family: Llama 2/3/3.1, Mistral, Qwen2/2.5, Qwen3, Seed-OSS, MiMo and all that share their shape.
 
 One decoder: RMSNorm, rotary grouped-query attention, gated MLP, with switches for what differs between checkpoints
 (biases, QK norm, sliding windows, RoPE scaling, tied embeddings).
@@ -32,6 +32,14 @@ from jaxinfer.models.decoder import Decoder
 from jaxinfer.models.specs import decoder, fused_qkv, gated_mlp, linear, plain, rms_norm
 from jaxinfer.types import LayerSpec, ParamTree
 
+# What transformers takes where config.json leaves these out.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "seed_oss": {"head_dim": 128, "attention_bias": True},
+}
+# MiMo's layers that predict further tokens.
+IGNORE = ("model.mtp_layers.*",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LlamaConfig(DecoderConfig):
@@ -51,17 +59,28 @@ class LlamaConfig(DecoderConfig):
             ConfigError: a field is missing, of the wrong type or not supported.
         """
         model_type = ConfigReader(config).text("model_type", "llama")
-        read = ConfigReader(config, {"head_dim": 128} if model_type == "qwen3" else {})
-        fields, attention_bias = decoder_fields(read), read.flag("attention_bias", False)
+        read = ConfigReader(config, _DEFAULTS.get(model_type, {}))
+        # transformers' Mistral takes no notice of it
+        attention_bias = read.flag("attention_bias", False) and model_type != "mistral"
+        fields = decoder_fields(read)
+        out_bias = attention_bias and model_type not in ("qwen2", "mimo")
         return LlamaConfig(
             **fields,
             layers=tuple(LayerSpec(window) for window in _windows(read, model_type)),
-            rope=rope_config(read, fields["max_position"], fields["head_dim"]),
-            qkv_bias=attention_bias or model_type == "qwen2",
-            out_bias=attention_bias and model_type != "qwen2",
+            rope=_rope(read, fields["max_position"], fields["head_dim"]),
+            qkv_bias=attention_bias or model_type in ("qwen2", "mimo"),
+            out_bias=read.flag("attention_out_bias", False) if model_type == "seed_oss" else out_bias,
             mlp_bias=read.flag("mlp_bias", False),
             qk_norm=model_type == "qwen3",
         )
+
+
+def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
+    """Read the rotary embedding: transformers' default one turns whole heads, whatever is said of a part of them."""
+    rope = rope_config(read, max_position, head_dim, partial=True)
+    known = rope.kind == "default" or rope.partial == 1.0
+    read.require(known, "partial_rotary_factor", f"is not supported for rope_type {rope.kind}")
+    return dataclasses.replace(rope, partial=1.0)
 
 
 def _windows(read: ConfigReader, model_type: str) -> list[int | None]:
@@ -70,7 +89,7 @@ def _windows(read: ConfigReader, model_type: str) -> list[int | None]:
     if model_type == "mistral":
         null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
         return [None if null else read.positive("sliding_window", SLIDING_WINDOW)] * count
-    window = qwen_window(read) if model_type in ("qwen2", "qwen3") else None
+    window = qwen_window(read) if model_type in ("qwen2", "qwen3", "mimo") else None
     if window is None:
         return [None] * count
     local = sliding_layers(read)
@@ -112,10 +131,6 @@ class Llama(Decoder):
 
     def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
         return (override or LlamaBlock)(self.config, self.config.layers[index], parent=None)
-
-    def up_to(self, length: int) -> Llama:
-        rope = self.config.rope.up_to(length)
-        return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
 
 
 def param_specs(cfg: LlamaConfig) -> ParamTree:

@@ -22,6 +22,7 @@ from jaxinfer.parallel.mesh import require_auto
 from jaxinfer.quant import for_kernels, is_stored, with_activations
 from jaxinfer.quant.banks import adapt
 from jaxinfer.types import CacheSpec, ParamTree, walk_specs
+from jaxinfer.wrapped import text_model
 
 _DECLARED: Any = None  # by the family, of the config
 
@@ -261,6 +262,7 @@ def abstract(
     Raises:
         ConfigError: one sentence that says what is wrong.
     """
+    config_json = text_model(config_json)
     return describe(family_for(config_json, families), config_json, dtype, name)
 
 

@@ -19,6 +19,7 @@ from jaxinfer.models import (
     gptj,
     llama,
     medusa,
+    ministral,
     mixtral,
     mtp,
     phi,
@@ -51,6 +52,8 @@ class Family:
 
 
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
+MIMO = dataclasses.replace(LLAMA, ignore=llama.IGNORE)
+MINISTRAL = Family(ministral.MinistralConfig.from_json, llama.param_specs, cache_spec, ministral.Ministral)
 GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, cache_spec, gemma.Gemma)
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, cache_spec, llama.Llama)
 GPT2 = Family(gpt2.GPT2Config.from_json, gpt2.param_specs, cache_spec, gpt2.GPT2, gpt2.IGNORE, "transformer.")
@@ -64,15 +67,18 @@ QWEN2_MOE = Family(qwen_moe.qwen2_from_json, qwen_moe.param_specs, cache_spec, s
 QWEN3_MOE = Family(qwen_moe.qwen3_from_json, qwen_moe.param_specs, cache_spec, sparse.Sparse)
 GPT_OSS = Family(gpt_oss.config_from_json, gpt_oss.param_specs, cache_spec, sparse.Sparse)
 DEEPSEEK_V2 = Family(deepseek.DeepseekConfig.from_v2, deepseek.param_specs, cache_spec, deepseek.Deepseek)
-DEEPSEEK_V3 = Family(
-    deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek, deepseek.IGNORE
-)
+DEEPSEEK_V3 = Family(deepseek.DeepseekConfig.from_v3, deepseek.param_specs, cache_spec, deepseek.Deepseek)
+GLM4_MOE_LITE = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_glm)
+YOUTU = dataclasses.replace(DEEPSEEK_V3, config=deepseek.DeepseekConfig.from_youtu)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
+    "SeedOssForCausalLM": LLAMA,
+    "MiMoForCausalLM": MIMO,
+    "Ministral3ForCausalLM": MINISTRAL,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
@@ -87,6 +93,8 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": GPT_OSS,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "YoutuForCausalLM": YOUTU,
 }
 
 

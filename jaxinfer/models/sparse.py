@@ -125,10 +125,6 @@ class Sparse(Decoder):
     def context(self, positions: Int[Array, "*batch"]) -> SparseContext:
         return SparseContext(self.config.rope.angles(positions, self.config.head_dim), positions >= 0)
 
-    def up_to(self, length: int) -> Sparse:
-        rope = self.config.rope.up_to(length)
-        return self if rope == self.config.rope else self.clone(config=dataclasses.replace(self.config, rope=rope))
-
 
 def param_specs(cfg: SparseConfig, experts: Callable[[SparseConfig, str], dict[str, Any]]) -> ParamTree:
     """Every parameter with its shape, logical axes and the checkpoint tensors it is made of.

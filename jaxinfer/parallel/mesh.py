@@ -35,6 +35,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": _ALL,
     "expert": ("dp_attn", "expert"),
     "expert_mlp": ("tensor",),
+    "ranks": ("dp_attn",),  # of what each has for itself, one after another
     "tokens": _ALL,  # of hidden states, in programs that are traced for it (`jaxinfer.parallel.tokens`)
 }
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quant.spread import once, partition_of, spread_low_rank
+from jaxinfer.quant.spread import once, partition_of, spread_lookup, spread_low_rank
 from pallas_kernels import grouped_matmul as grouped
 from pallas_kernels import lora
 from pallas_kernels.grouped_matmul import Groups
@@ -68,7 +68,8 @@ class Adapted:
         magnitude, bias: [*out]; of experts [experts, *out]. None: 1, and nothing.
         rows: None: there is one adapter, which all rows have; or, where ``a`` is None, too, there is none: a product
             ends as it does where other rows have adapters, and has the same bits.
-        table: it is read by rows (`take`). A product with it, as of a tied head, has no adapter.
+        table: its adapters are of rows that are looked up (`take`), and of no product; else of products alone. A tied
+            table may have either, one as the ``base`` of the other.
         axes: logical axes of the weight's outputs and, at last, of its inputs; (): there is no adapter.
     """
 
@@ -159,9 +160,27 @@ class Adapted:
         return result.reshape(base.shape)
 
     def added_to_taken(self, ids: Int[Array, "*batch"], base: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-        """What the adapter makes of a table's rows."""
+        """What the adapters make of a table's rows."""
+        if self.a is None:
+            return lax.optimization_barrier(base)
+        if self.rows is not None:
+            flat, own = ids.reshape(-1), lax.optimization_barrier(base).reshape(-1, base.shape[-1])
+            delta = spread_lookup(flat, self.a, self.b, self.rows.slots, self.rows.groups, self.axes)
+            return self._chosen(own, delta).reshape(base.shape)
         hidden = jnp.moveaxis(jnp.take(self.a, ids, axis=-1, mode="clip"), 0, -1).astype(base.dtype)
         return _combined(base, _dot(hidden, self.b), self.magnitude, self.bias)
+
+
+def slots_of(weight: Any) -> Int[Array, " rows"] | None:
+    """The place of each row's adapter in the banks; None: the weight has no bank."""
+    return weight.rows.slots if isinstance(weight, Adapted) and weight.rows is not None else None
+
+
+def for_rows(weight: Any, slots: Int[Array, " rows"]) -> Any:
+    """Experts' weights for other rows than those of the step, which they deal out to tiles for themselves."""
+    if slots_of(weight) is None:
+        return weight
+    return dataclasses.replace(weight, rows=weight.rows._replace(slots=slots))
 
 
 def unadapted(weight: Any) -> Any:

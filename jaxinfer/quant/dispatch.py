@@ -70,7 +70,7 @@ def matmul_heads(x: Float[Array, "*batch heads k"], w: Float[Array, "heads k n"]
 def take(w: Any, ids: Int[Array, "*batch"]) -> Float[Array, "*batch d"]:
     """Rows of a table. Ids must be within it: they are checked at admission."""
     if isinstance(w, Adapted):
-        return w.added_to_taken(ids, take(w.base, ids))
+        return w.added_to_taken(ids, take(w.base, ids)) if w.table else take(w.base, ids)
     return w.take(ids) if isinstance(w, Quantized) else jnp.take(w, ids, axis=0, mode="clip")
 
 

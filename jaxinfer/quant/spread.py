@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxinfer.parallel.mesh import RULES, devices_along, spread_over
 from pallas_kernels import grouped_matmul as grouped
@@ -58,6 +58,42 @@ def spread_low_rank(
 def _summed(x: jax.Array, a: jax.Array, b: jax.Array, groups: Groups, along: tuple[str, ...] | None) -> jax.Array:
     """By rows, not by tiles: which rows lie in a tile must not move a row among the numbers that are added up."""
     return _by_rows(lax.psum(_by_rows(x, a, groups), along), b, groups)
+
+
+def spread_lookup(
+    ids: Int[Array, " rows"],
+    a: Float[Array, "slots rank table"],
+    b: Float[Array, "slots out rank"],
+    slots: Int[Array, " rows"],
+    groups: Groups,
+    axes: Axes,
+) -> Float[Array, "rows out"]:
+    """Look up a row's column of its adapter's ``a``, and expand it, on the mesh that a program is traced for. Where a
+    table's rows are spread, one device has the column: the others add zeros.
+
+    Args:
+        axes: logical axes of the table's outputs and, at last, of its rows.
+    """
+    along = spread_over(axes[-1:], a.shape[-1:])[0] if is_spread() else None
+
+    def own(ids: jax.Array, a: jax.Array, b: jax.Array, slots: jax.Array, groups: Groups) -> jax.Array:
+        if along is None:
+            return _by_rows(_columns(ids, a, slots), b, groups)
+        local = ids - lax.axis_index(along) * a.shape[-1]
+        is_here = (local >= 0) & (local < a.shape[-1])
+        return _by_rows(lax.psum(jnp.where(is_here[:, None], _columns(local, a, slots), 0), along), b, groups)
+
+    if along is None:
+        return own(ids, a, b, slots, groups)
+    parts = PartitionSpec(), PartitionSpec(None, None, along), *(PartitionSpec(),) * 3
+    run = jax.shard_map(own, in_specs=parts, out_specs=PartitionSpec(), check_vma=False)
+    result: jax.Array = run(ids, a, b, slots, groups)
+    return result
+
+
+def _columns(ids: jax.Array, a: jax.Array, slots: jax.Array) -> jax.Array:
+    """Numbers of one rank for each row; of rows without an adapter anybody's."""
+    return a.at[slots, :, ids].get(mode="clip")
 
 
 def _by_rows(x: jax.Array, weights: jax.Array, groups: Groups) -> jax.Array:

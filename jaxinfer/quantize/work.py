@@ -54,7 +54,10 @@ class Work:
 
     @functools.cached_property
     def specs(self) -> ParamTree:
-        """The model's parameters, with the names that the source gives to its tensors."""
+        """The model's parameters, with the names that the source gives to its tensors; from inside of another model,
+        with those of the text model alone."""
+        if self.files.wrapped:
+            return self.model.specs
         return self.files.named(self.model.specs, self.model.family.prefix)
 
     @property

@@ -102,10 +102,16 @@ class AsyncEngine:
 
     Args:
         on_end: called by the thread when it ends, stopped or by a fault.
+        after: called by the thread after each step, and whenever something was done between steps.
     """
 
-    def __init__(self, engine: EngineCore, on_end: Callable[[Closed], object] | None = None) -> None:
-        self._engine, self._on_end = engine, on_end
+    def __init__(
+        self,
+        engine: EngineCore,
+        on_end: Callable[[Closed], object] | None = None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._engine, self._on_end, self._after = engine, on_end, after
         self._inbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._streams: dict[str, Feed] = {}
         self._thread: threading.Thread | None = None
@@ -207,7 +213,7 @@ class AsyncEngine:
         return self._post(self._engine.stats).result(timeout)
 
     async def reset_prefix_cache(self) -> int:
-        """Forget every cached page that no sequence uses; how many those were."""
+        """See `Backend.reset_prefix_cache`."""
         return await self._ask(self._engine.reset_prefix_cache)
 
     async def check(self) -> None:
@@ -294,6 +300,7 @@ class AsyncEngine:
             if stepped:
                 self._deliver(self._engine.step())
                 self._steps += 1
+            self._after()
             before, self._since = self._since, time.monotonic()
             if stepped and before is not None:
                 self._times.add(self._since - before)

@@ -58,7 +58,10 @@ class Backend(Protocol):
 
     async def stats(self) -> EngineStats: ...
 
-    async def reset_prefix_cache(self) -> int: ...
+    async def reset_prefix_cache(self) -> int:
+        """Forget every cached page, on the device and on the host; how many those were. Requests that run keep theirs,
+        which no other request will find. Raises `EngineDeadError` if the engine does not run."""
+        ...
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ class Kind(enum.Enum):
     TOO_LARGE = (grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
     QUEUE_FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, 429)
     CANCELLED = (grpc.StatusCode.CANCELLED, 499)
+    UNIMPLEMENTED = (grpc.StatusCode.UNIMPLEMENTED, 501)
     INTERNAL = (grpc.StatusCode.INTERNAL, 500)
     UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, 503)
     DEADLINE = (grpc.StatusCode.DEADLINE_EXCEEDED, 504)

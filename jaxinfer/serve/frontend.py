@@ -313,7 +313,7 @@ class Frontend:
             return await self._backend.stats()
 
     async def flush_prefix_cache(self) -> int:
-        """Forget every cached page that nobody uses; how many those were."""
+        """See `Backend.reset_prefix_cache`."""
         with answered():
             return await self._backend.reset_prefix_cache()
 

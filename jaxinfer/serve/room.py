@@ -80,10 +80,15 @@ class Room:
     def __init__(self, engine: Mapping[str, Any]) -> None:
         most = {name: engine.get(f"max_waiting_{name}") for name in Load._fields}
         self._most: dict[str, int] = {name: limit for name, limit in most.items() if limit is not None}
-        self._slots = _slots(engine)
+        self._slots = slots_of(engine)
         self._all = Load()
         self._tenants: dict[str, Load] = {}
         self.running = 0
+
+    @property
+    def waiting(self) -> Load:
+        """What waits, of all tenants."""
+        return self._all
 
     @property
     def empty(self) -> bool:
@@ -154,7 +159,7 @@ def _limit(name: str, most: int) -> str:
     return f"max_waiting_{name} = {most}"
 
 
-def _slots(engine: Mapping[str, Any]) -> int:
+def slots_of(engine: Mapping[str, Any]) -> int:
     """Slots of all replicas, or of all ranks."""
     ranks = engine.get("expert_parallel_size", 1) if engine.get("enable_dp_attention") else 1
     return int(engine.get("max_num_seqs", 0) * engine.get("data_parallel_size", 1) * ranks)

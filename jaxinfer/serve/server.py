@@ -16,9 +16,11 @@ from jaxinfer.serve.core.supervisor import FAILED, READY, STARTING, STOPPED, Sta
 from jaxinfer.serve.faults import unavailable
 from jaxinfer.serve.frontend import Frontend
 from jaxinfer.serve.grpc import oip
-from jaxinfer.serve.grpc.server import GrpcServers
+from jaxinfer.serve.grpc.server import GrpcServers, Service
+from jaxinfer.serve.grpc.vllm.service import Served, VllmEngine, service
 from jaxinfer.serve.http.door import Door
 from jaxinfer.serve.http.server import HttpServer
+from jaxinfer.serve.kv_events.door import KvEventsDoor
 from jaxinfer.serve.loras import LoRAs
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.parsing import model_parsers
@@ -50,6 +52,7 @@ class Server:
 
     Attributes:
         frontend: None until the engine was READY for the first time.
+        kv_events: what the engine tells of its cached pages.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Server:
         self.config = config = descriptors.within(config, descriptors.raise_limit())
         self._opened = opened
         self.frontend: Frontend | None = None
-        self._supervisor = Supervisor(config, command, prepare=self._prepare)
+        replicas = config.engine.data_parallel_size * config.engine.dp_ranks
+        self.kv_events = KvEventsDoor(config, replicas, lambda: self._supervisor.card.name)
+        self._supervisor = Supervisor(config, command, prepare=self._prepare, kv_events=self.kv_events.take)
         self._loras = self._adapters()
         metrics = ServerMetrics(self)
         self._requests = RequestLog(config.log_requests)
@@ -78,13 +83,12 @@ class Server:
             reasoning_fields=REASONING_FIELDS[config.reasoning_field],
             operated=config.api_keys is not None or is_loopback(config.host),
         )
-        open_inference = oip.OpenInference(self._serving, lambda: self.is_ready)
         self._grpc = GrpcServers(
             config,
             self._serving,
             self,
             authoriser,
-            more=[(oip.SERVICE, open_inference)],
+            more=self._other_services(),
             observer=metrics.called,
             refused=self._requests.refused,
             cut=metrics.grpc_cut.inc,
@@ -93,6 +97,22 @@ class Server:
         self._metrics = HttpServer(config, self._door, metrics=True) if config.metrics_port is not None else None
         self._throughput = Throughput()
         self._tasks: list[asyncio.Task[None]] = []
+
+    def _other_services(self) -> list[Service]:
+        """Those of protocols that are not ours."""
+        found: list[Service] = [(oip.SERVICE, oip.OpenInference(self._serving, lambda: self.is_ready))]
+        if self.config.vllm_grpc:
+            served = Served(
+                condition=lambda: self._door.condition,
+                folder=lambda: pathlib.Path(self._supervisor.folder),
+                model=self.config.model,
+                profiler=self,
+                profiling=self.config.profile_dir is not None,
+                operated=self._door.operated,
+                kv_events=self.kv_events.hub,
+            )
+            found.append((service(), VllmEngine(self._serving, served)))
+        return found
 
     # ---- what is known
 
@@ -177,7 +197,9 @@ class Server:
             ServeConfigError: a port cannot be had.
         """
         await self._open_doors()
+        self.kv_events.start()
         self._supervisor.subscribe(self._log_state)
+        self._supervisor.subscribe(self.kv_events.changed)
         await self._supervisor.start()
         self._tasks = [asyncio.create_task(self._open()), asyncio.create_task(self._report())]
         self._tasks.append(asyncio.create_task(self._authoriser.run()))
@@ -228,6 +250,7 @@ class Server:
         await self._supervisor.stop()
         if self.frontend is not None:
             await self.frontend.aclose()
+        await self.kv_events.stop()
         self._door.long.close()
         await asyncio.to_thread(self._tracing.close)
 
@@ -286,8 +309,8 @@ class Server:
         return config.prefix_cache_sharing != ALL and (config.api_keys or config.tls_client_ca) is not None
 
     def _scope(self, tenant: str) -> str:
-        """The scope of those who share cached prefixes with ``tenant``."""
-        if self.config.prefix_cache_sharing == ALL:
+        """The scope of those who share cached prefixes with ``tenant``; where there are no tenants there is none."""
+        if not self._parted:
             return ""
         return cache_scope(tenant, self._authoriser.cache_group(tenant))
 

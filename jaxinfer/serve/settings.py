@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import ipaddress
 import json
 import pathlib
@@ -19,6 +20,7 @@ from jaxinfer.config import EngineConfig, EngineConfigError, check
 from jaxinfer.names import DTYPES, advice, known_dtype
 from jaxinfer.parsers.registry import AUTO, REASONING_PARSERS, RESPONSE_TEMPLATE, TOOL_PARSERS
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.kv_events.settings import KvEventsConfig, refusal
 from jaxinfer.serve.logs import FORMATS, LEVELS
 from jaxinfer.serve.lora_modules import parse_modules
 from jaxinfer.serve.tenants import SHARING, TENANT
@@ -36,6 +38,8 @@ _MISSING = {"model": 'name one ("demo", a folder, a .gguf file, or a hub id): ja
 _PORTS = ("grpc_port", "http_port", "metrics_port", "control_port")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OFF: tuple[str, bool] = ("off", False)  # YAML reads ``off`` as false
+ROUTING_PACKAGE = "smg_grpc_proto"
+"""The package with the messages of vLLM's gRPC service."""
 REASONING_FIELDS: Mapping[str, tuple[str, ...]] = {
     "both": ("reasoning", "reasoning_content"),
     "reasoning": ("reasoning",),
@@ -96,6 +100,7 @@ class DoorConfig:
         metrics_host: address of these.
         control_port: of Control (default: none); 0: any free one.
         control_host: address of Control.
+        vllm_grpc: serve vLLM's gRPC service on grpc_port, too, for routers (docs/routing.md); needs the extra routing.
     """
 
     host: str = "127.0.0.1"
@@ -105,6 +110,7 @@ class DoorConfig:
     metrics_host: str = "127.0.0.1"
     control_port: int | None = None
     control_host: str = "127.0.0.1"
+    vllm_grpc: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +242,15 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig(
-    LogConfig, GroupConfig, PatienceConfig, LoRADoorConfig, AnswerConfig, AccessConfig, DoorConfig, ServedModelConfig
+    LogConfig,
+    GroupConfig,
+    PatienceConfig,
+    KvEventsConfig,
+    LoRADoorConfig,
+    AnswerConfig,
+    AccessConfig,
+    DoorConfig,
+    ServedModelConfig,
 ):
     """A server: one model behind gRPC and HTTP."""
 
@@ -347,6 +361,8 @@ def _check(config: ServeConfig) -> None:
     _require(not has_ca or config.tls_cert is not None, "tls_client_ca", config.tls_client_ca, "needs tls_cert")
     _check_group(config)
     _check_loras(config)
+    if (refused := refusal(config, config.engine.enable_prefix_caching)) is not None:
+        _require(False, *refused)
     _check_exposure(config, guarded=has_ca or config.api_keys is not None or config.insecure)
     try:
         check(config.engine)
@@ -361,6 +377,8 @@ def _check_doors(config: ServeConfig) -> None:
         if port := getattr(config, name):
             other = taken.setdefault((hosts.get(name, config.host), port), name)
             _require(other == name, name, port, f"is {other} already: each door has a port of its own")
+    there = not config.vllm_grpc or importlib.util.find_spec(ROUTING_PACKAGE) is not None
+    _require(there, "vllm_grpc", True, f"needs {ROUTING_PACKAGE}: pip install 'jaxinfer[routing]'")
 
 
 def _check_group(config: ServeConfig) -> None:

@@ -10,7 +10,7 @@ from jaxinfer.text.chat_template import ChatTemplate, TemplateError
 from jaxinfer.text.files import read_object
 from jaxinfer.text.gguf import gguf_chat_template, gguf_text_files, gguf_tokenizer
 from jaxinfer.text.pieces import TokenizerError
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tokenizer import TOKENIZER_FILES, Tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -22,6 +22,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         return Tokenizer.load(path)
     return gguf_tokenizer(path, _metadata(path, TokenizerError))
+
+
+def find_tokenizer(path: Path) -> Tokenizer | None:
+    """`load_tokenizer`; None: it is a folder without any.
+
+    Raises:
+        TokenizerError: there is one that cannot be read or understood.
+    """
+    absent = path.is_dir() and not any((path / name).exists() for name in TOKENIZER_FILES)
+    return None if absent else load_tokenizer(path)
 
 
 def load_template(path: Path) -> ChatTemplate | None:

@@ -89,7 +89,8 @@ class OutputText:
     """The text of one output, delta by delta.
 
     A token that ends the sequence (EOS or a stop token) is not part of the text unless
-    ``include_stop_str_in_output``. Stop strings are looked for only after ``min_tokens`` tokens.
+    ``include_stop_str_in_output``. A stop string ends it if it is completed after ``min_tokens`` tokens, wherever it
+    begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -106,7 +107,7 @@ class OutputText:
             return TextDelta(self._detokenizer.push(visible), None, len(token_ids))
         early = visible[: self._unchecked]
         self._unchecked -= len(early)
-        text = self._detokenizer.push(early)
+        text = self._matcher.skip(self._detokenizer.push(early))
         # One by one, so that it is known which of them completes a stop string.
         for used, token in enumerate(visible[len(early) :], len(early) + 1):
             emitted = self._matcher.push(self._detokenizer.push((token,)))

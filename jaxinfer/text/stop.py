@@ -52,6 +52,15 @@ class StopMatcher:
                 return self._ended(self._pending + text[: position + 1], self._stop)
         return Emitted(self._release(self._pending + text))
 
+    def skip(self, text: str) -> str:
+        """Take text in which no stop string ends the output; one that begins in it may be completed by a `push`."""
+        if not self._automata:
+            return text
+        for character in text:
+            for automaton in self._automata:
+                automaton.take(character)
+        return self._release(self._pending + text)
+
     def finish(self) -> str:
         """The text held back, at the end of an output in which no stop string was completed."""
         rest, self._pending = self._pending, ""
@@ -81,11 +90,14 @@ class _Automaton:
         self._borders = _borders(self.stop)
 
     def take(self, character: str) -> bool:
-        """Whether the stop string ends with this character. Not to be asked again after a yes."""
+        """Whether the stop string ends with this character; then ``matched`` is how another one could have begun."""
         while self.matched and self.stop[self.matched] != character:
             self.matched = self._borders[self.matched - 1]
         self.matched += self.stop[self.matched] == character
-        return self.matched == len(self.stop)
+        if self.matched < len(self.stop):
+            return False
+        self.matched = self._borders[-1]
+        return True
 
 
 def _borders(word: str) -> list[int]:

@@ -53,6 +53,9 @@ class SpecialIds:
     pad: int | None = None
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
+
 class Tokenizer:
     """A vocabulary with the folder's own rules.
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.types import ParamTree
+from jaxinfer.weights.errors import CheckpointError
 from jaxinfer.weights.formats import quantized_weights
+from jaxinfer.weights.formats.modelopt import quantization_config
 from jaxinfer.weights.native.reader import ConvertedCheckpoint
 from jaxinfer.weights.quantized import StoredCheckpoint, StoredWeight, storages
 from jaxinfer.weights.safetensors.checkpoint import Tensors, open_checkpoint, read_json_object
 from jaxinfer.weights.tree import with_names
+from jaxinfer.wrapped import OTHER_TENSORS, OTHERS, is_wrapper, spelling, text_model
 
 _NOTHING: Mapping[str, StoredWeight] = MappingProxyType({})
 
@@ -25,11 +29,13 @@ class ModelFiles:
 
     Attributes:
         path: the folder.
-        config_json: what its config.json says.
+        config_json: what its config.json says; of a model inside of another, what it says of that alone.
+        wrapped: whether the model is inside of another (`jaxinfer.wrapped`).
     """
 
     path: pathlib.Path
     config_json: Mapping[str, Any]
+    wrapped: bool = dataclasses.field(default=False, kw_only=True)
 
     @functools.cached_property
     def tensors(self) -> Tensors:
@@ -68,9 +74,25 @@ class ModelFiles:
     def named(self, specs: ParamTree, prefix: str) -> ParamTree:
         """The parameters, with the names that this checkpoint gives to its tensors (see `Family.prefix`)."""
         names = (*self.tensors.tensors, *self._stored[0])
+        if self.wrapped:
+            return with_names(specs, spelling(names))
         if any(name.startswith(prefix) for name in names):
             return specs
         return with_names(specs, lambda name: name.removeprefix(prefix))
+
+    def ignored(self, patterns: Iterable[str]) -> tuple[str, ...]:
+        """Patterns of tensors that are not read: those given, and what is around the model."""
+        if not self.wrapped:
+            return tuple(patterns)
+        return (*map(spelling(self.tensors.tensors), patterns), *OTHER_TENSORS)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """What is around the model: how many tensors by the first words of their names."""
+        if not self.wrapped:
+            return {}
+        names = (name.removeprefix("model.") for name in self.tensors.tensors)
+        return dict(Counter(first for name in names if (first := name.partition(".")[0]) in OTHERS))
 
     def stored(self, specs: ParamTree, dtype: str) -> ParamTree:
         """The parameters (`named`) with storages for those weights that are stored quantised.
@@ -92,6 +114,20 @@ def open_files(path: pathlib.Path) -> ModelFiles:
     """Reads config.json; weights are opened when they are asked for.
 
     Raises:
-        CheckpointError: see `read_json_object`.
+        CheckpointError: see `read_json_object`; or the folder is of a kind whose weights are not read.
     """
-    return ModelFiles(path, read_json_object(path / "config.json"))
+    config = read_json_object(path / "config.json")
+    _refuse_mlx(path, config)
+    beside = path / "hf_quant_config.json"
+    if "quantization_config" not in config and beside.exists():
+        config = {**config, "quantization_config": quantization_config(read_json_object(beside))}
+    return ModelFiles(path, text_model(config), wrapped=is_wrapper(config))
+
+
+def _refuse_mlx(path: pathlib.Path, config: Mapping[str, Any]) -> None:
+    found = config.get("quantization")
+    if isinstance(found, dict) and {"bits", "group_size"} <= found.keys():
+        what = f"{found['bits']!r:.8} bits in groups of {found['group_size']!r:.8}"
+        raise CheckpointError(
+            f"{path} is a folder of MLX, whose weights of {what} are not read: take the original model"
+        )

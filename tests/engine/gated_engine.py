@@ -4,6 +4,7 @@ import dataclasses
 import threading
 
 from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
+from jaxinfer.kv.journal import Journal
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 SLOTS, CHUNK, QUEUE = 8, 4, 2000
@@ -98,6 +99,9 @@ class FakeEngine:
 
     def reset_prefix_cache(self) -> int:
         return 3
+
+    def journals(self) -> list[Journal]:
+        return []
 
     def check(self) -> None:
         if len(self.running) > SLOTS:

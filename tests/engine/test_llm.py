@@ -306,3 +306,17 @@ def test_a_closed_llm_gives_its_memory_back_and_says_so():
         llm.generate([[1]], GREEDY)
     llm.close()
     assert float(model(jnp.array([[1, 2]])).sum()) != 0  # what was handed in stays
+
+
+def test_a_reset_forgets_cached_pages(llm):
+    prompt, params = [7] * 150, SamplingParams(temperature=0.0, max_tokens=2)
+    known, hits = [], []
+    for _ in range(2):
+        known.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+    hits.append(llm.engine.stats().prefix_hits)
+    assert llm.reset_prefix_cache() > 0
+    assert llm.reset_prefix_cache() == 0
+    known.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+    hits.append(llm.engine.stats().prefix_hits)
+    assert known == known[:1] * 3
+    assert hits[0] == hits[1] > 0

@@ -23,7 +23,10 @@ def page_code(page: int, size: int, prompt: int, kind: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class FakeSequence:
-    """Tokens ``computed`` by steps before, of which ``launched`` ones are on the device."""
+    """Tokens ``computed`` by steps before, of which ``launched`` ones are on the device.
+
+    ``era``: what it computes is another's only if that began after as many resets.
+    """
 
     namespace: bytes
     tokens: list[int]
@@ -34,6 +37,7 @@ class FakeSequence:
     scheduled: int = 0
     launched: int = 0
     swapped: Swapped | None = None
+    era: int = 0
 
     def __post_init__(self) -> None:
         self.keys = PageKeys(self.namespace, self.size)
@@ -45,7 +49,7 @@ class FakeSequence:
         self.tokens.extend(tokens)
         self.keys.extend(self.tokens[len(self.expected) :])
         for at in range(len(self.expected), len(self.tokens)):
-            before = self.expected[-1] if at else hash(self.namespace)
+            before = self.expected[-1] if at else hash((self.namespace, self.era))
             program = self.kind if at < self.prompt else "decode"
             self.expected.append(hash((before, self.tokens[at], program)))
 

@@ -28,7 +28,7 @@ class Cache(RuleBasedStateMachine):
         self.device = FakeDevice(self.kv)
         self.running: list[FakeSequence] = []
         self.swapped: list[FakeSequence] = []
-        self.forked = False
+        self.forked, self.era = False, 0
 
     def slot(self) -> int | None:
         free = set(range(SLOTS)) - {sequence.slot for sequence in self.running}
@@ -45,7 +45,7 @@ class Cache(RuleBasedStateMachine):
     )
     def admit(self, beginning, tail, prompt, kind, salt, chunk):
         tokens = [*beginning, *tail]
-        new = FakeSequence(salt, tokens, len(tokens) - prompt, kind, PAGE)
+        new = FakeSequence(salt, tokens, len(tokens) - prompt, kind, PAGE, era=self.era)
         match = self.kv.match(new.keys, new.codes, len(tokens) - 1)
         assert match.tokens < len(tokens)
         length = min(match.tokens + chunk, len(tokens))
@@ -91,7 +91,8 @@ class Cache(RuleBasedStateMachine):
             return
         self.forked = True
         tokens = [*parent.tokens[:length], *tail]
-        child = FakeSequence(parent.namespace, tokens, min(parent.prompt, length), parent.kind, PAGE)
+        prompt = min(parent.prompt, length)
+        child = FakeSequence(parent.namespace, tokens, prompt, parent.kind, PAGE, era=parent.era)
         child.slot, child.scheduled, child.launched = slot, length, length
         self.running.append(child)
 
@@ -162,8 +163,10 @@ class Cache(RuleBasedStateMachine):
     def reset(self, sure):
         if sure:
             return
+        held = self.kv.usage().held
         self.kv.reset_prefix_cache()
-        assert self.kv.usage().cached == 0
+        assert (self.kv.usage().cached, self.kv.usage().held) == (0, held)
+        self.era += 1
 
     @rule()
     def step(self):

@@ -193,14 +193,40 @@ def test_what_a_slot_uses_is_never_evicted():
     assert kv.match(new.keys, new.codes, 16).tokens == 16
 
 
-def test_reset_forgets_what_nobody_uses():
+def test_reset_forgets_also_what_runs_but_takes_nothing_away():
     kv = manager(host_pages=2)
     served(kv, sequence(range(50, 58)))
     serve(kv, 0, sequence())
-    assert kv.reset_prefix_cache() == 2
-    assert kv.usage().cached == 0
-    assert match(kv, sequence()).tokens == 16
-    assert match(kv, sequence(range(50, 58))).tokens == 0
+    table, held = kv.tables[0, 0].tolist(), kv.usage().held
+    assert kv.reset_prefix_cache() == 2 + 4
+    assert (kv.usage().cached, kv.usage().held) == (0, held)
+    assert kv.tables[0, 0].tolist() == table
+    assert match(kv, sequence()).tokens == match(kv, sequence(range(50, 58))).tokens == 0
+    kv.check()
+    whole = sequence()
+    kv.publish(0, whole.keys, whole.codes, 16)
+    assert match(kv, sequence()).tokens == 0, "what was computed before the reset stays out"
+    kv.release(0)
+    assert kv.usage().free == kv.usage().total
+    served(kv, sequence())
+    assert match(kv, sequence()).tokens == 16, "and what is computed after it does not"
+
+
+def test_what_was_swapped_out_before_a_reset_stays_out():
+    kv = manager(host_pages=8)
+    serve(kv, 0, sequence())
+    swapped = kv.swap_out(0, 16)
+    kv.take_moves()
+    kv.reset_prefix_cache()
+    assert kv.swap_in(0, swapped)
+    kv.take_moves()
+    whole = sequence()
+    kv.publish(0, whole.keys, whole.codes, 16)
+    assert match(kv, sequence()).tokens == 0
+    assert kv.fork(0, 1, 16)
+    kv.take_moves()
+    kv.publish(1, whole.keys, whole.codes, 16)
+    assert match(kv, sequence()).tokens == 0
     kv.check()
 
 

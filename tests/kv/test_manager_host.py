@@ -5,7 +5,7 @@ import pytest
 from jaxinfer.kv.manager import KVUsage
 from jaxinfer.kv.moves import Export, Import
 from tests.kv.fake_device import FakeDevice, check_order
-from tests.kv.scenes import PROMPT, manager, sequence, serve, served
+from tests.kv.scenes import PROMPT, manager, match, sequence, serve, served
 
 
 def test_a_swapped_sequence_comes_back():
@@ -230,3 +230,23 @@ def test_an_export_holds_all_groups():
     table = kv.tables[:, 3, 0].tolist()
     assert kv.admit(0, None, 8)
     assert kv.take_moves()[0] == [Export(tuple(table), 0)]
+
+
+def test_a_page_that_is_only_coming_from_the_host_is_not_copied_for_a_fork():
+    """A slot takes over an equal page that another one is loading: copies run before loads."""
+    kv = manager(pages=4, host_pages=4)
+    short = sequence(PROMPT[:6])
+    served(kv, sequence(PROMPT[:4]))
+    assert kv.admit(0, None, 6)
+    kv.take_moves()
+    assert kv.admit(1, None, 8)  # what was served has to go to the host
+    kv.take_moves()
+    kv.release(1)
+    loaded = sequence(PROMPT[:5])
+    assert kv.admit(2, match(kv, loaded), 5)
+    kv.publish(0, short.keys, short.codes, 4)
+    assert kv.tables[0, 0, 0] == kv.tables[0, 2, 0]
+    assert not kv.fork(0, 3, 2)
+    kv.take_moves()
+    assert kv.fork(0, 3, 2)
+    kv.check()

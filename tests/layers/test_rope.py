@@ -92,7 +92,21 @@ def test_longrope_takes_the_long_factors_for_a_whole_long_text(tokens, long):
 def test_dynamic_scaling_is_none_within_the_models_context():
     rope = read(rope_scaling={"type": "dynamic", "factor": 4.0})
     np.testing.assert_array_equal(rope.inverse_frequencies(DIM), RopeConfig().inverse_frequencies(DIM))
-    assert rope.up_to(4096) == rope
+    assert rope.up_to(4096) == dataclasses.replace(rope, kind="default")
+    assert rope.up_to(4097) == rope
+    for got, want in zip(rope.angles(jnp.arange(4096), DIM), RopeConfig().angles(jnp.arange(4096), DIM), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("tokens", [65, 80, 640])
+def test_dynamic_scaling_has_a_base_that_grows_with_a_longer_text(tokens):
+    """As transformers computes it: one base for the whole text."""
+    rope = rope_config(ConfigReader({"rope_scaling": {"type": "dynamic", "factor": 4.0}}), 64, DIM)
+    base = 10000.0 * (4.0 * tokens / 64 - 3.0) ** (DIM / (DIM - 2))
+    angles = np.arange(tokens)[:, None] * base ** -(np.arange(0, DIM, 2) / DIM)
+    cos, sin = rope.angles(jnp.arange(tokens), DIM)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=2e-4)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=2e-4)
 
 
 @pytest.mark.parametrize(("head_dim", "share", "frequencies"), [(64, 0.25, 8), (20, 0.25, 3), (96, 0.5, 24)])

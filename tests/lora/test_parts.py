@@ -46,7 +46,7 @@ def test_experts_are_padded_one_by_one():
 @pytest.mark.parametrize(
     ("path", "delta", "sentence"),
     [
-        (("head", "table"), Delta(numbers(1, 6), numbers(9, 1)), r"head\.table: an adapter of it cannot be served"),
+        (("head", "table"), Delta(numbers(1, 6), numbers(9, 1)), r"head\.table: there is no bank"),
         (UP, Delta(numbers(5, 6), numbers(5, 5)), r"layers_2\.mlp\.up has an adapter of rank 5, .* room for 4"),
         (UP, Delta(numbers(2, 7), numbers(5, 2)), r"up: a of the adapter is \(2, 7\) and must be \(2, 6\)"),
         (UP, Delta(numbers(2, 6), numbers(4, 2)), r"up: b of the adapter is \(4, 2\) and must be \(5, 2\)"),

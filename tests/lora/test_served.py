@@ -1,6 +1,7 @@
 """Adapters beside the model they are for, served: equal to `apply`, neighbours' and the model's own bits untouched."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,14 @@ FAMILIES = {
     "llama-nf4": ("llama-nf4-all", "llama-nf4-dora"),
 }
 TOLERANCE = 1e-5
+VOCABULARY: dict[str, Any] = {"lora_target_modules": ("all-linear", "embed_tokens", "lm_head")}
+OF_VOCABULARY = {
+    "llama": ("llama-vocabulary", "llama-vocabulary-dora", "llama-qv"),
+    "tied": ("llama-tied-embeddings", "llama-tied-head"),
+    "gemma": ("gemma-vocabulary", "gemma-all"),
+    "gpt2": ("gpt2-vocabulary", "gpt2-all"),
+    "phi": ("phi-head",),
+}
 
 
 def asked(model: Model, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -69,12 +78,23 @@ def check_is_apply(model: Model, prompt: list[int], output: RequestOutput) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_says_what_apply_says_alone_and_mixed(family: str, tmp_path: pathlib.Path) -> None:
-    names = [*FAMILIES[family], None]
+    check_each(FAMILIES[family], tmp_path)
+
+
+@pytest.mark.parametrize("family", OF_VOCABULARY)
+def test_adapters_of_embeddings_and_heads(family: str, tmp_path: pathlib.Path) -> None:
+    check_each(OF_VOCABULARY[family], tmp_path, **VOCABULARY)
+
+
+def check_each(named: Sequence[str], tmp_path: pathlib.Path, **settings: Any) -> None:
+    """Requests of each adapter and of none: as `apply` says, and with the bits that they have alone, or on an engine
+    without any."""
+    names = [*named, None]
     base = load_base(golden(names[0] or ""), tmp_path / "base")
     adapted = [base if name is None else base.with_lora(read(GOLDENS / name, base)) for name in names]
     prompts, params = asked(base, 2 * len(names))
     of_each = [names[number % len(names)] for number in range(len(prompts))]
-    llm = LLM(base, max_loras=2, **LORAS, **SETTINGS)
+    llm = LLM(base, max_loras=2, **LORAS, **SETTINGS, **settings)
     with count_compilations() as compilations:
         mixed = llm.generate(prompts, params, lora=[request(name) for name in of_each])
     assert compilations.count == 0
@@ -85,6 +105,9 @@ def test_each_says_what_apply_says_alone_and_mixed(family: str, tmp_path: pathli
         llm.engine.reset_prefix_cache()
         (alone,) = llm.generate([prompts[number]], [params[number]], lora=request(of_each[number]))
         assert bits(alone) == bits(output)
+    without = [at for at, name in enumerate(of_each) if name is None]
+    plain = LLM(base, **SETTINGS).generate([prompts[at] for at in without], [params[at] for at in without])
+    assert [bits(mixed[at]) for at in without] == [bits(each) for each in plain]
 
 
 def test_requests_without_one_have_the_bits_of_an_engine_without_any(tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxinfer import LLM, SamplingParams, load_model
 from jaxinfer.llm import CompletionOutput, LogprobsDict, RequestOutput
 from jaxinfer.models.model import Model
+from jaxinfer.wrapped import text_model
 from tools.oracle.golden import Golden, write_checkpoint
 
 SLACK = 1e-6
@@ -28,7 +29,7 @@ def allowed(error: np.ndarray | float) -> np.ndarray:
 def load_case(golden: Golden, folder: pathlib.Path) -> Model:
     """The case as users meet it: a Hugging Face folder, loaded in float32."""
     write_checkpoint(golden, folder)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(golden.config["vocab_size"])))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(text_model(golden.config)["vocab_size"])))
     return load_model(str(folder), dtype="float32", show_progress=False)
 
 

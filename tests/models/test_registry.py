@@ -47,7 +47,10 @@ def test_an_unknown_architecture_lists_the_known_ones(names):
         ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}}, ["beta_fast", "-1"]),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 0}}, ["factor", "0"]),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+            ["partial_rotary_factor", "0.5", "linear"],
+        ),
         ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
         ({"rope_theta": 1}, ["rope_theta", "1"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "missing"]),
@@ -98,3 +101,29 @@ def test_switches_follow_the_model_type():
     assert config(model_type="qwen3").qk_norm
     assert config(head_dim=20).head_dim == 20
     assert config(model_type="qwen3").head_dim == 128
+    mimo = config(model_type="mimo", attention_bias=True)
+    assert (mimo.qkv_bias, mimo.out_bias) == (True, False)
+    seed = config(model_type="seed_oss")
+    assert (seed.qkv_bias, seed.out_bias, seed.head_dim) == (True, False, 128)
+
+
+def test_what_transformers_takes_no_notice_of_is_not_read():
+    mistral = config(model_type="mistral")
+    assert config(model_type="mistral", attention_bias=True) == mistral
+    for partial in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
+        assert config(**partial) == config()
+
+
+def test_layers_that_predict_further_tokens_are_left_out():
+    """MiMo's by their name, DeepSeek's by their place, whether config.json counts them or not."""
+    assert FAMILIES["MiMoForCausalLM"].ignore == ("model.mtp_layers.*",)
+    shallow = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 8, "hidden_size": 16}
+    deepseek = FAMILIES["DeepseekV3ForCausalLM"].config({**shallow, "intermediate_size": 8})
+    assert deepseek.ignored == ("model.layers.2.*",)
+
+
+@pytest.mark.parametrize("kinds", [["sparse", "dense"], ["dense"], "dense", ["dense", "other"]])
+def test_glm_has_dense_layers_before_sparse_ones(kinds):
+    shallow = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 8, "hidden_size": 16}
+    with pytest.raises(ConfigError, match="mlp_layer_types"):
+        FAMILIES["Glm4MoeLiteForCausalLM"].config({**shallow, "intermediate_size": 8, "mlp_layer_types": kinds})

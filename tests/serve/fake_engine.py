@@ -143,11 +143,19 @@ class FakeEngine(EngineLoop):
 
     Args:
         loras: the adapters that requests may name; what they say does not depend on them.
+        runner: what runs the plans.
         settings: fields of `EngineConfig`, on top of `DEFAULTS`.
     """
 
-    def __init__(self, mischief: Mischief = Mischief(), *, loras: LoRAStore | None = None, **settings: Any) -> None:
-        engine, self._fake = resolved(**settings), FakeRunner(mischief)
+    def __init__(
+        self,
+        mischief: Mischief = Mischief(),
+        *,
+        loras: LoRAStore | None = None,
+        runner: FakeRunner | None = None,
+        **settings: Any,
+    ) -> None:
+        engine, self._fake = resolved(**settings), runner or FakeRunner(mischief)
         super().__init__(engine, new_kv(engine), self._fake, loras=loras)
         self._counted = itertools.count(1000 if engine.seed is None else engine.seed)
 

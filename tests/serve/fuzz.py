@@ -222,7 +222,18 @@ _BODIES = {
 }
 # Fields whose values may stay as they are in a request that is damaged further in.
 _NEEDED = ("prompt", "messages", "tokens", "input", "max_tokens", "lora_name", "lora_path")
-_PATHS = ("/health", "/ready", "/metrics", "/version", "/v1/models", "/v1/models/fake", "/v1/models/%00", "/docs", "/x")
+_PATHS = (
+    "/reset_prefix_cache",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/version",
+    "/v1/models",
+    "/v1/models/fake",
+    "/v1/models/%00",
+    "/docs",
+    "/x",
+)
 _METHODS = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "FOO")
 _HEADERS = ("X-Request-Id", "X-Request-Timeout", "Content-Type", "Accept-Encoding", "traceparent", "Expect", "Cookie")
 

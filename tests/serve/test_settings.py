@@ -186,3 +186,11 @@ def test_a_flag_that_cannot_be_ends_the_command(value, capsys):
         parse(["demo", f"--drain-seconds={value}"])
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith("error: drain_seconds = ")
+
+
+def test_vllm_grpc_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_config({"model": "demo", "vllm_grpc": True}).vllm_grpc
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not make_config({"model": "demo"}).vllm_grpc
+    with pytest.raises(ServeConfigError, match=r"vllm_grpc = True needs smg_grpc_proto: pip install .jaxinfer.routing"):
+        make_config({"model": "demo", "vllm_grpc": True})

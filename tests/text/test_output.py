@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.sampling_params import SamplingParams
@@ -94,3 +94,24 @@ def test_without_a_tokenizer_tokens_alone_count():
     output = Output(None, Request("a", PROMPT, SamplingParams()))
     assert output.take(SequenceDelta("a", 0, [1, 2])) == OutputDelta(0, "", [1, 2])
     assert output.take(SequenceDelta("a", 0, [3], (), FinishReason.LENGTH)) == OutputDelta(0, "", [3], (), "length")
+
+
+@settings(max_examples=300)
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 12),
+    st.booleans(),
+)
+@example("aab", ["ab"], 2, False)
+@example("abab", ["abab"], 3, False)
+@example("aaaa", ["aa"], 2, True)
+def test_a_stop_string_may_begin_within_the_least_tokens(text, stops, least, include):
+    """It ends the output if it is completed behind them: as vLLM has it."""
+    ends = [(end, -len(stop)) for end in range(least + 1, len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    end, negative = min(ends, default=(len(text), 0))
+    expected = text[:end] if include else text[: end + negative]
+    tokens = [FIRST_BYTE + byte for byte in text.encode()]
+    params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": least, "max_tokens": None}
+    made = assembled(tokens, list(range(1, len(tokens))), FinishReason.LENGTH, **params)
+    assert (made.text, made.reason) == (expected, "stop" if ends else "length")

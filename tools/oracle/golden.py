@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _NORM = re.compile(r"(norm(\.\d+)?|\bln_\w+)\.weight$")
 _VOCABULARY = re.compile(
-    r"^(model\.embed_tokens|lm_head|transformer\.(wte|wpe|word_embeddings)"
+    r"^((language_model\.)?model\.(language_model\.)?embed_tokens|(language_model\.)?lm_head|transformer\.(wte|wpe|word_embeddings)"
     r"|embed_tokens|\d+\.\d+\.weight|model\.layers\.\d+\.(embed_tokens|shared_head\.head))\b"  # draft heads
 )
 _TRANSPOSED = re.compile(r"\b(c_attn|c_proj|c_fc)\.weight$|\.experts\.\w+_proj$")  # GPT-2, gpt-oss: [in, out]

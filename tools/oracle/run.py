@@ -87,7 +87,13 @@ def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> t
     # Falcon's eager attention adds ALiBi twice: within the mask, and by itself. What users get by default adds it once.
     attention = "sdpa" if getattr(config, "alibi", False) else "eager"
     options = {"attn_implementation": attention, "experts_implementation": "eager"}
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
+    return _auto_class(config.to_dict()).from_config(config, dtype=dtype, **options).eval()
+
+
+def _auto_class(config: Mapping) -> Any:
+    """Around a text model there may be one that takes images, too."""
+    wrapper = any(name.endswith("ForConditionalGeneration") for name in config["architectures"])
+    return transformers.AutoModelForImageTextToText if wrapper else transformers.AutoModelForCausalLM
 
 
 def checkpoint_shapes(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -95,7 +101,7 @@ def checkpoint_shapes(model: transformers.PreTrainedModel) -> dict[str, tuple[in
     saved = revert_weight_conversion(model, model.state_dict())
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     if model.config.tie_word_embeddings:
-        del shapes["lm_head.weight"]
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
     return shapes
 
 
@@ -106,9 +112,8 @@ def read_checkpoint(config: Mapping, tensors: Mapping[str, np.ndarray]) -> dict[
         (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
         state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         save_file(state, f"{folder}/model.safetensors", metadata={"format": "pt"})
-        model, said = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
+        options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+        model, said = _auto_class(config).from_pretrained(folder, **options)
     if any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         raise ValueError(f"the checkpoint does not fit: {said}")
     return model.state_dict()
@@ -129,8 +134,12 @@ def follow(model: transformers.PreTrainedModel, prompt: list[int], ids: list[int
 
 def follow_double(model: transformers.PreTrainedModel, prompt: list[int]) -> tuple[np.ndarray, ...]:
     """``follow`` with its own greedy choices, float64 and nothing else."""
-    with AllDouble(), NoFloat32():
-        return follow(model, prompt, None)
+    torch.set_default_dtype(torch.float64)  # of quotients of integers
+    try:
+        with AllDouble(), NoFloat32():
+            return follow(model, prompt, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def make_prompt(seed: int, length: int, vocabulary: int) -> list[int]:
@@ -154,7 +163,7 @@ def ask(case: Case, seed: int) -> Golden | None:
     state = read_checkpoint(config, tensors)
     double.load_state_dict(state)
     single.load_state_dict(state)
-    prompt = make_prompt(seed, case.prompt_length, case.config["vocab_size"])
+    prompt = make_prompt(seed, case.prompt_length, case.config.get("text_config", case.config)["vocab_size"])
     prefill, decode = follow_double(double, prompt)
     greedy, margin = choices(prefill, decode)
     if margin < MIN_MARGIN or len(set(greedy)) < MIN_DISTINCT:

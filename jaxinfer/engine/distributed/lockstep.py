@@ -21,13 +21,14 @@ from jaxinfer.config import ResolvedEngine
 from jaxinfer.engine.execution import commands
 from jaxinfer.engine.execution.commands import Command, DecodeBatch, PrefillBatch, idle_batch
 from jaxinfer.engine.execution.compiled import CompileProgress, compile_stages
-from jaxinfer.engine.execution.placement import abstract_arrays, place_params
+from jaxinfer.engine.execution.placement import abstract_arrays, new_banks, place_params, put_part, targets_of
 from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.execution.step import StepState, pack
 from jaxinfer.kv.pool import new_pools
 from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, HostPages, slot_bytes
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.dp_attention import joined, rank_sharding
+from jaxinfer.quant.banks import Banked, slot_specs
 from jaxinfer.sampling import HostSlots, Logprobs, Sampled, SamplingLimits, SlotState, new_state
 
 
@@ -83,6 +84,8 @@ class RankExecutor:
             case commands.PrefillLogprobs():
                 return self._ask(command, _awaited(Logprobs))
             case commands.Prefill() | commands.CopyPages() | commands.SetSlots() | commands.AdmitSlot():
+                return self._ask(command, None)
+            case commands.LoadLora():
                 return self._ask(command, None)
             case commands.ExportPages(_, hosts):
                 return self._ask(command, lambda pages: self._host.put(hosts, pages))
@@ -163,6 +166,8 @@ class Lockstep:
         hosts = [HostPages(spec, engine.host_pages, page, model.dtype) for _ in range(count)]
         self.ranks = [RankExecutor(self, host) for host in hosts]
         stage = Stage(model)
+        self.banks = new_banks(stage, engine, mesh)
+        self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         arrays = abstract_arrays(stage, engine, limits, mesh)
         self.programs: Any = compile_stages([stage], [arrays], engine, progress)[0]
         self._idle = self._idle_operands()
@@ -196,6 +201,7 @@ class Lockstep:
             commands.RestoreSlot: self._restore,
             commands.AdmitSlot: self._admit,
             commands.SetSlots: self._set_slots,
+            commands.LoadLora: self._load,
             commands.PrefillLogprobs: self._prefill_logprobs,
             commands.Prefill: self._prefill,
             commands.Decode: self._decode,
@@ -276,7 +282,25 @@ class Lockstep:
             rows.append(jax.make_array_from_single_device_arrays(array.shape, self._sharding, local))
         self.sampler = self.programs.restore_slot(self.sampler, slots, SlotState(*rows))
 
+    def _load(self, pending: list[tuple[commands.LoadLora, None] | None]) -> None:
+        """Write what each rank loads, one rank's after another's: they need not load the same part."""
+        assert self.banks is not None
+        for rank, one in enumerate(pending):
+            if one is not None:
+                slot, number, arrays = one[0].slot, one[0].part, one[0].arrays
+                part = list(self._of_parts)[number]
+                placed = put_part(part, arrays, self._of_parts[part], self.mesh)
+                place = np.int32(rank * self._engine.lora_slots + slot)
+                self.banks[part] = self.programs.load[part](self.banks[part], place, placed)
+
     # ---- steps
+
+    def _programs(self, batches: Sequence[DecodeBatch] | Sequence[PrefillBatch]) -> tuple[Any, Any, Any]:
+        """The programs for the ranks' batches, and what they take as parameters and as batches: those without adapters
+        where no row of any rank has one."""
+        if any(batch.loras is not None and (batch.loras >= 0).any() for batch in batches):
+            return self.programs.adapted, Banked(self.params, self.banks), [pack(batch) for batch in batches]
+        return self.programs, self.params, [pack(batch._replace(loras=None)) for batch in batches]
 
     def _together(self) -> list[tuple[commands.Prefill, None] | None]:
         """The next chunks of each rank that can run beside those of the largest size."""
@@ -291,32 +315,35 @@ class Lockstep:
         batches = [one[0].batch if one else None for one in pending]
         shapes = [batch.tokens.shape for batch in batches if batch is not None]
         side, size = max(count for count, _ in shapes), max(size for _, size in shapes)
-        batch = joined([pack(self._chunks(one, side, size)) for one in batches])
-        self.pools = self.programs.prefill[size, side](self.params, self.pools, batch, None)
+        programs, params, packed = self._programs([self._chunks(one, side, size) for one in batches])
+        self.pools = programs.prefill[size, side](params, self.pools, joined(packed), None)
 
     def _chunks(self, batch: PrefillBatch | None, side: int, size: int) -> PrefillBatch:
         """Pad a batch to ``side`` chunks of this size; those that it lacks are empty."""
         starts = np.zeros(side, np.int32)
         tables = np.zeros((self._idle.pages.shape[0], side, self._engine.table_width), np.int32)
-        wide = PrefillBatch(np.zeros((side, size), np.int32), starts, starts.copy(), tables)
+        loras = np.full(side, -1, np.int32) if self.banks else None
+        wide = PrefillBatch(np.zeros((side, size), np.int32), starts, starts.copy(), tables, loras=loras)
         if batch is not None:
             count, chunk = batch.tokens.shape
             wide.tokens[:count, :chunk], wide.starts[:count], wide.lengths[:count] = batch[:3]
             wide.tables[:, :count] = batch.tables
+            if loras is not None and batch.loras is not None:
+                loras[:count] = batch.loras
         return wide
 
     def _prefill_logprobs(self, pending: list[tuple[commands.PrefillLogprobs, Logprobs] | None]) -> None:
         size = self._engine.prefill_sizes[-1]
-        none = self._chunks(None, 1, size), np.zeros(size, np.int32)
-        chunks = [(one[0].batch, one[0].following) if one else none for one in pending]
-        batch, following = joined([(pack(batch), following) for batch, following in chunks])
-        self.pools, logprobs = self.programs.prefill_logprobs(self.params, self.pools, batch, None, following)
+        programs, params, packed = self._programs([self._chunks(one and one[0].batch, 1, size) for one in pending])
+        nothing = np.zeros(size, np.int32)
+        following = joined([one[0].following if one else nothing for one in pending])
+        self.pools, logprobs = programs.prefill_logprobs(params, self.pools, joined(packed), None, following)
         self._deal(logprobs, pending, size)
 
     def _decode(self, pending: list[tuple[commands.Decode, Sampled] | None]) -> None:
-        batch = joined([pack(one[0].batch if one else self._idle.decode) for one in pending])
+        programs, params, packed = self._programs([one[0].batch if one else self._idle.decode for one in pending])
         state = StepState(self.pools, self.last_tokens, self.sampler)
-        state, sampled = self.programs.decode(self.params, self._slots, state, batch, None, None, None)
+        state, sampled = programs.decode(params, self._slots, state, joined(packed), None, None, None)
         self.pools, self.last_tokens, self.sampler, _ = state
         self._deal(sampled, pending, self._engine.rows)
 

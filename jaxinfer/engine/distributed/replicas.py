@@ -21,6 +21,7 @@ from jaxinfer.engine.execution.executor import LocalExecutor, MakeExecutor
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.scheduling.queues import Queued, require_room
 from jaxinfer.engine.scheduling.stats import EngineStats, merged
+from jaxinfer.kv.journal import Journal
 from jaxinfer.lora.store import LoRAStore
 from jaxinfer.models.model import Model
 from jaxinfer.parallel.group import Group
@@ -149,6 +150,9 @@ class Replicas:
 
     def reset_prefix_cache(self) -> int:
         return sum(engine.reset_prefix_cache() for engine in self._engines)
+
+    def journals(self) -> list[Journal]:
+        return [journal for engine in self._engines for journal in engine.journals()]
 
     def check(self) -> None:
         for engine in self._engines:

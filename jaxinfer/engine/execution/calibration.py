@@ -61,7 +61,7 @@ def _probes(executor: Executor, prepared: Prepared) -> list[Probe]:
     executors, spec = [executor], model.cache_spec
     if engine.lora_slots:
         declared = model.family.param_specs(model.config)
-        targets = lora_targets(declared, declared, engine.max_lora_rank)
+        targets = lora_targets(declared, declared, engine.max_lora_rank, engine.lora_target_modules)
         executors.append(AdaptedExecutor(executor, targets, engine.lora_slots))
     of_model = len(spec.windows), model.dtype.itemsize, spec.exact_per_token
     return [Probe(each, engine, model.config.vocab_size, *of_model) for each in executors]

@@ -31,7 +31,7 @@ from jaxinfer.kv.transfer import COPIES, TRANSFER_PAGES, moved_pages
 from jaxinfer.parallel.dp_attention import of_ranks, over_ranks, rank_sharding
 from jaxinfer.parallel.mesh import page_sharding, replicated, traced_for
 from jaxinfer.quant.adapted import rows_of
-from jaxinfer.quant.banks import Banked, with_banks, without_banks, write
+from jaxinfer.quant.banks import Banked, with_banks, without_banks, write, writing_over_ranks
 
 # Called with the programs that are compiled, and with how many there will be.
 CompileProgress = Callable[[int, int], None]
@@ -181,7 +181,7 @@ class _Work:
         jobs = self._whole() if self.stage.last else self._passing()
         if self.arrays.banks is not None:
             adapted = {name + ADAPTED: self._with_adapters(job) for name, job in jobs.items()}
-            targets = targets_of(self.stage.model, self.engine)
+            targets = targets_of(self.stage, self.engine)
             plain = {name: job._replace(function=without_banks(job.function, targets)) for name, job in jobs.items()}
             jobs = plain | adapted
         return {name: _of_ranks(_packed(job, self.replicated), self.mesh, shared=1) for name, job in jobs.items()}
@@ -218,7 +218,7 @@ class _Work:
 
     def _with_adapters(self, job: _Job) -> _Job:
         """The job whose first argument is `Banked`, and whose batch says which adapter each row has."""
-        place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage.model, self.engine)
+        place, slots, targets = job.batch, self.engine.lora_slots, targets_of(self.stage, self.engine)
         assert place is not None
         batch = job.arguments[place]
         chunked = isinstance(batch, PrefillBatch)
@@ -260,7 +260,8 @@ class _Work:
         for part in set(self._like_parts().values()):
             banks = self.arrays.banks[part]
             arguments = banks, self._ints(), jax.tree.map(of_slot, banks)
-            jobs[f"load_{part}"] = _Job(write, arguments, 0, _shardings(banks))
+            function = write if self.mesh.shape["dp_attn"] == 1 else writing_over_ranks(arguments)
+            jobs[f"load_{part}"] = _Job(function, arguments, 0, _shardings(banks))
         return jobs
 
     def moving(self) -> dict[str, _Job]:

@@ -53,7 +53,7 @@ class StageRuntime:
         self.stage, self.mesh, self.replicated = stage, mesh, replicated(mesh)
         self.params = place_params(model, mesh)
         self.banks = new_banks(stage, engine, mesh)
-        self._of_parts = slot_specs(targets_of(model, engine)) if self.banks else {}
+        self._of_parts = slot_specs(targets_of(stage, engine)) if self.banks else {}
         self.pools = new_pools_on(model, engine, mesh)
         pages = page_sharding(mesh, model.cache_spec)
         self.host = HostPages(model.cache_spec, engine.host_pages, engine.page_size, model.dtype, pages)
@@ -147,7 +147,7 @@ class LocalExecutor:
         progress: CompileProgress | None = None,
     ) -> None:
         self._engine, meshes = engine, stages(mesh)
-        self._parts = list(dict.fromkeys(path[0] for path in targets_of(model, engine)))
+        self._parts = list(dict.fromkeys(path[0] for path in targets_of(Stage(model), engine)))
         cuts = cut(model, len(meshes))
         places = [
             StageRuntime(stage, engine, stage_mesh) if own_devices(stage_mesh) else None

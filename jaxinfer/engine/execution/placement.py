@@ -25,7 +25,7 @@ from jaxinfer.parallel.mesh import param_sharding, pool_sharding, replicated
 from jaxinfer.parallel.processes import put_whole
 from jaxinfer.quant.banks import Path, bank_specs, lora_targets
 from jaxinfer.sampling import HostSlots, SamplingLimits, new_state
-from jaxinfer.types import LoRATarget, ParamSpec
+from jaxinfer.types import EMBEDDING, HEAD, LoRATarget, ParamSpec
 
 
 def spread_model(model: Model, mesh: Mesh) -> Model:
@@ -101,11 +101,15 @@ class StageArrays(NamedTuple):
     banks: Any = None  # Banks
 
 
-def targets_of(model: Model, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
-    """What adapters of a model may change (`jaxinfer.lora.parts`); nothing where the engine has no adapters."""
+def targets_of(stage: Stage, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
+    """What adapters of a stage may change (`jaxinfer.lora.parts`); nothing where the engine has no adapters. Of a tied
+    table the first stage has the lookups, and the last one the products."""
     if not engine.lora_slots:
         return {}
-    return lora_targets(model.specs, model.family.param_specs(model.config), engine.max_lora_rank)
+    model, here = stage.model, {EMBEDDING: stage.first, HEAD: stage.last}
+    declared = model.family.param_specs(model.config)
+    found = lora_targets(model.specs, declared, engine.max_lora_rank, engine.lora_target_modules)
+    return {path: target for path, target in found.items() if here.get(path, True)}
 
 
 def new_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> dict[str, dict[str, jax.Array]] | None:
@@ -129,7 +133,7 @@ def abstract_banks(stage: Stage, engine: ResolvedEngine, mesh: Mesh) -> Any:
         dtype = jnp.dtype(spec.dtype or stage.model.dtype)
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=param_sharding(mesh, spec))
 
-    return jax.tree.map(placed, bank_specs(targets_of(stage.model, engine), engine.lora_slots))
+    return jax.tree.map(placed, bank_specs(targets_of(stage, engine), engine.lora_slots, mesh.shape["dp_attn"]))
 
 
 def of_slot(bank: Any) -> jax.ShapeDtypeStruct:

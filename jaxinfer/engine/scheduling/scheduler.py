@@ -132,7 +132,7 @@ class Scheduler:
             self._deadlines.add(request.deadline, request.request_id)
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached page that no sequence uses, and what drafters learnt; how many pages those were."""
+        """Forget every cached page, and what drafters learnt; how many pages those were. See `KVManager`."""
         if self._drafts is not None:
             self._drafts.reset()
         return self._kv.reset_prefix_cache()

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from jaxinfer.types import ParamSpec, ParamTree, Source, walk_specs
+from jaxinfer.types import EMBEDDING, HEAD, ParamSpec, ParamTree, Source, walk_specs
 from jaxinfer.weights.tree import as_placed
 
 Path = tuple[str, ...]
-EMBEDDING = ("embed", "table")
-HEAD = ("head", "table")
+_TIED_HEAD = "lm_head"  # the module that transformers has beside a table of embeddings that is the head, too
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.(?:block_sparse_moe|mlp)\.experts(?:\.\d+\.\w+\.weight|\.(?:gate_up|down)_proj)")
 
@@ -96,14 +95,14 @@ class Places:
             places of each expert.
         biases: by a module's name: the bias's path and its sources.
         of_paths: any place in each parameter.
-        tied: the embeddings are the head, too.
+        specs: of all parameters by their paths; a tied head has one of its own.
     """
 
     modules: Mapping[str, tuple[Place, ...]]
     experts: Mapping[str, tuple[tuple[Place, ...], ...]]
     biases: Mapping[str, tuple[tuple[Path, Source], ...]]
     of_paths: Mapping[Path, Place]
-    tied: bool
+    specs: Mapping[Path, ParamSpec]
 
 
 def find_places(specs: ParamTree) -> Places:
@@ -112,7 +111,8 @@ def find_places(specs: ParamTree) -> Places:
     fused: dict[str, dict[int, list[Place]]] = {}
     biases: dict[str, list[tuple[Path, Source]]] = {}
     of_paths: dict[Path, Place] = {}
-    for path, spec in walk_specs(specs):
+    found = with_tied_head(specs)
+    for path, spec in found.items():
         for place in _places(path, spec):
             if len(place.source.shape) == 2:
                 modules.setdefault(place.source.name.removesuffix(".weight"), []).append(place)
@@ -128,8 +128,19 @@ def find_places(specs: ParamTree) -> Places:
         experts={name: tuple(tuple(of[e]) for e in sorted(of)) for name, of in fused.items()},
         biases={name: tuple(found) for name, found in biases.items()},
         of_paths=of_paths,
-        tied=HEAD not in dict(walk_specs(specs)),
+        specs=found,
     )
+
+
+def with_tied_head(specs: ParamTree) -> dict[Path, ParamSpec]:
+    """All specs by their paths; where the table of embeddings is the head, too, also as that."""
+    found = dict(walk_specs(specs))
+    if HEAD in found or EMBEDDING not in found or found[EMBEDDING].inputs is None:
+        return found
+    table = found[EMBEDDING]
+    (source,) = table.sources
+    named = dataclasses.replace(source, name=f"{_TIED_HEAD}.weight")
+    return found | {HEAD: dataclasses.replace(table, sources=(named,))}
 
 
 def _places(path: Path, spec: ParamSpec) -> Iterator[Place]:

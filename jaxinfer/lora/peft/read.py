@@ -17,8 +17,8 @@ from jaxinfer.lora.errors import AdapterError
 from jaxinfer.lora.peft.config import PeftConfig, parse_config
 from jaxinfer.lora.peft.places import Path, Place, Places, find_places, input_axis, room_for, values_at
 from jaxinfer.lora.peft.tensors import AdapterFiles, open_adapter
-from jaxinfer.lora.peft.units import BASE_WEIGHT, BIAS, Unit, UnitReader
-from jaxinfer.types import ParamSpec, ParamTree, walk_specs
+from jaxinfer.lora.peft.units import BASE_BIAS, BASE_WEIGHT, BIAS, Unit, UnitReader
+from jaxinfer.types import ParamSpec, ParamTree
 from jaxinfer.weights.errors import quoted
 from jaxinfer.weights.safetensors.reader import TensorInfo
 
@@ -44,7 +44,7 @@ def read_adapter(folder: pathlib.Path, specs: ParamTree, *, max_rank: int, base:
     config = parse_config(files.config)
     places = find_places(specs)
     units = UnitReader(files, config, places, max_rank).units()
-    reader = _Deltas(files, config, places, dict(walk_specs(specs)), base)
+    reader = _Deltas(files, config, places, places.specs, base)
     deltas = reader.deltas(units)
     return Adapter(identity(files, config), max(unit.rank for unit in units), deltas)
 
@@ -137,7 +137,7 @@ class _Deltas:
     def _trained_biases(self) -> dict[Path, Float32[np.ndarray, "*out"]]:
         """What is added to each parameter's outputs, where the file has biases that replace the model's.
 
-        It is also seen that embeddings which PEFT has saved beside an adapter are the model's.
+        It is also seen that embeddings, and a head's bias, which PEFT has saved beside an adapter are the model's.
         """
         added: dict[Path, np.ndarray] = {}
         for module, tensors in self.files.modules.items():
@@ -151,18 +151,24 @@ class _Deltas:
         places = self.places.modules.get(module, ())
         if len(places) != 1 or places[0].source.shape != info.shape or places[0].source.transpose:
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} has no place in the model")
-        own, copy = self._base_of(places[0].path, BASE_WEIGHT), self.files.read(info)
+        self._require_equal(info, self._base_of(places[0].path, BASE_WEIGHT), self.files.read(info))
+
+    def _require_equal(self, info: TensorInfo, own: np.ndarray, copy: np.ndarray) -> None:
         if own.shape != copy.shape or np.abs(own - copy).max(initial=0.0) > COPY_TOLERANCE * np.abs(copy).max():
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} is not the model's own")
 
     def _add_bias(self, module: str, info: TensorInfo, added: dict[Path, np.ndarray]) -> None:
-        if self.config.bias == "none":
+        is_copy = self.config.bias == "none"
+        if is_copy and not info.name.endswith(BASE_BIAS):
             raise AdapterError(f"tensor {quoted(info.name)} is there, but adapter_config.json says bias: none")
         sources, values = self.places.biases.get(module, ()), self.files.read(info)
         if not sources or any(source.shape != info.shape for _, source in sources):
             raise AdapterError(f"tensor {quoted(info.name)} of {self.files.folder} has no place in the model")
         for path, source in sources:
             own = np.asarray(self._base_of(path, "bias"), np.float32)
+            if is_copy:
+                self._require_equal(info, own[(*source.where, ...)], values_at(source, values))
+                continue
             change = values_at(source, values) - own[(*source.where, ...)]
             if module not in self.places.modules:
                 if change.any():

@@ -21,7 +21,7 @@ Tensors = Mapping[str, TensorInfo]
 LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 MAGNITUDE, LORA_BIAS = "lora_magnitude_vector", "lora_B.bias"
-BASE_WEIGHT, BIAS = "base_layer.weight", "bias"
+BASE_WEIGHT, BASE_BIAS, BIAS = "base_layer.weight", "base_layer.bias", "bias"
 _OF_LORA = {*LINEAR, *EMBEDDING, MAGNITUDE, LORA_BIAS}
 
 
@@ -76,8 +76,6 @@ class UnitReader:
 
     def _plan_module(self, name: str, tensors: Tensors) -> functools.partial[Iterator[Unit]]:
         places = self.places.modules[name]
-        if places[0].of_rows and self.places.tied:
-            raise AdapterError(f"{name} is adapted, but is the head, too: PEFT would change one of them, alone")
         if not self.config.targets(name):
             raise AdapterError(f"{self._one(tensors)} adapts a module that adapter_config.json does not target")
         kinds = EMBEDDING if places[0].of_rows else LINEAR
@@ -153,8 +151,7 @@ class UnitReader:
 
     def _no_place(self, name: str, tensors: Tensors) -> AdapterError:
         have = listed(sorted({module.rpartition(".")[2] for module in self.places.modules}), 30)
-        tied = " (its head is the table of embeddings)" if self.places.tied else ""
-        return AdapterError(f"{self._one(tensors)}: the model has no such module to adapt{tied}; it has {have}")
+        return AdapterError(f"{self._one(tensors)}: the model has no such module to adapt; it has {have}")
 
     def _one(self, tensors: Tensors) -> str:
         return f"tensor {quoted(next(iter(tensors.values())).name)} of {self.files.folder}"

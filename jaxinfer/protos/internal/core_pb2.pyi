@@ -250,7 +250,7 @@ class Bias(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class FromCore(_message.Message):
-    __slots__ = ("startup", "ready", "failed", "accepted", "refused", "deltas", "answer", "beat", "fault")
+    __slots__ = ("startup", "ready", "failed", "accepted", "refused", "deltas", "answer", "beat", "fault", "kv_events")
     STARTUP_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -260,6 +260,7 @@ class FromCore(_message.Message):
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     startup: Startup
     ready: Ready
     failed: Failed
@@ -269,7 +270,8 @@ class FromCore(_message.Message):
     answer: Answer
     beat: Beat
     fault: Fault
-    def __init__(self, startup: _Optional[_Union[Startup, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., deltas: _Optional[_Union[Deltas, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
+    kv_events: KvEvents
+    def __init__(self, startup: _Optional[_Union[Startup, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., deltas: _Optional[_Union[Deltas, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ..., kv_events: _Optional[_Union[KvEvents, _Mapping]] = ...) -> None: ...
 
 class Startup(_message.Message):
     __slots__ = ("phase", "bytes_done", "bytes_total", "compilations_done", "compilations_total")
@@ -579,6 +581,42 @@ class Histogram(_message.Message):
     counts: _containers.RepeatedScalarFieldContainer[int]
     sum: float
     def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class KvEvents(_message.Message):
+    __slots__ = ("rank", "cleared", "stored", "removed")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    cleared: bool
+    stored: _containers.RepeatedCompositeFieldContainer[KvStored]
+    removed: _containers.RepeatedCompositeFieldContainer[KvRemoved]
+    def __init__(self, rank: _Optional[int] = ..., cleared: bool = ..., stored: _Optional[_Iterable[_Union[KvStored, _Mapping]]] = ..., removed: _Optional[_Iterable[_Union[KvRemoved, _Mapping]]] = ...) -> None: ...
+
+class KvStored(_message.Message):
+    __slots__ = ("medium", "parent", "hashes", "tokens", "lora", "extra")
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LORA_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
+    medium: str
+    parent: bytes
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    tokens: bytes
+    lora: Lora
+    extra: str
+    def __init__(self, medium: _Optional[str] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[_Iterable[bytes]] = ..., tokens: _Optional[bytes] = ..., lora: _Optional[_Union[Lora, _Mapping]] = ..., extra: _Optional[str] = ...) -> None: ...
+
+class KvRemoved(_message.Message):
+    __slots__ = ("medium", "hashes")
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    medium: str
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, medium: _Optional[str] = ..., hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("steps", "busy_seconds", "p99_step_seconds")

@@ -62,7 +62,8 @@ def build(settings: CoreSettings, report: Report) -> Built:
     )
     _log.info("%s", summary(model, engine.config))
     profiler = None if settings.profile_dir is None else JaxProfiler(pathlib.Path(settings.profile_dir))
-    return Built(engine, describe(model, engine.config, settings, folder), str(folder), profiler)
+    card, journals = describe(model, engine.config, settings, folder), engine.journals() if settings.kv_events else ()
+    return Built(engine, card, str(folder), profiler, journals)
 
 
 def _follow(settings: CoreSettings, folder: pathlib.Path, group: Group, progress: StartProgress) -> Built:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, override, runtime_checkable
 import grpc
 
 from jaxinfer.engine.core import EngineCore
+from jaxinfer.kv.journal import Journal
 from jaxinfer.lora.store import LoRAError
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.protos.internal.core_pb2_grpc import CoreServicer, add_CoreServicer_to_server
@@ -25,6 +26,7 @@ from jaxinfer.serve.async_engine import AsyncEngine, Outlet
 from jaxinfer.serve.calls import ModelCard
 from jaxinfer.serve.core import wire
 from jaxinfer.serve.core.outbox import Outbox
+from jaxinfer.serve.core.telling import Telling
 from jaxinfer.serve.streams import Closed, EngineDeadError, merged
 from jaxinfer.types import LoRARef, Request, SequenceDelta
 
@@ -55,7 +57,8 @@ class Profiler(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """An engine that is ready, and what the front end must know of it; ``folder``: of tokenizer and template.
+    """An engine that is ready, and what the front end must know of it; ``folder``: of tokenizer and template;
+    ``journals``: of the engine's replicas, where somebody wants to know of cached pages.
 
     ``engine`` is None in a process that follows another one: it takes no requests.
     """
@@ -64,6 +67,7 @@ class Built:
     card: ModelCard
     folder: str
     profiler: Profiler | None = None
+    journals: Sequence[Journal] = ()
 
 
 async def serve(socket: str, build: Callable[[Report], Built], permanent: tuple[type[Exception], ...] = ()) -> int:
@@ -151,7 +155,8 @@ class _Core(CoreServicer):
         if built.engine is None:
             return await self._follow(built)
         ended: asyncio.Future[Closed] = self._loop.create_future()
-        engine = AsyncEngine(built.engine, lambda closed: self._from_thread(_settle, ended, closed))
+        tell = functools.partial(self._tell, Telling(built.journals, built.engine.loras)) if built.journals else _silent
+        engine = AsyncEngine(built.engine, lambda closed: self._from_thread(_settle, ended, closed), tell)
         self._engine, self._profiler = engine, built.profiler
         engine.start()
         gc.collect()
@@ -319,6 +324,11 @@ class _Core(CoreServicer):
         message = pb.FromCore(deltas=wire.deltas_message(numbered)) if numbered else None
         return self._from_thread(self._delivered, message, apart, [feed.number for feed, _ in news if not feed.running])
 
+    def _tell(self, telling: Telling) -> None:
+        """Send what has changed among the cached pages; called in the engine's thread."""
+        for message in telling.messages():
+            self._from_thread(self._outbox.put, pb.FromCore(kv_events=message))
+
     def _delivered(
         self, message: pb.FromCore | None, apart: Sequence[tuple[_Feed, SequenceDelta]], ended: list[int]
     ) -> None:
@@ -382,6 +392,10 @@ def _refusal(number: int, error: BaseException) -> pb.FromCore:
             refused = pb.Refused(kind=pb.Refused.ENGINE, message=str(error))
     refused.number = number
     return pb.FromCore(refused=refused)
+
+
+def _silent() -> None:
+    """Nobody wants to know."""
 
 
 def _settle[T](future: asyncio.Future[T], value: T) -> None:

@@ -34,6 +34,7 @@ class CoreSettings:
     coordinator_address: str | None = None
     group_key_file: str | None = None
     group_timeout: float = 10.0
+    kv_events: bool = False
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
 
     @classmethod

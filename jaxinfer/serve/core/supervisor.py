@@ -106,6 +106,7 @@ class Supervisor:
     Args:
         command: that starts a core (default: this Python with ``-m jaxinfer.serve.core``).
         prepare: see `Prepare`.
+        kv_events: called with what a core tells of its cached pages.
 
     Attributes:
         state: "starting", "ready", "dead" (until the next start) or "stopped".
@@ -120,8 +121,9 @@ class Supervisor:
         command: Sequence[str] | None = None,
         patience: Patience = Patience(),
         prepare: Prepare | None = None,
+        kv_events: Callable[[pb.KvEvents], object] = lambda _: None,
     ) -> None:
-        self._config, self._patience, self._prepare = config, patience, prepare
+        self._config, self._patience, self._prepare, self._kv_events = config, patience, prepare, kv_events
         self._command = [sys.executable, "-m", "jaxinfer.serve.core"] if command is None else list(command)
         self.state, self.restarts = STARTING, 0
         self.failure: str | None = None
@@ -342,6 +344,8 @@ class Supervisor:
                 self._started(wire.card_of(message.ready.card), message.ready.folder)
             case "beat":
                 self._beat(message.beat)
+            case "kv_events":
+                self._kv_events(message.kv_events)
             case "failed":
                 self._cannot_start(message.failed.message)
             case "fault":

@@ -62,6 +62,16 @@ SCOPES: Mapping[str, str | None] = MappingProxyType(
         {"infer": ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelStreamInfer")},
         free=("ServerLive", "ServerReady"),
     )
+    # Loads are of all tenants, and events hold the tokens of their prompts.
+    | _methods(
+        "vllm.grpc.engine.VllmEngine",
+        {
+            "infer": ("Generate", "Embed", "Abort", "GetModelInfo", "GetTokenizer"),
+            "observe": ("GetServerInfo", "GetLoads"),
+            "admin": ("FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents"),
+        },
+        free=("HealthCheck",),
+    )
     | _methods("grpc.health.v1.Health", {}, free=("Check", "List", "Watch"))
     | _methods("grpc.reflection.v1alpha.ServerReflection", {"infer": ("ServerReflectionInfo",)})
 )

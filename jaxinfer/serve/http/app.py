@@ -18,7 +18,7 @@ from starlette.responses import Response
 from jaxinfer.serve.core.supervisor import READY, Condition
 from jaxinfer.serve.errors import Kind, ServeError
 from jaxinfer.serve.faults import answered, in_its_words
-from jaxinfer.serve.http import completions, long, models, requests
+from jaxinfer.serve.http import completions, long, models, operations, requests
 from jaxinfer.serve.http.anthropic.bodies import CountTokensRequest, MessagesRequest
 from jaxinfer.serve.http.anthropic.route import count_tokens, create_message
 from jaxinfer.serve.http.bodies import read_json
@@ -93,6 +93,8 @@ def _add_routes(app: FastAPI) -> None:
     add("/version", _version, summary="jaxinfer's version.")
     add("/v1/models", models.list_models, summary="The model that is served, and its adapters.")
     add("/v1/models/{model:path}", models.describe_model, summary="One of them.")
+    reset = operations.reset_prefix_cache
+    add("/reset_prefix_cache", reset, methods=["POST"], summary="Forget every cached page. For operators.")
     chats = (completions.complete, completions.chat, respond, create_message, count_tokens)
     handlers = (*chats, _tokenize, _detokenize, models.load_lora, models.unload_lora)
     for (path, body), handler in zip(_BODIES.items(), handlers, strict=True):

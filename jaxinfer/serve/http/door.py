@@ -39,6 +39,7 @@ SCOPES: Mapping[str, str | None] = {
     "/metrics": OBSERVE,
     "/v1/load_lora_adapter": ADMIN,
     "/v1/unload_lora_adapter": ADMIN,
+    "/reset_prefix_cache": ADMIN,
 }
 """The scope that each route needs; None: no key at all. What is not listed is refused to those without a key too."""
 

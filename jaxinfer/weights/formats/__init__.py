@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxinfer.weights.errors import CheckpointError
-from jaxinfer.weights.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from jaxinfer.weights.formats import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelopt, mxfp4
 from jaxinfer.weights.formats.fields import Fields
 from jaxinfer.weights.formats.tensors import RawTensors
 from jaxinfer.weights.quantized import StoredWeight
@@ -26,6 +26,8 @@ ADAPTERS: Mapping[str, Adapter] = MappingProxyType(
         "compressed-tensors": compressed_tensors.weights,
         "fp8": fp8.weights,
         "gptq": gptq.weights,
+        "modelopt": modelopt.weights,
+        "modelopt_fp4": modelopt.weights,
         "mxfp4": mxfp4.weights,
     }
 )

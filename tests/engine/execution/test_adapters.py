@@ -17,6 +17,7 @@ from jaxinfer.engine.execution.memory import plan_engine
 from jaxinfer.engine.execution.placement import targets_of
 from jaxinfer.engine.execution.prepare import prepare
 from jaxinfer.engine.execution.runner import Runner
+from jaxinfer.engine.execution.stages import Stage
 from jaxinfer.engine.scheduling.plan import LoraLoad, StepPlan
 from jaxinfer.kv.transfer import TRANSFER_PAGES
 from jaxinfer.lora.adapter import Adapter, Delta
@@ -60,7 +61,7 @@ class Device:
         mesh = mesh_for(CONFIG)
         self.model, self.engine, limits = prepare(model, CONFIG, "cpu", mesh)
         self.executor = LocalExecutor(self.model, self.engine, limits, mesh)
-        self.targets = targets_of(self.model, self.engine)
+        self.targets = targets_of(Stage(self.model), self.engine)
         self.adapters = [self.drawn(seed) for seed in (1, 2)]
         for slot, adapter in zip(slots, self.adapters, strict=True):
             self.load(slot, adapter)

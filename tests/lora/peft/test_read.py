@@ -147,11 +147,16 @@ def test_one_tensor_for_all_experts_twice_is_refused(tmp_path: pathlib.Path):
         read("mixtral-experts", changed("mixtral-experts", tmp_path, again))
 
 
-def test_adapters_of_tied_embeddings_are_refused(tmp_path: pathlib.Path):
-    adapter, tied = copy_adapter("llama-vocabulary", tmp_path), golden("llama-vocabulary").config
-    specs = abstract(tied | {"tie_word_embeddings": True}, "float32").specs
-    with pytest.raises(AdapterError, match=r"(embed_tokens is adapted, but is the head, too)|(its head is the table)"):
-        read_adapter(adapter, specs, max_rank=8)
+def test_a_tied_head_is_a_module_of_its_own(tmp_path: pathlib.Path):
+    copy_adapter("llama-tied-head", tmp_path, {"target_modules": ["lm_head", "embed_tokens", "v_proj"]})
+    with pytest.raises(AdapterError, match=r"lacks tensors of modules that it targets: 'model.embed_tokens'"):
+        read("llama-tied-head", tmp_path)
+
+
+def test_weights_that_are_to_be_tied_again_are_refused(tmp_path: pathlib.Path):
+    copy_adapter("llama-tied-embeddings", tmp_path, {"ensure_weight_tying": True})
+    with pytest.raises(AdapterError, match=r"'ensure_weight_tying' is True"):
+        read("llama-tied-embeddings", tmp_path)
 
 
 def test_pickles_are_refused_with_what_converts_them(tmp_path: pathlib.Path):

@@ -4,7 +4,7 @@ import collections
 import functools
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,11 @@ import pytest
 
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM
+from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.lora.merge import declared
 from jaxinfer.models.model import Model
+from jaxinfer.quant.banks import ALL_LINEAR, weight_path
 from jaxinfer.quant.layouts import Grouped
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_invariance import bits
@@ -38,12 +40,23 @@ SETTINGS: dict[str, Any] = {
 RANK = 4
 LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 NAMES = ("pirate", None, "poet", "pirate", "clerk", None, "poet", "clerk")
+VOCABULARY = (ALL_LINEAR, "embed_tokens", "lm_head")
+WORDS = ("wordy", None, "poet", "wordy", "wordless", None, "poet", "wordless")  # those of `VOCABULARY`, beside others
 
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are names: what would be read there is `drawn`."""
-    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name, RANK))
+
+    def read(folder: pathlib.Path, specs: Any, **_: Any) -> Adapter:
+        return drawn(specs, folder.name, RANK, modules_of(folder.name))
+
+    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", read)
+
+
+def modules_of(name: str) -> tuple[str, ...]:
+    """What an adapter changes, by its name."""
+    return VOCABULARY if name.startswith("word") else (ALL_LINEAR,)
 
 
 def request(name: str | None) -> LoRARequest | None:
@@ -62,24 +75,25 @@ def of_two_lengths(base: Model) -> tuple[list[list[int]], list[SamplingParams]]:
     return [rng.integers(0, base.config.vocab_size, 11 + 12 * (at % 2)).tolist() for at in range(len(prompts))], params
 
 
-def check(base: Model, **sizes: Any) -> LLM:
+def check(base: Model, names: Sequence[str | None] = NAMES, **sizes: Any) -> LLM:
     """Eight requests with three adapters, of which two have room, against `apply`, alone, and without any."""
     prompts, params = of_two_lengths(base)
     plain = LLM(base, **SETTINGS, **sizes).generate(prompts, params)
-    llm = LLM(base, **LORAS, **SETTINGS, **sizes)
+    modules = tuple(dict.fromkeys(module for name in names for module in modules_of(name or "")))
+    llm = LLM(base, **LORAS, **SETTINGS, **sizes, lora_target_modules=modules)
     with count_compilations() as compilations:
-        mixed = llm.generate(prompts, params, lora=[request(name) for name in NAMES])
+        mixed = llm.generate(prompts, params, lora=[request(name) for name in names])
         llm.engine.reset_prefix_cache()
-        alone = [llm.generate([prompts[at]], [params[at]], lora=request(NAMES[at]))[0] for at in (0, 3)]
+        alone = [llm.generate([prompts[at]], [params[at]], lora=request(names[at]))[0] for at in (0, 3)]
     assert compilations.count == 0
     llm.engine.check()
-    for name, prompt, output in zip(NAMES, prompts, mixed, strict=True):
+    for name, prompt, output in zip(names, prompts, mixed, strict=True):
         check_is_apply(base if name is None else adapted(base, name), prompt, output)
     assert [bits(each) for each in alone] == [bits(mixed[at]) for at in (0, 3)]
     assert [bits(mixed[at]) for at in (1, 5)] == [bits(plain[at]) for at in (1, 5)]
     assert bits(mixed[0]) != bits(plain[0])
     check_reload(llm, base, prompts[0], params[0])
-    if "data_parallel_size" not in sizes:
+    if not sizes.keys() & {"data_parallel_size", "enable_dp_attention"}:
         check_banks(llm.engine)
     return llm
 
@@ -90,17 +104,18 @@ def check_banks(engine: Any) -> None:
         assert not any(re.search(COLLECTIVES, program.as_text()) for program in runtime.run.load.values())
         for part, banks in runtime.banks.items():
             for name, bank in banks.items():
-                weight = runtime.params[part]
-                for key in name.split(":")[0].split("/"):
+                weight, path = runtime.params, (part, *name.split(":")[0].split("/"))
+                for key in weight_path(weight, path):
                     weight = weight[key]
                 over = {axes for axes in jax.tree.leaves(weight)[0].sharding.spec if axes is not None}
                 assert {axes for axes in bank.sharding.spec if axes is not None} <= over
             kinds = {name.rpartition(":")[2] for name, bank in banks.items() if not bank.sharding.is_fully_replicated}
-            assert kinds == ({"a", "b", "magnitude", "bias"} if runtime.mesh.size > 1 else set())
+            if part.startswith("layers_"):
+                assert kinds == ({"a", "b", "magnitude", "bias"} if runtime.mesh.size > 1 else set())
 
 
 def adapted(base: Model, name: str) -> Model:
-    return base.with_lora(drawn(declared(base), name, RANK))
+    return base.with_lora(drawn(declared(base), name, RANK, modules_of(name)))
 
 
 def check_reload(llm: LLM, base: Model, prompt: list[int], params: SamplingParams) -> None:
@@ -139,6 +154,26 @@ def test_each_says_what_apply_says(mesh: str) -> None:
         check_collectives(llm.engine)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("folders")
+def test_ranks_with_slots_of_their_own(ranks: int) -> None:
+    sizes = {"expert_parallel_size": ranks, "enable_dp_attention": True}
+    lockstep = check(model("experts"), WORDS, **sizes).engine._lockstep
+    assert not any(re.search(COLLECTIVES, program.as_text()) for program in lockstep.programs.load.values())
+    plain, adapted = (
+        collections.Counter(re.findall(COLLECTIVES, each.decode.as_text()))
+        for each in (lockstep.programs, lockstep.programs.adapted)
+    )
+    assert adapted == plain == {"all-to-all": 2 * 2}
+    for part, banks in lockstep.banks.items():
+        for name, bank in banks.items():
+            is_expert = name.split(":")[0] in ("mlp/gate_up", "mlp/down")
+            shape = bank.sharding.shard_shape(bank.shape)
+            assert bank.shape[0] == ranks * LORAS["max_loras"], (part, name)
+            assert shape[0] == (bank.shape[0] if is_expert else LORAS["max_loras"])
+            assert not is_expert or shape[1] == bank.shape[1] // ranks
+
+
 def check_collectives(engine: Any) -> None:
     """What adapters add up travels with what the weights do."""
     run = engine._executor.runtimes[-1].run
@@ -146,6 +181,25 @@ def check_collectives(engine: Any) -> None:
         collections.Counter(re.findall(COLLECTIVES, each.decode.as_text())) for each in (run, run.adapted)
     )
     assert adapted == plain == {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+
+
+OF_WORDS: Mapping[str, tuple[str, dict[str, int]]] = {
+    "tp2, tied": ("tied", {"tensor_parallel_size": 2}),
+    "tp2, odd vocabulary": ("odd vocabulary", {"tensor_parallel_size": 2}),
+    "pp2, tied": ("tied", {"pipeline_parallel_size": 2}),
+    "tp2 x pp2": ("groups", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(name, marks=() if name.endswith(" tied") else pytest.mark.slow) for name in OF_WORDS]
+)
+@pytest.mark.usefixtures("folders")
+def test_embeddings_and_heads(mesh: str) -> None:
+    kind, sizes = OF_WORDS[mesh]
+    llm = check(model(kind), WORDS, **sizes)
+    if mesh.startswith("tp2, tied"):
+        check_collectives(llm.engine)
 
 
 @pytest.mark.slow

@@ -238,7 +238,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "and pipeline_parallel_size = 2 exclude each other": {"pipeline_parallel_size": 2},
     "and data_parallel_size = 2 exclude each other": {"data_parallel_size": 2},
     "and multi_step = 4 exclude each other": {"multi_step": 4},
-    "and enable_lora = True exclude each other": {"enable_lora": True},
     "8 devices do not divide the 4 expert of layers_0": {"expert_parallel_size": 8},
 }
 

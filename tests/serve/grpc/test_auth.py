@@ -17,9 +17,11 @@ from jaxinfer.serve.grpc.auth import OPEN, SCOPES, token_of
 from jaxinfer.serve.grpc.bounds import Bounds
 from jaxinfer.serve.grpc.oip import SERVICE, OpenInference
 from jaxinfer.serve.grpc.rpc import Registrar, SlowClients
+from jaxinfer.serve.grpc.vllm.messages import pb as vllm_pb
 from tests.serve.grpc.running import Keys, Running, failure, failure_of, running
+from tests.serve.grpc.vllm.serving import vllm_service
 
-FILES = (inference_pb2, control_pb2, open_inference_pb2, health_pb2, reflection_pb2)
+FILES = (inference_pb2, control_pb2, open_inference_pb2, health_pb2, reflection_pb2, vllm_pb)
 METHODS = {
     f"{service.full_name}/{method.name}": method
     for file in FILES
@@ -40,6 +42,7 @@ FREE = {
     "grpc.health.v1.Health/Watch",
     "inference.GRPCInferenceService/ServerLive",
     "inference.GRPCInferenceService/ServerReady",
+    "vllm.grpc.engine.VllmEngine/HealthCheck",
 }
 
 
@@ -67,7 +70,7 @@ class _Any:
 
 def test_every_method_wants_a_key_with_its_scope() -> None:
     def more(frontend: Callable[[], Frontend]) -> list:
-        return [(SERVICE, OpenInference(frontend, lambda: True))]
+        return [(SERVICE, OpenInference(frontend, lambda: True)), *vllm_service(frontend)]
 
     async def story() -> None:
         async with running(keys=KEYS, more=more) as server:

@@ -211,3 +211,17 @@ def test_the_demo_models_text_is_that_of_llm(demo):
             await frontend.aclose()
 
     run(test)
+
+
+def test_operators_reset_the_prefix_cache_in_vllms_words():
+    async def test():
+        async with serving() as running, running.http() as client:
+            answer = await client.post("/reset_prefix_cache?reset_running_requests=false")
+            assert (answer.status_code, answer.json()) == (200, {"pages": await running.engine.reset_prefix_cache()})
+            answer = await client.post("/reset_prefix_cache?reset_running_requests=true")
+            assert (answer.status_code, "reset_running_requests" in answer.text) == (400, True)
+            assert (await client.get("/reset_prefix_cache")).status_code == 405
+            running.door.operated = False
+            assert (await client.post("/reset_prefix_cache")).status_code == 403
+
+    run(test)

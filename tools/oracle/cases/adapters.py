@@ -36,6 +36,7 @@ _QWEN2 = sizes(24, 36, 2, 4, 2)
 _GPT2 = {"vocab_size": 64, "n_embd": 24, "n_layer": 2, "n_head": 3, "tie_word_embeddings": False}
 _MIXTRAL = sizes(24, 20, 2, 4, 2, num_local_experts=3, num_experts_per_tok=2)
 _GEMMA = sizes(24, 40, 2, 3, 1, head_dim=8)
+_PHI = sizes(32, 48, 2, 4, 4, tie_word_embeddings=False)
 _PHI3 = sizes(32, 48, 2, 4, 2, pad_token_id=0)
 _FALCON = sizes(
     32, 96, 2, 4, None, new_decoder_architecture=True, num_kv_heads=2, ffn_hidden_size=80, tie_word_embeddings=False
@@ -85,6 +86,16 @@ ADAPTERS = (
     AdapterCase(
         "llama-vocabulary-dora", _LLAMA, {"r": 2, "use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}
     ),
+    AdapterCase(
+        "llama-tied-embeddings",
+        _LLAMA | {"tie_word_embeddings": True},
+        {"r": 2, "lora_alpha": 4, "target_modules": ["embed_tokens", "q_proj"]},
+    ),
+    AdapterCase(
+        "llama-tied-head",
+        _LLAMA | {"tie_word_embeddings": True},
+        {"r": 3, "use_dora": True, "target_modules": ["lm_head", "v_proj"]},
+    ),
     AdapterCase("qwen2-qkv", _QWEN2, {"r": 2, "lora_alpha": 4, "target_modules": [*_QV, "k_proj", "up_proj"]}),
     AdapterCase("qwen2-bias-all", _QWEN2, {"r": 2, "bias": "all", "target_modules": ["v_proj", "down_proj"]}),
     AdapterCase("qwen2-bias-dora", _QWEN2, {"r": 2, "bias": "lora_only", "use_dora": True, "target_modules": _QV}),
@@ -101,6 +112,7 @@ ADAPTERS = (
         _GPT2,
         {"r": 2, "fan_in_fan_out": True, "use_dora": True, "target_modules": ["c_attn", "mlp.c_proj", "c_fc"]},
     ),
+    AdapterCase("gpt2-vocabulary", _GPT2, {"r": 2, "fan_in_fan_out": True, "target_modules": ["wte", "lm_head"]}),
     AdapterCase("mixtral-attention", _MIXTRAL, {"r": 2, "target_modules": [*_QV, "o_proj"]}),
     AdapterCase(
         "mixtral-experts",
@@ -120,6 +132,10 @@ ADAPTERS = (
         {"r": 2, "lora_alpha": 1, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", *_MLP]},
         norm_centre=0.0,
     ),
+    AdapterCase(
+        "gemma-vocabulary", _GEMMA, {"r": 2, "target_modules": ["embed_tokens", "lm_head", "o_proj"]}, norm_centre=0.0
+    ),
+    AdapterCase("phi-head", _PHI, {"r": 2, "lora_bias": True, "target_modules": ["lm_head", "q_proj"]}),
     AdapterCase(
         "phi3-all",
         _PHI3,

@@ -4,7 +4,12 @@ from typing import Any
 
 from tools.oracle.cases.case import Case, rope, sizes
 
-ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "youtu": "YoutuForCausalLM",
+}
 
 _LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _EVEN_LATENT = {"kv_lora_rank": 22, "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 11}
@@ -96,4 +101,30 @@ V3 = (
     ),
 )
 
-CASES = (*V2, *V3)
+SAME = (
+    Case(
+        "glm4_moe_lite-hub",
+        _v3(
+            rope_theta=1e6,
+            routed_scaling_factor=1.8,
+            n_group=1,
+            topk_group=1,
+            num_nextn_predict_layers=1,
+            norm_topk_prob=True,
+            partial_rotary_factor=1.0,
+        ),
+        style="hub",
+        served=True,
+        overlooked={"routed_scaling_factor": 2.5},
+    ),
+    Case("glm4_moe_lite-saved", _v3(n_group=1, topk_group=1, mlp_layer_types=["dense", "sparse"])),
+    Case(
+        "youtu-hub",
+        {**sizes(64, 96, 2, 4, 4), **_LATENT, "q_lora_rank": 20, "rope_theta": 5e5, "tie_word_embeddings": True},
+        style="hub",
+        served=True,
+        overlooked={"rope_interleave": False},
+    ),
+)
+
+CASES = (*V2, *V3, *SAME)

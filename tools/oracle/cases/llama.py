@@ -7,6 +7,8 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
 }
 
 # With 64 original positions the wavelengths of head_dim 16 fall on both sides of the ramp and into it.
@@ -190,4 +192,40 @@ QWEN3 = (
     Case("qwen3-window-mixed", sizes(64, 96, 4, 4, 2, **_QWEN3_WINDOW, head_dim=16), prompt_length=31),
 )
 
-CASES = (*LLAMA, *MISTRAL, *QWEN2, *QWEN3)
+_YARN_MINISTRAL = {"factor": 16.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+SAME = (
+    Case("seed_oss-hub", sizes(64, 96, 2, 4, 2, head_dim=24, rope_theta=1e7), style="hub", served=True),
+    Case("seed_oss-biases", sizes(64, 96, 2, 4, 2, head_dim=16, attention_out_bias=True, mlp_bias=True)),
+    Case(
+        "ministral3-hub",
+        sizes(
+            64,
+            96,
+            2,
+            4,
+            2,
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "yarn",
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "llama_4_scaling_beta": 0.1,
+                **_YARN_MINISTRAL,
+            },
+        ),
+        style="hub",
+        prompt_length=70,
+        served=True,
+        overlooked={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "llama_4_scaling_beta": 0.0,
+                **_YARN_MINISTRAL,
+            }
+        },
+    ),
+)
+
+CASES = (*LLAMA, *MISTRAL, *QWEN2, *QWEN3, *SAME)

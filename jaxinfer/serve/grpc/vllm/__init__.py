@@ -1,0 +1,1 @@
+"""vLLM's gRPC service over a `Frontend`, for routers outside. Its messages are `smg-grpc-proto`'s."""

@@ -1,0 +1,202 @@
+"""`vllm.grpc.engine.VllmEngine` over a `Frontend`: what SMG and llm-d's picker speak to an engine.
+
+What is mapped, and what is refused by name: docs/routing.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxinfer.serve.calls import Call, Conversation
+from jaxinfer.serve.errors import Kind, ServeError
+from jaxinfer.serve.faults import in_its_words
+from jaxinfer.serve.frontend import Frontend
+from jaxinfer.serve.generation import Generation
+from jaxinfer.serve.grpc.auth import SCOPES
+from jaxinfer.serve.grpc.pump import Pump
+from jaxinfer.serve.grpc.rpc import Rpc
+from jaxinfer.serve.grpc.vllm import convert, messages
+from jaxinfer.serve.grpc.vllm.answers import Answer
+from jaxinfer.serve.grpc.vllm.events import send_events
+from jaxinfer.serve.grpc.vllm.info import Activity, model_info, model_type, server_info
+from jaxinfer.serve.grpc.vllm.loads import Loads
+from jaxinfer.serve.grpc.vllm.tokenizer import Bundles, chunks
+from jaxinfer.serve.kv_events.hub import Hub
+from jaxinfer.text.output import OutputDelta
+
+NAME = "vllm.grpc.engine.VllmEngine"
+MAX_IDS = 1024
+"""Requests that one Abort may name."""
+
+
+class Service(NamedTuple):
+    """The part of a ServiceDescriptor that serving needs: methods that a newer package may have are left out."""
+
+    full_name: str
+    file: Any
+    methods: list[Any]
+
+
+def service() -> Service:
+    """Raises `ServeConfigError`: its messages are not there."""
+    found = messages.pb.DESCRIPTOR.services_by_name["VllmEngine"]
+    return Service(NAME, found.file, [method for method in found.methods if f"{NAME}/{method.name}" in SCOPES])
+
+
+@runtime_checkable
+class Condition(Protocol):
+    """Health as everybody may know it; see `jaxinfer.serve.core.supervisor.Condition`."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+
+
+@runtime_checkable
+class Profiler(Protocol):
+    """Makes traces; see `jaxinfer.serve.grpc.control.Engine`."""
+
+    async def start_profile(self) -> None: ...
+    async def stop_profile(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What the service needs to know of the server besides its front end.
+
+    Attributes:
+        condition: as /ready says it; "ready" is the only state in which a generation would be accepted.
+        folder: of the tokenizer; asked once there is a front end.
+        model: as the setting names it.
+        profiling: whether there is a folder for traces.
+        operated: operators may use their RPCs here: they are told apart by keys, or nobody else comes here.
+        kv_events: what the engine tells of its cached pages; None: nobody wants to know.
+    """
+
+    condition: Callable[[], Condition]
+    folder: Callable[[], pathlib.Path]
+    model: str
+    profiler: Profiler
+    profiling: bool = False
+    operated: bool = True
+    kv_events: Hub | None = None
+
+
+class VllmEngine:
+    """Every RPC of the service.
+
+    Args:
+        frontend: gives what is called, or raises `ServeError` while there is none: the model is being loaded.
+    """
+
+    def __init__(self, frontend: Callable[[], Frontend], served: Served) -> None:
+        self._frontend, self._served = frontend, served
+        self._activity, self._loads, self._bundles = Activity(), Loads(), Bundles()
+
+    async def Generate(self, request: Any, rpc: Rpc) -> None:
+        self._activity.receive()
+        async with await self._begin(self._frontend(), request, rpc) as generation:
+            answer = Answer(generation, stream=request.stream)
+
+            async def write(delta: OutputDelta) -> None:
+                for response in answer.responses(delta):
+                    await rpc.write(response)
+
+            await Pump(generation, write).run()
+            for response in answer.rest():
+                await rpc.write(response)
+
+    async def _begin(self, frontend: Frontend, request: Any, rpc: Rpc) -> Generation:
+        card = frontend.card
+        call = convert.call_of(
+            request,
+            replicas=card.engine.get("data_parallel_size", 1),
+            timeout=rpc.time_remaining(),
+            tenant=rpc.caller.name,
+            trace=rpc.trace(),
+        )
+        kept = convert.truncation_of(request.sampling_params, card.max_model_len)
+        with in_its_words(convert.names_of(request)):
+            if kept is not None:
+                call = dataclasses.replace(call, prompt=(await _tokens(frontend, call))[-kept:])
+            return await frontend.generate(call)
+
+    async def Embed(self, request: Any, rpc: Rpc) -> Any:
+        raise ServeError(Kind.UNIMPLEMENTED, "Embed is not served: jaxinfer has no embeddings")
+
+    async def HealthCheck(self, request: Any, rpc: Rpc) -> Any:
+        self._frontend()  # while it loads: a router takes any answer for a server that can be asked what it serves
+        found = self._served.condition()
+        healthy = found.state == "ready"
+        return messages.pb.HealthCheckResponse(healthy=healthy, message="" if healthy else found.reason or found.state)
+
+    async def Abort(self, request: Any, rpc: Rpc) -> Any:
+        if len(request.request_ids) > MAX_IDS:
+            reason = f"request_ids must hold at most {MAX_IDS} ids, not {len(request.request_ids)}"
+            raise ServeError(Kind.INVALID, reason, "request_ids")
+        for request_id in request.request_ids:
+            await self._frontend().abort(request_id, tenant=rpc.caller.name)
+        return messages.pb.AbortResponse()
+
+    async def GetModelInfo(self, request: Any, rpc: Rpc) -> Any:
+        frontend = self._frontend()
+        kind = await asyncio.to_thread(model_type, self._served.folder())
+        return model_info(frontend, self._served.model, kind)
+
+    async def GetServerInfo(self, request: Any, rpc: Rpc) -> Any:
+        return server_info(self._frontend(), self._activity)
+
+    async def GetLoads(self, request: Any, rpc: Rpc) -> Any:
+        return await self._loads.of(self._frontend(), request.dp_rank)
+
+    async def GetTokenizer(self, request: Any, rpc: Rpc) -> None:
+        self._frontend()
+        bundle = await self._bundles.of(self._served.folder())
+        for chunk in chunks(bundle):
+            await rpc.write(chunk)
+
+    async def FlushCache(self, request: Any, rpc: Rpc) -> Any:
+        self._check_operated("FlushCache")
+        pages = await self._frontend().flush_prefix_cache()
+        return messages.common.FlushCacheResponse(success=True, message=f"{pages} pages forgotten")
+
+    async def StartProfile(self, request: Any, rpc: Rpc) -> Any:
+        self._check_profiling(request)
+        await self._served.profiler.start_profile()
+        return messages.common.ProfileResponse(success=True)
+
+    async def StopProfile(self, request: Any, rpc: Rpc) -> Any:
+        self._check_profiling(request)
+        folder = await self._served.profiler.stop_profile()
+        return messages.common.ProfileResponse(success=True, message=folder)
+
+    async def SubscribeKvEvents(self, request: Any, rpc: Rpc) -> None:
+        hub, frontend = self._served.kv_events, self._frontend()
+        if hub is None:
+            raise ServeError(Kind.UNIMPLEMENTED, "SubscribeKvEvents needs kv_events, which is off")
+        await send_events(hub, request, lambda: self._loads.load(frontend), rpc.write)
+
+    def _check_operated(self, name: str) -> None:
+        if not self._served.operated:
+            reason = f"{name} is for operators, whom nothing tells apart here without api_keys"
+            raise ServeError(Kind.FORBIDDEN, reason)
+
+    def _check_profiling(self, request: Any) -> None:
+        """How to profile is the server's to say."""
+        self._check_operated(type(request).__name__.removesuffix("Request"))
+        if not self._served.profiling:
+            raise ServeError(Kind.UNIMPLEMENTED, "profiling is off: the server was started without profile_dir")
+        for field, _ in request.ListFields():
+            raise ServeError(Kind.INVALID, f"{field.name} is not served: leave it out", field.name)
+
+
+async def _tokens(frontend: Frontend, call: Call) -> Sequence[int]:
+    prompt = call.prompt
+    if isinstance(prompt, str | Conversation):
+        return await frontend.tokenize(prompt, add_special_tokens=call.add_special_tokens, tenant=call.tenant)
+    return prompt

@@ -1,0 +1,77 @@
+"""KV events of a server: made of its settings, fed by its supervisor. No jax."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.kv_events.hub import Hub
+from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
+
+try:
+    from jaxinfer.serve.kv_events.publisher import Publisher
+except ImportError:  # the extra `routing` is not installed: settings that need it are refused
+    Publisher = None  # type: ignore[assignment, misc]
+
+BEGUN = ("ready", "dead")
+"""States of the engine in which all that was known before is void."""
+
+_log = logging.getLogger("jaxinfer.serve.kv_events")
+
+
+class KvEventsDoor:
+    """What the engine tells of its cache, for all who subscribe.
+
+    Args:
+        ranks: replicas of the engine.
+        model: the name of what is served; asked when there is something to tell.
+
+    Attributes:
+        hub: None where the settings ask for no events.
+    """
+
+    def __init__(self, config: KvEventsConfig, ranks: int, model: Callable[[], str]) -> None:
+        self._config, self._model = config, model
+        self.hub = Hub(ranks) if config.kv_events else None
+        self._publisher: Publisher | None = None
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where the publisher listens."""
+        return None if self._publisher is None else self._publisher.endpoint
+
+    @property
+    def replay_endpoint(self) -> str | None:
+        return None if self._publisher is None else self._publisher.replay_endpoint
+
+    def take(self, events: pb.KvEvents) -> None:
+        """What an engine has told."""
+        if self.hub is not None:
+            self.hub.take(events)
+
+    def changed(self, state: str) -> None:
+        """The engine has entered a state, see `Supervisor`."""
+        if self.hub is not None and state in BEGUN:
+            self.hub.begin()
+
+    def start(self) -> None:
+        """Open the addresses.
+
+        Raises:
+            ServeConfigError: one cannot be had.
+        """
+        config = self._config
+        if self.hub is None or {config.kv_events_endpoint, config.kv_events_replay_endpoint or OFF} == {OFF}:
+            return
+        self._publisher = Publisher(config, self.hub, self._topic)
+        told = ", what was missed at " + self._publisher.replay_endpoint if self._publisher.replay_endpoint else ""
+        _log.info("KV events are told at %s%s", self._publisher.endpoint or "no address of their own", told)
+
+    def _topic(self) -> str:
+        return self._config.kv_events_topic or f"kv@{socket.gethostname()}@{self._model()}"
+
+    async def stop(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.stop()

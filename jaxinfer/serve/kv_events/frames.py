@@ -1,0 +1,115 @@
+"""KV events as vLLM's subscribers read them: messages of msgpack, events as maps or as arrays. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.kv_events.hub import Batch
+from jaxinfer.serve.kv_events.tokens import lora_id, token_ids
+
+END = (-1).to_bytes(8, signed=True)
+"""The number behind the last batch of a replay."""
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one message holds. Always an array."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """Blocks that have come to a medium; fields without a default are always sent."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    """Blocks that have left one."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True, gc=False):
+    """All blocks of all mediums."""
+
+
+class StoredArray(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
+    """`BlockStored` as an array, its tag in front; so are the next two."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class RemovedArray(msgspec.Struct, tag="BlockRemoved", array_like=True, omit_defaults=True, gc=False):
+    block_hashes: list[bytes]
+    medium: str | None
+
+
+class ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True, omit_defaults=True, gc=False):
+    pass
+
+
+_KINDS: dict[str, tuple[Any, Any, Any]] = {
+    "map": (BlockStored, BlockRemoved, AllBlocksCleared),
+    "array": (StoredArray, RemovedArray, ClearedArray),
+}
+
+
+class Encoder:
+    """Batches to bytes; ``form``: "map" or "array"."""
+
+    def __init__(self, form: str) -> None:
+        self._stored, self._removed, self._cleared = _KINDS[form]
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def encode(self, batch: Batch) -> bytes:
+        """The message's last frame."""
+        return self._encoder.encode(EventBatch(batch.timestamp, list(self._events(batch.events)), batch.events.rank))
+
+    def _events(self, events: pb.KvEvents) -> Iterable[Any]:
+        if events.cleared:
+            yield self._cleared()
+        for run in events.stored:
+            yield self._stored(**stored_fields(run))
+        for gone in events.removed:
+            yield self._removed(list(gone.hashes), gone.medium)
+
+
+def stored_fields(run: pb.KvStored) -> dict[str, Any]:
+    """A run of pages in vLLM's words."""
+    hashes, tokens = list(run.hashes), token_ids(run.tokens)
+    return {
+        "block_hashes": hashes,
+        "parent_block_hash": run.parent if run.HasField("parent") else None,
+        "token_ids": tokens,
+        "block_size": len(tokens) // len(hashes),
+        "lora_id": lora_id(run.lora.identity) if run.HasField("lora") else None,
+        "medium": run.medium,
+        "lora_name": run.lora.name if run.HasField("lora") else None,
+        "extra_keys": [(run.extra,)] * len(hashes) if run.extra else None,
+    }
+
+
+def number_bytes(number: int) -> bytes:
+    """The message's second frame."""
+    return number.to_bytes(8)

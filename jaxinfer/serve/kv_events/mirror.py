@@ -1,0 +1,122 @@
+"""The pages that are cached now, as the events have told of them. No jax."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jaxinfer.protos.internal import core_pb2 as pb
+
+TOKEN_BYTES = 4
+
+
+class Block(NamedTuple):
+    """A cached page, on each of its mediums.
+
+    Attributes:
+        parent: hash of the page above it.
+        tokens: int32 [page_size].
+        lora: name and identity of the adapter that computed it.
+        extra: stands for its scope and salt, "" where there is neither.
+        mediums: where it lies, in the order in which it came there.
+    """
+
+    parent: bytes | None
+    tokens: bytes
+    lora: tuple[str, str] | None
+    extra: str
+    mediums: tuple[str, ...]
+
+
+class Copy(NamedTuple):
+    """One copy of a page: its hash, its page and its medium."""
+
+    digest: bytes
+    block: Block
+    medium: str
+
+
+class Mirror:
+    """The pages of one replica, by their hashes; parents before their children."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, Block] = {}
+        self._copies = 0
+
+    def __len__(self) -> int:
+        return self._copies
+
+    @property
+    def blocks(self) -> dict[bytes, Block]:
+        """A copy: its entries do not change any more."""
+        return dict(self._blocks)
+
+    def apply(self, events: pb.KvEvents) -> None:
+        """Take what has changed."""
+        if events.cleared:
+            self._blocks.clear()
+            self._copies = 0
+        for run in events.stored:
+            self._store(run)
+        for gone in events.removed:
+            for digest in gone.hashes:
+                self._remove(digest, gone.medium)
+
+    def _store(self, run: pb.KvStored) -> None:
+        above = run.parent if run.HasField("parent") else None
+        size = len(run.tokens) // max(1, len(run.hashes))
+        lora = (run.lora.name, run.lora.identity) if run.HasField("lora") else None
+        for number, digest in enumerate(run.hashes):
+            known = self._blocks.get(digest)
+            if known is None:
+                tokens = run.tokens[number * size : (number + 1) * size]
+                known = Block(above, tokens, lora, run.extra, ())
+            if run.medium not in known.mediums:
+                self._blocks[digest] = known._replace(mediums=(*known.mediums, run.medium))
+                self._copies += 1
+            above = digest
+
+    def _remove(self, digest: bytes, medium: str) -> None:
+        known = self._blocks.get(digest)
+        if known is None or medium not in known.mediums:
+            return
+        self._copies -= 1
+        left = tuple(each for each in known.mediums if each != medium)
+        if left:
+            self._blocks[digest] = known._replace(mediums=left)
+        else:
+            del self._blocks[digest]
+
+    def copies(self) -> list[Copy]:
+        """Every copy of every page, parents before their children; what happens later does not change it."""
+        return [Copy(digest, block, medium) for digest, block in self._blocks.items() for medium in block.mediums]
+
+
+def stored_of(copies: Sequence[Copy]) -> list[pb.KvStored]:
+    """Events that store copies, in their order."""
+    chains: list[list[Copy]] = []
+    for copy in copies:
+        last = chains[-1][-1] if chains else None
+        if last is not None and copy.block.parent == last.digest and copy.medium == last.medium:
+            chains[-1].append(copy)
+        else:
+            chains.append([copy])
+    return [_stored(chain) for chain in chains]
+
+
+def _stored(chain: Sequence[Copy]) -> pb.KvStored:
+    block, medium = chain[0].block, chain[0].medium
+    return pb.KvStored(
+        medium=medium,
+        parent=block.parent,
+        hashes=[copy.digest for copy in chain],
+        tokens=b"".join(copy.block.tokens for copy in chain),
+        lora=None if block.lora is None else pb.Lora(name=block.lora[0], identity=block.lora[1]),
+        extra=block.extra,
+    )
+
+
+def cut(copies: Sequence[Copy], most: int) -> Iterator[Sequence[Copy]]:
+    """Parts of at most so many copies; one that is empty where there are none."""
+    yield from (tuple(part) for part in itertools.batched(copies, most)) if copies else ((),)

@@ -1,0 +1,117 @@
+"""KV events over ZMQ, as vLLM publishes them. No jax."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from jaxinfer.serve.kv_events.frames import END, Encoder, number_bytes
+from jaxinfer.serve.kv_events.hub import BATCHES, Batch, Hub
+from jaxinfer.serve.kv_events.settings import OFF, KvEventsConfig
+from jaxinfer.serve.settings import ServeConfigError
+
+_HWM = 100_000
+"""Messages that wait for a slow subscriber; it misses later ones, and may ask for them."""
+_REQUEST_BYTES = 64
+_TURN = 64  # batches of a replay between two looks at what else is to be done
+
+_log = logging.getLogger("jaxinfer.serve.kv_events")
+
+
+class Publisher:
+    """A PUB socket with all batches of a hub, and a ROUTER socket for those who have missed some.
+
+    A message is [topic, number, batch]. To a request ["", number] the answers are ["", topic, number, batch], of each
+    batch from that number on that is kept, and one with number -1 and nothing else.
+
+    Args:
+        topic: asked when there is something to tell.
+
+    Raises:
+        ServeConfigError: an address cannot be had.
+    """
+
+    def __init__(self, config: KvEventsConfig, hub: Hub, topic: Callable[[], str]) -> None:
+        self._hub, self._topic, self._encoder = hub, topic, Encoder(config.kv_events_format)
+        self._context = zmq.Context()
+        self._kept: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=BATCHES)
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.endpoint = self.replay_endpoint = ""
+        try:
+            self._open(config)
+        except ServeConfigError:
+            self._context.destroy(linger=0)
+            raise
+
+    def _open(self, config: KvEventsConfig) -> None:
+        if config.kv_events_endpoint != OFF:
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(_HWM)
+            self.endpoint = _bind(self._pub, "kv_events_endpoint", config.kv_events_endpoint)
+        if config.kv_events_replay_endpoint not in (None, OFF):
+            self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER)
+            self._router.set(zmq.MAXMSGSIZE, _REQUEST_BYTES)
+            self._router.set_hwm(2 * BATCHES)  # of one that asks and does not read, the rest is dropped
+            self.replay_endpoint = _bind(
+                self._router, "kv_events_replay_endpoint", config.kv_events_replay_endpoint or ""
+            )
+            self._task = asyncio.create_task(self._answer(self._router))
+        self._hub.listen(self.publish)
+
+    def publish(self, batch: Batch) -> None:
+        """Send a batch. It does not wait for anybody."""
+        payload = self._encoder.encode(batch)
+        self._kept.append((batch.number, payload))
+        if self._pub is not None:
+            with contextlib.suppress(zmq.Again):
+                self._pub.send_multipart((self._topic().encode(), number_bytes(batch.number), payload), zmq.NOBLOCK)
+
+    async def _answer(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await router.recv_multipart()
+            if len(frames) != 3 or frames[1] or len(frames[2]) != len(END):
+                _log.warning("a request for KV events is none: %d frames", len(frames))
+                continue
+            await self._replay(router, frames[0], int.from_bytes(frames[2]))
+
+    async def _replay(self, router: zmq.asyncio.Socket, who: bytes, begin: int) -> None:
+        topic = self._topic().encode()
+        kept = [(number, payload) for number, payload in self._kept if number >= begin]
+        for place, (number, payload) in enumerate(kept):
+            await router.send_multipart((who, b"", topic, number_bytes(number), payload))
+            if place % _TURN == 0:
+                await asyncio.sleep(0)
+        await router.send_multipart((who, b"", b"", END, b""))
+
+    async def stop(self) -> None:
+        """Close the sockets."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._router is not None:
+            self._router.close(linger=0)
+        if self._pub is not None:
+            self._pub.close(linger=200)
+        await asyncio.to_thread(self._context.term)
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, setting: str, endpoint: str) -> str:
+    """Listen there, and return where that is."""
+    asked = endpoint.removesuffix("0") + "*" if endpoint.endswith(":0") else endpoint
+    if "[" in asked:
+        socket.set(zmq.IPV6, 1)
+    try:
+        socket.bind(asked)
+    except zmq.ZMQError as error:
+        raise ServeConfigError(f"{setting}={endpoint}: cannot listen: {error.strerror}") from error
+    found = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(found, bytes)
+    return found.rstrip(b"\0").decode()

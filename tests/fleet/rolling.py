@@ -1,0 +1,123 @@
+"""A rolling restart behind a balancer: `python -m tests.fleet.rolling envoy --rounds 10 --requests 5000`.
+
+Two replicas over the fake core stand behind Envoy or haproxy as `configs/` ships them. Clients ask over HTTP, whole and
+streamed, and over gRPC, without retries of their own, while one replica after the other is stopped by SIGTERM and
+started again. Every request that does not get its whole answer counts as lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from tests.fleet.balancers import Balancer, Envoy, HAProxy
+from tests.fleet.load import WHOLE, Load
+from tests.fleet.replicas import Replica, start_replicas
+from tests.serve.processes import wait_until
+
+DELAY = 4.0
+"""Seconds of ``drain_delay``: the shipped checks notice within two."""
+_BALANCERS: dict[str, type[Balancer]] = {"envoy": Envoy, "haproxy": HAProxy}
+
+
+class Fleet:
+    """Two replicas behind a balancer.
+
+    Args:
+        folder: for models, logs and configurations.
+        delay: ``drain_delay`` of the replicas.
+        slow: seconds of a slow step (`tests.fleet.fake_core`).
+    """
+
+    def __init__(
+        self, balancer: type[Balancer], folder: pathlib.Path, delay: float = DELAY, slow: float = 0.25
+    ) -> None:
+        self.replicas = start_replicas(folder, "--seconds", "0.01", "--slow", str(slow), drain_delay=delay)
+        try:
+            self.balancer = balancer(folder, [replica.ports for replica in self.replicas])
+        except BaseException:
+            self._end_replicas()
+            raise
+
+    def until_up(self) -> None:
+        """Start what has ended, and wait until both replicas get requests."""
+        for replica in self.replicas:
+            replica.start()
+        wait_until(lambda: self.balancer.up() == {"a", "b"})
+
+    def until_out(self, replica: Replica) -> float:
+        """Wait until a replica gets no requests; how long it took."""
+        return wait_until(lambda: replica.name not in self.balancer.up())
+
+    def restart(self, replica: Replica) -> None:
+        """Stop a replica as an orchestrator does, start it again, and wait until it gets requests."""
+        replica.stop()
+        assert replica.process.wait() == 0, replica.process.log()
+        self.until_out(replica)
+        self.until_up()
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.balancer.end()
+        self._end_replicas()
+
+    def _end_replicas(self) -> None:
+        for replica in self.replicas:
+            replica.kill()
+
+
+@contextlib.contextmanager
+def fleet(balancer: type[Balancer], folder: pathlib.Path, delay: float = DELAY) -> Iterator[Fleet]:
+    """Two replicas that are ready behind a balancer."""
+    made = Fleet(balancer, folder, delay)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def roll(fleet: Fleet, requests: int, clients: int = 30) -> Load:
+    """Restart both replicas under load.
+
+    Args:
+        requests: that are made at least.
+        clients: that make them.
+    """
+    with Load(fleet.balancer.http, fleet.balancer.grpc, clients) as load:
+        for replica in fleet.replicas:
+            fleet.restart(replica)
+        wait_until(lambda: load.total >= requests, seconds=3600)
+    return load
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("balancer", choices=_BALANCERS)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=2000, help="of each round, at least")
+    parser.add_argument("--clients", type=int, default=30)
+    parser.add_argument("--drain-delay", type=float, default=DELAY, help="0 shows what is lost without it")
+    options, lost = parser.parse_args(), 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fleet(_BALANCERS[options.balancer], pathlib.Path(folder), options.drain_delay) as servers,
+    ):
+        for number in range(1, options.rounds + 1):
+            begun = time.monotonic()
+            load = roll(servers, options.requests, options.clients)
+            lost += load.lost
+            seconds = time.monotonic() - begun
+            print(f"round {number}: {load.lost} of {load.total} requests lost in {seconds:.0f} s", flush=True)
+            for how, count in load.ended.items():
+                if how != WHOLE:
+                    print(f"  {count} x {how}", flush=True)
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Text models inside of others."""
+
+import json
+import logging
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams, load_model
+from jaxinfer.convert import main
+from jaxinfer.models.config import ConfigError
+from jaxinfer.models.model import abstract
+from jaxinfer.wrapped import is_wrapper, spelling, text_model
+from tests.models.parity import load_case
+from tools.oracle.golden import load, write_checkpoint
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens" / "models"
+MISTRAL = {"model_type": "mistral", "hidden_size": 64, "dtype": "bfloat16"}
+
+
+def wrapper(architecture: str, **fields: object) -> dict:
+    return {"architectures": [architecture], "vision_config": {"hidden_size": 7}, **fields}
+
+
+def test_a_text_model_has_its_own_fields_and_what_the_wrapper_says_of_both() -> None:
+    config = wrapper(
+        "Mistral3ForConditionalGeneration", text_config=MISTRAL, quantization_config={"quant_method": "fp8"}
+    )
+    found = text_model({**config, "tie_word_embeddings": True, "hidden_size": 9})
+    assert found["architectures"] == ["MistralForCausalLM"]
+    assert (found["model_type"], found["hidden_size"], found["dtype"]) == ("mistral", 64, "bfloat16")
+    assert found["quantization_config"] == {"quant_method": "fp8"}
+    assert found["tie_word_embeddings"] is True
+    assert "vision_config" not in found
+    assert text_model(found) == found
+
+
+def test_a_model_that_is_no_wrapper_stays_as_it_is() -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "text_config": {"hidden_size": 3}}
+    assert text_model(config) is config
+    assert not is_wrapper(config)
+
+
+def test_rotary_embeddings_in_three_dimensions_are_plain_for_a_text() -> None:
+    mrope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    found = text_model(wrapper("Qwen2_5_VLForConditionalGeneration", rope_scaling=mrope))
+    assert found["rope_scaling"] == {"type": "default", "mrope_section": [16, 24, 24]}
+
+
+def test_an_unknown_text_model_is_refused_by_the_wrappers_name() -> None:
+    config = wrapper("LlavaForConditionalGeneration", text_config={"model_type": "martian"})
+    with pytest.raises(ConfigError, match="LlavaForConditionalGeneration"):
+        abstract(config, "float32")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "spelled", "head"),
+    [
+        ("language_model.model.norm.weight", "language_model.model.norm.weight", "language_model.lm_head.weight"),
+        ("model.language_model.norm.weight", "model.language_model.norm.weight", "lm_head.weight"),
+        ("model.norm.weight", "model.norm.weight", "lm_head.weight"),
+    ],
+)
+def test_names_are_spelled_as_the_checkpoint_spells_them(tensor: str, spelled: str, head: str) -> None:
+    spell = spelling([tensor, "visual.patch_embed.proj.weight"])
+    assert (spell("model.norm.weight"), spell("lm_head.weight")) == (spelled, head)
+
+
+def test_what_is_left_out_is_said_once(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "jaxinfer"):
+        load_case(load(GOLDENS / "mistral3-hub"), tmp_path)
+    said = [record.getMessage() for record in caplog.records if "without images" in record.getMessage()]
+    assert len(said) == 1
+    assert "multi_modal_projector: 4" in said[0]
+    assert "vision_tower: " in said[0]
+
+
+def test_a_tensor_that_belongs_to_nothing_is_still_refused(tmp_path: pathlib.Path) -> None:
+    case = load(GOLDENS / "mistral3-hub")
+    case.shapes["language_model.model.layers.0.stray.weight"] = (2, 2)
+    object.__setattr__(
+        case, "tensors", lambda: {name: np.zeros(shape, np.float32) for name, shape in case.shapes.items()}
+    )
+    with pytest.raises(ValueError, match="stray"):
+        load_case(case, tmp_path)
+
+
+def test_a_saved_text_model_is_one_alone(tmp_path: pathlib.Path) -> None:
+    model = load_case(load(GOLDENS / "gemma3-hub"), tmp_path / "wrapped")
+    model.save(tmp_path / "alone")
+    again = load_model(str(tmp_path / "alone"), show_progress=False)
+    tokens = jnp.arange(12)
+    np.testing.assert_array_equal(again(tokens), model(tokens))
+    assert json.loads((tmp_path / "alone/config.json").read_text())["architectures"] == ["Gemma3ForCausalLM"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--output-format", "safetensors"], ["--quantize", "int8"]])
+def test_a_converted_text_model_is_one_alone(tmp_path: pathlib.Path, arguments: list[str]) -> None:
+    model = load_case(load(GOLDENS / "mistral3-hub"), tmp_path / "wrapped")
+    assert main([str(tmp_path / "wrapped"), str(tmp_path / "made"), *arguments]) == 0
+    again = load_model(str(tmp_path / "made"), "float32", show_progress=False)
+    np.testing.assert_allclose(
+        again(jnp.arange(12)), model(jnp.arange(12)), atol=0.2 if arguments[-1:] == ["int8"] else 0
+    )
+
+
+def test_a_folder_without_a_tokenizer_speaks_token_ids(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(load(GOLDENS / "llama-mha"), tmp_path)
+    with LLM(str(tmp_path), "float32", max_model_len=64, max_num_seqs=2, show_progress=False) as llm:
+        assert llm.tokenizer is None
+        [output] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))
+        assert len(output.outputs[0].token_ids) == 4
+        with pytest.raises(ValueError, match="has no tokenizer"):
+            llm.generate(["text"])
