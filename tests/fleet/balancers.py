@@ -132,11 +132,7 @@ _DOORS = ("http_doors", "grpc_doors")
 
 def _healthy(hosts: Sequence[Mapping[str, object]]) -> set[str]:
     """The names of Envoy's hosts that get requests, in the order in which the configuration has them."""
-    return {
-        name
-        for name, host in zip("ab", hosts, strict=True)
-        if host["health_status"] == {"eds_health_status": "HEALTHY"}
-    }
+    return {name for name, host in zip("ab", hosts, strict=True) if host["health_status"] == {"eds_health_status": "HEALTHY"}}
 
 
 def _is_up(row: Mapping[str, str]) -> bool:

@@ -60,15 +60,8 @@ OTHERS: dict[str, Values] = {
         "resources": {"limits": {"nvidia.com/gpu": None}},
     },
     "open": {"networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
-    "claims": {
-        "programs": {"claim": "programs"},
-        "models": {"readOnly": False},
-        "image": {"pullSecrets": ["registry"]},
-    },
-    "a folder of the node": {
-        "programs": {"hostPath": "/var/cache/jaxinfer"},
-        "image": {"digest": "sha256:" + "0" * 64},
-    },
+    "claims": {"programs": {"claim": "programs"}, "models": {"readOnly": False}, "image": {"pullSecrets": ["registry"]}},
+    "a folder of the node": {"programs": {"hostPath": "/var/cache/jaxinfer"}, "image": {"digest": "sha256:" + "0" * 64}},
     "a balancer": {"service": {"type": "LoadBalancer", "annotations": {"example.com/internal": "true"}}},
     "IPv6, names": {"listen": "::", "nameOverride": "llama", "fullnameOverride": "llama-8b"},
     "placed": merged(
@@ -288,9 +281,7 @@ def test_ports_are_those_of_the_settings(rendered: Rendered) -> None:
     for name, pod in rendered.pods.items():
         ports = {each["name"]: each["containerPort"] for each in container(pod).get("ports", [])}
         assert ports == ({} if name == "follower" else wanted)
-    served = {
-        port["targetPort"]: port["port"] for each in rendered.of_kind("Service") for port in each["spec"]["ports"]
-    }
+    served = {port["targetPort"]: port["port"] for each in rendered.of_kind("Service") for port in each["spec"]["ports"]}
     assert served == wanted
     for monitor in rendered.of_kind("PodMonitor"):
         assert [each["port"] for each in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
@@ -350,7 +341,9 @@ def test_only_those_who_are_named_reach_a_door(rendered: Rendered) -> None:
     assert "" not in (clients["from"], monitoring["from"])
 
 
-def test_processes_of_a_group_reach_one_another_and_nobody_else_reaches_them(plain: Rendered, group: Rendered) -> None:
+def test_processes_of_a_group_reach_one_another_and_nobody_else_reaches_them(
+    plain: Rendered, group: Rendered
+) -> None:
     policy = _policy(group, "pods")
     assert policy is not None
     mine = [{"podSelector": {"matchLabels": policy["spec"]["podSelector"]["matchLabels"]}}]
@@ -447,9 +440,7 @@ def test_every_file_that_is_named_is_mounted(rendered: Rendered) -> None:
     files = yaml.safe_load(rendered.settings)
     named = {name: files[name] for name in ("api_keys", "tls_cert", "tls_key", "group_key_file") if name in files}
     named["compilation_cache_dir"] = files["compilation_cache_dir"] + "/x"
-    mounts = {
-        name: [each["mountPath"] for each in container(pod)["volumeMounts"]] for name, pod in rendered.pods.items()
-    }
+    mounts = {name: [each["mountPath"] for each in container(pod)["volumeMounts"]] for name, pod in rendered.pods.items()}
     for name, path in named.items():
         assert str(pathlib.Path(path).parent) in mounts.get("leader", mounts.get("server", [])), name
     assert not {"api_keys"} & set(named) or rendered.settings.count("insecure") == 0
@@ -501,9 +492,7 @@ def test_probes_ask_the_doors_process_alone(rendered: Rendered) -> None:
             continue
         paths = {kind: probe["httpGet"]["path"] for kind, probe in probes.items()}
         assert paths == {"startup": "/health", "readiness": "/ready", "liveness": "/health"}
-        assert {(each["httpGet"]["port"], each["httpGet"]["scheme"]) for each in probes.values()} == {
-            ("metrics", scheme)
-        }
+        assert {(each["httpGet"]["port"], each["httpGet"]["scheme"]) for each in probes.values()} == {("metrics", scheme)}
         assert probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"] == 180
 
 

@@ -150,9 +150,7 @@ def _check_doors(config: Values, trust: Any) -> None:
 
     def figures(key: str) -> int:
         bearer = {"authorization": f"Bearer {key}"}
-        found = httpx.get(
-            f"https://127.0.0.1:{config['metrics_port']}/metrics", headers=bearer, verify=trust, timeout=60
-        )
+        found = httpx.get(f"https://127.0.0.1:{config['metrics_port']}/metrics", headers=bearer, verify=trust, timeout=60)
         return found.status_code
 
     assert [figures(key) for key in (*KEYS.values(), "wrong")] == [403, 200, 401]
