@@ -15,7 +15,7 @@ import pathlib
 import secrets
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -75,7 +75,7 @@ class Replica:
         RuntimeError: a start that can only fail; the message says why.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc] # Ray awaits it
         self, config: ServeConfig, command: Sequence[str] | None, num_cpus: float, num_gpus: float
     ) -> None:
         logs.configure(config.log_format, config.log_level)
@@ -144,17 +144,13 @@ class Replica:
 
     async def Generate(  # noqa: N802
         self, request: Message, grpc_context: RayServegRPCContext
-    ) -> AsyncIterator[Encoded]:
-        async with contextlib.aclosing(self._calls.streamed("Generate", request, grpc_context)) as answer:
-            async for message in answer:
-                yield message
+    ) -> AsyncGenerator[Encoded]:
+        return self._calls.streamed("Generate", request, grpc_context)
 
     async def GenerateBatch(  # noqa: N802
         self, requests: AsyncIterator[Message], grpc_context: RayServegRPCContext
-    ) -> AsyncIterator[Encoded]:
-        async with contextlib.aclosing(self._calls.streamed("GenerateBatch", requests, grpc_context)) as answer:
-            async for message in answer:
-                yield message
+    ) -> AsyncGenerator[Encoded]:
+        return self._calls.streamed("GenerateBatch", requests, grpc_context)
 
     async def Tokenize(self, request: Message, grpc_context: RayServegRPCContext) -> Encoded:  # noqa: N802
         return await self._calls.single("Tokenize", request, grpc_context)

@@ -8,6 +8,8 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 
+collect_ignore = [] if importlib.util.find_spec("ray") else ["test_ray.py"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -31,6 +32,8 @@ PROMPT = "Hi"
 IDS = fake_tokenizer().encode(PROMPT)
 MODEL = "fake"
 SLOW_STEP = 0.5  # seconds: what the network and Python take besides counts little
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3"}
+BEHIND_HAPROXY = HAPROXY.items() <= os.environ.items()
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +139,13 @@ def test_a_wrong_setting_is_refused_before_anything_runs(running: Cluster) -> No
         running.run("wrong", [], max_num_seqs=0)
 
 
+def test_nobody_else_imports_ray() -> None:
+    code = (
+        "import sys, jaxinfer.serve.__main__, jaxinfer.integrations.replicas.settings; sys.exit('ray' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=BOUND).returncode == 0
+
+
 # ---- clients that go away
 
 
@@ -151,14 +161,19 @@ def test_a_stream_whose_client_goes_away_stops_within_two_steps(
     before = slow.figure("generation_tokens_total")
     seen = _read_over_http(slow, 3) if door == "http" else _read_over_grpc(slow, channel, 3)
     wait_until(lambda: slow.figure("num_requests_running") == 0)
-    assert seen <= slow.figure("generation_tokens_total") - before <= seen + 2
+    late = door == "http" and BEHIND_HAPROXY  # which learns of it when it writes
+    assert seen <= slow.figure("generation_tokens_total") - before <= seen + 2 + late
 
 
 def _read_over_http(app: Application, tokens: int) -> int:
     """Read so many, and leave."""
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body(stream=True, max_tokens=1000), timeout=BOUND) as it:
-        events = [line for line in _first(it.iter_lines(), "data: ", tokens)]
-    return len(events)
+    with streamed(app) as answer:
+        return len(list(_first(answer.iter_lines(), "data: ", tokens)))
+
+
+def streamed(app: Application) -> contextlib.AbstractContextManager[httpx.Response]:
+    """A stream that is long."""
+    return httpx.stream("POST", f"{app.url}/v1/completions", json=body(stream=True, max_tokens=1000), timeout=BOUND)
 
 
 def _read_over_grpc(app: Application, channel: grpc.Channel, tokens: int) -> int:
@@ -199,12 +214,15 @@ def test_keys_are_asked_for_over_both(running: Cluster, channel: grpc.Channel, t
 # ---- engines that end
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_started_again_by_its_replica(running: Cluster) -> None:
     app = running.run("dying", ["--seconds", "0.02"], served_model_name=MODEL)
     (core,) = app.cores()
     (replica,) = app.replicas()
     assert os.getpgid(core) == core
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body(stream=True, max_tokens=1000), timeout=BOUND) as it:
+    with httpx.stream(
+        "POST", f"{app.url}/v1/completions", json=body(stream=True, max_tokens=1000), timeout=BOUND
+    ) as it:
         lines = it.iter_lines()
         next(lines)
         os.kill(core, signal.SIGKILL)
@@ -292,7 +310,9 @@ def test_an_upgrade_under_load_loses_nothing(running: Cluster) -> None:
 def _over_http(app: Application) -> str:
     try:
         answer = app.post("/v1/completions", body(stream=True))
-        return "whole" if answer.text.endswith("data: [DONE]\n\n") else f"http: {answer.status_code} {answer.text[-200:]}"
+        return (
+            "whole" if answer.text.endswith("data: [DONE]\n\n") else f"http: {answer.status_code} {answer.text[-200:]}"
+        )
     except httpx.HTTPError as error:
         return f"http: {error!r}"
 
@@ -356,3 +376,13 @@ print(list(llm.generate(["ROMEO:"], SamplingParams(temperature=0.8, seed=7, max_
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **flags}, capture_output=True, check=True)
     tokens: list[int] = json.loads(done.stdout.splitlines()[-1])
     return tokens
+
+
+# ---- Ray's other proxy
+
+
+@pytest.mark.slow
+def test_the_same_holds_behind_haproxy() -> None:
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "fleet and not slow", __file__]
+    done = subprocess.run([sys.executable, *words], env={**os.environ, **HAPROXY}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]

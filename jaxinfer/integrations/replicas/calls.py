@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -64,7 +64,7 @@ class Calls:
 
     async def streamed(
         self, name: str, requests: Message | AsyncIterator[Message], context: CallContext
-    ) -> AsyncIterator[Encoded]:
+    ) -> AsyncGenerator[Encoded]:
         """Answer by messages, as they come. Leaving it ends the call.
 
         Raises:
@@ -155,4 +155,3 @@ def is_near(peer: str) -> bool:
 
 async def _one(request: Message) -> AsyncIterator[Message]:
     yield request
-

@@ -15,6 +15,7 @@ import yaml
 from jaxinfer.config import EngineConfig
 from jaxinfer.names import advice
 from jaxinfer.serve.calls import ServeLimits
+from jaxinfer.serve.kv_events.settings import KvEventsConfig
 from jaxinfer.serve.settings import ServeConfig, ServeConfigError, make_config, read_settings
 
 POLICY = "jaxinfer.integrations.replicas.scaling.QueueLength"
@@ -27,6 +28,7 @@ _LOOK_SECONDS = 2.0
 """Between two looks at what still runs, where no `drain_delay` is set."""
 
 _CONNECTIONS = "connections are the proxy's: set it there"
+_ROUTED = "which replica has a request is the proxy's to say: no router of others is there to listen"
 _MEMBERS = "the processes of a replica are numbered, and told where process 0 is, by Ray"
 _TLS = "is the proxy's: ssl_certfile, ssl_keyfile and ssl_ca_certs of http_options"
 ELSEWHERE: Mapping[str, str] = {
@@ -39,6 +41,7 @@ ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _TLS),
     **dict.fromkeys(("max_connections", "max_receive_bytes", "header_seconds"), _CONNECTIONS),
     **dict.fromkeys(("keepalive_seconds", "slow_reader_seconds"), _CONNECTIONS),
+    **dict.fromkeys(("vllm_grpc", *(field.name for field in dataclasses.fields(KvEventsConfig))), _ROUTED),
     **dict.fromkeys(("process_id", "coordinator_address"), _MEMBERS),
 }
 """Settings of `jaxinfer serve` that mean nothing here, and why."""

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.serve.core.folder import SocketFolder
@@ -72,7 +73,7 @@ class Child:
                 self.process.send_signal(number)
 
 
-def _grouped(command: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+def _grouped(command: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """A command, and the options that start it in a group of its own. uvloop, which others' programs run us on, has no
     such option: there the process becomes the command when it has moved."""
     if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
