@@ -14,6 +14,7 @@ import yaml
 
 from jaxinfer.cli.serve import parse
 from jaxinfer.serve.auth import read_keys
+from jaxinfer.version import __version__
 from tests.fleet.chart import (
     CHART,
     REPO,
@@ -300,3 +301,8 @@ def test_the_first_look_needs_neither_a_checkpoint_nor_a_gpu(repo: pathlib.Path)
     assert "models" not in {each["name"] for each in pod["spec"]["volumes"]}
     assert container(pod)["image"] == "jaxinfer:latest"
     assert "nvidia.com/gpu" not in container(pod)["resources"]["limits"]
+
+
+def test_the_chart_is_of_this_version() -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        assert chart.metadata["appVersion"] == __version__

@@ -48,7 +48,7 @@ def small(model: str, **more: Any) -> Values:
     """Values for a model of this machine on free ports."""
     ports = dict(zip(("grpc_port", "http_port", "metrics_port", "control_port"), free_ports(4), strict=True))
     engine = {"max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64], "max_prefill_rows": 1}
-    config = {"model": model, "served_model_name": model, "drain_delay": 5, "drain_seconds": 30, **ports}
+    config = {"model": model, "served_model_name": model, "drain_delay": 10, "drain_seconds": 30, **ports}
     return merged(
         {"models": {"claim": ""}, "apiKeys": {"secret": "", "entries": entries()}},
         {"config": {**config, "engine": engine}},
@@ -137,7 +137,7 @@ def test_a_pod_serves_answers_its_probes_and_drains(tmp_path: pathlib.Path, fold
     server = pod.start()
     with ended(server):
         wait_until(lambda: status(pod.probe("startup")) == 200 or server.process.poll() is not None)
-        wait_until(lambda: status(pod.probe("readiness")) == 200 or server.process.poll() is not None)
+        wait_until(lambda: status(pod.probe("readiness")) == 200 or server.process.poll() is not None, 300)
         assert status(pod.probe("liveness")) == 200, server.log()
         _check_doors(values["config"], trusting(certificate))
         assert list((folder / "server/programs").iterdir()), "no compiled program was kept"
