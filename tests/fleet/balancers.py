@@ -83,7 +83,7 @@ class Balancer:
 
     def out(self) -> set[str]:
         """The replicas none of whose doors gets requests."""
-        return {"a", "b"} - set.union(*self.doors())
+        return {"a", "b"}.difference(*self.doors())
 
     def leave(self) -> None:
         """Let it stop, as its operator does who waits for what runs."""
