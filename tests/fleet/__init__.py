@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.fleet.gates")
+pytest.register_assert_rewrite("tests.fleet.gates", "tests.fleet.rolling", "tests.fleet.tls")

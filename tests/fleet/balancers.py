@@ -66,7 +66,7 @@ class Balancer:
             wait_until(self._answers)
             wait_until(lambda: self.up() == {"a", "b"})
         except BaseException:
-            self.end()
+            self.close()
             raise
 
     def command(self, config: pathlib.Path) -> list[str]:
@@ -83,7 +83,7 @@ class Balancer:
 
     def out(self) -> set[str]:
         """The replicas none of whose doors gets requests."""
-        return {"a", "b"} - set.union(*self.doors())
+        return {"a", "b"}.difference(*self.doors())
 
     def leave(self) -> None:
         """Let it stop, as its operator does who waits for what runs."""
@@ -95,7 +95,7 @@ class Balancer:
         assert answer.status_code == 200, answer.text
         return answer.text
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Leave nothing behind."""
         self.process.kill()
         self.process.wait()
@@ -140,7 +140,7 @@ class HAProxy(Balancer):
 
     def doors(self) -> list[set[str]]:
         rows = list(csv.DictReader(self.figures("/;csv").removeprefix("# ").splitlines()))
-        up = [row for row in rows if row["status"] == "UP" and row["svname"] in ("a", "b")]
+        up = [row for row in rows if row["status"].startswith("UP") and row["svname"] in ("a", "b")]
         return [{row["svname"] for row in up if row["pxname"] == door} for door in self._doors]
 
     def leave(self) -> None:

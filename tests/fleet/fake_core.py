@@ -42,7 +42,7 @@ class JournalRunner(fake.FakeRunner):
 
 
 def _sequences(plan: StepPlan) -> list[Sequence]:
-    return [row.sequence for row in (*plan.prefills, *plan.decodes)]
+    return [prefill.sequence for prefill in plan.prefills] + [row.sequence for row in plan.decodes]
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ class Gates:
                 wait_until(lambda: refuses(balancer.http))
             assert {ask.ended for ask in begun} == {WHOLE}
         finally:
-            balancer.end()
+            balancer.close()
 
     def test_a_rolling_restart_loses_no_request(self, fleet: Fleet) -> None:
         """A replica that is out gets none that is new: `Fleet.restart` looks."""
@@ -195,7 +195,7 @@ class Doors:
         folder, ports = tmp_path_factory.mktemp("doors"), [upstream.ports for upstream in upstreams]
         balancer = cls.balancer(folder, ports, doors=["http_doors"])
         yield balancer
-        balancer.end()
+        balancer.close()
 
     @pytest.fixture
     def door(self, running: Balancer, upstreams: list[Upstream]) -> Iterator[httpx.Client]:

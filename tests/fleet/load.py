@@ -156,9 +156,8 @@ class Grpc:
 
     def ask(self, ask: Ask) -> None:
         """Make the request, and read its answer to the end."""
-        options = {"max_tokens": ask.tokens, "seed": ask.seed, "request_id": ask.request_id}
         try:
-            self._call = self._client.stream(PROMPT, **options)
+            self._call = self._client.stream(PROMPT, max_tokens=ask.tokens, seed=ask.seed, request_id=ask.request_id)
             reason = None
             for delta in self._call:
                 ask.text += delta.text

@@ -73,7 +73,7 @@ class Fleet:
 
     def end(self) -> None:
         """Leave nothing behind."""
-        self.balancer.end()
+        self.balancer.close()
         self._end_replicas()
 
     def _end_replicas(self) -> None:

@@ -11,10 +11,15 @@ import httpx
 
 from tests.fleet.balancers import ENVOY, Balancer, Envoy, envoy_program
 from tests.fleet.gates import Doors, Gates
+from tests.fleet.tls import Encrypted
 from tests.fleet.upstreams import Upstream, say
 
 
 class TestGates(Gates):
+    balancer = Envoy
+
+
+class TestEncrypted(Encrypted):
     balancer = Envoy
 
 

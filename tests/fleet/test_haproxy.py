@@ -6,9 +6,14 @@ import subprocess
 
 from tests.fleet.balancers import HAPROXY, HAProxy, haproxy_program
 from tests.fleet.gates import Doors, Gates
+from tests.fleet.tls import Encrypted
 
 
 class TestGates(Gates):
+    balancer = HAProxy
+
+
+class TestEncrypted(Encrypted):
     balancer = HAProxy
 
 

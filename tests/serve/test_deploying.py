@@ -3,13 +3,11 @@
 import configparser
 import pathlib
 import re
-import subprocess
 
 import pytest
 import yaml
 
-from jaxinfer.serve.settings import make_config, read_settings
-from tests.serve.rolling import HAPROXY, documented
+from jaxinfer.serve.settings import ServeLimits, make_config, read_settings
 
 
 class Unit(configparser.ConfigParser):
@@ -29,15 +27,6 @@ def production(repo: pathlib.Path):
     return make_config(read_settings(repo / "configs" / "deployments" / "production.yaml"))
 
 
-@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
-def test_haproxy_takes_its_configuration(tmp_path):
-    config = tmp_path / "haproxy.cfg"
-    config.write_text(documented())
-    assert HAPROXY is not None
-    checked = subprocess.run([HAPROXY, "-c", "-f", str(config)], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
-
-
 def test_orchestrators_wait_for_the_delay_and_the_drain_and_ten_seconds_more(page, production):
     seconds = production.drain_delay + production.drain_seconds + 10
     deployment, scrape = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
@@ -53,8 +42,33 @@ def test_orchestrators_wait_for_the_delay_and_the_drain_and_ten_seconds_more(pag
     assert f"--stop-timeout {seconds:.0f}" in page
 
 
-def test_a_balancer_notices_within_the_delay(production):
-    """Checks that must fail, the pauses between them, and the time-out of one."""
-    found = re.search(r"inter (\d+)s fall (\d+)", documented())
-    assert found is not None
-    assert int(found[1]) * (int(found[2]) + 1) + 2 < production.drain_delay
+def test_haproxy_notices_within_the_delay(repo, production):
+    """Checks that must fail, the pauses between them, and the time-out of each."""
+    text = (repo / "configs/haproxy/haproxy.cfg").read_text()
+    check = re.search(r"check inter (\d+)s fastinter (\d+)ms fall (\d+)", text)
+    timeout = re.search(r"timeout check (\d+)s", text)
+    assert check is not None
+    assert timeout is not None
+    pause, fast, fall, seconds = int(check[1]), int(check[2]) / 1000, int(check[3]), int(timeout[1])
+    assert pause + fast * (fall - 1) + fall * seconds < production.drain_delay
+
+
+def test_envoy_notices_within_the_delay(repo, production):
+    text = (repo / "configs/envoy/envoy.yaml").read_text()
+    clusters = yaml.safe_load(text)["static_resources"]["clusters"]
+    assert [cluster["name"] for cluster in clusters] == ["http_doors", "grpc_doors"]
+    for (check,) in (cluster["health_checks"] for cluster in clusters):
+        pause, seconds = float(check["interval"][:-1]), float(check["timeout"][:-1])
+        assert check["unhealthy_threshold"] * (pause + seconds) < production.drain_delay
+        assert check["no_traffic_interval"] == check["interval"]
+
+
+def test_balancers_bound_what_the_server_bounds(repo, production):
+    """Bodies, and heads; as many connections as the server takes, less some."""
+    envoy, haproxy = ((repo / "configs" / file).read_text() for file in ("envoy/envoy.yaml", "haproxy/haproxy.cfg"))
+    limit = ServeLimits().message_bytes
+    assert f"max_request_bytes: {limit}" in envoy
+    assert f"req.hdr_val(content-length) gt {limit}" in haproxy
+    assert "max_connections: 1000\n" in envoy
+    assert haproxy.count("maxconn 1000\n") == 2
+    assert production.max_connections > 1000
