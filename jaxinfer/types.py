@@ -133,7 +133,8 @@ class SequenceDelta:
 
     There is one of each running sequence a step: ``logprobs`` is no list of its own where none were asked for.
     ``cached_tokens`` and ``prompt_logprobs`` are in the first delta that has a token: prompt tokens that were found in
-    the prefix cache when the sequence was first admitted, and what was asked of the prompt.
+    the prefix cache when the sequence was first admitted, and what was asked of the prompt. ``draft_tokens`` were
+    verified in this step, of which ``draft_accepted`` were confirmed.
     """
 
     request_id: str
@@ -144,6 +145,8 @@ class SequenceDelta:
     stop_reason: int | str | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     cached_tokens: int | None = None
+    draft_tokens: int = 0
+    draft_accepted: int = 0
 
 
 # ---- parameters of a model, declared once: shape, sharding, initialisation and checkpoint mapping derive from these

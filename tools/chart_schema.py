@@ -1,7 +1,6 @@
-"""Write what `config` of the Helm chart may hold into its values.schema.json, from the settings of a server.
+"""What `config` of the Helm chart may hold, made of the settings of a server: helm refuses by name what is no setting.
 
-So helm refuses a setting that there is not, or of another type, by its name. The rest of that file is written by hand.
-`python -m tools.settings_tables` does this, too.
+`python -m tools.settings_tables` writes it into the chart's values.schema.json, whose rest is written by hand.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ FILE = pathlib.Path(__file__).resolve().parent.parent / "configs/kubernetes/jaxi
 OF_THE_CHART = (
     *("host", "metrics_host", "compilation_cache_dir", "api_keys", "tls_cert", "tls_key"),
     *("num_processes", "process_id", "coordinator_address", "group_key_file"),
+    *("kv_events", "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_insecure"),
 )
 """Settings that the chart makes of other values."""
 
@@ -32,15 +32,15 @@ UNFIT = ("tls_client_ca",)
 
 _NESTED: Mapping[str, type] = {"limits": ServeLimits, "engine": EngineConfig}
 _TYPES: Mapping[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
-_DOORS = ("grpc_port", "http_port", "metrics_port", "control_port")
+_DOORS = ("grpc_port", "metrics_port", "control_port")
 _DOOR = {"type": "integer", "minimum": 1024, "maximum": 65535}  # user 10001 may not take lower ones everywhere
 _NEEDED = ("model", "grpc_port", "http_port", "metrics_port", "drain_delay", "drain_seconds")
 _TIME = {"exclusiveMinimum": 0, "maximum": 2_000_000}
 
 
-def current() -> str:
+def with_settings(text: str) -> str:
     """The file as it must be."""
-    schema = json.loads(FILE.read_text(encoding="utf-8"))
+    schema = json.loads(text)
     schema["properties"]["config"] = config_schema()
     return json.dumps(schema, indent=2) + "\n"
 
@@ -52,7 +52,7 @@ def config_schema() -> dict[str, Any]:
         schema["properties"][name] = _schema(kind, ())
     for name in _DOORS:
         schema["properties"][name] |= _DOOR
-    schema["properties"]["http_port"] = {"anyOf": [_DOOR, {"enum": ["off", False]}]}
+    schema["properties"]["http_port"] |= {"anyOf": [_DOOR, {"enum": ["off", False]}]}
     for name in TIMES:
         schema["properties"][name] |= _TIME
     schema["properties"]["drain_delay"] |= {"minimum": 0, "maximum": 86400}

@@ -1,7 +1,7 @@
-"""Write the tables of settings in docs/ from the dataclasses that hold them.
+"""Write the tables of settings in docs/, and the Helm chart's schema of them, from the dataclasses that hold them.
 
-    python -m tools.settings_tables            writes the tables
-    python -m tools.settings_tables --check    exit code 1 where a table is not current
+    python -m tools.settings_tables            writes the tables and the schema
+    python -m tools.settings_tables --check    exit code 1 where one of them is not current
 
 A table stands between ``<!-- settings: NAME -->`` and ``<!-- end -->``; NAME is one of `KINDS`.
 """
@@ -19,6 +19,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.flags import attribute_docs
 from jaxinfer.serve.calls import ServeLimits
 from jaxinfer.serve.settings import ServeConfig
+from tools.chart_schema import FILE as SCHEMA
+from tools.chart_schema import with_settings
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 PAGES = ("settings.md", "serving.md")
@@ -33,13 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     options, current = parser.parse_args(arguments), True
-    for name in PAGES:
-        path = DOCS / name
+    pages = {f"docs/{name}": (DOCS / name, with_tables) for name in PAGES}
+    for name, (path, make) in {**pages, SCHEMA.name: (SCHEMA, with_settings)}.items():
         before = path.read_text(encoding="utf-8")
-        after = with_tables(before)
+        after = make(before)
         if before != after:
             current = False
-            print(f"docs/{name} " + ("is not current: python -m tools.settings_tables" if options.check else "written"))
+            how = "is not current: python -m tools.settings_tables" if options.check else "written"
+            print(f"{name} {how}")
             if not options.check:
                 path.write_text(after, encoding="utf-8")
     return int(options.check and not current)

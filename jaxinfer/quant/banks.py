@@ -223,10 +223,10 @@ def _write_of_rank(
     written = {}
     for name, bank in banks.items():
         place = slot - lax.axis_index("dp_attn") * bank.shape[0] if name in own else slot
-        is_here = (place >= 0) & (place < bank.shape[0])
-        kept = lax.dynamic_index_in_dim(bank, place, keepdims=False)
-        array = jnp.where(is_here, arrays[name].astype(bank.dtype), kept)
-        written[name] = lax.dynamic_update_index_in_dim(bank, array, jnp.clip(place, 0, bank.shape[0] - 1), 0)
+        near = jnp.clip(place, 0, bank.shape[0] - 1)  # of another rank's slot: one that stays as it is
+        kept = lax.dynamic_index_in_dim(bank, near, keepdims=False)
+        array = jnp.where(place == near, arrays[name].astype(bank.dtype), kept)
+        written[name] = lax.dynamic_update_index_in_dim(bank, array, near, 0)
     return written
 
 

@@ -38,6 +38,7 @@ class Generation:
         request_id: the client's.
         seed, prompt_token_ids, n, lora: as the engine accepted them.
         trace: is told how it went, once it has ended.
+        drafts: of each output, the draft tokens that were verified so far, and those that were confirmed.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Generation:
         self._place = place or nowhere()
         self._deltas = aiter(stream)
         self._outputs = [Output(tokenizer, request) for _ in range(self.n)]
+        self.drafts = [(0, 0)] * self.n
         self._running = self.n
         self._completion = self._cached = 0
         self._cut: ServeError | None = None
@@ -158,6 +160,9 @@ class Generation:
         if output.ended:  # by a stop string, of which the engine has not heard yet
             return None
         new = output.take(delta)
+        if delta.draft_tokens:
+            tokens, accepted = self.drafts[index]
+            self.drafts[index] = (tokens + delta.draft_tokens, accepted + delta.draft_accepted)
         if not self._completion:
             self.trace.token()
             self._place.begin()

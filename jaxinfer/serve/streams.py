@@ -123,4 +123,6 @@ def merged(first: SequenceDelta, then: SequenceDelta) -> SequenceDelta:
     first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
     first.prompt_logprobs = first.prompt_logprobs or then.prompt_logprobs
     first.cached_tokens = then.cached_tokens if first.cached_tokens is None else first.cached_tokens
+    first.draft_tokens += then.draft_tokens
+    first.draft_accepted += then.draft_accepted
     return first

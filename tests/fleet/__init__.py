@@ -1,1 +1,5 @@
 """Other people's routers, proxies and orchestrators in front of replicas: run by `make test-fleet`."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.fleet.gates")

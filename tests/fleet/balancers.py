@@ -20,6 +20,7 @@ from tests.serve.core.fake_core import REPO
 from tests.serve.processes import wait_until
 
 HAPROXY, ENVOY = REPO / "configs/haproxy/haproxy.cfg", REPO / "configs/envoy/envoy.yaml"
+DOORS = ("http_doors", "grpc_doors")
 
 
 class Balancer:
@@ -36,14 +37,24 @@ class Balancer:
     shipped: tuple[int, int, int]
     """Its own ports in the configuration: HTTP, gRPC, the operators'."""
 
-    def __init__(self, folder: pathlib.Path, replicas: Sequence[Ports], rewrite: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        replicas: Sequence[Ports],
+        *,
+        doors: Sequence[str] = DOORS,
+        rewrite: Callable[[str], str] = str,
+    ) -> None:
         """Start, and return when all replicas are up.
 
         Args:
             folder: for its configuration and its log.
             replicas: the ports of the two.
+            doors: of which they have to be up.
             rewrite: changes the configuration further.
         """
+        folder.mkdir(exist_ok=True)
+        self._doors = doors
         self.http, self.grpc, self.admin = free_ports(3)
         own = dict(zip(self.shipped, (self.http, self.grpc, self.admin), strict=True))
         text = rewrite(with_ports(self.config.read_text(), {**own, **replica_ports(replicas)}))
@@ -62,9 +73,17 @@ class Balancer:
         """What runs it."""
         raise NotImplementedError
 
-    def up(self) -> set[str]:
-        """The replicas both of whose doors get requests."""
+    def doors(self) -> list[set[str]]:
+        """For each kind of door, the replicas that get its requests."""
         raise NotImplementedError
+
+    def up(self) -> set[str]:
+        """The replicas all of whose doors get requests."""
+        return set.intersection(*self.doors())
+
+    def out(self) -> set[str]:
+        """The replicas none of whose doors gets requests."""
+        return {"a", "b"} - set.union(*self.doors())
 
     def leave(self) -> None:
         """Let it stop, as its operator does who waits for what runs."""
@@ -96,17 +115,19 @@ class Envoy(Balancer):
     config, shipped = ENVOY, (8080, 50050, 9901)
 
     def command(self, config: pathlib.Path) -> list[str]:
-        """One process of two threads, which has no brother in shared memory."""
-        return [envoy_program(), "-c", str(config), "--disable-hot-restart", "--concurrency", "2"]
+        """One process that has no brother in shared memory."""
+        return [envoy_program(), "-c", str(config), "--disable-hot-restart", *_HASTE]
 
-    def up(self) -> set[str]:
+    def doors(self) -> list[set[str]]:
         known = json.loads(self.figures("/clusters?format=json"))["cluster_statuses"]
-        named = [_healthy(cluster["host_statuses"]) for cluster in known if cluster["name"] in _DOORS]
-        return set.intersection(*named)
+        return [_healthy(cluster["host_statuses"]) for cluster in known if cluster["name"] in self._doors]
 
     def leave(self) -> None:
         """Its listeners ask clients to go, and close after ``--drain-time-s`` seconds."""
-        httpx.post(f"http://127.0.0.1:{self.admin}/drain_listeners?graceful&skip_exit", timeout=60)
+        httpx.post(f"http://127.0.0.1:{self.admin}/drain_listeners?graceful", timeout=60)
+
+
+_HASTE = ("--concurrency", "2", "--drain-time-s", "2", "--file-flush-interval-msec", "200")
 
 
 class HAProxy(Balancer):
@@ -117,26 +138,23 @@ class HAProxy(Balancer):
     def command(self, config: pathlib.Path) -> list[str]:
         return [haproxy_program(), "-db", "-f", str(config)]
 
-    def up(self) -> set[str]:
+    def doors(self) -> list[set[str]]:
         rows = list(csv.DictReader(self.figures("/;csv").removeprefix("# ").splitlines()))
-        states = [{row["svname"] for row in rows if row["pxname"] == door and _is_up(row)} for door in _DOORS]
-        return set.intersection(*states) & {"a", "b"}
+        up = [row for row in rows if row["status"] == "UP" and row["svname"] in ("a", "b")]
+        return [{row["svname"] for row in up if row["pxname"] == door} for door in self._doors]
 
     def leave(self) -> None:
         """It takes no connection any more, and ends with its last stream."""
         self.process.send_signal(signal.SIGUSR1)
 
 
-_DOORS = ("http_doors", "grpc_doors")
-
-
 def _healthy(hosts: Sequence[Mapping[str, object]]) -> set[str]:
     """The names of Envoy's hosts that get requests, in the order in which the configuration has them."""
-    return {name for name, host in zip("ab", hosts, strict=True) if host["health_status"] == {"eds_health_status": "HEALTHY"}}
-
-
-def _is_up(row: Mapping[str, str]) -> bool:
-    return row["status"] == "UP"
+    return {
+        name
+        for name, host in zip("ab", hosts, strict=True)
+        if host["health_status"] == {"eds_health_status": "HEALTHY"}
+    }
 
 
 def replica_ports(replicas: Sequence[Ports]) -> dict[int, int]:

@@ -6,7 +6,8 @@ import copy
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import helm_python
@@ -14,6 +15,8 @@ import jsonschema
 import kubernetes_validate
 import yaml
 from kubernetes_validate import utils
+
+from jaxinfer.serve.settings import ServeConfig, make_config
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 CHART = REPO / "configs/kubernetes/jaxinfer"
@@ -38,16 +41,19 @@ class Rendered:
         texts = [text for name, text in files.items() if not name.endswith(".tpl")]
         self.objects: list[Object] = [each for text in texts for each in yaml.safe_load_all(text) if each]
 
-    def of_kind(self, kind: str) -> list[Object]:
-        return [each for each in self.objects if each["kind"] == kind]
+    def of_kind(self, kind: str, proxy: bool = False) -> list[Object]:
+        """``proxy``: those of Envoy, else all others."""
+        found = [each for each in self.objects if each["kind"] == kind]
+        return [each for each in found if each["metadata"]["name"].endswith("-envoy") == proxy]
 
-    def one(self, kind: str, name: str | None = None) -> Object:
-        (found,) = (each for each in self.of_kind(kind) if name in (None, each["metadata"]["name"]))
+    def one(self, kind: str, proxy: bool = False) -> Object:
+        """The only one."""
+        (found,) = self.of_kind(kind, proxy)
         return found
 
     @property
     def pods(self) -> dict[str, Object]:
-        """The templates of pods: of a Deployment "server", of a group "leader" and "follower"."""
+        """The templates of engines' pods: of a Deployment "server", of a group "leader" and "follower"."""
         if deployments := self.of_kind("Deployment"):
             return {"server": deployments[0]["spec"]["template"]}
         group = self.one("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
@@ -68,11 +74,11 @@ def container(pod: Object) -> Object:
 
 def check(rendered: Rendered) -> None:
     """Raises jsonschema.ValidationError: an object is none of its kind, in one of `VERSIONS`."""
-    for each in (*rendered.objects, *map(as_pod, rendered.pods.values())):
+    for each in (*rendered.objects, *map(_as_pod, rendered.pods.values())):
         _check_text(json.dumps(each))
 
 
-def as_pod(template: Object) -> Object:
+def _as_pod(template: Object) -> Object:
     """The pod that is made of a template."""
     return {"apiVersion": "v1", "kind": "Pod", **template}
 
@@ -106,14 +112,21 @@ def merged(*layers: Values) -> Object:
     return found
 
 
+def expanded(arguments: list[str], environment: Mapping[str, str]) -> list[str]:
+    """As Kubernetes does it: a variable that there is not stays as it is."""
+    return [re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), each) for each in arguments]
+
+
 def selected(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
     """Whether a selector finds what has these labels."""
     return selector.items() <= labels.items()
 
 
-def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths of all names in nested mappings."""
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield (*path, str(name))
-            yield from leaves(part, (*path, str(name)))
+def found_by(rendered: Rendered, selector: Mapping[str, str]) -> dict[str, bool]:
+    """Which of the engines' pods a selector finds."""
+    return {name: selected(pod["metadata"]["labels"], selector) for name, pod in rendered.pods.items()}
+
+
+def settings_of(rendered: Rendered) -> ServeConfig:
+    """What the server makes of its file."""
+    return make_config(yaml.safe_load(rendered.settings))

@@ -1,7 +1,8 @@
 """The fake core with a journal of its steps: `python -m tests.fleet.fake_core OPTIONS`, its settings on stdin as ever.
 
-A line of ``--journal`` for each step: the time at which it was launched (`time.monotonic`, one clock for all processes),
-and the ids of the requests in it. A step with a request of seed `SLOW` takes ``--slow`` seconds, others ``--seconds``.
+A line of ``--journal`` for each step: the time at which it was launched (`time.monotonic`, one clock for all
+processes), and the ids of the requests in it. A step with a request of seed `SLOW` takes ``--slow`` seconds, others
+``--seconds``.
 """
 
 from __future__ import annotations

@@ -43,6 +43,11 @@ class Ask:
     ended: str = ""
 
     @property
+    def number(self) -> int:
+        """Requests are numbered as they are made."""
+        return number_of(self.request_id)
+
+    @property
     def expected(self) -> str:
         return expected_text(_TOKENS, self.seed, 0, self.tokens)
 
@@ -59,6 +64,11 @@ class Ask:
     def body(self) -> dict[str, object]:
         """For /v1/completions."""
         return {"model": "fake", "prompt": PROMPT, "max_tokens": self.tokens, "seed": self.seed}
+
+
+def number_of(request_id: str) -> int:
+    """Of the request that has this id."""
+    return int(request_id.removeprefix("ask-"))
 
 
 class Http:
@@ -189,7 +199,7 @@ class Load:
         tokens: of each answer.
     """
 
-    def __init__(self, http_port: int, grpc_port: int, clients: int = 30, tokens: int = 24) -> None:
+    def __init__(self, http_port: int, grpc_port: int, clients: int = 30, tokens: int = 100) -> None:
         self.ended, self._lock, self._stop = Counter[str](), threading.Lock(), threading.Event()
         made = [make() for _, make in zip(range(clients), itertools.cycle(kinds(http_port, grpc_port)), strict=False)]
         self._threads = [threading.Thread(target=self._run, args=(client, tokens)) for client in made]

@@ -1,7 +1,7 @@
 """Replicas: servers over the fake core in processes of their own, on ports that stay theirs when they start again.
 
-`python -m tests.fleet.replicas SETTINGS OPTIONS` is `python -m jaxinfer.serve` over that core: settings of `ServeConfig`
-as JSON, then the core's options.
+`python -m tests.fleet.replicas SETTINGS OPTIONS` is `python -m jaxinfer.serve` over that core: settings of
+`ServeConfig` as JSON, then the core's options.
 """
 
 from __future__ import annotations

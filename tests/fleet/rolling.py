@@ -16,12 +16,14 @@ import time
 from collections.abc import Iterator
 
 from tests.fleet.balancers import Balancer, Envoy, HAProxy
-from tests.fleet.load import WHOLE, Load
+from tests.fleet.load import WHOLE, Ask, Load, number_of
 from tests.fleet.replicas import Replica, start_replicas
 from tests.serve.processes import wait_until
 
 DELAY = 4.0
 """Seconds of ``drain_delay``: the shipped checks notice within two."""
+_SETTLED = 1.0  # between what the operators' port says and what all threads do
+_PATIENT = {"drain_seconds": 120.0, "step_timeout": 120.0}  # a busy machine, or a replica that is made to hang
 _BALANCERS: dict[str, type[Balancer]] = {"envoy": Envoy, "haproxy": HAProxy}
 
 
@@ -37,7 +39,7 @@ class Fleet:
     def __init__(
         self, balancer: type[Balancer], folder: pathlib.Path, delay: float = DELAY, slow: float = 0.25
     ) -> None:
-        self.replicas = start_replicas(folder, "--seconds", "0.01", "--slow", str(slow), drain_delay=delay)
+        self.replicas = start_replicas(folder, "--seconds", "0.01", "--slow", str(slow), **_PATIENT, drain_delay=delay)
         try:
             self.balancer = balancer(folder, [replica.ports for replica in self.replicas])
         except BaseException:
@@ -52,13 +54,21 @@ class Fleet:
 
     def until_out(self, replica: Replica) -> float:
         """Wait until a replica gets no requests; how long it took."""
-        return wait_until(lambda: replica.name not in self.balancer.up())
+        return wait_until(lambda: replica.name in self.balancer.out())
 
     def restart(self, replica: Replica) -> None:
-        """Stop a replica as an orchestrator does, start it again, and wait until it gets requests."""
+        """Stop a replica as an orchestrator does, start it again, and wait until it gets requests.
+
+        Raises:
+            AssertionError: it got one that was made when the balancer had taken it out a second ago.
+        """
         replica.stop()
-        assert replica.process.wait() == 0, replica.process.log()
         self.until_out(replica)
+        time.sleep(_SETTLED)
+        out = Ask().number
+        assert replica.process.wait() == 0, replica.process.log()
+        late = [name for name in replica.requests() if number_of(name) > out]
+        assert not late, (out, late)
         self.until_up()
 
     def end(self) -> None:

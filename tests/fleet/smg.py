@@ -168,9 +168,9 @@ class Crowd:
             runs = (stream.run(client, self._path, self._changed.set) for stream in self.streams)
             return list(await asyncio.gather(*runs))
 
-    async def until(self, condition: Callable[[Stream], bool]) -> None:
-        """Return when it is true of each stream."""
+    async def until(self, condition: Callable[[Stream], bool], share: float = 1.0) -> None:
+        """Return when it is true of such a share of the streams."""
         async with asyncio.timeout(BOUND):
-            while not all(condition(stream) for stream in self.streams):
+            while sum(condition(stream) for stream in self.streams) < share * len(self.streams):
                 self._changed.clear()
                 await self._changed.wait()

@@ -20,13 +20,12 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
+from jaxinfer.client import Client
 from tests.fleet import contained
-from tests.fleet.chart import Object, Rendered, Values, container, merged
-from tests.fleet.test_kubernetes import expanded
+from tests.fleet.chart import Object, Rendered, Values, container, expanded, merged
 from tests.serve.http.test_tls import certify, trusting
-from tests.serve.processes import BOUND, ServerProcess, wait_until
+from tests.serve.processes import BOUND, ServerProcess, fake_server, wait_until
 
 KEYS = {"alice": "a" * 40, "prometheus": "b" * 40}
 SCOPES = {"alice": ["infer"], "prometheus": ["observe"]}
@@ -150,7 +149,9 @@ def _check_doors(config: Values, trust: Any) -> None:
 
     def figures(key: str) -> int:
         bearer = {"authorization": f"Bearer {key}"}
-        found = httpx.get(f"https://127.0.0.1:{config['metrics_port']}/metrics", headers=bearer, verify=trust, timeout=60)
+        found = httpx.get(
+            f"https://127.0.0.1:{config['metrics_port']}/metrics", headers=bearer, verify=trust, timeout=60
+        )
         return found.status_code
 
     assert [figures(key) for key in (*KEYS.values(), "wrong")] == [403, 200, 401]
@@ -186,10 +187,36 @@ def test_it_can_write_where_it_must_alone(folder: pathlib.Path, tmp_path: pathli
     assert not outside.exists()
 
 
+def test_envoy_of_the_chart_leads_to_a_pod(tmp_path: pathlib.Path, programs: pathlib.Path) -> None:
+    """Its configuration as it is rendered, but for names and addresses of this machine."""
+    with fake_server(tmp_path) as server:
+        ports = {"http_port": server.http_port, "grpc_port": server.grpc_port}
+        rendered = Rendered({"envoy": {"enabled": True}, "config": ports})
+        text = rendered.one("ConfigMap", proxy=True)["data"]["envoy.yaml"].replace("0.0.0.0", "127.0.0.1")
+        own = dict(zip((8080, 50050, 9901), free_ports(3), strict=True))
+        text = re.sub(r"(?<=port_value: )\d+", lambda found: str(own.get(int(found[0]), found[0])), text)
+        file = tmp_path / "envoy.yaml"
+        file.write_text(text.replace("address: prod-jaxinfer-grpc", "address: localhost"))
+        command = container(rendered.one("Deployment", proxy=True)["spec"]["template"])["command"]
+        options = [str(file) if each.startswith("/etc/envoy/") else each for each in command[1:]]
+        with (tmp_path / "envoy.log").open("wb") as log:
+            envoy = subprocess.Popen([programs / command[0], *options], stdout=log, stderr=log)
+        try:
+            wait_until(lambda: status(f"http://127.0.0.1:{own[8080]}/ready") == 200 or envoy.poll() is not None)
+            answer = httpx.get(f"http://127.0.0.1:{own[8080]}/v1/models", timeout=60)
+            assert [each["id"] for each in answer.json()["data"]] == ["fake"], (tmp_path / "envoy.log").read_text()
+            with Client(f"127.0.0.1:{own[50050]}") as client:
+                client.wait_ready(timeout=BOUND)
+                assert client.generate("a b", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
+        finally:
+            envoy.kill()
+            envoy.wait()
+
+
 @pytest.mark.slow
 def test_a_group_finds_itself_serves_and_drains(folder: pathlib.Path) -> None:
-    """Two pods of a LeaderWorkerSet, with the variables that its controller sets; SIGTERM as the kubelet sends it: to the
-    first at once, to the other when its hook has slept."""
+    """Two pods of a LeaderWorkerSet, with the variables that its controller sets. SIGTERM comes as the kubelet sends
+    it: to the first at once, to the other when its hook has slept."""
     coordinator = free_ports(1)[0]
     values = small(
         "demo-draft",

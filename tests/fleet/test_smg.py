@@ -204,9 +204,9 @@ def test_no_stream_is_cut_or_doubled_when_a_replica_is_killed(
     programs: pathlib.Path, tmp_path: pathlib.Path, rounds: int, count: int
 ) -> None:
     async def story(router: Router, victim: ServerProcess) -> None:
-        begun = Crowd(router.url, CHAT, [body_of(rank, 160) for rank in range(count)])
+        begun = Crowd(router.url, CHAT, [body_of(rank, 250) for rank in range(count)])
         task = asyncio.create_task(begun.run())
-        await begun.until(lambda stream: bool(stream.text or stream.error))
+        await begun.until(lambda stream: bool(stream.text or stream.error), share=0.5)
         later = Crowd(router.url, CHAT, [body_of(rank, 16) for rank in range(count)])
         in_the_moment = asyncio.create_task(later.run())
         os.killpg(victim.process.pid, signal.SIGKILL)

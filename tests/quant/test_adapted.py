@@ -1,5 +1,7 @@
 """Weights with adapters against float64, and rows that keep their bits whatever is beside them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,28 @@ def test_rows_of_a_table_and_the_tied_head_without_them():
     np.testing.assert_array_equal(
         MATMUL["matmul_transposed"](x, adapted), MATMUL["matmul_transposed"](x, jnp.asarray(table))
     )
+
+
+@pytest.mark.parametrize("layout", STORAGES)
+def test_lookups_of_several_adapters_over_every_storage(layout):
+    """A tied table has them of lookups and of products, each for itself; what a row gets depends on no other row."""
+    table, ids, slots = example(layout, (40,)), np.int32([3, 0, 39, 3, 7, 3]), np.int32([2, -1, 0, 0, 1, -1])
+    rows = rows_of(jnp.asarray(slots), SLOTS)
+    looked, multiplied = banks(SLOTS, out=(INPUTS,), inputs=40), banks(SLOTS, out=(40,))
+    adapted = Adapted(Adapted(table, **looked, rows=rows, table=True, axes=("embed", "vocab")), **multiplied, rows=rows)
+    plain, result = jax.jit(take)(table, ids), np.asarray(jax.jit(take)(adapted, ids))
+    x = numbers(1, len(ids), INPUTS)
+    product = np.asarray(MATMUL["matmul_transposed"](x, adapted))
+    for row, slot in enumerate(slots):
+        if slot < 0:
+            np.testing.assert_array_equal(result[row], plain[row])
+        else:
+            onehot = np.eye(40)[ids[row]]
+            assert_near(result[row], expected(onehot, np.asarray(dense(table)).T, of_slot(looked, slot)))
+            assert_near(product[row], expected(x[row], dense(table), of_slot(multiplied, slot)))
+    others = jnp.int32([2, 2, 1, -1, 1, 0])
+    beside = dataclasses.replace(adapted.base, rows=rows_of(others, SLOTS))
+    np.testing.assert_array_equal(np.asarray(jax.jit(take)(beside, ids))[[0, 4]], result[[0, 4]])
 
 
 EXPERTS, TOP_K, TOKENS = 3, 2, 7

@@ -484,12 +484,15 @@ def test_merged_deltas_lose_nothing(parts):
     deltas = [SequenceDelta("a", 0, list(tokens), []) for tokens, _ in parts]
     deltas[-1].finish_reason, deltas[-1].stop_reason = FinishReason.STOP, 5
     deltas[0].prompt_logprobs = [None]
+    for delta in deltas:
+        delta.draft_tokens, delta.draft_accepted = 3, 2
     merged, *rest = deltas
     for delta in rest:
         merged = merge(merged, delta)
     assert merged.token_ids == [token for tokens, _ in parts for token in tokens]
     assert (merged.finish_reason, merged.stop_reason) == (FinishReason.STOP, 5)
     assert merged.prompt_logprobs == [None]
+    assert (merged.draft_tokens, merged.draft_accepted) == (3 * len(parts), 2 * len(parts))
 
 
 clients = st.lists(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.engine.scheduling.stats import StatsRecorder
 from jaxinfer.sampling_params import Speculation
 from jaxinfer.spec import WORTH, WORTH_OF_A_PASS, Drafted, Drafter, Tempo
+from jaxinfer.types import SequenceDelta
 
 _ANEW = 16
 """Positions of which a draft head that has missed more than is kept sees at least, where so many are kept."""
@@ -206,17 +207,22 @@ class DraftPlanner:
 
     # ---- what became of it
 
-    def committed(self, plan: StepPlan, tokens: int) -> None:
-        """Learn from a plan whose results are known. ``tokens``: that its sequences have got."""
+    def committed(self, plan: StepPlan, deltas: Collection[SequenceDelta]) -> None:
+        """Learn from a plan whose results are known, and say in its ``deltas`` what became of drafts."""
+        drafted = plan.drafts or plan.forced
+        by_sequence = {(delta.request_id, delta.index): delta for delta in deltas} if drafted else {}
         for draft in plan.drafts or ():
             accepted, failed = draft.outcome()
             draft.sequence.acceptance.note(accepted, failed, self._plans)
             self._stats.drafted(draft.size, accepted, max(map(len, draft.paths)))
+            _tell(by_sequence, draft, accepted)
             if draft.sequence.scheduled >= draft.start and not self._by_head:  # else its pages are gone
                 draft.sequence.drafted = draft.start + accepted
         for draft in plan.forced:
             accepted, _ = draft.outcome()
             self._stats.drafted(draft.size, accepted, draft.size)
+            _tell(by_sequence, draft, accepted)
+        tokens = sum(len(delta.token_ids) for delta in deltas)
         rows = len(plan.decodes) - sum(draft.rows for draft in (*(plan.drafts or ()), *plan.forced))
         self._tempo.note(rows, plan.drafts is not None, tokens / rows if rows and not plan.prefills else None)
 
@@ -268,3 +274,10 @@ def _deal(wanted: list[_Wanted], idle: int) -> list[int]:
         if counts[place] < len(wanted[place].tokens):
             heapq.heappush(likely, (chance * wanted[place].rate, place))
     return counts
+
+
+def _tell(deltas: Mapping[tuple[str, int], SequenceDelta], draft: Draft, accepted: int) -> None:
+    """Add a draft's tokens to the delta of its sequence, unless that has ended meanwhile."""
+    if (delta := deltas.get((draft.sequence.request.request_id, draft.sequence.index))) is not None:
+        delta.draft_tokens += draft.size
+        delta.draft_accepted += accepted

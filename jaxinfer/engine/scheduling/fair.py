@@ -22,15 +22,111 @@ class _Tenant:
     used: float
     weight: float = 1.0
     fresh: bool = True
-    waiting: Heap[int, Sequence] = dataclasses.field(default_factory=Heap)
+    waiting: _Line = dataclasses.field(default_factory=lambda: _Line())
     running: dict[int, Sequence] = dataclasses.field(default_factory=dict)
 
+
+@dataclasses.dataclass(eq=False)
+class _Account:
+    """Requests of one tenant with one adapter, or with none; ``used``: tokens computed for them."""
+
+    name: str
+    used: float = 0.0
+    running: int = 0
+    waiting: Heap[int, Sequence] = dataclasses.field(default_factory=Heap)
+
     @property
-    def head(self) -> Sequence:
-        """The earliest arrival that waits."""
-        first = self.waiting.first()
-        assert first is not None  # asked of those alone of whom somebody waits
-        return first[1]
+    def is_here(self) -> bool:
+        return self.running > 0 or len(self.waiting) > 0
+
+
+class _Line:
+    """A tenant's sequences that wait: of the adapter that has used least the earliest arrival. So many requests of one
+    adapter do not keep those of another waiting. An adapter that comes begins where the one stands that was served
+    last, or at its own count of before where that is more."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._waiting: Heap[str, _Account] = Heap()  # those of which somebody waits
+        self._charged: set[_Account] = set()  # whose place there is of before
+        self._floor = 0.0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for account in self._accounts.values() for sequence in account.waiting.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        account = self._accounts.get(_adapter(sequence))
+        return account is not None and sequence.arrival in account.waiting
+
+    @property
+    def first(self) -> Sequence:
+        """Whose turn it is. Somebody must wait."""
+        for account in self._charged:
+            if self._accounts.get(account.name) is account:  # else it was forgotten meanwhile
+                self._place(account)
+        self._charged.clear()
+        found = self._waiting.first()
+        assert found is not None
+        sequence = found[1].waiting.first()
+        assert sequence is not None
+        return sequence[1]
+
+    def put(self, sequence: Sequence) -> None:
+        account = self._account(sequence)
+        account.waiting.put(sequence.arrival, sequence.arrival, sequence)
+        self._length += 1
+        self._place(account)
+
+    def discard(self, sequence: Sequence) -> None:
+        account = self._accounts[_adapter(sequence)]
+        account.waiting.discard(sequence.arrival)
+        self._length -= 1
+        self._place(account)
+
+    def start(self, sequence: Sequence) -> None:
+        """Note that a sequence runs from now on; it still waits, until `discard`."""
+        account = self._accounts[_adapter(sequence)]
+        account.running += 1
+        self._floor = max(self._floor, account.used)
+
+    def left(self, sequence: Sequence) -> None:
+        account = self._accounts[_adapter(sequence)]
+        account.running -= 1
+        self._place(account)
+
+    def charge(self, sequence: Sequence, cost: float) -> None:
+        account = self._account(sequence)
+        account.used += cost
+        self._charged.add(account)
+
+    def _account(self, sequence: Sequence) -> _Account:
+        account = self._accounts.setdefault(_adapter(sequence), _Account(_adapter(sequence)))
+        if not account.is_here:
+            account.used = max(account.used, self._floor)
+        return account
+
+    def _place(self, account: _Account) -> None:
+        first = account.waiting.first()
+        if first is None:
+            self._waiting.discard(account.name)
+        else:
+            self._waiting.put(account.name, (account.used, account.running, first[0]), account)
+        if len(self._accounts) > 2 * len(self._waiting) + 64:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget adapters that have nothing here, but for those that are ahead of the others."""
+        kept = {name: each for name, each in self._accounts.items() if each.is_here or each.used > self._floor}
+        self._accounts = kept
+
+
+def _adapter(sequence: Sequence) -> str:
+    lora = sequence.request.lora
+    return "" if lora is None else lora.identity
 
 
 class FairQueue:
@@ -49,6 +145,8 @@ class FairQueue:
       little does not wait, whatever the others do;
     - while it has fewer slots than its share, from one that has more than its own;
     - when it is more than ``quantum`` behind. So more tenants than slots take turns.
+
+    A tenant's own adapters share alike what it gets (`_Line`).
 
     What gives way goes on later with the same bits. All is O(log tenants), but `gives_way`, which is asked when
     somebody waits and looks at the tenants that run.
@@ -76,47 +174,55 @@ class FairQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for tenant in self._tenants.values() for sequence in tenant.waiting.values())
+        return (sequence for tenant in self._tenants.values() for sequence in tenant.waiting)
 
     # ---- who waits, who runs
 
     def push(self, sequence: Sequence) -> None:
         tenant = self._tenants.get(sequence.request.tenant) or self._enter(sequence)
-        if sequence.arrival in tenant.waiting:
+        if sequence in tenant.waiting:
             raise ValueError(f"sequence {sequence.arrival} waits already")
-        tenant.waiting.put(sequence.arrival, sequence.arrival, sequence)
+        tenant.waiting.put(sequence)
         self._count(sequence, 1)
         self._weigh(tenant, sequence.request.weight)
         self._place(tenant)
 
     def peek(self) -> Sequence | None:
         tenant = self._first()
-        return None if tenant is None else tenant.head
+        return None if tenant is None else tenant.waiting.first
 
     def pop(self) -> Sequence:
         if (tenant := self._first()) is None:
             raise IndexError("nobody waits")
-        sequence = tenant.head
+        sequence = tenant.waiting.first
         tenant.running[sequence.arrival] = sequence
+        tenant.waiting.start(sequence)
         self.remove(sequence)
         return sequence
 
     def left(self, sequence: Sequence) -> None:
         tenant = self._tenants[sequence.request.tenant]
         del tenant.running[sequence.arrival]
+        tenant.waiting.left(sequence)
         self._place(tenant)
 
     def remove(self, sequence: Sequence) -> None:
         tenant = self._tenants.get(sequence.request.tenant)
-        if tenant is None or sequence.arrival not in tenant.waiting:
+        if tenant is None or sequence not in tenant.waiting:
             raise KeyError(sequence.arrival)
-        tenant.waiting.discard(sequence.arrival)
+        tenant.waiting.discard(sequence)
         self._count(sequence, -1)
         self._place(tenant)
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        tenant = self._tenants[sequence.request.tenant]
-        tenant.used += (prompt + OUTPUT_TOKEN * output) / tenant.weight
+        tenant, cost = self._tenants.get(sequence.request.tenant), prompt + OUTPUT_TOKEN * output
+        if tenant is None:  # it was preempted under way, and waits for its adapter outside of here
+            name, weight = sequence.request.tenant, sequence.request.weight
+            self._debts[name] = max(self._debts.get(name, 0.0), self._floor) + cost / weight
+            return
+        cost /= tenant.weight
+        tenant.used += cost
+        tenant.waiting.charge(sequence, cost)
         tenant.fresh = False
         self._charged.add(tenant)
 

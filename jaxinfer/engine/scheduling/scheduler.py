@@ -240,7 +240,7 @@ class Scheduler:
         self.stats.emitted(emitted)
         self._constraints.send()
         if self._drafts is not None:
-            self._drafts.committed(result.plan, sum(len(delta.token_ids) for delta in deltas))
+            self._drafts.committed(result.plan, deltas)
         return deltas
 
     # ---- planning

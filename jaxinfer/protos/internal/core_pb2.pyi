@@ -386,7 +386,7 @@ class Deltas(_message.Message):
     def __init__(self, streams: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., others: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("stream", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "prompt_logprobs", "cached_tokens", "continues")
+    __slots__ = ("stream", "index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stop_string", "prompt_logprobs", "cached_tokens", "continues", "draft_tokens", "draft_accepted")
     STREAM_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +397,8 @@ class Delta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONTINUES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     stream: int
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -407,7 +409,9 @@ class Delta(_message.Message):
     prompt_logprobs: Positions
     cached_tokens: int
     continues: bool
-    def __init__(self, stream: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Positions, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Union[Positions, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., continues: bool = ...) -> None: ...
+    draft_tokens: int
+    draft_accepted: int
+    def __init__(self, stream: _Optional[int] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Positions, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., prompt_logprobs: _Optional[_Union[Positions, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., continues: bool = ..., draft_tokens: _Optional[int] = ..., draft_accepted: _Optional[int] = ...) -> None: ...
 
 class Positions(_message.Message):
     __slots__ = ("tops", "token_ids", "logprobs", "ranks")

@@ -210,6 +210,7 @@ def deltas_message(numbered: Iterable[tuple[int, SequenceDelta]]) -> pb.Deltas:
             and not delta.logprobs
             and delta.cached_tokens is None
             and delta.prompt_logprobs is None
+            and not delta.draft_tokens
         ):
             streams.append(number)
             indexes.append(delta.index)
@@ -226,6 +227,8 @@ def _delta_message(number: int, delta: SequenceDelta) -> pb.Delta:
         token_ids=delta.token_ids,
         finish_reason=_REASONS[delta.finish_reason],
         cached_tokens=delta.cached_tokens,
+        draft_tokens=delta.draft_tokens,
+        draft_accepted=delta.draft_accepted,
     )
     if delta.logprobs:
         message.logprobs.CopyFrom(_positions_message(delta.logprobs))
@@ -274,6 +277,8 @@ def delta_of(message: pb.Delta, request_id: str) -> SequenceDelta:
         stop_reason=None if stop is None else getattr(message, stop),
         prompt_logprobs=positions_of(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None,
         cached_tokens=message.cached_tokens if message.HasField("cached_tokens") else None,
+        draft_tokens=message.draft_tokens,
+        draft_accepted=message.draft_accepted,
     )
 
 

@@ -199,6 +199,18 @@ def test_banks_count_in_the_memory_plan():
     assert own.weights == plain.weights
 
 
+def test_tables_count_where_they_are_named_and_cost_nothing_else():
+    model, named = random_model(tie_word_embeddings=True), ("all-linear", "embed_tokens", "lm_head")
+    needs = [
+        plan_engine(model, EngineConfig(**changed(lora_target_modules=modules)), "cpu").needs.adapters
+        for modules in (named[:1], named[:2], named)
+    ]
+    vocab, width, rank, slots = model.config.vocab_size, model.config.hidden_size, 4, 3
+    factors = 4 * slots * rank * (vocab + width)
+    assert needs[1] - needs[0] == factors + 4 * slots * 2 * width
+    assert needs[2] - needs[1] == factors + 4 * slots * 2 * vocab
+
+
 def changed(**changes):
     return {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__} | changes
 

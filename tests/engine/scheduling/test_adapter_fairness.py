@@ -48,7 +48,7 @@ class Crowd:
     """Users who ask one thing after another: some of them of adapters that are drawn by Zipf's law, ``hot`` ones of as
     many adapters as there are slots, and no others, so that no slot would ever be free."""
 
-    def __init__(self, users: int, hot: int, exponent: float, seed: int) -> None:
+    def __init__(self, users: int, hot: int, exponent: float, seed: int, policy: str = "fcfs") -> None:
         self.rng, self.users, self.hot = random.Random(seed), users, hot
         self.weights = array("d", [rank**-exponent for rank in range(1, REGISTERED + 1)])
         folders = Folders(**{f"a{rank}": rank for rank in range(1, REGISTERED + 1)})
@@ -58,6 +58,7 @@ class Crowd:
             self.store.load(name, name)
         config = EngineConfig(
             enable_lora=True,
+            scheduling_policy=policy,
             max_loras=SLOTS,
             max_num_seqs=ROWS,
             page_size=16,
@@ -72,16 +73,22 @@ class Crowd:
         self.step, self.asked, self.open = 0, dict[str, Asked](), dict[str, Asked]()
 
     def ask(self, is_hot: bool) -> None:
-        name = self.names[len(self.asked) % SLOTS] if is_hot else self.rng.choices(self.names, self.weights)[0]
+        self.ask_of(
+            self.names[len(self.asked) % SLOTS] if is_hot else self.rng.choices(self.names, self.weights)[0], is_hot
+        )
+
+    def ask_of(self, name: str, is_hot: bool = False) -> Asked:
         wanted = {each.adapter for each in self.open.values()} | {name}
         key, lora = str(len(self.asked)), self.store.resolve(name)
         most = self.rng.randrange(SHORT, LONG)
         self.core.add(Request(key, (1, 2, 3, 4), SamplingParams(seed=0, max_tokens=most), lora=lora))
-        self.asked[key] = self.open[key] = Asked(name, is_hot, self.step, fair_share(len(wanted)))
+        asked = self.asked[key] = self.open[key] = Asked(name, is_hot, self.step, fair_share(len(wanted)))
+        return asked
 
     def run(self, steps: int) -> list[Asked]:
         """Requests that waited to their end, and those that still do."""
-        for self.step in range(steps):
+        for step in range(self.step, self.step + steps):
+            self.step = step
             while (hot := sum(each.is_hot for each in self.open.values())) < self.hot:
                 self.ask(True)
             while len(self.open) - hot < self.users:
@@ -116,3 +123,16 @@ def test_a_thousand_adapters_in_eight_slots_starve_nobody(users: int, hot: int, 
     waits = ratios(asked, crowd.step)
     assert len({each.adapter for each in asked}) > 2 * SLOTS
     assert max(waits) <= 2.0, max(waits)
+
+
+def test_a_rare_adapter_does_not_wait_behind_a_popular_one_of_its_tenant(seed: int) -> None:
+    crowd = Crowd(0, 0, 1.0, seed, policy="fair")
+    popular, rare = crowd.names[:2]
+    for _ in range(20 * ROWS):
+        crowd.ask_of(popular)
+    crowd.run(LONG)
+    asked = crowd.ask_of(rare)
+    crowd.run(round(2 * asked.fair))
+    assert asked.waited is not None
+    assert asked.waited <= asked.fair
+    assert sum(each.waited is None for each in crowd.open.values()) > 10 * ROWS, "the popular one's still wait"

@@ -164,6 +164,55 @@ def test_what_is_computed_again_is_not_charged_again(unchecked):
     assert charged == dict.fromkeys("abc", 8 + 40)
 
 
+def test_adapters_of_a_tenant_share_alike_what_it_gets(unchecked):
+    """Of one many ask for ten times as much, and came first: after each turn comes who has used less."""
+    queue, turns = FairQueue(slots=2), []
+    for arrival in range(30):
+        queue.push(make_sequence(arrival, tenant="one", lora="popular"))
+    for arrival in range(30, 40):
+        queue.push(make_sequence(arrival, tenant="one", lora=("rare", None)[arrival % 2]))
+    for _ in range(12):
+        sequence = queue.pop()
+        lora = sequence.request.lora
+        turns.append("none" if lora is None else lora.name)
+        queue.charge(sequence, output=10 if turns[-1] == "popular" else 1)
+        queue.left(sequence)
+    assert turns == ["popular", *["rare", "none"] * 5, "popular"]
+    assert queue._tenants["one"].used == 2 * (2 * 10 + 10)
+
+
+def test_an_adapter_that_comes_saves_nothing_up(unchecked):
+    queue = FairQueue(slots=1)
+    for arrival in range(4):
+        queue.push(make_sequence(arrival, lora="stays"))
+    for _ in range(2):
+        queue.charge(sequence := queue.pop(), output=50)
+        queue.left(sequence)
+    queue.push(make_sequence(4, lora="comes"))
+    queue.push(make_sequence(5, lora="comes"))
+    assert queue.pop().arrival == 4, "it begins where the last one that was served stood"
+    assert queue._tenants[""].waiting._accounts["comes"].used == 100
+
+
+def test_adapters_that_are_gone_leave_no_trace(unchecked):
+    queue = FairQueue(slots=1)
+    queue.push(make_sequence(0, lora="stays"))
+    for arrival in range(1, 1000):
+        queue.push(sequence := make_sequence(arrival, lora=str(arrival)))
+        queue.remove(sequence)
+    assert len(queue._tenants[""].waiting._accounts) < 100
+
+
+def test_what_was_under_way_when_its_adapter_was_taken_is_charged_to_an_absent_tenant():
+    queue = FairQueue(slots=1)
+    queue.push(make_sequence(0, tenant="other"))
+    queue.push(away := make_sequence(1, tenant="away", lora="pirate"))
+    queue.remove(away)  # an adapter's queue holds it
+    queue.charge(away, output=50)
+    queue.push(away)
+    assert queue._tenants["away"].used == 100
+
+
 # ---- no way round it
 
 

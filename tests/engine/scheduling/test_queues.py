@@ -15,7 +15,7 @@ from jaxinfer.engine.scheduling.queues import Deadlines, Queue, RankQueue
 from jaxinfer.engine.scheduling.sequence import Sequence
 from jaxinfer.kv.radix import PageKeys
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.types import Request
+from jaxinfer.types import LoRARef, Request
 
 POLICIES = ("fcfs", "priority", "fair")
 
@@ -25,9 +25,12 @@ def _params(most: int) -> SamplingParams:
     return SamplingParams(max_tokens=most)
 
 
-def make_sequence(arrival: int, *, tenant: str = "", priority: int = 0, prompt: int = 3, most: int = 4) -> Sequence:
+def make_sequence(
+    arrival: int, *, tenant: str = "", priority: int = 0, prompt: int = 3, most: int = 4, lora: str | None = None
+) -> Sequence:
     """Costs ``prompt + most`` tokens."""
-    request = Request(str(arrival), (1,) * prompt, _params(most), priority=priority, tenant=tenant)
+    adapter = None if lora is None else LoRARef(lora, lora)
+    request = Request(str(arrival), (1,) * prompt, _params(most), priority=priority, tenant=tenant, lora=adapter)
     return Sequence(
         request,
         0,

@@ -3,7 +3,7 @@
 ``--broken SENTENCE``: the start can only fail. ``--crash``: it ends by a fault. ``--slow SECONDS``: it takes so long,
 in ten steps. ``--mute``: it never says that it gets on. ``--once FILE``: what follows in `Mischief` holds for the first
 process only, which makes the file. ``--folder FOLDER``: where tokenizer and template are said to be. ``--context``: the
-model's. ``--follow``: it takes no requests.
+model's. ``--pages``: of the cache. ``--follow``: it takes no requests.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--pages", type=int, default=16384)
     parser.add_argument("--folder", default="nowhere")
     parser.add_argument("--fault-at", type=int)
     parser.add_argument("--hang-at", type=int)
@@ -97,11 +98,12 @@ def main() -> None:
             max_waiting_requests=settings.engine.max_waiting_requests,
             max_model_len=options.context,
             max_num_seqs=options.slots,
-            num_pages=16384,
+            num_pages=options.pages,
         )
         profiler = None if settings.profile_dir is None else FakeProfiler(settings.profile_dir)
         card = fake.fake_card(engine.config, settings.served_model_name or "fake")
-        return Built(None if options.follow else engine, card, options.folder, profiler)
+        journals = engine.journals() if settings.kv_events else ()
+        return Built(None if options.follow else engine, card, options.folder, profiler, journals)
 
     process.run(build, (BrokenError,))
 

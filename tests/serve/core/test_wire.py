@@ -97,6 +97,8 @@ deltas = st.builds(
     stop_reason=st.none() | ids | text,
     prompt_logprobs=st.none() | st.lists(st.none() | positions, max_size=3),
     cached_tokens=st.none() | counts,
+    draft_tokens=st.just(0) | counts,
+    draft_accepted=st.just(0) | counts,
 )
 histograms = st.builds(
     Histogram,
@@ -175,6 +177,12 @@ def test_deltas(numbered):
     got += [(delta.stream, wire.delta_of(delta, "a")) for delta in message.others]
     key = repr
     assert sorted(got, key=key) == sorted(numbered, key=key)
+
+
+def test_a_plain_token_that_drafts_are_told_with_keeps_them():
+    delta = SequenceDelta("a", 0, [5], draft_tokens=3, draft_accepted=2)
+    (other,) = through(wire.deltas_message([(7, delta)])).others
+    assert wire.delta_of(other, "a") == delta
 
 
 def test_a_plain_delta_is_small():

@@ -23,11 +23,22 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: server
 {{- end -}}
 
-{{- define "jaxinfer.labels" -}}
-{{ include "jaxinfer.selector" . }}
+{{/* Envoy's pods, which are none of the chart's pods above. */}}
+{{- define "jaxinfer.proxies" -}}
+app.kubernetes.io/name: {{ include "jaxinfer.name" . }}-envoy
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* What is no selector. */}}
+{{- define "jaxinfer.about" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "jaxinfer.labels" -}}
+{{ include "jaxinfer.selector" . }}
+{{ include "jaxinfer.about" . }}
 {{- end -}}
 
 {{- define "jaxinfer.image" -}}
@@ -50,6 +61,13 @@ api_keys: /etc/jaxinfer/keys/{{ .Values.apiKeys.key }}
 {{- if .Values.tls.secret }}
 tls_cert: /etc/jaxinfer/tls/{{ .Values.tls.cert }}
 tls_key: /etc/jaxinfer/tls/{{ .Values.tls.key }}
+{{- end }}
+{{- if .Values.kvEvents.enabled }}
+{{- $host := ternary "[::]" .Values.listen (eq .Values.listen "::") }}
+kv_events: true
+kv_events_endpoint: tcp://{{ $host }}:{{ int .Values.kvEvents.port }}
+kv_events_replay_endpoint: tcp://{{ $host }}:{{ int .Values.kvEvents.replayPort }}
+kv_events_insecure: true
 {{- end }}
 {{- if eq .Values.mode "LeaderWorkerSet" }}
 group_key_file: /etc/jaxinfer/group/{{ .Values.leaderWorkerSet.groupKey.key }}
@@ -110,6 +128,18 @@ group_key_file: /etc/jaxinfer/group/{{ .Values.leaderWorkerSet.groupKey.key }}
 {{- end }}
 {{- if and .Values.gateway.endpointPicker.name (not .Values.gateway.enabled) }}
 {{- fail "gateway.endpointPicker.name needs gateway.enabled" }}
+{{- end }}
+{{- if and .Values.envoy.enabled .Values.gateway.enabled }}
+{{- fail "envoy.enabled and gateway.enabled exclude each other" }}
+{{- end }}
+{{- if and .Values.envoy.enabled .Values.tls.secret }}
+{{- fail "envoy.enabled and tls.secret exclude each other: Envoy speaks to the pods without TLS" }}
+{{- end }}
+{{- if and .Values.envoy.enabled (not (include "jaxinfer.httpPort" .)) }}
+{{- fail "envoy.enabled needs config.http_port" }}
+{{- end }}
+{{- if and .Values.kvEvents.enabled (not (and .Values.networkPolicy.enabled .Values.networkPolicy.routers)) }}
+{{- fail "kvEvents.enabled needs networkPolicy.enabled and networkPolicy.routers: ZMQ asks nobody for a key" }}
 {{- end }}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}
 {{- fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}

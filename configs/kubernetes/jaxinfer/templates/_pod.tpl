@@ -105,6 +105,10 @@ ports:
   {{- end }}
   - {name: grpc, containerPort: {{ int .Values.config.grpc_port }}}
   - {name: metrics, containerPort: {{ int .Values.config.metrics_port }}}
+  {{- if .Values.kvEvents.enabled }}
+  - {name: kv-events, containerPort: {{ int .Values.kvEvents.port }}}
+  - {name: kv-replay, containerPort: {{ int .Values.kvEvents.replayPort }}}
+  {{- end }}
 startupProbe: # of the doors' process, not of the model
   httpGet: {path: /health, port: metrics, scheme: {{ $scheme }}}
   periodSeconds: 2

@@ -59,9 +59,14 @@ class Answer:
         return chunk
 
     def _complete(self, delta: OutputDelta) -> messages.pb.GenerateComplete:
-        ids = self._ids[delta.index]
+        ids, (drafted, accepted) = self._ids[delta.index], self._generation.drafts[delta.index]
         complete = messages.pb.GenerateComplete(
-            output_ids=ids, finish_reason=delta.finish_reason, completion_tokens=len(ids), **self._common(delta)
+            output_ids=ids,
+            finish_reason=delta.finish_reason,
+            completion_tokens=len(ids),
+            spec_draft_tokens=drafted,
+            spec_accepted_tokens=accepted,
+            **self._common(delta),
         )
         if isinstance(delta.stop_reason, str):
             complete.matched_stop_str = delta.stop_reason

@@ -267,3 +267,19 @@ def test_a_draining_server_refuses_and_a_deadline_holds() -> None:
             assert (await failure(stub.Generate(request()))).code is grpc.StatusCode.UNAVAILABLE
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_drafts_are_told_of_the_output_that_they_were_for(stream: bool) -> None:
+    async def story() -> None:
+        async with serving(settings={"speculative": "ngram", "num_speculative_tokens": 4}) as (run, stub, _):
+            ends = []
+            for sampling in ({"n": 2, "max_tokens": 90}, {"max_tokens": 150}):
+                outputs = await heard(stub.Generate(request(sampling=sampling, stream=stream)))
+                ends += [output.end for output in outputs]
+            stats = await run.frontend.stats()
+            assert sum(end.spec_draft_tokens for end in ends) == stats.draft_tokens > 0
+            assert sum(end.spec_accepted_tokens for end in ends) == stats.draft_accepted > 0
+            assert ends[-1].spec_accepted_tokens > 0
+
+    asyncio.run(story())
