@@ -22,6 +22,7 @@ from tests.serve.core.fake_core import REPO, command
 from tests.serve.fake_engine import write_fake_folder
 
 BOUND = 180.0  # seconds for what takes a few on an idle machine
+_TRIES = 6
 SERVICES = ["jaxinfer.protos.v1.inference_pb2_grpc.add_InferenceServicer_to_server"]
 ENVIRONMENT = {
     "PYTHONPATH": str(REPO),
@@ -116,13 +117,7 @@ def cluster(environment: Mapping[str, str] = {}, cpus: int = 8) -> Iterator[Clus
             patch.setenv(name, value)
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True))
         stack.callback(ray.shutdown)
-        ray.init(
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            _temp_dir=place,  # short: there are sockets in it
-        )
+        _init(place, cpus)
         stack.callback(serve.shutdown)
         made = Cluster(*free_ports(2), pathlib.Path(place))
         serve.start(
@@ -130,6 +125,24 @@ def cluster(environment: Mapping[str, str] = {}, cpus: int = 8) -> Iterator[Clus
             grpc_options={"port": made.grpc_port, "grpc_servicer_functions": SERVICES},
         )
         yield made
+
+
+def _init(place: str, cpus: int) -> None:
+    """Start Ray, which gives itself half a minute; a machine that is busy may need more."""
+    for left in reversed(range(_TRIES)):
+        try:
+            ray.init(
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=80 << 20,
+                log_to_driver=False,
+                _temp_dir=place,  # short: there are sockets in it
+            )
+            return
+        except Exception:  # Ray's own has no name
+            ray.shutdown()
+            if not left:
+                raise
 
 
 def free_ports(count: int) -> list[int]:

@@ -139,6 +139,12 @@ def test_a_wrong_setting_is_refused_before_anything_runs(running: Cluster) -> No
         running.run("wrong", [], max_num_seqs=0)
 
 
+def test_an_engine_is_in_a_group_of_its_own_processes(app: Application) -> None:
+    """Ray's event loop cannot start one so."""
+    (core,) = app.cores()
+    assert os.getpgid(core) == core
+
+
 def test_nobody_else_imports_ray() -> None:
     code = (
         "import sys, jaxinfer.serve.__main__, jaxinfer.integrations.replicas.settings; sys.exit('ray' in sys.modules)"
