@@ -164,8 +164,9 @@ def with_banks(params: Any, banks: Banks, rows: Rows, targets: Targets) -> Any:
     """The parameters with the adapters of a step's rows."""
     for path, target in targets.items():
         arrays = {name: banks[path[0]][bank_name(path, name)] for name in target.shapes}
-        place, of_target = weight_path(params, path), {"table": target.table, "axes": target.axes}
-        params = replaced(params, place, Adapted(_at(params, place), **arrays, rows=rows, **of_target))
+        place = weight_path(params, path)
+        node = Adapted(_at(params, place), **arrays, rows=rows, table=target.table, axes=target.axes)
+        params = replaced(params, place, node)
     return params
 
 

@@ -298,7 +298,7 @@ class Lockstep:
     def _programs(self, batches: Sequence[DecodeBatch] | Sequence[PrefillBatch]) -> tuple[Any, Any, Any]:
         """The programs for the ranks' batches, and what they take as parameters and as batches: those without adapters
         where no row of any rank has one."""
-        if any(batch.loras is not None and (batch.loras >= 0).any() for batch in batches):
+        if self.banks is not None and any(batch.loras is not None and (batch.loras >= 0).any() for batch in batches):
             return self.programs.adapted, Banked(self.params, self.banks), [pack(batch) for batch in batches]
         return self.programs, self.params, [pack(batch._replace(loras=None)) for batch in batches]
 

@@ -106,7 +106,8 @@ def targets_of(stage: Stage, engine: ResolvedEngine) -> dict[Path, LoRATarget]:
     table the first stage has the lookups, and the last one the products."""
     if not engine.lora_slots:
         return {}
-    model, here = stage.model, {EMBEDDING: stage.first, HEAD: stage.last}
+    model = stage.model
+    here: dict[Path, bool] = {EMBEDDING: stage.first, HEAD: stage.last}
     declared = model.family.param_specs(model.config)
     found = lora_targets(model.specs, declared, engine.max_lora_rank, engine.lora_target_modules)
     return {path: target for path, target in found.items() if here.get(path, True)}

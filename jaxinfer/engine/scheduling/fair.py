@@ -215,12 +215,12 @@ class FairQueue:
         self._place(tenant)
 
     def charge(self, sequence: Sequence, prompt: int = 0, output: int = 0) -> None:
-        tenant, cost = self._tenants.get(sequence.request.tenant), prompt + OUTPUT_TOKEN * output
-        if tenant is None:  # it was preempted under way, and waits for its adapter outside of here
-            name, weight = sequence.request.tenant, sequence.request.weight
-            self._debts[name] = max(self._debts.get(name, 0.0), self._floor) + cost / weight
+        name, tokens = sequence.request.tenant, float(prompt + OUTPUT_TOKEN * output)
+        if (tenant := self._tenants.get(name)) is None:  # preempted under way, it waits for its adapter elsewhere
+            before = max(self._debts.get(name, 0.0), self._floor)
+            self._debts[name] = before + tokens / sequence.request.weight
             return
-        cost /= tenant.weight
+        cost = tokens / tenant.weight
         tenant.used += cost
         tenant.waiting.charge(sequence, cost)
         tenant.fresh = False

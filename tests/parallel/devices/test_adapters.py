@@ -149,7 +149,7 @@ FAST = ("tp4, few KV heads", "pp2", "ep2 x tp2")
 @pytest.mark.usefixtures("folders")
 def test_each_says_what_apply_says(mesh: str) -> None:
     kind, sizes = MESHES[mesh]
-    llm = check(model(kind), **sizes)
+    llm = check(model(kind), NAMES, **sizes)
     if mesh.startswith("tp4"):
         check_collectives(llm.engine)
 
@@ -157,8 +157,8 @@ def test_each_says_what_apply_says(mesh: str) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("folders")
 def test_ranks_with_slots_of_their_own(ranks: int) -> None:
-    sizes = {"expert_parallel_size": ranks, "enable_dp_attention": True}
-    lockstep = check(model("experts"), WORDS, **sizes).engine._lockstep
+    engine: Any = check(model("experts"), WORDS, expert_parallel_size=ranks, enable_dp_attention=True).engine
+    lockstep = engine._lockstep
     assert not any(re.search(COLLECTIVES, program.as_text()) for program in lockstep.programs.load.values())
     plain, adapted = (
         collections.Counter(re.findall(COLLECTIVES, each.decode.as_text()))
