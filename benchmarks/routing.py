@@ -75,7 +75,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--smg", type=pathlib.Path, default=pathlib.Path("build/fleet/bin/smg"), help="the router (build/fleet/bin/smg)")
+    add(
+        "--smg", type=pathlib.Path, default=pathlib.Path("build/fleet/bin/smg"), help="the router (build/fleet/bin/smg)"
+    )
     add("--trace", type=pathlib.Path, default=_TRACE, help="the Mooncake trace")
     add("--skip", type=int, default=3000, help="requests of the trace before the first one (default 3000)")
     add("--requests", type=int, default=993, help="requests (default 993)")

@@ -1,5 +1,7 @@
-"""A replica in a process of its own: `python -m benchmarks.routed.replica JSON` tells its ports on stdout, and ends with
-stdin. No jax."""
+"""A replica in a process of its own: `python -m benchmarks.routed.replica JSON`. No jax.
+
+It tells its ports on stdout, and ends with stdin.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ class Replica:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         counts = [
-            sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith(f"jaxinfer:prefix_cache_{what}"))
+            sum(
+                int(float(line.rpartition(" ")[2]))
+                for line in lines
+                if line.startswith(f"jaxinfer:prefix_cache_{what}")
+            )
             for what in ("queries_total", "hits_total")
         ]
         return Looked(*counts)

@@ -31,10 +31,10 @@ def cache_identity(request: Request) -> bytes:
 
 def parts_of(identity: bytes) -> tuple[str, str, str]:
     """Scope, salt and adapter of a namespace; all are "" of what `cache_identity` has not made."""
-    parts, at = list[str](), 0
-    while at < len(identity):
-        begin = at + _LENGTH_BYTES
-        at = begin + int.from_bytes(identity[at:begin])
-        parts.append(identity[begin:at].decode(errors="replace"))
+    parts, rest = list[str](), identity
+    while rest:
+        end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES])
+        parts.append(rest[_LENGTH_BYTES:end].decode(errors="replace"))
+        rest = rest[end:]
     scope, salt, lora = parts if len(parts) == 3 else ("", "", "")
     return scope, salt, lora

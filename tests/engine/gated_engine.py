@@ -3,8 +3,8 @@
 import dataclasses
 import threading
 
-from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from jaxinfer.kv.journal import Journal
+from jaxinfer.sampling_params import QueueFullError, RequestError, SamplingParams
 from jaxinfer.types import FinishReason, Request, SequenceDelta
 
 SLOTS, CHUNK, QUEUE = 8, 4, 2000

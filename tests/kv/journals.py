@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from jaxinfer.kv.journal import DEVICE, HOST, Changes
+from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVManager
 from jaxinfer.kv.radix import Node
+from jaxinfer.protos.internal import core_pb2 as pb
+from jaxinfer.serve.core.telling import events_message
 
 
 def shareable(kv: KVManager) -> dict[tuple[bytes, ...], Node]:
@@ -37,19 +39,22 @@ class Listener:
         self.kv, self.journal, self.looks = kv, kv.start_journal(), 0
         self.known: dict[bytes, tuple[bytes | None, bytes, set[str]]] = {}
 
-    def look(self) -> Changes | None:
+    def look(self) -> pb.KvEvents | None:
+        """What has changed since the last look, as it is sent."""
         changes = self.journal.take()
-        if changes is not None:
-            self.looks += 1
-            self._take(changes)
-        return changes
+        if changes is None:
+            return None
+        self.looks += 1
+        events = events_message(0, changes, {})
+        self._take(events)
+        return events
 
-    def _take(self, changes: Changes) -> None:
+    def _take(self, changes: pb.KvEvents) -> None:
         size = self.kv.config.page_size * 4
         if changes.cleared:
             self.known.clear()
         for run in changes.stored:
-            above = run.parent
+            above = run.parent if run.HasField("parent") else None
             assert above is None or above in self.known, "a parent comes before its children"
             for number, digest in enumerate(run.hashes):
                 entry = above, run.tokens[number * size : (number + 1) * size], set[str]()
@@ -77,6 +82,4 @@ class Listener:
             assert parent == (None if node.parent.parent is None else node.parent.digest)
             assert tokens == node.key[1]
             assert told == mediums(self.kv, node)
-        assert {digest: set(told) for digest, told in self.journal.shown.items()} == {
-            digest: told for digest, (_, _, told) in self.known.items()
-        }
+        assert self.journal._shown.keys() == digests.keys()

@@ -7,13 +7,14 @@ import random
 import pytest
 
 from jaxinfer.kv.identity import cache_identity
-from jaxinfer.kv.journal import DEVICE, HOST, Changes, Label
+from jaxinfer.kv.journal import DEVICE, HOST
 from jaxinfer.kv.manager import KVConfig, KVManager
+from jaxinfer.protos.internal import core_pb2 as pb
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.types import LoRARef, Request
 from tests.kv.fake_device import FakeSequence
 from tests.kv.journals import Listener, shareable
-from tests.kv.scenes import PROMPT, manager, match, sequence, serve, served
+from tests.kv.scenes import PROMPT, manager, sequence, serve, served
 from tests.kv.test_kv_machine import PAGE, PAGES, RARE, SLOTS, WEIGHTS, WIDTH, Cache, _allowed, _arguments
 
 pytestmark = pytest.mark.attack
@@ -28,7 +29,7 @@ def test_without_a_change_there_is_nothing_to_tell():
     kv, listener = journalled()
     assert listener.look() is None
     serve(kv, 0, sequence())
-    assert isinstance(listener.look(), Changes)
+    assert listener.look() is not None
     assert listener.look() is None
     kv.release(0)
     assert listener.look() is None, "what is cached is as good as what runs"
@@ -42,9 +43,10 @@ def test_a_run_of_pages_is_told_in_one_with_its_parent_first():
     changes = listener.look()
     assert changes is not None
     first, fork = changes.stored
-    assert (first.parent, len(first.hashes), first.medium, first.label) == (None, 4, DEVICE, Label())
+    assert (first.HasField("parent"), len(first.hashes), first.medium, first.extra) == (False, 4, DEVICE, "")
+    assert not first.HasField("lora")
     assert (fork.parent, len(fork.hashes)) == (first.hashes[1], 2)
-    assert changes.removed == []
+    assert not changes.removed
 
 
 def test_what_is_evicted_goes_and_what_comes_back_before_anyone_looked_is_not_told():
@@ -69,7 +71,7 @@ def test_pages_on_the_host_have_their_medium():
     changes = listener.look()
     assert changes is not None
     assert {run.medium for run in changes.stored} == {DEVICE, HOST}
-    assert [each.medium for each in changes.removed] == [DEVICE]
+    assert [gone.medium for gone in changes.removed] == [DEVICE]
     listener.check()
 
 
@@ -81,7 +83,7 @@ def test_a_reset_is_told_in_one_word():
     served(kv, sequence(range(50, 58)))
     changes = listener.look()
     assert changes is not None
-    assert (changes.cleared, changes.removed, len(changes.stored)) == (True, [], 1)
+    assert (changes.cleared, len(changes.removed), len(changes.stored)) == (True, 0, 1)
     kv.release(0)
     listener.check()
 
@@ -90,11 +92,11 @@ def identity(**changes) -> bytes:
     return cache_identity(Request("a", (1,), SamplingParams(), **changes))
 
 
-def labelled(kv: KVManager, listener: Listener, namespace: bytes) -> tuple[Label, list[bytes]]:
+def labelled(kv: KVManager, listener: Listener, namespace: bytes) -> tuple[pb.KvStored, list[bytes]]:
     served(kv, FakeSequence(namespace, list(PROMPT), len(PROMPT), 0, kv.config.page_size))
     changes = listener.look()
     assert changes is not None
-    return changes.stored[0].label, changes.stored[0].hashes
+    return changes.stored[0], list(changes.stored[0].hashes)
 
 
 def test_equal_tokens_of_other_namespaces_are_other_pages_and_secrets_stay_secret():
@@ -109,10 +111,11 @@ def test_equal_tokens_of_other_namespaces_are_other_pages_and_secrets_stay_secre
     told = [[labelled(*each, identity(**changes)) for changes in names] for each in found]
     for labels in told:
         assert len({hashes[0] for _, hashes in labels}) == len(names)
-        assert [label.lora for label, _ in labels] == ["", "", "", "", "hash"]
+        assert [label.lora.identity for label, _ in labels] == ["", "", "", "", "hash"]
         assert [bool(label.extra) for label, _ in labels] == [False, True, True, True, False]
         assert len({label.extra for label, _ in labels}) == 4
-    same = [one == other for one, other in zip(*told, strict=True)]
+    same = [one[1] == other[1] for one, other in zip(*told, strict=True)]
+    assert same == [one[0].extra == other[0].extra for one, other in zip(*told, strict=True)]
     assert same == [True, False, False, False, True], "who guesses a salt cannot try it"
 
 

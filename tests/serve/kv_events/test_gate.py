@@ -1,4 +1,4 @@
-"""From any point on, what a subscriber is told is what the engine has cached: whatever is lost, doubled or restarted."""
+"""What a subscriber is told, from any point on, is what is cached: whatever is lost, doubled or restarted."""
 
 from __future__ import annotations
 
