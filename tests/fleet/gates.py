@@ -19,7 +19,7 @@ from tests.fleet.fake_core import SLOW
 from tests.fleet.load import WHOLE, Ask, Asker, kinds
 from tests.fleet.replicas import Replica
 from tests.fleet.rolling import Fleet, fleet, roll
-from tests.fleet.upstreams import Upstream, cut, hang_up, say
+from tests.fleet.upstreams import Upstream, cut, hang_up, late, say
 from tests.serve.processes import wait_until
 
 LIMIT = 16 << 20
@@ -274,6 +274,15 @@ class Doors:
         assert answer.status_code == 413
         assert answer.json()["error"]["message"]
         assert [len(asked.body) for upstream in upstreams for asked in upstream.asked] == [LIMIT]
+
+    @pytest.mark.slow
+    def test_an_answer_may_take_longer_than_balancers_usually_wait(
+        self, door: httpx.Client, upstreams: list[Upstream]
+    ) -> None:
+        """Envoy's time-out of a route is 15 s, unless there is none."""
+        for upstream in upstreams:
+            upstream.answer = late(20.0)
+        assert door.post("/v1/completions", json={}).status_code == 200
 
     @pytest.mark.parametrize("path", ["/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
     def test_what_concerns_one_replica_is_not_served(

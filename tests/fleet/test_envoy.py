@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
-from http.server import BaseHTTPRequestHandler
 
 import httpx
 
 from tests.fleet.balancers import ENVOY, Balancer, Envoy, envoy_program
 from tests.fleet.gates import Doors, Gates
 from tests.fleet.tls import Encrypted
-from tests.fleet.upstreams import Upstream, say
+from tests.fleet.upstreams import Upstream, late, say
 
 
 class TestGates(Gates):
@@ -28,7 +26,7 @@ class TestDoors(Doors):
 
     def test_clients_set_no_time_outs_of_envoys(self, door: httpx.Client, upstreams: list[Upstream]) -> None:
         for upstream in upstreams:
-            upstream.answer = late
+            upstream.answer = late(0.2)
         headers = {"x-envoy-upstream-rq-timeout-ms": "1", "x-envoy-max-retries": "9"}
         assert door.post("/v1/completions", json={}, headers=headers).status_code == 200
 
@@ -49,12 +47,6 @@ class TestDoors(Doors):
         assert statuses.count(500) == 5
         assert set(statuses[-30:]) == {200}
         assert ejected(running)
-
-
-def late(request: BaseHTTPRequestHandler) -> None:
-    """Answer after a while that is long for a time-out of a millisecond."""
-    time.sleep(0.2)
-    say(200)(request)
 
 
 def ejected(envoy: Balancer) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -87,6 +88,16 @@ def say(status: int, body: bytes = b"{}") -> Answer:
         request.send_header("content-length", str(len(body)))
         request.end_headers()
         request.wfile.write(body)
+
+    return answer
+
+
+def late(seconds: float) -> Answer:
+    """Answer after so long."""
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        time.sleep(seconds)
+        say(200)(request)
 
     return answer
 
