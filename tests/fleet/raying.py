@@ -21,7 +21,7 @@ from jaxinfer.integrations.ray import build_app
 from tests.serve.core.fake_core import REPO, command
 from tests.serve.fake_engine import write_fake_folder
 
-BOUND = 180.0  # seconds for what takes a few on an idle machine
+BOUND = 420.0  # seconds for what takes a few on an idle machine, or a minute with real programs to compile
 _TRIES = 6
 SERVICES = ["jaxinfer.protos.v1.inference_pb2_grpc.add_InferenceServicer_to_server"]
 ENVIRONMENT = {

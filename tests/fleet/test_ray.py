@@ -355,9 +355,9 @@ def _in_a_program(params: SamplingParams, settings: dict[str, Any]) -> tuple[str
 @pytest.mark.slow
 def test_a_replica_of_two_processes_says_what_one_says(running: Cluster, channel: grpc.Channel) -> None:
     """Each in a bundle of its placement group, with one of two devices; and when one ends, the replica is replaced."""
-    shape = {"max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64], "tensor_parallel_size": 2}
+    shape = {"model": "demo", "max_num_seqs": 4, "max_model_len": 256, "prefill_sizes": [64], "tensor_parallel_size": 2}
     want = _asked_of_one_process(shape)
-    app = running.run("pair", None, model="demo", num_processes=2, **shape, health_check_period_s=0.5)
+    app = running.run("pair", None, num_processes=2, group_timeout=60, health_check_period_s=0.5, **shape)
     given = {"temperature": 0.8, "seed": 7, "max_tokens": 24}
     events = stub(channel).Generate(request(prompt="ROMEO:", sampling=given), metadata=app.metadata, timeout=BOUND)
     assert [i for event in events for i in event.delta.token_ids] == want
@@ -375,7 +375,7 @@ def _asked_of_one_process(shape: dict[str, Any]) -> list[int]:
     """The tokens of a program with two devices."""
     code = f"""
 from jaxinfer import LLM, SamplingParams
-llm = LLM(model="demo", **{ {**shape, "prefill_sizes": (64,)} })
+llm = LLM(**{ {**shape, "prefill_sizes": (64,)} })
 print(list(llm.generate(["ROMEO:"], SamplingParams(temperature=0.8, seed=7, max_tokens=24))[0].outputs[0].token_ids))
 """
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
