@@ -3,60 +3,41 @@
 from __future__ import annotations
 
 import functools
-import pathlib
 from typing import Any
 
 import pytest
 
 from jaxinfer.engine.execution.compilations import count_compilations
 from jaxinfer.llm import LLM, RequestOutput
-from jaxinfer.lora.adapter import Adapter
 from jaxinfer.lora.door import LoRARequest
 from jaxinfer.models.model import Model
-from jaxinfer.quant.banks import ALL_LINEAR
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_identity import MODES, ROOMY, SETTINGS, Requests, check_mode, make_requests, run
-from tests.fakes import random_head, random_model
+from tests.fakes import random_model
 from tests.lora.drawn import drawn
 
 NAMES = ("pirate", None, "poet", "clerk")
 LORAS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
-VOCABULARY = (ALL_LINEAR, "embed_tokens", "lm_head")
 FAST = ("full batch", "swapped", "drafts, recomputed")
 
 
 class Adapted(LLM):
     """Requests have adapters by their seeds: three, of which two have room."""
 
-    names: tuple[str | None, ...] = NAMES
-
     def generate(self, prompts: Any, sampling_params: Any = None, **_: Any) -> list[RequestOutput]:
-        return super().generate(
-            prompts, sampling_params, lora=[request(params, self.names) for params in sampling_params]
-        )
+        return super().generate(prompts, sampling_params, lora=[request(params) for params in sampling_params])
 
 
-class Worded(Adapted):
-    """Two of them are of embeddings and of the head, too."""
-
-    names = ("wordy", None, "poet", "wordless")
-
-
-def request(params: SamplingParams, names: tuple[str | None, ...] = NAMES) -> LoRARequest | None:
+def request(params: SamplingParams) -> LoRARequest | None:
     assert params.seed is not None
-    name = names[params.seed % len(names)]
+    name = NAMES[params.seed % len(NAMES)]
     return None if name is None else LoRARequest(name, name)
 
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are names: what would be read there is `drawn`."""
-
-    def read(folder: pathlib.Path, specs: Any, **_: Any) -> Adapter:
-        modules = VOCABULARY if folder.name.startswith("word") else (ALL_LINEAR,)
-        return drawn(specs, folder.name, modules=modules)
-
-    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", read)
+    monkeypatch.setattr("jaxinfer.lora.open.read_adapter", lambda folder, specs, **_: drawn(specs, folder.name))
 
 
 @functools.cache
@@ -97,34 +78,3 @@ def test_those_without_have_the_bits_of_an_engine_without_adapters() -> None:
         found = [run(llm, [each])[0] for each in plain]
     assert compilations.count == 0
     assert found == [bits for each, bits in zip(requests, alone(), strict=True) if request(each[1]) is None]
-
-
-@functools.cache
-def worded(tied: bool) -> tuple[Model, Requests, list[Any]]:
-    """A model, requests, and what each gets by itself."""
-    model = random_model(num_hidden_layers=4, tie_word_embeddings=tied)
-    requests = make_requests(12, model.config.vocab_size)
-    llm, results = Worded(model, num_pages=ROOMY, **SETTINGS, **LORAS, lora_target_modules=VOCABULARY), []
-    for each in requests:
-        results += run(llm, [each])
-        llm.engine.reset_prefix_cache()
-    return model, requests, results
-
-
-@pytest.mark.parametrize("mode", ["drafts, recomputed", pytest.param("several steps", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_adapters_of_embeddings_and_heads(mode: str, tied: bool) -> None:
-    model, requests, expected = worded(tied)
-    changes, happened = MODES[mode]
-    llm = Worded(model, **{**SETTINGS, **LORAS, "num_pages": ROOMY, **changes}, lora_target_modules=VOCABULARY)
-    check_mode(llm, requests, expected, happened)
-
-
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
-def test_heads_that_draft_share_the_tables_and_not_their_adapters(method: str) -> None:
-    """What they read is the model's own: drafts are worse for it, and results as ever."""
-    model, requests, expected = worded(tied=True)
-    model = model.replace(draft=random_head(method, model))
-    changes = {"speculative": method, "num_speculative_tokens": 3, "speculative_adaptive": False}
-    llm = Worded(model, **{**SETTINGS, **LORAS, "num_pages": ROOMY, **changes}, lora_target_modules=VOCABULARY)
-    check_mode(llm, requests, expected, lambda stats: stats.draft_tokens > 0)

@@ -15,6 +15,7 @@ from jaxinfer.lora.door import LoRARequest
 from jaxinfer.models.model import Model
 from jaxinfer.sampling_params import SamplingParams
 from tests.engine.test_invariance import bits
+from tests.fakes import random_head
 from tests.lora.goldens import GOLDENS, golden, load_base, read
 
 SETTINGS: dict[str, Any] = {
@@ -120,6 +121,20 @@ def test_requests_without_one_have_the_bits_of_an_engine_without_any(tmp_path: p
     assert [bits(mixed[at]) for at in (1, 4, 7)] == [bits(plain[at]) for at in (1, 4, 7)]
     assert [bits(mixed[at]) for at in (0, 2)] != [bits(plain[at]) for at in (0, 2)]
     assert [bits(each) for each in llm.generate(prompts, params)] == [bits(each) for each in plain]
+
+
+def test_heads_that_draft_share_the_tables_and_not_their_adapters(tmp_path: pathlib.Path) -> None:
+    """Their drafts are worse for it, and results as ever."""
+    base = load_base(golden("llama-tied-head"), tmp_path / "base")
+    names, (prompts, params) = [*OF_VOCABULARY["tied"], None] * 2, asked(base, 6)
+    drafting = {"speculative": "eagle", "num_speculative_tokens": 2, "speculative_adaptive": False}
+    results = []
+    for draft, changes in ((None, {}), (random_head("eagle", base), drafting)):
+        settings = {**SETTINGS, "prefill_sizes": (16,), "max_prefill_rows": 1, **changes}
+        llm = LLM(base.replace(draft=draft), max_loras=2, **LORAS, **VOCABULARY, **settings)
+        results.append([bits(each) for each in llm.generate(prompts, params, lora=[request(name) for name in names])])
+    assert llm.engine.stats().draft_tokens > 0
+    assert results[0] == results[1]
 
 
 def test_pages_of_one_are_no_others(tmp_path: pathlib.Path) -> None:
