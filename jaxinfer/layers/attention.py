@@ -87,7 +87,7 @@ class Attention(Layer):
 
     def setup(self) -> None:
         if self.qk_norm_eps is not None:
-            self.q_norm, self.k_norm = self._norm(self.qk_norm_eps), self._norm(self.qk_norm_eps)
+            self.q_norm, self.k_norm = self.norm(self.qk_norm_eps), self.norm(self.qk_norm_eps)
 
     def __call__(
         self,
@@ -125,15 +125,24 @@ class Attention(Layer):
             if done is not None:
                 return done
         q, k, v = qkv[..., :-2, :].reshape(*qkv.shape[:-3], self.heads, self.head_dim), qkv[..., -2, :], qkv[..., -1, :]
-        if self.qk_norm_eps is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = (rotate(heads, *rope, interleaved=self.interleaved) for heads in (q, k))
+        q, k = self.encoded(q, k, rope)
         if temperature is not None:
             q = (q * temperature[..., None, None]).astype(q.dtype)
         return attend(q, k, v, *rest)
 
-    def _norm(self, eps: float) -> Layer:
+    def encoded(
+        self, q: jax.Array, k: jax.Array, rope: tuple[jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys as they meet: normalised over head_dim, then rotated."""
+        if self.qk_norm_eps is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k) if rope is None else self.rotated(q, k, rope)
+
+    def rotated(self, q: jax.Array, k: jax.Array, rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return rotate(q, *rope, interleaved=self.interleaved), rotate(k, *rope, interleaved=self.interleaved)
+
+    def norm(self, eps: float) -> Layer:
+        """Make the norm of queries, or of keys: of [..., heads, head_dim]."""
         return LayerNorm(eps) if self.qk_layer_norm else RMSNorm(eps, self.norm_offset)
 
     def _project(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch kv_heads parts head_dim"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -26,13 +27,44 @@ class RMSNorm(Layer):
 
 
 class LayerNorm(Layer):
-    """Layer norm over the last dimension (Ba et al. 2016) with scale and bias, computed in float32."""
+    """Layer norm over the last dimension (Ba et al. 2016) with scale and, unless ``bias`` is false, a bias, computed in
+    float32."""
+
+    eps: float
+    bias: bool = True
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        scaled = _standardised(x, self.eps) * self.weight("scale").astype(jnp.float32)
+        return (scaled + self.weight("bias").astype(jnp.float32) if self.bias else scaled).astype(x.dtype)
+
+
+class HeadLayerNorm(Layer):
+    """`LayerNorm` without bias over each head, with a scale for each of them: ``scale`` [heads, head_dim]."""
 
     eps: float
 
-    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    def __call__(self, x: Float[Array, "... heads head_dim"]) -> Float[Array, "... heads head_dim"]:
+        return (_standardised(x, self.eps) * _scales(self.weight("scale"), x)).astype(x.dtype)
+
+
+class AllHeadsNorm(Layer):
+    """`RMSNorm` over all heads at once: ``scale`` [heads, head_dim]."""
+
+    eps: float
+
+    def __call__(self, x: Float[Array, "... heads head_dim"]) -> Float[Array, "... heads head_dim"]:
         x32 = x.astype(jnp.float32)
-        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        normal = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
-        scale, bias = (self.weight(name).astype(jnp.float32) for name in ("scale", "bias"))
-        return (normal * scale + bias).astype(x.dtype)
+        normal = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=(-2, -1), keepdims=True) + self.eps)
+        return (normal * _scales(self.weight("scale"), x)).astype(x.dtype)
+
+
+def _standardised(x: Float[Array, "... d"], eps: float) -> Float[Array, "... d"]:
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    return centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+
+
+def _scales(scale: Float[Array, "stored head_dim"], x: Float[Array, "... heads head_dim"]) -> jax.Array:
+    """The scales of the heads of ``x``, float32: KV heads may be copied, each beside itself (`jaxinfer.parallel`)."""
+    copies = x.shape[-2] // scale.shape[0]
+    return (scale if copies == 1 else jnp.repeat(scale, copies, axis=0)).astype(jnp.float32)

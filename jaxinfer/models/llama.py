@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import Array, Float
@@ -75,6 +75,22 @@ class LlamaConfig(DecoderConfig):
         )
 
 
+def llama_fields(read: ConfigReader) -> dict[str, Any]:
+    """Read the fields of `LlamaConfig` for a family of its own: as Llama's, with full attention in all layers.
+
+    Raises:
+        ConfigError: a field is missing, of the wrong type or not supported.
+    """
+    fields, bias = decoder_fields(read), read.flag("attention_bias", False)
+    return fields | {
+        "layers": (LayerSpec(),) * read.positive("num_hidden_layers"),
+        "rope": _rope(read, fields["max_position"], fields["head_dim"]),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": read.flag("mlp_bias", False),
+    }
+
+
 def _rope(read: ConfigReader, max_position: int, head_dim: int) -> RopeConfig:
     """Read the rotary embedding: transformers' default one turns whole heads, whatever is said of a part of them."""
     rope = rope_config(read, max_position, head_dim, partial=True)
@@ -105,11 +121,17 @@ class LlamaBlock(Layer):
     config: LlamaConfig
     layer: LayerSpec
 
+    kind: ClassVar[type[Attention]] = Attention
+
+    def options(self) -> dict[str, Any]:
+        """What else a family's attention is told."""
+        return {}
+
     def setup(self) -> None:
         cfg, eps = self.config, self.config.norm_eps if self.config.qk_norm else None
         sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
         self.attention_norm = RMSNorm(cfg.norm_eps)
-        self.attention = Attention(*sizes, qkv_bias=cfg.qkv_bias, out_bias=cfg.out_bias, qk_norm_eps=eps)
+        self.attention = self.kind(*sizes, cfg.qkv_bias, cfg.out_bias, eps, **self.options())
         self.mlp_norm = RMSNorm(cfg.norm_eps)
         self.mlp = GatedMLP(cfg.activation, cfg.mlp_bias)
 

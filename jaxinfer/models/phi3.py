@@ -63,7 +63,7 @@ def _block_specs(cfg: LlamaConfig, prefix: str) -> dict[str, Any]:
         },
         "mlp_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
         "mlp": {
-            "gate_up": _gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
+            "gate_up": gate_up(f"{prefix}.mlp.gate_up_proj.weight", d, hidden),
             "down": linear(f"{prefix}.mlp.down_proj.weight", (hidden, d), ("mlp", "embed")),
         },
     }
@@ -88,7 +88,8 @@ def _qkv(cfg: LlamaConfig, name: str) -> ParamSpec:
     )
 
 
-def _gate_up(name: str, d: int, hidden: int) -> ParamSpec:
+def gate_up(name: str, d: int, hidden: int) -> ParamSpec:
+    """`GatedMLP`'s ``gate_up`` of one tensor: rows of the gate, then of what it multiplies."""
     rows = (slice(0, hidden), slice(hidden, 2 * hidden))
     sources = tuple(Source(name, (2 * hidden, d), where=(index,), part=(part,)) for index, part in enumerate(rows))
     return ParamSpec((2, hidden, d), (None, "mlp", "embed"), sources=sources, inputs=-1)

@@ -10,22 +10,33 @@ from typing import Any
 import flax.linen as nn
 
 from jaxinfer.models import (
+    cohere,
     deepseek,
     eagle,
+    ernie,
+    exaone4,
     falcon,
     gemma,
+    glm,
     gpt2,
     gpt_oss,
     gptj,
+    granite,
+    hunyuan,
     llama,
     medusa,
     ministral,
     mixtral,
     mtp,
+    neox,
+    olmo,
     phi,
     phi3,
     qwen_moe,
+    smollm3,
     sparse,
+    stablelm,
+    starcoder2,
 )
 from jaxinfer.models.config import ConfigError, shown
 from jaxinfer.models.head import DraftHead, HeadFiles
@@ -54,6 +65,19 @@ class Family:
 LLAMA = Family(llama.LlamaConfig.from_json, llama.param_specs, cache_spec, llama.Llama)
 MIMO = dataclasses.replace(LLAMA, ignore=llama.IGNORE)
 MINISTRAL = Family(ministral.MinistralConfig.from_json, llama.param_specs, cache_spec, ministral.Ministral)
+OLMO2 = Family(olmo.OlmoConfig.from_olmo2, olmo.param_specs, cache_spec, olmo.Olmo)
+OLMO3 = dataclasses.replace(OLMO2, config=olmo.OlmoConfig.from_olmo3)
+GRANITE = Family(granite.GraniteConfig.from_json, llama.param_specs, cache_spec, granite.Granite)
+SMOLLM3 = Family(smollm3.SmolLM3Config.from_json, llama.param_specs, cache_spec, smollm3.SmolLM3)
+COHERE = Family(cohere.CohereConfig.from_cohere, cohere.param_specs, cache_spec, cohere.Cohere)
+COHERE2 = dataclasses.replace(COHERE, config=cohere.CohereConfig.from_cohere2)
+GLM = Family(glm.GlmConfig.from_json, glm.param_specs, cache_spec, glm.Glm)
+EXAONE4 = Family(exaone4.Exaone4Config.from_json, exaone4.param_specs, cache_spec, exaone4.Exaone4)
+ERNIE = Family(ernie.config_from_json, llama.param_specs, cache_spec, ernie.Ernie)
+HUNYUAN = Family(hunyuan.config_from_json, hunyuan.param_specs, cache_spec, hunyuan.Hunyuan)
+NEOX = Family(neox.NeoXConfig.from_json, neox.param_specs, cache_spec, neox.NeoX, neox.IGNORE, "gpt_neox.")
+STARCODER2 = Family(starcoder2.config_from_json, starcoder2.param_specs, cache_spec, starcoder2.Starcoder2)
+STABLELM = Family(stablelm.StableLmConfig.from_json, stablelm.param_specs, cache_spec, stablelm.StableLm)
 GEMMA = Family(gemma.GemmaConfig.from_json, gemma.param_specs, cache_spec, gemma.Gemma)
 PHI3 = Family(phi3.config_from_json, phi3.param_specs, cache_spec, llama.Llama)
 GPT2 = Family(gpt2.GPT2Config.from_json, gpt2.param_specs, cache_spec, gpt2.GPT2, gpt2.IGNORE, "transformer.")
@@ -79,6 +103,20 @@ FAMILIES: dict[str, Family] = {
     "SeedOssForCausalLM": LLAMA,
     "MiMoForCausalLM": MIMO,
     "Ministral3ForCausalLM": MINISTRAL,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "GraniteForCausalLM": GRANITE,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE2,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM,
+    "Exaone4ForCausalLM": EXAONE4,
+    "Ernie4_5ForCausalLM": ERNIE,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN,
+    "GPTNeoXForCausalLM": NEOX,
+    "Starcoder2ForCausalLM": STARCODER2,
+    "StableLmForCausalLM": STABLELM,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,

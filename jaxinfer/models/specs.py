@@ -34,6 +34,13 @@ def layer_norm(prefix: str, size: int) -> dict[str, Any]:
     return rms_norm(prefix, size) | {"bias": plain(f"{prefix}.bias", (size,), ("norm",), "zeros")}
 
 
+def heads_norm(name: str, heads: int, head_dim: int) -> dict[str, Any]:
+    """`AllHeadsNorm`, or `HeadLayerNorm`, of one tensor: whole on every device, since heads are not alike."""
+    shape = (heads, head_dim)
+    source = Source(name, (heads * head_dim,), reshape=shape)
+    return {"scale": ParamSpec(shape, (None, "norm"), init="ones", sources=(source,))}
+
+
 def vocabulary(name: str, vocab: int, d: int) -> dict[str, Any]:
     """A table of embeddings, or a head."""
     return {"table": matrix(name, (vocab, d), ("vocab", "embed"))}

@@ -1,0 +1,109 @@
+"""EXAONE 4: norms behind attention and MLP, not before them, norms of each query's and key's head.
+
+The large model has windows in three layers of four; those that have none do not know positions (NoPE).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.norm import RMSNorm
+from jaxinfer.models.config import ConfigReader, sliding_layers
+from jaxinfer.models.llama import Llama, LlamaConfig, attention_specs, llama_fields
+from jaxinfer.models.olmo import local_layers, windowed
+from jaxinfer.models.specs import decoder, gated_mlp, rms_norm
+from jaxinfer.types import LayerSpec, ParamTree
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-5,
+}
+_PATTERN = 4
+_PLAIN = {"attention_bias": False, "mlp_bias": False}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Exaone4Config(LlamaConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``rotated``: whether each layer knows positions."""
+
+    rotated: tuple[bool, ...]
+
+    @staticmethod
+    def from_json(config: Mapping[str, Any]) -> Exaone4Config:
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader({**config, **_PLAIN}, _DEFAULTS)
+        layers, null = _layers(read)
+        rotated = tuple(null or layer.window is not None for layer in layers)
+        return Exaone4Config(**{**llama_fields(read), "layers": layers, "qk_norm": True}, rotated=rotated)
+
+
+def _layers(read: ConfigReader) -> tuple[tuple[LayerSpec, ...], bool]:
+    """Read the windows; and whether there is none at all (``sliding_window`` null)."""
+    null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
+    if null:
+        return windowed(read, sliding_layers(read) or [False] * read.positive("num_hidden_layers")), True
+    named = sliding_layers(read)  # beside them the published pattern is a word, "LLLG"
+    local = named if named is not None else local_layers(read, read.positive("sliding_window_pattern", _PATTERN))
+    return windowed(read, local), False
+
+
+class Exaone4Block(Layer):
+    """One decoder layer. ``rotated``: whether it knows positions."""
+
+    config: Exaone4Config
+    layer: LayerSpec
+    rotated: bool
+
+    def setup(self) -> None:
+        cfg = self.config
+        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
+        self.attention = Attention(*sizes, qk_norm_eps=cfg.norm_eps)
+        self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
+        self.mlp = GatedMLP(cfg.activation)
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        mixed, cache = self.attention(x, rope if self.rotated else None, attend, cache)
+        x = x + self.attention_out_norm(mixed)
+        return x + self.mlp_out_norm(self.feed_forward(x)), cache
+
+    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return self.mlp(x)
+
+
+class Exaone4(Llama):
+    """The whole decoder: see `Decoder`."""
+
+    config: Exaone4Config
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        cfg = self.config
+        return (override or Exaone4Block)(cfg, cfg.layers[index], cfg.rotated[index], parent=None)
+
+
+def param_specs(cfg: Exaone4Config) -> ParamTree:
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
+
+
+def _block_specs(cfg: Exaone4Config, prefix: str) -> dict[str, Any]:
+    d = cfg.hidden_size
+    return {
+        "attention": attention_specs(cfg, f"{prefix}.self_attn"),
+        "attention_out_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
+        "mlp": gated_mlp(f"{prefix}.mlp", d, cfg.intermediate_size),
+        "mlp_out_norm": rms_norm(f"{prefix}.post_feedforward_layernorm", d),
+    }

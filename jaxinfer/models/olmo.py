@@ -1,0 +1,153 @@
+"""OLMo 2 and 3: norms behind attention and MLP, not before them, and norms over all heads of queries and of keys.
+
+OLMo 3 adds windows in three layers of four, and a rotary embedding of their own for the layers that have one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.layers.attention import Attend, Attention
+from jaxinfer.layers.base import Layer
+from jaxinfer.layers.mlp import GatedMLP
+from jaxinfer.layers.norm import AllHeadsNorm, RMSNorm
+from jaxinfer.layers.rope import RopeConfig
+from jaxinfer.models.config import SLIDING_WINDOW, ConfigReader, layer_rope, sliding_layers
+from jaxinfer.models.decoder import Decoder
+from jaxinfer.models.llama import LlamaConfig, attention_specs, llama_fields
+from jaxinfer.models.specs import decoder, gated_mlp, heads_norm, rms_norm
+from jaxinfer.types import LayerSpec, ParamTree
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {
+    "vocab_size": 50304,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+}
+_THETA3 = 500_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class OlmoConfig(LlamaConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``local_rope``: of layers that have a window."""
+
+    local_rope: RopeConfig
+
+    @staticmethod
+    def from_olmo2(config: Mapping[str, Any]) -> OlmoConfig:
+        """Read config.json; errors as of `decoder_fields`."""
+        fields = llama_fields(ConfigReader(config, _DEFAULTS)) | {"mlp_bias": False}
+        return OlmoConfig(**fields, local_rope=fields["rope"])
+
+    @staticmethod
+    def from_olmo3(config: Mapping[str, Any]) -> OlmoConfig:
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader(config, _DEFAULTS)
+        ropes = _ropes(read)
+        # Llama knows one rotary embedding for all layers
+        fields = llama_fields(ConfigReader({**config, "rope_parameters": None, "rope_scaling": None}, _DEFAULTS))
+        rope, local = (layer_rope(read, scaling, fields["max_position"], fields["head_dim"]) for scaling in ropes)
+        near = local_layers(read, 4)
+        return OlmoConfig(
+            **{**fields, "layers": windowed(read, near), "mlp_bias": False, "rope": rope}, local_rope=local
+        )
+
+
+def local_layers(read: ConfigReader, every: int) -> list[bool]:
+    """Read which layers have a window: as ``layer_types`` says, or all but each ``every``th."""
+    count = read.positive("num_hidden_layers")
+    return sliding_layers(read) or [(index + 1) % every != 0 for index in range(count)]
+
+
+def windowed(read: ConfigReader, local: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Read the window (``sliding_window``) of the layers that have one; it cannot be null."""
+    null = "sliding_window" in read.fields and read.fields["sliding_window"] is None
+    read.require(not (null and any(local)), "sliding_window", "must be > 0: there are layers with a window")
+    window = read.positive("sliding_window", SLIDING_WINDOW) if any(local) else None
+    return tuple(LayerSpec(window if near else None) for near in local)
+
+
+def _ropes(read: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what config.json says of the rotary embeddings of layers that see everything, and of layers with a window.
+
+    What stands at its top level is about the first, as it is for transformers.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        value = read.fields.get(name)
+        read.require(value is None or isinstance(value, dict), name, "must be an object")
+    both: dict[str, Any] = read.fields.get("rope_parameters") or {}
+    wide, near = (both.get(name) or {} for name in ("full_attention", "sliding_attention"))
+    known = isinstance(wide, dict) and isinstance(near, dict) and both.keys() <= {"full_attention", "sliding_attention"}
+    read.require(known, "rope_parameters", "must hold objects for full_attention and sliding_attention")
+    top = {"rope_theta": read.number("rope_theta", _THETA3)}
+    return {**top, **wide, **(read.fields.get("rope_scaling") or {})}, {"rope_theta": _THETA3, **near}
+
+
+class AllHeadsAttention(Attention):
+    """`Attention` whose queries, and keys, are normalised over all heads at once."""
+
+    def norm(self, eps: float) -> Layer:
+        return AllHeadsNorm(eps)
+
+
+class OlmoBlock(Layer):
+    """One decoder layer."""
+
+    config: OlmoConfig
+    layer: LayerSpec
+
+    def setup(self) -> None:
+        cfg = self.config
+        sizes = cfg.heads, cfg.kv_heads, cfg.head_dim, self.layer
+        self.attention = AllHeadsAttention(*sizes, cfg.qkv_bias, cfg.out_bias, qk_norm_eps=cfg.norm_eps)
+        self.attention_out_norm, self.mlp_out_norm = RMSNorm(cfg.norm_eps), RMSNorm(cfg.norm_eps)
+        self.mlp = GatedMLP(cfg.activation)
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], ropes: tuple[Any, Any], attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        mixed, cache = self.attention(x, ropes[self.layer.window is not None], attend, cache)
+        x = x + self.attention_out_norm(mixed)
+        return x + self.mlp_out_norm(self.feed_forward(x)), cache
+
+    def feed_forward(self, x: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+        return self.mlp(x)
+
+
+class Olmo(Decoder):
+    """The whole decoder: see `Decoder`. Its context is both rotary embeddings' cosines and sines."""
+
+    config: OlmoConfig
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        return (override or OlmoBlock)(self.config, self.config.layers[index], parent=None)
+
+    def context(self, positions: Int[Array, "*batch"]) -> tuple[Any, Any]:
+        cfg = self.config
+        wide = cfg.rope.angles(positions, cfg.head_dim)
+        return wide, wide if cfg.local_rope == cfg.rope else cfg.local_rope.angles(positions, cfg.head_dim)
+
+
+def param_specs(cfg: OlmoConfig) -> ParamTree:
+    return decoder(cfg, lambda _, prefix: _block_specs(cfg, prefix))
+
+
+def _block_specs(cfg: OlmoConfig, prefix: str) -> dict[str, Any]:
+    attention, d = f"{prefix}.self_attn", cfg.hidden_size
+    norms = {
+        "q_norm": heads_norm(f"{attention}.q_norm.weight", cfg.heads, cfg.head_dim),
+        "k_norm": heads_norm(f"{attention}.k_norm.weight", cfg.kv_heads, cfg.head_dim),
+    }
+    return {
+        "attention": attention_specs(cfg, attention) | norms,
+        "attention_out_norm": rms_norm(f"{prefix}.post_attention_layernorm", d),
+        "mlp": gated_mlp(f"{prefix}.mlp", d, cfg.intermediate_size),
+        "mlp_out_norm": rms_norm(f"{prefix}.post_feedforward_layernorm", d),
+    }

@@ -1,0 +1,94 @@
+"""SmolLM3: Llama, in which some layers do not know positions (NoPE, Kazemnejad et al. 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxinfer.layers.attention import Attend
+from jaxinfer.layers.base import Layer
+from jaxinfer.models.config import ConfigReader, sliding_layers
+from jaxinfer.models.llama import Llama, LlamaBlock, LlamaConfig, llama_fields
+from jaxinfer.types import LayerSpec
+
+# What transformers takes where config.json leaves these out.
+_DEFAULTS = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+}
+_EVERY = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class SmolLM3Config(LlamaConfig):
+    """A checkpoint's config.json, resolved: see `DecoderConfig`. ``rotated``: whether each layer knows positions."""
+
+    rotated: tuple[bool, ...]
+
+    @staticmethod
+    def from_json(config: Mapping[str, Any]) -> SmolLM3Config:
+        """Read config.json; errors as of `decoder_fields`."""
+        read = ConfigReader(with_heads(config, _DEFAULTS), _DEFAULTS)
+        fields, rotated = llama_fields(read), _rotated(read)
+        return SmolLM3Config(**{**fields, "layers": _layers(read, rotated)}, rotated=rotated)
+
+
+def with_heads(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Spell out ``num_key_value_heads`` that is null: it means as many as there are heads, not the family's default."""
+    if config.get("num_key_value_heads", 0) is not None:
+        return config
+    heads = config.get("num_attention_heads")
+    return {**config, "num_key_value_heads": defaults["num_attention_heads"] if heads is None else heads}
+
+
+def _rotated(read: ConfigReader) -> tuple[bool, ...]:
+    """Read which layers know positions: ``no_rope_layers`` has a 1 for each that does."""
+    count, known = read.positive("num_hidden_layers"), read.get("no_rope_layers")
+    if known is None:
+        every = read.positive("no_rope_layer_interval", _EVERY)
+        return tuple((index + 1) % every != 0 for index in range(count))
+    flags = isinstance(known, list) and len(known) >= count and all(type(flag) in (int, bool) for flag in known)
+    read.require(flags, "no_rope_layers", f"must have a 0 or a 1 for each of {count} layers")
+    return tuple(bool(flag) for flag in known[:count])
+
+
+def _layers(read: ConfigReader, rotated: tuple[bool, ...]) -> tuple[LayerSpec, ...]:
+    """Read the windows, where they are used: of the layers that do not know positions, unless ``layer_types`` says."""
+    if not read.flag("use_sliding_window", False) or read.get("sliding_window") is None:
+        named = sliding_layers(read)
+        read.require(not any(named or ()), "layer_types", "needs use_sliding_window and sliding_window")
+        return (LayerSpec(),) * len(rotated)
+    window, local = read.positive("sliding_window"), sliding_layers(read) or [not turned for turned in rotated]
+    return tuple(LayerSpec(window if near else None) for near in local)
+
+
+class SmolLM3Block(LlamaBlock):
+    """One decoder layer. ``rotated``: whether it knows positions."""
+
+    rotated: bool = True
+
+    def __call__(
+        self, x: Float[Array, "*batch d"], rope: Any, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "*batch d"], Any]:
+        chosen: Any = rope if self.rotated else None
+        return super().__call__(x, chosen, attend, cache)
+
+
+class SmolLM3(Llama):
+    """The whole decoder: see `Decoder`."""
+
+    config: SmolLM3Config
+
+    def block(self, index: int, override: Callable[..., Layer] | None) -> Layer:
+        cfg = self.config
+        return (override or SmolLM3Block)(cfg, cfg.layers[index], cfg.rotated[index], parent=None)
