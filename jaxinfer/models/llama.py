@@ -165,5 +165,7 @@ def attention_specs(cfg: Any, prefix: str, norms: str = "ones") -> dict[str, Any
     if cfg.out_bias:
         tree["out_bias"] = plain(f"{prefix}.o_proj.bias", (d,), ("embed",), "zeros")
     if cfg.qk_norm:
-        tree |= {name: rms_norm(f"{prefix}.{name}", dim, norms) for name in ("q_norm", "k_norm")}
+        whole = (cfg.heads, cfg.kv_heads) if getattr(cfg, "qk_norm_whole", False) else (1, 1)
+        for name, count in zip(("q_norm", "k_norm"), whole, strict=True):
+            tree[name] = rms_norm(f"{prefix}.{name}", count * dim, norms)
     return tree
